@@ -1,0 +1,45 @@
+"""attnzoo: attention with any normalizer behind one call.
+
+>>> import torch, attnzoo
+>>> q, k, v = torch.randn(3, 1, 4, 32, 16).unbind()
+>>> attnzoo.attention(q, k, v, variant="ssmax", is_causal=True).shape
+torch.Size([1, 4, 32, 16])
+"""
+
+from attnzoo import nn
+from attnzoo.dispatch import Plan, attention, attention_weights, explain
+from attnzoo.forms import (
+    Activation,
+    FromStatistics,
+    Linear,
+    NoForm,
+    Pairwise,
+    Param,
+    Statistics,
+    Variant,
+)
+from attnzoo.recurrent import LinearState, linear_attention
+from attnzoo.registry import get_variant, list_variants, register_variant
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Activation",
+    "FromStatistics",
+    "Linear",
+    "LinearState",
+    "NoForm",
+    "Pairwise",
+    "Param",
+    "Plan",
+    "Statistics",
+    "Variant",
+    "attention",
+    "attention_weights",
+    "explain",
+    "get_variant",
+    "linear_attention",
+    "list_variants",
+    "nn",
+    "register_variant",
+]

@@ -1,0 +1,82 @@
+"""The activations φ of pairwise forms: value, slope and, for families, the slope in the shape.
+
+Each works on a tensor of scores s of any shape; ``shape`` broadcasts against it. The entmax family
+is the q-exponential φ(x) = [1 + (α−1)x]_+^{1/(α−1)} in the units of the scores: φ(0) = 1,
+φ' = φ^{2−α}, and α → 1 gives exp (Peters et al. 2019, arXiv:1905.05702, with τ shifted by
+1/(α−1)).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import factorial
+
+import torch
+from torch import Tensor
+
+from attnzoo.forms import Activation
+
+EXP = Activation("exp", lambda s, shape: s.exp_(), lambda s, phi, shape: phi)
+
+SIGMOID = Activation("sigmoid", lambda s, shape: s.sigmoid_(), lambda s, phi, shape: phi * (1 - phi))
+
+IDENTITY = Activation(
+    "identity", lambda s, shape: s, lambda s, phi, shape: torch.ones_like(s), vanishes=False
+)
+
+SPARSEMAX = Activation(
+    "sparsemax", lambda s, shape: s.add_(1).relu_(), lambda s, phi, shape: (phi > 0).to(phi.dtype)
+)
+
+ENTMAX15 = Activation(
+    "entmax15",
+    lambda s, shape: s.mul_(0.5).add_(1).relu_().square_(),
+    lambda s, phi, shape: phi.sqrt(),
+)
+
+
+def _q_exp(s: Tensor, alpha: Tensor | None) -> Tensor:
+    assert alpha is not None
+    # log1p keeps the digits of (α−1)s when it is small; clamping at −1 is the [·]_+.
+    inner = ((alpha - 1) * s).clamp_min_(-1.0)
+    return inner.log1p_().div_(alpha - 1).exp_()
+
+
+def _q_exp_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
+    assert alpha is not None
+    # where: at α = 2 a key outside the support has slope 0, not 0⁰.
+    return torch.where(phi > 0, phi.pow(2 - alpha), 0.0)
+
+
+def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
+    """∂φ/∂α = φ · [x/(a·u) − log(u)/a²] with a = α − 1, u = 1 + ax; → −φx²/2 as α → 1."""
+    assert alpha is not None
+    a = alpha - 1
+    inside = phi > 0
+    x = torch.where(inside, s, 0.0)
+    y = a * x
+    closed = x / (a * (1 + y)) - torch.log1p(y) / (a * a)
+    # The two terms agree to y²: where y is small use the series x² Σ_k (−1)^{k−1} (k−1)/k y^{k−2}.
+    series = torch.zeros_like(y)
+    for k in range(10, 1, -1):
+        series = series * y + (-1) ** (k - 1) * (k - 1) / k
+    log_slope = torch.where(y.abs() < 3e-2, x * x * series, closed)
+    return torch.where(inside, phi * log_slope, 0.0)
+
+
+Q_EXP = Activation("q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope)
+
+
+@lru_cache
+def taylor(order: int) -> Activation:
+    """Σ_{p ≤ order} s^p / p!, which is positive for even orders only."""
+
+    def value(s: Tensor, shape: Tensor | None, top: int = order) -> Tensor:
+        total = torch.full_like(s, 1 / factorial(top))
+        for power in reversed(range(top)):
+            total.mul_(s).add_(1 / factorial(power))
+        return total
+
+    return Activation(
+        f"taylor{order}", value, lambda s, phi, shape: value(s, shape, order - 1), vanishes=False
+    )

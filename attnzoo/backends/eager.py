@@ -1,0 +1,31 @@
+"""The definition: dense weights times values, with torch's own autograd, of any order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.call import Call
+from attnzoo.forms import Definition, Form
+
+
+def unsupported(form: Form, call: Call) -> str | None:
+    return None if isinstance(form, Definition) else "runs the definition"
+
+
+def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor, Tensor | None]:
+    """The weights after dropout, and lse where the call asks for it."""
+    w = form.weights(q, k, call, **form.params)
+    w = torch.nn.functional.dropout(w, call.dropout_p)
+    if not call.return_lse:
+        return w, None
+    assert form.scores is not None  # dispatch has refused
+    return w, call.logsumexp(form.scores(q, k, call, **form.params))
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
+    assert isinstance(form, Definition)
+    w, lse = weights(q, k, call, form)
+    w = w.unflatten(1, (call.kv_heads, -1))  # [B, Hkv, G, Nq, Nk]
+    out = torch.einsum("bhgij,bhje->bhgie", w, v.to(call.dtype))
+    return out.flatten(1, 2), lse

@@ -1,0 +1,157 @@
+"""Linear forms by a scan over chunks in torch: time linear in N, and a state to resume from.
+
+Within a chunk the products ψ(q)·ψ(k) are taken directly, between chunks through the state
+S = Σ ψ(k) vᵀ, z = Σ ψ(k). z rides along as one more value that is always 1. With gradients each
+chunk is checkpointed, so that only the states between chunks are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnzoo.call import Call
+from attnzoo.forms import Form, Linear
+
+CHUNK = 128
+
+
+@dataclass(frozen=True)
+class LinearState:
+    """What a causal linear variant knows of the keys so far; its size does not grow.
+
+    ``sums`` is (B, Hkv, F, Dv + 1): Σ ψ(k) vᵀ with Σ ψ(k) as the last column, fp32 (fp64 for fp64
+    inputs). ``length`` is the number of keys seen.
+    """
+
+    sums: Tensor
+    length: int
+
+
+def unsupported(form: Form, call: Call) -> str | None:
+    if not isinstance(form, Linear):
+        return "runs linear forms"
+    if call.mask is not None and not call.key_mask:
+        return "takes a mask of keys (query dimension 1), not a dense one"
+    if call.has_bias:
+        return "has no additive score: pass a bool mask"
+    if call.left is not None or call.right not in (None, 0):
+        return "has no window: a state cannot forget"
+    if call.segments is not None:
+        return "has no segments: a state cannot forget"
+    if call.dropout_p:
+        return "has no weights to drop"
+    return None
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, None]:
+    assert isinstance(form, Linear)
+    attend = scan if call.right == 0 else _attend_all
+    return attend(q, k, v, call, form)[0], None
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal: chunk after chunk, each row seeing the state so far and its own chunk up to itself."""
+    call, k, values = _prepare(call, k, v)
+    blind = max(0, call.keys and call.key_origin - call.query_origin)  # rows before the first key
+    lead = call.keys - (call.queries - blind)  # keys before the first row's own
+    sums = _absorb(k[:, :, :lead], values[:, :, :lead], call, form, sums, call.key_origin)
+    out = [values.new_zeros(call.batch, call.heads, blind, call.value_dim)]
+    at = call.query_origin + blind
+    parts = (x.split(CHUNK, dim=2) for x in (q[:, :, blind:], k[:, :, lead:], values[:, :, lead:]))
+    for q_part, k_part, v_part in zip(*parts):
+        here = torch.arange(q_part.shape[2], device=call.device) + at
+        done, sums = _run(call, _chunk, q_part, k_part, v_part, sums, here, call, form)
+        out.append(done)
+        at += q_part.shape[2]
+    return torch.cat(out, dim=2), sums
+
+
+def _attend_all(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear
+) -> tuple[Tensor, Tensor]:
+    """Not causal: every row reads the state of all keys."""
+    call, k, values = _prepare(call, k, v)
+    sums = _absorb(k, values, call, form, None, call.key_origin)
+    out = [values.new_zeros(call.batch, call.heads, 0, call.value_dim)]
+    at = call.query_origin
+    for q_part in q.split(CHUNK, dim=2):
+        here = torch.arange(q_part.shape[2], device=call.device) + at
+        out.append(_run(call, _read, q_part, sums, here, call, form))
+        at += q_part.shape[2]
+    return torch.cat(out, dim=2), sums
+
+
+def _prepare(call: Call, k: Tensor, v: Tensor) -> tuple[Call, Tensor, Tensor]:
+    """Values with a column of ones, zeroed where the key is masked: [B, Hkv, Nk, Dv + 1].
+
+    A zeroed value and a zeroed 1 take a key out of both sums, whatever its features are.
+    """
+    if call.mask is not None and call.mask.shape[1] > 1 and call.group > 1:
+        # The heads of a group see different keys, so they no longer share a state.
+        k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
+        call = replace(call, kv_heads=call.heads)
+    values = torch.nn.functional.pad(v.to(call.dtype), (0, 1), value=1.0)
+    if call.mask is not None:
+        values = values.masked_fill(~call.mask.transpose(-1, -2), 0.0)
+    return call, k, values
+
+
+def _run(call: Call, step: Any, *inputs: Any) -> Any:
+    if call.needs_grad:
+        return checkpoint(step, *inputs, use_reentrant=False)
+    return step(*inputs)
+
+
+def _absorb(
+    k: Tensor, values: Tensor, call: Call, form: Linear, sums: Tensor | None, at: int
+) -> Tensor:
+    """The state after these keys."""
+    if sums is None:
+        size = form.size(call.head_dim)
+        sums = values.new_zeros(call.batch, call.kv_heads, size, call.value_dim + 1)
+    for k_part, v_part in zip(k.split(CHUNK, dim=2), values.split(CHUNK, dim=2)):
+        here = torch.arange(k_part.shape[2], device=call.device) + at
+        sums = _run(call, _add, k_part, v_part, sums, here, call, form)
+        at += k_part.shape[2]
+    return sums
+
+
+def _add(k: Tensor, values: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
+    features = form.features(k.to(call.dtype), at)  # [B, Hkv, c, F]
+    return sums + features.transpose(-1, -2) @ values
+
+
+def _query_features(q: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
+    features = form.features(call.scale * q.to(call.dtype), at)  # [B, H, c, F]
+    return features.unflatten(1, (call.kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G·c, F]
+
+
+def _divide(sums: Tensor, call: Call) -> Tensor:
+    """[B, Hkv, G·c, Dv + 1] to the output [B, H, c, Dv]; a denominator of 0 gives 0."""
+    below = sums[..., -1:]
+    out = sums[..., :-1] / below.masked_fill(below == 0, 1.0)
+    return out.unflatten(2, (call.group, -1)).flatten(1, 2)
+
+
+def _read(q: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
+    return _divide(_query_features(q, at, call, form) @ sums, call)
+
+
+def _chunk(
+    q: Tensor, k: Tensor, values: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear
+) -> tuple[Tensor, Tensor]:
+    """Output of a chunk and the state after it."""
+    psi_q = _query_features(q, at, call, form)  # [B, Hkv, G·c, F]
+    psi_k = form.features(k.to(call.dtype), at)  # [B, Hkv, c, F]
+    inner = psi_q @ psi_k.transpose(-1, -2)  # [B, Hkv, G·c, c]
+    later = at > at[:, None]
+    inner = inner.masked_fill(later.repeat(call.group, 1), 0.0)
+    out = _divide(inner @ values + psi_q @ sums, call)
+    return out, sums + psi_k.transpose(-1, -2) @ values

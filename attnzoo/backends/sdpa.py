@@ -1,0 +1,82 @@
+"""Torch's fused softmax, for softmax and whatever is a row gain on it.
+
+The gain enters as gain·q, computed in fp32 and rounded once to q's dtype. Only what torch's fused
+kernels compute exactly is handed over; a mask and ``is_causal`` never go together, and rows without
+keys are zeroed here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnzoo.backends.statistics import with_rows
+from attnzoo.call import Call
+from attnzoo.counts import visible_entries
+from attnzoo.forms import Form, FromStatistics, Pairwise
+
+
+def unsupported(form: Form, call: Call) -> str | None:
+    if not isinstance(form, Pairwise) or form.activation.name != "exp" or form.normalize != "sum":
+        return "carries softmax and row gains on it only"
+    if form.sink is not None:
+        return "has no sink"
+    if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
+        return "takes the gain as a constant: its gradient through the statistics is in tiled"
+    return _unsupported_call(call)
+
+
+def _unsupported_call(call: Call) -> str | None:
+    if call.return_lse:
+        return "does not return lse"
+    if call.alibi is not None or call.segments is not None:
+        return "would need a dense mask for alibi or segments"
+    if call.left is not None or call.right not in (None, 0):
+        return "would need a dense mask for a window"
+    if call.right == 0:
+        if call.mask is not None:
+            return "takes a mask or causality, not both"
+        if call.queries not in (1, call.keys):
+            return "is top-left causal: the same as ours for Nq = Nk and Nq = 1 only"
+    if call.mask is not None and call.mask.requires_grad:
+        return "gives no gradient for a float mask; tiled does"
+    if call.dropout_p and call.device.type == "cpu":
+        return "has no fused dropout on a CPU"
+    if call.value_dim != call.head_dim:
+        return "torch's fused kernels take Dv = D only"
+    if not (call.batch and call.heads and call.queries and call.keys):
+        return "does not take empty tensors"
+    return None
+
+
+def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """The mask with rows that see nothing opened up, and those rows: torch never meets them."""
+    if call.mask is None:
+        return None, None
+    empty = ~visible_entries(call.mask).any(-1, keepdim=True)  # [B|1, H|1, Nq|1, 1]
+    if call.mask.dtype == torch.bool:
+        return call.mask | empty, empty
+    return call.mask.masked_fill(empty, 0.0), empty
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
+    assert isinstance(form, Pairwise)
+    gain = with_rows(form, q, k, call).gain
+    assert not isinstance(gain, FromStatistics)
+    if isinstance(gain, Tensor) or gain != 1.0:
+        q = (call.row(gain)[..., None] * q.to(call.dtype)).to(call.input_dtype)
+    # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    mask, empty = _mask(call)
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=call.right == 0 and call.queries > 1,
+        scale=call.scale,
+        enable_gqa=call.group > 1,
+        dropout_p=call.dropout_p,
+    )
+    return (out if empty is None else out.masked_fill(empty, 0.0)), None

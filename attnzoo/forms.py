@@ -1,0 +1,165 @@
+"""What a variant is: its definition, its parameters and the forms from which the fast paths follow.
+
+A *row* is one fp32 number per (batch, head, query): a tensor that broadcasts to ``(B, H, Nq)``
+(fp64 for fp64 inputs), or a Python float. Forms carry rows and never parameters: a variant turns
+its parameters into rows in torch, so autograd reduces a row's gradient back to the parameter and
+no variant needs a backward of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnzoo.call import Call
+
+Row = Tensor | float
+Normalize = Literal["none", "sum", "threshold", "select"]
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
+
+
+@dataclass(frozen=True)
+class Activation:
+    """φ(s) and φ'(s); with ``shape`` a family of them (entmax: α), one member per row.
+
+    value(s, shape) -> φ, slope(s, φ, shape) -> φ', shape_slope(s, φ, shape) -> ∂φ/∂shape.
+    ``value`` may overwrite ``s``: a caller that needs the scores again passes a copy.
+    ``vanishes`` says φ(−∞) = 0, so that a masked score may be −∞; otherwise φ itself is masked.
+    ``triton`` names the kernels' twin as "module:name", so that nothing here imports Triton.
+    """
+
+    name: str
+    value: Callable[[Tensor, Tensor | None], Tensor]
+    slope: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    shape_slope: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    vanishes: bool = True
+    triton: str | None = None
+
+
+class Statistics(NamedTuple):
+    """Of the un-gained scores, bias included: lse = log Σ exp(s), entropy of softmax(s) in nats."""
+
+    lse: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class FromStatistics:
+    """A row computed from `Statistics`, which the backend takes in one extra pass over the keys."""
+
+    row: Callable[[Statistics], Tensor]
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class Pairwise:
+    """w_ij = c_i · φ(s_ij − τ_i) with s_ij = gain_i · scale · q_i·k_j + bias_ij.
+
+    ============  =========================  ==========================
+    normalize     τ_i                        c_i
+    ============  =========================  ==========================
+    "none"        ``offset``                 1
+    "sum"         0                          1 / (Σ_j φ + φ(``sink``))
+    "threshold"   solved so that Σ_j φ = 1   1
+    "select"      0                          1 / Σ φ over the ``keep`` largest scores
+    ============  =========================  ==========================
+    """
+
+    activation: Activation
+    normalize: Normalize
+    gain: Row | FromStatistics = 1.0
+    offset: Row | None = None
+    shape: Row | None = None
+    sink: Row | None = None
+    keep: int | None = None
+    kind = "pairwise"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """o_i = ψ(scale·q_i)·S_i / ψ(scale·q_i)·z_i, S_i = Σ_j ψ(k_j) v_jᵀ, z_i = Σ_j ψ(k_j).
+
+    features(x, positions) maps (..., N, D) and (N,) to (..., N, F); size(D) is F.
+    """
+
+    features: Callable[[Tensor, Tensor], Tensor]
+    size: Callable[[int], int]
+    kind = "linear"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The form every variant has: its dense weights, with the parameters of this call bound."""
+
+    weights: Callable[..., Tensor]
+    scores: Callable[..., Tensor] | None
+    params: dict[str, Any]
+    kind = "definition"
+
+
+@dataclass(frozen=True)
+class NoForm:
+    """A form that a variant does not offer for this call, with the reason for `explain`."""
+
+    kind: str
+    why: str
+
+
+Form = Pairwise | Linear | Definition | NoForm
+
+
+@dataclass(frozen=True)
+class Param:
+    """One keyword parameter of a variant.
+
+    ``kind`` is "row" (a float, a 0-dim or (H,) tensor; with ``per_token`` also (B, H, Nq)) or "int",
+    "float", "bool" for a setting that never needs a gradient. ``allowed`` says in words what
+    ``check`` accepts. ``init`` is the value from which `attnzoo.nn.Attention` learns the parameter
+    by default; None leaves it fixed there unless asked. ``between`` is an open interval that a
+    learned value is kept in.
+    """
+
+    name: str
+    default: Any = REQUIRED
+    kind: Literal["row", "int", "float", "bool"] = "row"
+    doc: str = ""
+    init: float | None = None
+    per_token: bool = False
+    check: Callable[[Any], Any] | None = None
+    allowed: str = "finite"
+    between: tuple[float, float] | None = None
+
+
+def no_forms(call: Call, **params: Any) -> tuple[Form, ...]:
+    return ()
+
+
+def no_refusal(call: Call, **params: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One member of the zoo.
+
+    weights(q, k, call, **params) -> (B, H, Nq, Nk): the definition, dense and plain.
+    forms(call, **params) -> the forms that hold for this call, the preferred one first.
+    scores(q, k, call, **params) -> (B, H, Nq, Nk), −∞ where w = 0 by rule: given when the weights
+        are a softmax of them (up to a sink), which is what ``return_lse`` needs.
+    refuse(call, **params) -> why this call has no meaning for the variant, or None.
+    normalized: every row with a visible key sums to 1.
+    """
+
+    name: str
+    formula: str
+    paper: str
+    weights: Callable[..., Tensor]
+    params: tuple[Param, ...] = ()
+    forms: Callable[..., tuple[Form, ...]] = no_forms
+    scores: Callable[..., Tensor] | None = None
+    refuse: Callable[..., str | None] = no_refusal
+    normalized: bool = True

@@ -1,0 +1,158 @@
+"""Modules that own a variant's learned parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from attnzoo.bind import check_value
+from attnzoo.dispatch import attention
+from attnzoo.forms import REQUIRED, Param
+from attnzoo.registry import get_variant
+
+
+class _Between(nn.Module):
+    """Keeps a learned value in an open interval: low + (high − low) σ(raw)."""
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+
+    def forward(self, raw: Tensor) -> Tensor:
+        return self.low + (self.high - self.low) * raw.sigmoid()
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        return ((value - self.low) / (self.high - self.low)).logit()
+
+
+class Attention(nn.Module):
+    """`attnzoo.attention` with the parameters of a variant, those it learns among them.
+
+    Args:
+        variant: a name from `attnzoo.list_variants`.
+        num_heads: of the queries, H.
+        learn: names of parameters to learn, each an fp32 `torch.nn.Parameter` of shape (H,) under
+            its own name. None learns those which the variant's paper learns (ssmax: s, sink: b,
+            asentmax: beta and gamma); () learns nothing.
+        **params: of the variant. For a learned parameter the initial value, a float or a tensor
+            (H,); without it the variant's initial value. A parameter with an allowed range
+            (entmax's alpha) is learned through a sigmoid and stays inside.
+
+    Shapes:
+        forward(q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), **keywords) with the
+        keywords of `attnzoo.attention` -> (B, H, Nq, Dv).
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
+    Example:
+        >>> import torch
+        >>> from attnzoo.nn import Attention
+        >>> attend = Attention("ssmax", num_heads=4)
+        >>> attend
+        Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
+        >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind()
+        >>> attend(q, k, v, is_causal=True).shape
+        torch.Size([2, 4, 16, 8])
+
+    Sources of the initial values: the variants' own files. Exclude these parameters from weight
+    decay: their zero is not neutral.
+    """
+
+    def __init__(
+        self,
+        variant: str,
+        num_heads: int,
+        *,
+        learn: tuple[str, ...] | list[str] | None = None,
+        **params: Any,
+    ) -> None:
+        super().__init__()
+        found = get_variant(variant)
+        if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
+            raise ValueError(f"num_heads must be an int of at least 1, got {num_heads!r}")
+        specs = {param.name: param for param in found.params}
+        learned = self._learned(variant, specs, learn)
+        for name in params:
+            if name not in specs:
+                known = ", ".join(specs) or "none"
+                raise TypeError(f"variant {variant!r} has no parameter {name!r}; it has: {known}")
+        self.variant, self.num_heads, self.learned = variant, num_heads, learned
+        for name, spec in specs.items():
+            value = params.get(name, spec.default)
+            if name in learned:
+                self._learn(spec, value if name in params or spec.init is None else spec.init)
+            elif value is REQUIRED:
+                raise TypeError(f"variant {variant!r} requires the parameter {name!r}: {spec.doc}")
+            elif isinstance(value, Tensor):
+                self.register_buffer(name, value)
+            elif value is None:
+                setattr(self, name, None)
+            else:
+                setattr(self, name, check_value(f"{variant}'s {name}", spec, value))
+
+    @staticmethod
+    def _learned(
+        variant: str, specs: dict[str, Param], learn: tuple[str, ...] | list[str] | None
+    ) -> tuple[str, ...]:
+        if learn is None:
+            return tuple(name for name, spec in specs.items() if spec.init is not None)
+        possible = [name for name, spec in specs.items() if spec.kind == "row"]
+        if not isinstance(learn, (tuple, list)):
+            raise TypeError(f"learn must be a tuple of names or None, got {learn!r}")
+        for name in learn:
+            if name not in possible:
+                allowed = ", ".join(possible) or "none"
+                raise ValueError(f"learn: {variant!r} can learn {allowed}; got {name!r}")
+        return tuple(learn)
+
+    def _learn(self, spec: Param, start: Any) -> None:
+        what = f"{self.variant}'s {spec.name}"
+        if start is None or start is REQUIRED:
+            raise ValueError(f"learn: give {what} an initial value, a float or a tensor (H,)")
+        if not isinstance(start, Tensor):
+            start = torch.full((self.num_heads,), check_value(what, spec, start))
+        elif start.shape != (self.num_heads,):
+            raise ValueError(
+                f"{what} must have shape ({self.num_heads},) to be learned, got "
+                f"{tuple(start.shape)}"
+            )
+        start = start.detach().clone().float()
+        self.register_parameter(spec.name, nn.Parameter(start))
+        if spec.between is not None:
+            low, high = spec.between
+            if not bool(((start > low) & (start < high)).all()):
+                raise ValueError(
+                    f"{what} must start inside ({low}, {high}) to be learned, got {start.tolist()}"
+                )
+            parametrize.register_parametrization(self, spec.name, _Between(low, high))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+        """`attnzoo.attention` of this variant; see there for the keywords."""
+        if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != self.num_heads:
+            raise ValueError(f"q must have num_heads={self.num_heads} heads, got {tuple(q.shape)}")
+        names = [param.name for param in get_variant(self.variant).params]
+        for name in names:
+            if name in keywords:
+                raise TypeError(f"{name} belongs to the module: set it when it is made")
+        own = {name: getattr(self, name) for name in names}
+        return attention(q, k, v, self.variant, **keywords, **own)
+
+    def extra_repr(self) -> str:
+        shown = []
+        for name in [param.name for param in get_variant(self.variant).params]:
+            value = getattr(self, name)
+            text = _summary(value.detach()) if isinstance(value, Tensor) else f"{value}"
+            shown.append(f"{name}={text}" + (" (learned)" if name in self.learned else ""))
+        return ", ".join([repr(self.variant), f"num_heads={self.num_heads}", *shown])
+
+
+def _summary(x: Tensor) -> str:
+    low, high = float(x.min()), float(x.max())
+    if math.isclose(low, high, rel_tol=1e-6, abs_tol=1e-12):
+        return f"{low:.4g}"
+    return f"{low:.4g}…{high:.4g}"

@@ -1,0 +1,99 @@
+"""linear_attention(): a causal linear variant that returns its state and goes on from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.linear import LinearState, scan, unsupported
+from attnzoo.dispatch import prepare, raise_refusal
+from attnzoo.forms import Linear, NoForm
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str,
+    *,
+    state: LinearState | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **params: Any,
+) -> tuple[Tensor, LinearState]:
+    """Causal attention of a linear variant over the next tokens of a sequence.
+
+    o_i = ψ(q_i)·S_i / ψ(q_i)·z_i with S_i = Σ_{j ≤ i} ψ(k_j) v_jᵀ, z_i = Σ_{j ≤ i} ψ(k_j), where j
+    runs over all keys that ``state`` has seen and those given here. Cutting a sequence anywhere
+    gives the outputs of ``attention(..., is_causal=True)``; one more token costs the same at any
+    length. Differentiable, through the state too.
+
+    Args:
+        q: (B, H, N, D), the next N tokens. k: (B, Hkv, N, D). v: (B, Hkv, N, Dv).
+        variant: one with a linear form for these parameters.
+        state: what an earlier call returned; None begins a sequence.
+        attn_mask: bool mask of these N keys, (..., 1, N); True = attend.
+        scale, enable_gqa, **params: as for `attention`, the same in every call of a sequence.
+
+    Returns:
+        (out, state): (B, H, N, Dv) in q's dtype, and the state after these tokens.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
+        >>> whole = attnzoo.attention(q, k, v, "taylor", is_causal=True)
+        >>> first, state = attnzoo.linear_attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], "taylor")
+        >>> last, state = attnzoo.linear_attention(
+        ...     q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], "taylor", state=state)
+        >>> torch.allclose(last, whole[:, :, 9:], atol=1e-5), state.length
+        (True, 10)
+    """
+    arguments = dict(
+        attn_mask=attn_mask, is_causal=True, scale=scale, enable_gqa=enable_gqa, **params
+    )
+    seen = 0 if state is None else _length(state)
+    ready = prepare(q, k, v, variant, arguments, origin=seen)
+    raise_refusal(ready)
+    call = ready.call
+    if call.queries != call.keys:
+        raise ValueError(f"q and k must hold the same tokens, got {call.queries} and {call.keys}")
+    form = _linear_form(ready.variant.forms(call, **ready.params), variant)
+    if (objection := unsupported(form, call)) is not None:
+        raise ValueError(f"linear_attention {objection}")
+    sums = None
+    if state is not None:
+        sums = state.sums
+        size = form.size(call.head_dim)
+        expected = (call.batch, call.kv_heads, size, call.value_dim + 1)
+        if sums.shape != expected or sums.dtype != call.dtype or sums.device != call.device:
+            raise ValueError(
+                f"state.sums must be {expected} {call.dtype} on {call.device} for these inputs, "
+                f"got {tuple(sums.shape)} {sums.dtype} on {sums.device}"
+            )
+        if torch.is_grad_enabled() and sums.requires_grad:
+            call = replace(call, needs_grad=True)
+    with torch.autocast(call.device.type, enabled=False):
+        out, sums = scan(ready.q, ready.k, ready.v, call, form, sums)
+    return out.to(call.input_dtype), LinearState(sums, seen + call.keys)
+
+
+def _length(state: Any) -> int:
+    if not isinstance(state, LinearState):
+        raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")
+    return state.length
+
+
+def _linear_form(forms: tuple[Any, ...], variant: str) -> Linear:
+    for form in forms:
+        if isinstance(form, Linear):
+            return form
+    reasons = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "linear"]
+    why = reasons[0] if reasons else "it has no linear form"
+    raise ValueError(f"variant {variant!r} cannot be run from a state: {why}")

@@ -1,0 +1,70 @@
+"""cosformer: w_ij ∝ ReLU(q_i)·ReLU(k_j) · cos(π/2 · (i − j)/M), M = max_length.
+
+Qin et al. 2022, arXiv:2202.08791 (eq. 10 there splits the cosine). Linear in N through
+ψ(x, i) = [ReLU(x) cos(πi/2M), ReLU(x) sin(πi/2M)].
+
+Takes any scale > 0, without effect: the weights do not change when q_i or all keys are scaled.
+A row whose products are all 0 gives output 0.
+
+Differs: M is a fixed length, never the current one, so that a prefix keeps its outputs; the
+denominator is not clamped at 1e-6, which would break the invariance for small features.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnzoo.call import Call
+from attnzoo.forms import Form, Linear, Param, Variant
+
+
+def refuse(call: Call, max_length: int) -> str | None:
+    if call.has_bias:
+        return (
+            "cosformer has no additive score: attn_mask must be bool (True = attend) and alibi None"
+        )
+    if call.scale <= 0:
+        return f"cosformer takes any scale above 0, got {call.scale}"
+    longest = max(
+        call.queries, call.query_origin + call.queries, call.keys, call.key_origin + call.keys
+    )
+    if longest > max_length:
+        return f"cosformer: max_length={max_length} is below the length {longest}"
+    return None
+
+
+def weights(q: Tensor, k: Tensor, call: Call, max_length: int) -> Tensor:
+    reweighting = torch.cos(call.distance.to(call.dtype) * (math.pi / 2 / max_length))
+    s = call.scores(q.relu(), k.relu()) * reweighting
+    s = s.masked_fill(~call.visible, 0.0)
+    total = s.sum(-1, keepdim=True)
+    return s / total.masked_fill(total == 0, 1.0)
+
+
+def forms(call: Call, max_length: int) -> tuple[Form, ...]:
+    def features(x: Tensor, positions: Tensor) -> Tensor:
+        angle = (positions.to(x.dtype) * (math.pi / 2 / max_length))[:, None]
+        x = x.relu()
+        return torch.cat([x * angle.cos(), x * angle.sin()], dim=-1)
+
+    return (Linear(features, size=lambda d: 2 * d),)
+
+
+VARIANT = Variant(
+    name="cosformer",
+    formula="ReLU(q)·ReLU(k)·cos(π(i−j)/2M) / Σ",
+    paper="Qin et al. 2022, arXiv:2202.08791",
+    weights=weights,
+    params=(
+        Param(
+            "max_length",
+            kind="int",
+            doc="M, at least the longest sequence ever used",
+            check=lambda x: x >= 1,
+            allowed="an int of at least 1",
+        ),
+    ),
+    forms=forms,
+    refuse=refuse,
+)

@@ -1,0 +1,114 @@
+"""entmax: w_j = [(α−1) z_j − τ]_+^{1/(α−1)}, Σ_j w_j = 1, α in (1, 2].
+
+Peters et al. 2019, arXiv:1905.05702. α = 2 is sparsemax, α → 1 softmax. Exact by sorting at the
+numbers 1.5 and 2; elsewhere, and for an α per head, τ is found by bisection. The gradient reaches α
+(Correia et al. 2019, arXiv:1909.00015, learn 1 + σ(a_h) per head).
+
+Differs: written in the units of the scores, w = φ(z − τ') with the q-exponential
+φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1), which is the same and stays finite as α → 1.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnzoo.activations import ENTMAX15, Q_EXP, SPARSEMAX
+from attnzoo.call import Call
+from attnzoo.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.variants.sparsemax import project
+
+
+def project15(s: Tensor, call: Call) -> Tensor:
+    """[s/2 − τ]_+² with Σ = 1 over the visible keys, τ from the sorted scores."""
+    if call.keys == 0:
+        return s
+    x = (s - call.hide(s).amax(-1, keepdim=True).detach()) / 2
+    x = call.hide(x, fill=-2.0)
+    with torch.no_grad():
+        ranked = x.sort(dim=-1, descending=True).values
+        rank = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=x.dtype)
+        mean = ranked.cumsum(-1) / rank
+        spread = (ranked**2).cumsum(-1) - rank * mean**2
+        tau = mean - ((1 - spread) / rank).clamp(min=0).sqrt()
+        size = (tau <= ranked).sum(-1, keepdim=True)
+        support = x >= ranked.gather(-1, size - 1)
+    # Σ (x − τ)² = 1 over the support, whose smaller root is τ.
+    count = support.sum(-1, keepdim=True)
+    mean = (x * support).sum(-1, keepdim=True) / count
+    spread = ((x - mean) ** 2 * support).sum(-1, keepdim=True)
+    tau = mean - ((1 - spread) / count).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+    return (x - tau).relu().square().masked_fill(~call.visible, 0.0)
+
+
+def q_exp(x: Tensor, alpha: Row) -> Tensor:
+    inside = 1 + (alpha - 1) * x > 0
+    x = torch.where(inside, x, torch.zeros_like(x))
+    return torch.exp(torch.log1p((alpha - 1) * x) / (alpha - 1)) * inside
+
+
+def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
+    """φ(s − τ) with Σ = 1 over the visible keys, τ by bisection and two Newton steps.
+
+    The Newton steps carry the gradient: after two of them from a constant τ the first and second
+    derivatives are those of the root.
+    """
+    if call.keys == 0:
+        return s
+    alpha = alpha[..., None]
+    s = s - call.hide(s).amax(-1, keepdim=True).detach()
+    s = call.hide(s, fill=0.0)  # finite; masked out of every sum below
+    visible = call.visible
+
+    def mass(tau: Tensor) -> Tensor:
+        return (q_exp(s - tau, alpha) * visible).sum(-1, keepdim=True)
+
+    with torch.no_grad():
+        low = torch.zeros_like(s[..., :1])  # φ(0) = 1: the sum is at least 1 here
+        high = low - torch.expm1((1 - alpha) * math.log(max(call.keys, 2))) / (alpha - 1)
+        for _ in range(80 if s.dtype == torch.float64 else 40):
+            middle = (low + high) / 2
+            above = mass(middle) >= 1
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        tau = low
+    for _ in range(2):
+        phi = q_exp(s - tau, alpha) * visible
+        slope = torch.where(phi > 0, phi.clamp(min=torch.finfo(phi.dtype).tiny) ** (2 - alpha), 0)
+        slope = slope.sum(-1, keepdim=True)
+        tau = tau + (phi.sum(-1, keepdim=True) - 1) / slope.masked_fill(slope == 0, 1.0)
+    return q_exp(s - tau, alpha) * visible
+
+
+def weights(q: Tensor, k: Tensor, call: Call, alpha: Row) -> Tensor:
+    s = call.scores(q, k) + call.bias
+    if isinstance(alpha, Tensor):
+        return bisect(s, call, alpha)
+    if alpha == 1.5:
+        return project15(s, call)
+    return project(s, call) if alpha == 2 else bisect(s, call, call.row(alpha))
+
+
+def forms(call: Call, alpha: Row) -> tuple[Form, ...]:
+    exact = {1.5: ENTMAX15, 2.0: SPARSEMAX}
+    if not isinstance(alpha, Tensor) and alpha in exact:
+        return (Pairwise(exact[alpha], "threshold"),)
+    return (Pairwise(Q_EXP, "threshold", shape=call.row(alpha)),)
+
+
+VARIANT = Variant(
+    name="entmax",
+    formula="[(α−1)z − τ]_+^{1/(α−1)}, Σ = 1",
+    paper="Peters et al. 2019, arXiv:1905.05702",
+    weights=weights,
+    params=(
+        Param(
+            "alpha",
+            1.5,
+            doc="1 is softmax (not included), 2 is sparsemax",
+            check=lambda x: (x > 1) & (x <= 2),
+            allowed="in (1, 2]",
+            between=(1.0, 2.0),
+        ),
+    ),
+    forms=forms,
+)

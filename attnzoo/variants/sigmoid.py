@@ -1,0 +1,38 @@
+"""sigmoid: w_ij = σ(z_ij + b), no normalizer; b = −log n_i unless given.
+
+Ramapuram et al. 2024, arXiv:2409.04431. With b = −log n the total mass stays near that of
+softmax's at initialization. Not shift-invariant: the rows do not sum to 1.
+
+Differs: the authors ship one constant b = −log of the training length; here the default counts the
+visible keys of each row. Their number is ``bias=-math.log(n)``.
+"""
+
+from torch import Tensor
+
+from attnzoo.activations import SIGMOID
+from attnzoo.call import Call
+from attnzoo.forms import Form, Pairwise, Param, Row, Variant
+
+
+def offset(call: Call, bias: Row | None) -> Tensor:
+    return call.log_n if bias is None else -call.row(bias)
+
+
+def weights(q: Tensor, k: Tensor, call: Call, bias: Row | None) -> Tensor:
+    s = call.scores(q, k) + call.bias - offset(call, bias)[..., None]
+    return s.sigmoid().masked_fill(~call.visible, 0.0)
+
+
+def forms(call: Call, bias: Row | None) -> tuple[Form, ...]:
+    return (Pairwise(SIGMOID, "none", offset=offset(call, bias)),)
+
+
+VARIANT = Variant(
+    name="sigmoid",
+    formula="σ(z + bias), bias = −log n",
+    paper="Ramapuram et al. 2024, arXiv:2409.04431",
+    weights=weights,
+    params=(Param("bias", None, doc="added to every score; None is −log n of each row"),),
+    forms=forms,
+    normalized=False,
+)

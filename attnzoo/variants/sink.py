@@ -1,0 +1,39 @@
+"""sink: w_ij = exp(z_ij) / (exp(b_h) + Σ_j exp(z_ij)): one more key, of score b and value 0.
+
+b = 0 is softmax-off-by-one (Miller 2023, "Attention is off by one"); a learned b per head stands in
+gpt-oss (OpenAI 2025, arXiv:2508.10925). Equals softmax's output times σ(lse − b).
+"""
+
+import torch
+from torch import Tensor
+
+from attnzoo.activations import EXP
+from attnzoo.call import Call
+from attnzoo.forms import Form, Pairwise, Param, Row, Variant
+
+
+def scores(q: Tensor, k: Tensor, call: Call, b: Row) -> Tensor:
+    return call.scores(q, k) + call.bias
+
+
+def weights(q: Tensor, k: Tensor, call: Call, b: Row) -> Tensor:
+    s = call.hide(scores(q, k, call, b))
+    extra = call.row(b)[..., None].expand(*s.shape[:-1], 1)
+    w = torch.cat([s, extra], dim=-1).softmax(-1)[..., :-1]
+    return w.masked_fill(~call.visible, 0.0)
+
+
+def forms(call: Call, b: Row) -> tuple[Form, ...]:
+    return (Pairwise(EXP, "sum", sink=b),)
+
+
+VARIANT = Variant(
+    name="sink",
+    formula="exp(z) / (e^b + Σ exp(z))",
+    paper="Miller 2023; OpenAI 2025 (gpt-oss), arXiv:2508.10925",
+    weights=weights,
+    params=(Param("b", 0.0, doc="score of the sink", init=0.0),),
+    forms=forms,
+    scores=scores,
+    normalized=False,
+)

@@ -1,0 +1,68 @@
+"""taylor: w_ij = T(z_ij) / Σ_j T(z_ij), T(z) = Σ_{p ≤ order} z^p / p!, the Taylor series of exp.
+
+Order 2: 1 + z + z²/2 ≥ ½, and linear in N through ψ(x) = [1, x, x_a²/√2, x_a x_b (a < b)], of size
+1 + D + D(D+1)/2; used with small feature dims (16) by Based, Arora et al. 2024, arXiv:2402.18668.
+An odd order is not positive and is refused. No shift of the scores is possible, none is needed.
+
+Differs: scale is that of the call, D^-½ by default; the features hold each product once (153 at
+D = 16, where the full outer product has 273).
+"""
+
+from math import factorial
+
+import torch
+from torch import Tensor
+
+from attnzoo import activations
+from attnzoo.call import Call
+from attnzoo.forms import Form, Linear, NoForm, Pairwise, Param, Variant
+
+
+def refuse(call: Call, order: int) -> str | None:
+    if call.has_bias:
+        return (
+            "taylor's weight does not vanish at −∞, so attn_mask must be bool (True = attend) "
+            "and alibi None"
+        )
+    return None
+
+
+def weights(q: Tensor, k: Tensor, call: Call, order: int) -> Tensor:
+    z = call.scores(q, k)
+    series = sum((z**p / factorial(p) for p in range(1, order + 1)), torch.ones_like(z))
+    series = series.masked_fill(~call.visible, 0.0)
+    total = series.sum(-1, keepdim=True)
+    return series / total.masked_fill(total == 0, 1.0)
+
+
+def features(x: Tensor, positions: Tensor) -> Tensor:
+    a, b = torch.triu_indices(x.shape[-1], x.shape[-1], offset=1, device=x.device)
+    one = torch.ones_like(x[..., :1])
+    return torch.cat([one, x, x * x * 0.5**0.5, x[..., a] * x[..., b]], dim=-1)
+
+
+def forms(call: Call, order: int) -> tuple[Form, ...]:
+    pairwise = Pairwise(activations.taylor(order), "sum")
+    if order != 2:
+        return pairwise, NoForm("linear", f"only order 2 has a linear form, this is {order}")
+    return pairwise, Linear(features, size=lambda d: 1 + d + d * (d + 1) // 2)
+
+
+VARIANT = Variant(
+    name="taylor",
+    formula="(1 + z + z²/2) / Σ",
+    paper="Arora et al. 2024 (Based), arXiv:2402.18668",
+    weights=weights,
+    params=(
+        Param(
+            "order",
+            2,
+            kind="int",
+            doc="of the series",
+            check=lambda x: x >= 2 and x % 2 == 0,
+            allowed="an even int of at least 2",
+        ),
+    ),
+    forms=forms,
+    refuse=refuse,
+)
