@@ -9,6 +9,7 @@ torch.Size([1, 4, 32, 16])
 from attnzoo import nn
 from attnzoo.dispatch import Plan, attention, attention_weights, explain
 from attnzoo.forms import (
+    REQUIRED,
     Activation,
     FromStatistics,
     Linear,
@@ -24,6 +25,7 @@ from attnzoo.registry import get_variant, list_variants, register_variant
 __version__ = "0.1.0"
 
 __all__ = [
+    "REQUIRED",
     "Activation",
     "FromStatistics",
     "Linear",

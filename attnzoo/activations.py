@@ -18,7 +18,9 @@ from attnzoo.forms import Activation
 
 EXP = Activation("exp", lambda s, shape: s.exp_(), lambda s, phi, shape: phi)
 
-SIGMOID = Activation("sigmoid", lambda s, shape: s.sigmoid_(), lambda s, phi, shape: phi * (1 - phi))
+SIGMOID = Activation(
+    "sigmoid", lambda s, shape: s.sigmoid_(), lambda s, phi, shape: phi.addcmul(phi, phi, value=-1)
+)
 
 IDENTITY = Activation(
     "identity", lambda s, shape: s, lambda s, phi, shape: torch.ones_like(s), vanishes=False
@@ -30,7 +32,7 @@ SPARSEMAX = Activation(
 
 ENTMAX15 = Activation(
     "entmax15",
-    lambda s, shape: s.mul_(0.5).add_(1).relu_().square_(),
+    lambda s, shape: torch.add(s.new_ones(()), s, alpha=0.5, out=s).relu_().square_(),
     lambda s, phi, shape: phi.sqrt(),
 )
 

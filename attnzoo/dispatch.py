@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from attnzoo.bind import bind
 from attnzoo.call import Call
 from attnzoo.checks import Segments, Window, check_call
 from attnzoo.forms import Definition, Form, Linear, NoForm, Pairwise, Variant
-from attnzoo.registry import RESERVED, get_variant
+from attnzoo.registry import ARGUMENTS, get_variant
 
 BACKENDS = {"sdpa": sdpa, "linear": linear, "tiled": tiled, "eager": eager}
 
@@ -138,7 +140,7 @@ def attention(
     )
     ready = prepare(q, k, v, variant, arguments)
     q, k, v, call = ready.q, ready.k, ready.v, ready.call
-    with torch.autocast(call.device.type, enabled=False):
+    with in_full_precision(call.device):
         name, form = _choose(ready, backend)
         out, lse = BACKENDS[name].run(q, k, v, call, form)
     out = out.to(call.input_dtype)
@@ -170,7 +172,7 @@ def attention_weights(
         raise ValueError(f"backend of attention_weights must be None or 'eager', got {backend!r}")
     ready = prepare(q, k, v, variant, arguments)
     raise_refusal(ready)
-    with torch.autocast(ready.call.device.type, enabled=False):
+    with in_full_precision(ready.call.device):
         form = _definition(ready)
         w, lse = eager.weights(ready.q, ready.k, ready.call, form)
     w = w.to(ready.call.input_dtype)
@@ -220,13 +222,17 @@ def prepare(
     ``origin``: the position of the first query and of the first key, where a state came before.
     """
     zoo = get_variant(variant)
+    given = q
     q, k, v = _autocast(q, k, v)
-    facts = {name: value for name, value in arguments.items() if name in RESERVED}
-    params = {name: value for name, value in arguments.items() if name not in RESERVED}
+    facts = {name: value for name, value in arguments.items() if name in ARGUMENTS}
+    params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
+    mask = facts.get("attn_mask")
+    if q is not given and isinstance(mask, Tensor) and mask.dtype == given.dtype:
+        facts["attn_mask"] = mask.float()  # it fitted q as it came; fp32 holds all 16-bit values
     call = check_call(q, k, v, **facts)
     if origin is not None:
         call = replace(call, query_origin=origin, key_origin=origin)
-    with torch.autocast(call.device.type, enabled=False):
+    with in_full_precision(call.device):
         bound = bind(zoo, call, params)
         refusal = zoo.refuse(call, **bound)
         if refusal is None and call.return_lse and zoo.scores is None:
@@ -241,7 +247,9 @@ def prepare(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, what it does to scaled_dot_product_attention: all but fp64 in its dtype."""
     kinds = {x.device.type for x in tensors if isinstance(x, Tensor)}
-    if len(kinds) != 1 or not torch.is_autocast_enabled(kind := kinds.pop()):
+    if len(kinds) != 1 or not torch.amp.is_autocast_available(kind := kinds.pop()):
+        return tensors
+    if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
@@ -265,14 +273,14 @@ def _check_backend(backend: str | None) -> None:
 
 def _candidates(ready: Prepared) -> list[Candidate]:
     """(backend, form, objection) in the order of preference."""
-    offered = (*ready.variant.forms(ready.call, **ready.params), _definition(ready))
+    name = ready.variant.name
+    forms: tuple[Form, ...] = (*ready.variant.forms(ready.call, **ready.params), _definition(ready))
+    kinds = {form.kind for form in forms}
+    absent = [k for k in ("pairwise", "linear") if k not in kinds]
+    forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
     return [
-        Candidate(
-            name,
-            form,
-            form.why if isinstance(form, NoForm) else BACKENDS[name].unsupported(form, ready.call),
-        )
-        for name, form in preference(offered, ready.call)
+        Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call))
+        for backend, form in preference(forms, ready.call)
     ]
 
 
@@ -305,10 +313,24 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
     return [(name, form) for name in order for form in forms if _meets(name, form)]
 
 
+# The kinds of form each backend is made for: the pairs worth a line in `explain`.
+KINDS = {"sdpa": ("pairwise",), "linear": ("linear",), "eager": ("definition",)}
+
+
 def _meets(backend: str, form: Form) -> bool:
-    """Pairs worth a line in `explain`: each backend with the kind of form it is made for."""
-    kind = {"sdpa": ("pairwise",), "linear": ("linear",), "eager": ("definition",)}
-    return form.kind in kind.get(backend, ("pairwise", "linear", "definition"))
+    if backend == "tiled":
+        return not isinstance(form, NoForm)
+    return form.kind in KINDS[backend]
+
+
+@contextmanager
+def in_full_precision(device: torch.device) -> Iterator[None]:
+    """Without autocast, which would take the fp32 scores down to 16 bits."""
+    if torch.amp.is_autocast_available(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:

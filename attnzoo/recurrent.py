@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.linear import LinearState, scan, unsupported
-from attnzoo.dispatch import prepare, raise_refusal
+from attnzoo.dispatch import in_full_precision, prepare, raise_refusal
 from attnzoo.forms import Linear, NoForm
 
 
@@ -79,7 +79,7 @@ def linear_attention(
             )
         if torch.is_grad_enabled() and sums.requires_grad:
             call = replace(call, needs_grad=True)
-    with torch.autocast(call.device.type, enabled=False):
+    with in_full_precision(call.device):
         out, sums = scan(ready.q, ready.k, ready.v, call, form, sums)
     return out.to(call.input_dtype), LinearState(sums, seen + call.keys)
 

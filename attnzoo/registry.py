@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from attnzoo.forms import Variant
 
-# What a parameter may not be called: the arguments of a call and of a definition.
-RESERVED = frozenset(
-    "q k v call variant state attn_mask is_causal scale enable_gqa window alibi segment_ids "
-    "dropout_p backend return_lse".split()
+# The facts of a call, as `checks.check_call` takes them.
+ARGUMENTS = frozenset(
+    "attn_mask is_causal scale enable_gqa window alibi segment_ids dropout_p return_lse".split()
 )
+# What a parameter of a variant may not be called.
+RESERVED = ARGUMENTS | frozenset("q k v call variant state backend".split())
 
 _VARIANTS: dict[str, Variant] = {}
 

@@ -1,51 +1,70 @@
 """A call cut into blocks of query rows, and the scores of a block: what `tiled` walks over.
 
-A block holds about 8 MiB of scores over several heads, because a batched product needs the batch:
-one head at a time is half as fast on a CPU. Keys that causality and window put out of a block's
-reach are not computed.
+A block holds about 4 MiB of scores over a few heads: a batched product needs a batch for each core,
+and larger blocks fall out of the cache. Keys that causality and window put out of a block's reach
+are not computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.call import Call, cut
 
-SCORES = 2**21  # in a block
+SCORES = 2**20  # in a block: 4 MiB of fp32
 ROWS = 128  # at most, in a block
-HEADS = 8  # wanted in a block, before its rows are made fewer
+HEADS = 2  # wanted in a block, before its rows are made fewer
+
+Hidden = list[tuple[slice, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """Some rows of some heads of a call, with the keys in their reach."""
 
-    call: Call
+    whole: Call
     batches: slice
     heads: slice
     rows: slice
     keys: slice
     kv: slice  # of the flattened (batch, key/value head)
+    edges: Hidden | None  # what causality and window hide, where nothing else hides
+
+    @cached_property
+    def call(self) -> Call:
+        """The call that the block is: made only where masks, ALiBi or a definition ask for it."""
+        return self.whole.block(self.batches, self.heads, self.rows)[0]
+
+    @property
+    def part(self) -> tuple[slice, slice, slice]:
+        return self.batches, self.heads, self.rows
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        return tuple(s.stop - s.start for s in self.part)  # type: ignore[return-value]
+
+    def hidden(self) -> Hidden:
+        """Where keys are invisible: (columns, bool (.., rows, columns)) pairs."""
+        return self.call.hidden() if self.edges is None else self.edges
 
     def of(self, row: Tensor) -> Tensor:
         """The part of a row tensor, broadcastable to (b, h, rows)."""
-        return cut(row, self.batches, self.heads, self.rows)
+        return cut(row, *self.part)
 
-    def take(self, x: Tensor) -> Tensor:
-        """The block of q-like x (B, H, Nq, D) as [kv, G·rows, D] in the call's dtype."""
-        part = x[self.batches, self.heads, self.rows].to(self.call.dtype)
-        return part.reshape(self.kv.stop - self.kv.start, -1, x.shape[-1])
-
-    def shape(self) -> tuple[int, int, int]:
-        return self.call.batch, self.call.heads, self.call.queries
+    def flat(self, x: Tensor) -> Tensor:
+        """[b, h, rows, D] as [kv, G·rows, D]: the heads of a group share their keys."""
+        return x.reshape(self.kv.stop - self.kv.start, -1, x.shape[-1])
 
 
 def blocks(call: Call) -> Iterator[Block]:
     """Blocks that cover all rows with at least one key in reach of causality and window."""
+    bare = call.mask is None and call.segments is None
     for start in range(0, call.queries, ROWS):
         stop = min(start + ROWS, call.queries)
         keys = call.key_range(slice(start, stop))
@@ -58,26 +77,29 @@ def blocks(call: Call) -> Iterator[Block]:
         heads = min(call.heads, max(call.group, heads))
         batches = max(1, SCORES // (width * rows * heads)) if heads == call.heads else 1
         for low in range(start, stop, rows):
-            part = slice(low, min(low + rows, stop))
-            yield from _heads_of(call, part, batches, heads)
+            over = slice(low, min(low + rows, stop))
+            first = call.block(slice(0, 1), slice(0, call.group), over)[0] if bare else None
+            edges = None if first is None else first.hidden()
+            yield from _heads_of(call, over, edges, batches, heads)
 
 
-def _heads_of(call: Call, rows: slice, batches: int, heads: int) -> Iterator[Block]:
+def _heads_of(
+    call: Call, rows: slice, edges: Hidden | None, batches: int, heads: int
+) -> Iterator[Block]:
+    keys = call.key_range(rows)
     for b in range(0, call.batch, batches):
         over_b = slice(b, min(b + batches, call.batch))
         for h in range(0, call.heads, heads):
             over_h = slice(h, min(h + heads, call.heads))
-            part, keys = call.block(over_b, over_h, rows)
             # Several batches come with all their heads, so the flat range has no gaps.
             first = over_b.start * call.kv_heads + over_h.start // call.group
-            yield Block(
-                part, over_b, over_h, rows, keys, slice(first, first + part.batch * part.kv_heads)
-            )
+            size = (over_b.stop - b) * (over_h.stop - h) // call.group
+            yield Block(call, over_b, over_h, rows, keys, slice(first, first + size), edges)
 
 
 def flat_keys(x: Tensor, call: Call) -> Tensor:
     """k or v as contiguous [B·Hkv, Nk, D] in the call's dtype."""
-    return x.to(call.dtype).reshape(-1, *x.shape[2:]).contiguous()
+    return x.to(call.dtype).flatten(0, 1).contiguous()
 
 
 class Scratch:
@@ -103,33 +125,29 @@ def product(a: Tensor, b: Tensor, scratch: Scratch) -> Tensor:
 
 def scaled_queries(block: Block, q: Tensor, gain: Tensor | None) -> Tensor:
     """gain · scale · q of the block, [kv, G·rows, D]."""
-    scale = block.call.scale
-    if gain is None:
-        return block.take(q) * scale
-    factor = (block.of(gain) * scale).expand(block.shape())
-    return block.take(q) * factor.reshape(block.kv.stop - block.kv.start, -1, 1)
+    part, scale = q[block.part].to(block.whole.dtype), block.whole.scale
+    factor = scale if gain is None else (block.of(gain) * scale)[..., None]
+    return block.flat(part * factor)
 
 
 def block_scores(
     block: Block, scaled: Tensor, keys: Tensor, scratch: Scratch, vanishes: bool
-) -> tuple[Tensor, list[tuple[slice, Tensor]]]:
+) -> tuple[Tensor, Hidden]:
     """Scores [b, h, rows, keys] with the bias, and where keys are invisible.
 
     With ``vanishes`` those are −∞ already and the list is empty; otherwise φ has to be masked.
     """
-    s = product(scaled, keys[block.kv, block.keys], scratch)
-    s = s.view(*block.shape(), -1)
-    bias = block.call.bias
-    if isinstance(bias, Tensor):
-        s.add_(bias)
-    hidden = block.call.hidden()
+    s = product(scaled, keys[block.kv, block.keys], scratch).view(*block.shape, -1)
+    if block.whole.has_bias:
+        s.add_(block.call.bias)
+    hidden = block.hidden()
     if not vanishes:
         return s, hidden
     hide(s, hidden, float("-inf"))
     return s, []
 
 
-def hide(s: Tensor, hidden: list[tuple[slice, Tensor]], value: float) -> None:
+def hide(s: Tensor, hidden: Hidden, value: float) -> None:
     for columns, where in hidden:
         s[..., columns].masked_fill_(where, value)
 
@@ -149,19 +167,18 @@ class ScoreGradients:
 
     def add(self, block: Block, ds: Tensor, scaled: Tensor) -> None:
         """ds: [b, h, rows, keys]; scaled: the queries the scores were made from."""
-        flat = ds.view(scaled.shape[0], scaled.shape[1], -1)
-        part = (block.batches, block.heads, block.rows)
+        flat = block.flat(ds)
         self.dk[block.kv, block.keys].baddbmm_(flat.transpose(1, 2), scaled)
-        dq = torch.bmm(flat, self.keys[block.kv, block.keys]).view(*block.shape(), -1)
-        dq *= block.call.scale
+        dq = torch.bmm(flat, self.keys[block.kv, block.keys]).view(*block.shape, -1)
+        dq *= block.whole.scale
         if self.dgain is None or self.gain is None:
-            self.dq[part] = dq
+            self.dq[block.part] = dq
         else:
             # From the un-gained sum: dividing by a gain of 0 (log 1) would lose it.
-            self.dgain[part] = (dq * self.q[part].to(dq.dtype)).sum(-1)
-            self.dq[part] = dq * block.of(self.gain)[..., None]
+            self.dgain[block.part] = (dq * self.q[block.part].to(dq.dtype)).sum(-1)
+            self.dq[block.part] = dq * block.of(self.gain)[..., None]
         if self.dmask is not None:
-            target = cut(self.dmask, *part, block.keys)
+            target = cut(self.dmask, *block.part, block.keys)
             target += ds.sum_to_size(target.shape)
         if self.dalibi is not None:
             target = cut(self.dalibi, slice(None), block.heads)
@@ -178,6 +195,30 @@ class ScoreGradients:
             None if self.dalibi is None or alibi is None else self.dalibi.to(alibi.dtype),
             None if self.dgain is None or self.gain is None else reduce_row(self.dgain, self.gain),
         )
+
+
+class Once(torch.autograd.Function):
+    """Hands gradients on and refuses to be differentiated: the backward formulas hold once.
+
+    Torch's own once_differentiable leaves the inputs out of the graph, so that a Hessian through it
+    comes back as zeros; here they are in it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else x.clone() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            "attnzoo: this backend has first derivatives only; for double backward pass "
+            "backend='eager'"
+        )
+
+
+def once(grads: tuple[Tensor | None, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients, guarded where a graph of them is being made (create_graph=True)."""
+    return Once.apply(len(grads), *grads, *inputs) if torch.is_grad_enabled() else grads
 
 
 def reduce_row(gradient: Tensor, row: Tensor) -> Tensor:

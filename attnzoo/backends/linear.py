@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.call import Call
-from attnzoo.forms import Form, Linear
+from attnzoo.forms import Form, Linear, NoForm
 
 CHUNK = 128
 
@@ -33,6 +33,8 @@ class LinearState:
 
 
 def unsupported(form: Form, call: Call) -> str | None:
+    if isinstance(form, NoForm):
+        return form.why
     if not isinstance(form, Linear):
         return "runs linear forms"
     if call.mask is not None and not call.key_mask:
@@ -59,7 +61,8 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Causal: chunk after chunk, each row seeing the state so far and its own chunk up to itself."""
     call, k, values = _prepare(call, k, v)
-    blind = max(0, call.keys and call.key_origin - call.query_origin)  # rows before the first key
+    # Rows that stand before the first key see nothing.
+    blind = min(call.queries, max(0, call.key_origin - call.query_origin))
     lead = call.keys - (call.queries - blind)  # keys before the first row's own
     sums = _absorb(k[:, :, :lead], values[:, :, :lead], call, form, sums, call.key_origin)
     out = [values.new_zeros(call.batch, call.heads, blind, call.value_dim)]

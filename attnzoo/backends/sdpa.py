@@ -14,10 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnzoo.backends.statistics import with_rows
 from attnzoo.call import Call
 from attnzoo.counts import visible_entries
-from attnzoo.forms import Form, FromStatistics, Pairwise
+from attnzoo.forms import Form, FromStatistics, NoForm, Pairwise
 
 
 def unsupported(form: Form, call: Call) -> str | None:
+    if isinstance(form, NoForm):
+        return form.why
     if not isinstance(form, Pairwise) or form.activation.name != "exp" or form.normalize != "sum":
         return "carries softmax and row gains on it only"
     if form.sink is not None:

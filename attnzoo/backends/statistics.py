@@ -19,6 +19,7 @@ from attnzoo.backends.blocks import (
     blocks,
     constant,
     flat_keys,
+    once,
     scaled_queries,
 )
 from attnzoo.call import Call
@@ -57,7 +58,7 @@ class _RowStatistics(torch.autograd.Function):
             s.sub_(m.masked_fill(empty, 0.0)[..., None]).clamp_(min=FLOOR)
             e = torch.exp(s, out=second.view(*s.shape))
             z = e.sum(-1).clamp(min=torch.finfo(call.dtype).tiny)
-            part = (block.batches, block.heads, block.rows)
+            part = block.part
             lse[part] = m + z.log()
             entropy[part] = (z.log() - s.mul_(e).sum(-1) / z).masked_fill(empty, 0.0)
         ctx.save_for_backward(q, k, mask, alibi, lse, entropy)
@@ -65,6 +66,13 @@ class _RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlse: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, mask, alibi, *_ = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _RowStatistics.gradients(ctx, dlse, dentropy)
+        return None, *once(grads, q, k, mask, alibi, dlse, dentropy)
+
+    @staticmethod
+    def gradients(ctx: Any, dlse: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, mask, alibi, lse, entropy = ctx.saved_tensors
         call = replace(ctx.call, mask=mask, alibi=alibi)
         grads = ScoreGradients(call, q, k, None)
@@ -81,4 +89,4 @@ class _RowStatistics(torch.autograd.Function):
             ds = log_p.mul_(-dh[..., None]).add_(constant_part[..., None]).mul_(p)
             grads.add(block, ds, scaled)
         dq, dk, dmask, dalibi, _ = grads.tensors(k, mask, alibi)
-        return None, dq, dk, dmask, dalibi
+        return dq, dk, dmask, dalibi

@@ -22,6 +22,7 @@ from attnzoo.activations import IDENTITY
 from attnzoo.backends import eager
 from attnzoo.backends.blocks import (
     Block,
+    Hidden,
     ScoreGradients,
     Scratch,
     block_scores,
@@ -29,6 +30,7 @@ from attnzoo.backends.blocks import (
     constant,
     flat_keys,
     hide,
+    once,
     product,
     reduce_row,
     scaled_queries,
@@ -77,7 +79,7 @@ def _by_definition(
     for block in blocks(call):
         heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
         keys = (block.batches, heads, block.keys)
-        part = (block.batches, block.heads, block.rows)
+        part = block.part
         params = {
             name: block.of(x) if isinstance(x, Tensor) else x for name, x in form.params.items()
         }
@@ -98,8 +100,9 @@ def _by_definition(
     return out, lse if call.return_lse else None
 
 
-def _kept(s: Tensor, top_k: int) -> Tensor:
+def _kept(s: Tensor, top_k: int | None) -> Tensor:
     """The top_k largest of each row, ties to the lowest index."""
+    assert top_k is not None
     top_k = min(top_k, s.shape[-1])
     kth = s.topk(top_k, dim=-1).values[..., -1:]
     above, tied = s > kth, s == kth
@@ -117,47 +120,45 @@ def _peak(s: Tensor) -> Tensor:
 
 
 def _weigh(
-    form: Pairwise, block: Block, s: Tensor, hidden: list, rows: list[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    form: Pairwise, block: Block, s: Tensor, hidden: Hidden, rows: list[Tensor | None]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """φ(s − τ), the rows τ and Z from which a backward finds it again, and lse for φ = exp.
 
-    Works in place on the scores s [b, h, rows, keys].
+    Works in place on the scores s [b, h, rows, keys]. None stands for τ = 0, Z = 1 and no lse.
     """
     offset, shape, sink = (None if x is None else block.of(x) for x in rows)
     value = form.activation.value
     wide = None if shape is None else shape[..., None]
-    one = torch.ones((), dtype=s.dtype, device=s.device)
     if form.normalize == "select":
-        assert form.keep is not None
         s.masked_fill_(~_kept(s, form.keep), NEG_INF)
     if form.normalize == "none":
         assert offset is not None
-        tau, z, lse = offset, one, None
-        phi = value(s.sub_(tau[..., None]), wide)
+        phi = value(s.sub_(offset[..., None]), wide)
         hide(phi, hidden, 0.0)
-    elif form.normalize == "threshold":
+        return phi, None, None, None
+    if form.normalize == "threshold":
         s.sub_(_peak(s))
-        tau, z, lse = solve_threshold(s, shape, form.activation.name), one, None
-        phi = value(s.sub_(tau[..., None]), wide)
-    elif form.activation.name == "exp":
-        m = _peak(s)[..., 0]
-        m = m if sink is None else torch.maximum(m, sink)
-        phi = value(s.sub_(m[..., None]), None)
-        mass = phi.sum(-1)
-        total = mass if sink is None else mass + (sink - m).exp()
-        # Z is folded into τ for the backward; what is left of Z here is this block's own.
-        tau, z, lse = m + total.log(), total, m + mass.log()
-    else:
-        phi = value(s, wide)
-        hide(phi, hidden, 0.0)
-        z = phi.sum(-1)
-        if sink is not None:
-            z = z + value(sink.clone(), shape)
-        tau, lse = torch.zeros_like(one), None
-    return phi, tau, z, lse
+        tau = solve_threshold(s, shape, form.activation.name)
+        return value(s.sub_(tau[..., None]), wide), tau, None, None
+    if form.activation.name == "exp":
+        m = _peak(s)
+        phi = value(s.sub_(m), None)
+        mass, m = phi.sum(-1), m[..., 0]
+        lse = m + mass.log()
+        if sink is None:
+            return phi, lse, mass, lse
+        return phi, torch.logaddexp(lse, sink), mass + (sink - m).exp(), lse
+    phi = value(s, wide)
+    hide(phi, hidden, 0.0)
+    z = phi.sum(-1)
+    if sink is not None:
+        z = z + value(sink.clone(), shape)
+    return phi, None, z, None
 
 
 class _Pairwise(torch.autograd.Function):
+    """The saved rows: τ, which for φ = exp is the whole log-sum-exp (Z = 1 then), and Z."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -179,104 +180,141 @@ class _Pairwise(torch.autograd.Function):
         keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
         full = (call.batch, call.heads, call.queries)
         out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
-        tau, z = torch.zeros(2, *full, dtype=call.dtype, device=q.device)
-        z += 1.0
-        lse = torch.full_like(tau, NEG_INF)
-        is_exp = form.activation.name == "exp"
+        lse = out.new_full(full, NEG_INF)
+        tau, z = out.new_zeros(full), out.new_ones(full)
         for block in blocks(call):
             scaled = scaled_queries(block, q, gain)
             s, hidden = block_scores(block, scaled, keys, scratch, form.activation.vanishes)
-            phi, block_tau, total, block_lse = _weigh(
-                form, block, s, hidden, [offset, shape, sink]
-            )
+            phi, block_tau, total, block_lse = _weigh(form, block, s, hidden, [offset, shape, sink])
             if seed is not None:
                 phi.mul_(keep_mask(block, call, seed))
-            o = torch.bmm(phi.view(scaled.shape[0], scaled.shape[1], -1), values[block.kv, block.keys])
-            part = (block.batches, block.heads, block.rows)
-            total = total.masked_fill(total == 0, 1.0)
-            out[part] = o.view(*block.shape(), -1) / total[..., None]
-            # A row without keys has τ = log 0: 0 instead, so that exp(−∞ − τ) is 0.
-            tau[part] = block_tau.masked_fill(block_tau == NEG_INF, 0.0)
-            if not is_exp:
-                z[part] = total
+            o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, -1)
+            if total is not None:
+                total = total.masked_fill_(total == 0, 1.0)
+                o /= total[..., None]
+            out[block.part] = o
+            if block_tau is not None:
+                tau[block.part] = block_tau
             if block_lse is not None:
-                lse[part] = block_lse
+                lse[block.part] = block_lse
+            elif total is not None:
+                z[block.part] = total
+        # A row without keys has τ = log 0: 0 instead, so that exp(−∞ − τ) is 0.
+        tau.masked_fill_(tau == NEG_INF, 0.0)
         ctx.save_for_backward(
             q, k, v, mask, alibi, gain, offset, shape, sink, seed, out, tau, z, lse
         )
-        if not is_exp:
+        if not call.return_lse:
             ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        form: Pairwise = ctx.form
-        q, k, v, mask, alibi, gain, offset, shape, sink, seed, out, tau, z, lse = ctx.saved_tensors
-        call = replace(ctx.call, mask=mask, alibi=alibi)
-        grads = ScoreGradients(call, q, k, gain)
-        values = flat_keys(v, call)
-        dv = torch.zeros_like(values)
-        rows = {"offset": offset, "shape": shape, "sink": sink}
-        drow = {name: torch.zeros_like(tau) for name, row in rows.items() if row is not None}
-        scratch, second = Scratch(call), Scratch(call)
-        for block in blocks(call):
-            scaled = scaled_queries(block, q, gain)
-            s, hidden = block_scores(
-                block, scaled, grads.keys, scratch, form.activation.vanishes
-            )
-            part = (block.batches, block.heads, block.rows)
-            if form.normalize == "select":
-                assert form.keep is not None
-                s.masked_fill_(~_kept(s, form.keep), NEG_INF)
-            wide = None if shape is None else block.of(shape)[..., None]
-            if form.normalize == "threshold":
-                s.sub_(_peak(s))
-            x = s.sub_(block.of(tau)[..., None])
-            phi = form.activation.value(x, wide)
-            hide(phi, hidden, 0.0)
-            slope = form.activation.slope(x, phi, wide)
-            if slope is not phi:
-                hide(slope, hidden, 0.0)
-            # dO/Z in the place of dO puts the division into both products at once.
-            do_z = do[part].to(call.dtype) / block.of(z)[..., None]  # [b, h, rows, Dv]
-            flat_do = do_z.reshape(scaled.shape[0], scaled.shape[1], -1)
-            dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
-            dropped = phi
-            if seed is not None:
-                kept = keep_mask(block, call, seed)
-                dp.mul_(kept)
-                dropped = phi * kept
-            flat_phi = dropped.view(scaled.shape[0], scaled.shape[1], -1)
-            dv[block.kv, block.keys].baddbmm_(flat_phi.transpose(1, 2), flat_do)
-            if form.normalize == "none":
-                r = torch.zeros_like(do_z[..., 0])
-            elif form.normalize == "threshold":
-                mass = slope.sum(-1)
-                r = (slope * dp).sum(-1) / mass.masked_fill(mass == 0, 1.0)
-            else:
-                r = (do_z * out[part]).sum(-1)  # dO·o / Z
-            if sink is not None:
-                at = block.of(sink) - block.of(tau)
-                edge = form.activation.value(at.clone(), None if wide is None else wide[..., 0])
-                edge = form.activation.slope(at, edge, None if wide is None else wide[..., 0])
-                drow["sink"][part] = -edge * r
-            if form.activation.name == "exp" and call.return_lse:
-                # lse is that without the sink: exp(s − lse) = φ · exp(τ − lse).
-                own = block.of(lse)
-                ratio = (block.of(tau) - own).masked_fill(own == NEG_INF, 0.0).exp()
-                r = r - block.of(dlse) * ratio
+        q, k, v, mask, alibi, gain, offset, shape, sink, *_ = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _gradients(ctx, do, dlse)
+        inputs = (q, k, v, mask, alibi, gain, offset, shape, sink, do, dlse)
+        return None, None, *once(grads, *inputs), None
+
+
+def _gradients(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, mask, alibi, gain, offset, shape and sink."""
+    form: Pairwise = ctx.form
+    q, k, v, mask, alibi, gain, offset, shape, sink, seed, out, tau, z, lse = ctx.saved_tensors
+    call = replace(ctx.call, mask=mask, alibi=alibi)
+    grads = ScoreGradients(call, q, k, gain)
+    values = flat_keys(v, call)
+    dv = torch.zeros_like(values)
+    rows = {"offset": offset, "shape": shape, "sink": sink}
+    wanted = dict(zip(rows, ctx.needs_input_grad[8:11]))
+    drow = {name: torch.zeros_like(tau) for name in rows if wanted[name]}
+    scratch, second = Scratch(call), Scratch(call)
+    for block in blocks(call):
+        scaled = scaled_queries(block, q, gain)
+        s, hidden = block_scores(block, scaled, grads.keys, scratch, form.activation.vanishes)
+        wide = None if shape is None else block.of(shape)[..., None]
+        x, phi, slope = _weigh_again(form, s, hidden, block, tau, offset, wide)
+        # dO/Z in the place of dO puts the division into both products at once.
+        do_z = do[block.part].to(call.dtype)
+        if form.normalize == "sum" and form.activation.name != "exp":
+            do_z = do_z / block.of(z)[..., None]
+        flat_do = block.flat(do_z)
+        dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
+        kept = None if seed is None else keep_mask(block, call, seed)
+        flat_phi = block.flat(phi if kept is None else phi * kept)
+        dv[block.kv, block.keys].baddbmm_(flat_phi.transpose(1, 2), flat_do)
+        if kept is not None:
+            dp.mul_(kept)
+        r = _mean_gradient(form, block, do_z, out, dp, slope)
+        if "sink" in drow:
+            drow["sink"][block.part] = -r * _sink_slope(form, block, sink, tau, wide)
+        if r is not None:
             dp.sub_(r[..., None])
-            if "shape" in drow:
-                assert form.activation.shape_slope is not None
-                turn = form.activation.shape_slope(x, phi, wide)
-                hide(turn, hidden, 0.0)
-                drow["shape"][part] = (turn * dp).sum(-1)
-            ds = dp.mul_(slope)
-            if "offset" in drow:
-                drow["offset"][part] = -ds.sum(-1)
-            grads.add(block, ds, scaled)
-        dq, dk, dmask, dalibi, dgain = grads.tensors(k, mask, alibi)
-        dv = dv.view(v.shape).to(v.dtype)
-        others = [reduce_row(drow[n], row) if n in drow else None for n, row in rows.items()]
-        return None, None, dq, dk, dv, dmask, dalibi, dgain, *others, None
+        if "shape" in drow:
+            assert form.activation.shape_slope is not None
+            turn = form.activation.shape_slope(x, phi, wide)
+            hide(turn, hidden, 0.0)
+            drow["shape"][block.part] = (turn * dp).sum(-1)
+        ds = dp.mul_(slope)
+        if call.return_lse:
+            # ∂lse/∂s = exp(s − lse), lse being that without the sink.
+            own = block.of(lse)
+            own = (block.of(tau) - own).masked_fill(own == NEG_INF, 0.0)
+            ds += (x + own[..., None]).exp_() * block.of(dlse)[..., None]
+        if "offset" in drow:
+            drow["offset"][block.part] = -ds.sum(-1)
+        grads.add(block, ds, scaled)
+    dq, dk, dmask, dalibi, dgain = grads.tensors(k, mask, alibi)
+    dv = dv.view(v.shape).to(v.dtype)
+    others = [reduce_row(drow[n], row) if n in drow else None for n, row in rows.items()]
+    return dq, dk, dv, dmask, dalibi, dgain, *others
+
+
+def _weigh_again(
+    form: Pairwise,
+    s: Tensor,
+    hidden: Hidden,
+    block: Block,
+    tau: Tensor,
+    offset: Tensor | None,
+    wide: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x = s − τ, φ(x) and φ'(x) from the saved rows, 0 at invisible keys."""
+    if form.normalize == "select":
+        s.masked_fill_(~_kept(s, form.keep), NEG_INF)
+    if form.normalize == "threshold":
+        s.sub_(_peak(s))
+    if offset is not None:
+        s.sub_(block.of(offset)[..., None])
+    elif form.normalize == "threshold" or form.activation.name == "exp":
+        s.sub_(block.of(tau)[..., None])
+    # φ = exp overwrites s, and its gradient of lse wants x again.
+    x = s.clone() if block.whole.return_lse else s
+    phi = form.activation.value(s, wide)
+    hide(phi, hidden, 0.0)
+    slope = form.activation.slope(s, phi, wide)
+    if slope is not phi:
+        hide(slope, hidden, 0.0)
+    return x, phi, slope
+
+
+def _mean_gradient(
+    form: Pairwise, block: Block, do_z: Tensor, out: Tensor, dp: Tensor, slope: Tensor
+) -> Tensor | None:
+    """dO·r / Z, what a row's scores have in common: [b, h, rows]."""
+    if form.normalize == "none":
+        return None
+    if form.normalize == "threshold":
+        mass = slope.sum(-1)
+        return torch.linalg.vecdot(slope, dp) / mass.masked_fill_(mass == 0, 1.0)
+    return (do_z * out[block.part]).sum(-1)
+
+
+def _sink_slope(
+    form: Pairwise, block: Block, sink: Tensor, tau: Tensor, wide: Tensor | None
+) -> Tensor:
+    at = block.of(sink)
+    if form.activation.name == "exp":
+        at = at - block.of(tau)
+    shape = None if wide is None else wide[..., 0]
+    return form.activation.slope(at, form.activation.value(at.clone(), shape), shape)
