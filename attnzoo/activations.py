@@ -33,7 +33,8 @@ SPARSEMAX = Activation(
 ENTMAX15 = Activation(
     "entmax15",
     lambda s, shape: torch.add(s.new_ones(()), s, alpha=0.5, out=s).relu_().square_(),
-    lambda s, phi, shape: phi.sqrt(),
+    # φ/√φ: a vectorized √0 is ten times slower than any other on some CPUs, and most φ are 0.
+    lambda s, phi, shape: phi.clamp_min(torch.finfo(phi.dtype).tiny).rsqrt_().mul_(phi),
 )
 
 
@@ -74,9 +75,12 @@ def taylor(order: int) -> Activation:
     """Σ_{p ≤ order} s^p / p!, which is positive for even orders only."""
 
     def value(s: Tensor, shape: Tensor | None, top: int = order) -> Tensor:
-        total = torch.full_like(s, 1 / factorial(top))
-        for power in reversed(range(top)):
-            total.mul_(s).add_(1 / factorial(power))
+        if top == 1:
+            return s + 1
+        # Horner, a pass over s for each power.
+        total = torch.add(s.new_tensor(1 / factorial(top - 1)), s, alpha=1 / factorial(top))
+        for power in reversed(range(top - 1)):
+            torch.addcmul(s.new_tensor(1 / factorial(power)), total, s, out=total)
         return total
 
     return Activation(

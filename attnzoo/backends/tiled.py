@@ -120,26 +120,33 @@ def _peak(s: Tensor) -> Tensor:
 
 
 def _weigh(
-    form: Pairwise, block: Block, s: Tensor, hidden: Hidden, rows: list[Tensor | None]
+    form: Pairwise,
+    block: Block,
+    s: Tensor,
+    hidden: Hidden,
+    shape: Tensor | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """φ(s − τ), the rows τ and Z from which a backward finds it again, and lse for φ = exp.
 
-    Works in place on the scores s [b, h, rows, keys]. None stands for τ = 0, Z = 1 and no lse.
+    Works in place on the scores s [b, h, rows, keys], from which an offset is off already. None
+    stands for τ = 0, Z = 1 and no lse.
     """
-    offset, shape, sink = (None if x is None else block.of(x) for x in rows)
+    shape, sink = (None if x is None else block.of(x) for x in (shape, sink))
     value = form.activation.value
     wide = None if shape is None else shape[..., None]
     if form.normalize == "select":
         s.masked_fill_(~_kept(s, form.keep), NEG_INF)
     if form.normalize == "none":
-        assert offset is not None
-        phi = value(s.sub_(offset[..., None]), wide)
+        phi = value(s, wide)
         hide(phi, hidden, 0.0)
         return phi, None, None, None
     if form.normalize == "threshold":
         s.sub_(_peak(s))
         tau = solve_threshold(s, shape, form.activation.name)
-        return value(s.sub_(tau[..., None]), wide), tau, None, None
+        phi = value(s.sub_(tau[..., None]), wide)
+        # Z is 1 up to the last place of τ; over many equal scores that is not 1 in fp32.
+        return phi, tau, phi.sum(-1), None
     if form.activation.name == "exp":
         m = _peak(s)
         phi = value(s.sub_(m), None)
@@ -178,14 +185,20 @@ class _Pairwise(torch.autograd.Function):
         ctx.form, ctx.call = form, call
         call = replace(call, mask=mask, alibi=alibi)
         keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
+        if offset is not None:
+            # −τ is one more feature of q, against 1 in every key: the product subtracts it.
+            keys = torch.nn.functional.pad(keys, (0, 1), value=1.0)
         full = (call.batch, call.heads, call.queries)
         out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
         lse = out.new_full(full, NEG_INF)
         tau, z = out.new_zeros(full), out.new_ones(full)
         for block in blocks(call):
             scaled = scaled_queries(block, q, gain)
+            if offset is not None:
+                tau_column = block.of(offset).expand(block.shape)[..., None]
+                scaled = torch.cat([scaled, -block.flat(tau_column)], dim=-1)
             s, hidden = block_scores(block, scaled, keys, scratch, form.activation.vanishes)
-            phi, block_tau, total, block_lse = _weigh(form, block, s, hidden, [offset, shape, sink])
+            phi, block_tau, total, block_lse = _weigh(form, block, s, hidden, shape, sink)
             if seed is not None:
                 phi.mul_(keep_mask(block, call, seed))
             o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, -1)
@@ -236,7 +249,7 @@ def _gradients(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         x, phi, slope = _weigh_again(form, s, hidden, block, tau, offset, wide)
         # dO/Z in the place of dO puts the division into both products at once.
         do_z = do[block.part].to(call.dtype)
-        if form.normalize == "sum" and form.activation.name != "exp":
+        if form.normalize != "none" and form.activation.name != "exp":
             do_z = do_z / block.of(z)[..., None]
         flat_do = block.flat(do_z)
         dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
