@@ -8,7 +8,6 @@ is the q-exponential φ(x) = [1 + (α−1)x]_+^{1/(α−1)} in the units of the 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import factorial
 
 import torch
@@ -70,7 +69,6 @@ def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
 Q_EXP = Activation("q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope)
 
 
-@lru_cache
 def taylor(order: int) -> Activation:
     """Σ_{p ≤ order} s^p / p!, which is positive for even orders only."""
 

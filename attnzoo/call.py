@@ -8,7 +8,6 @@ cannot tell a block from a call.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,12 +59,12 @@ class Call:
         s = torch.einsum("bhgid,bhjd->bhgij", q, k.to(self.dtype))
         return self.scale * s.flatten(1, 2)
 
-    @cached_property
+    @property
     def counts(self) -> Tensor:
         """n_i, the number of keys that row i may see, broadcastable to (B, H, Nq)."""
         return count_visible(self) if self.whole_counts is None else self.whole_counts
 
-    @cached_property
+    @property
     def log_n(self) -> Tensor:
         """log max(n_i, 1)."""
         return self.counts.clamp(min=1).log()
@@ -179,8 +178,7 @@ class Call:
             mask = cut(mask, batches, heads, rows, keys)
         if segments is not None:
             segments = segments[0][batches, rows], segments[1][batches, keys]
-        is_whole_count = self.whole_counts is None and "counts" not in self.__dict__
-        counts = None if is_whole_count else cut(self.counts, batches, heads, rows)
+        counts = self.whole_counts
         part = replace(
             self,
             batch=batches.stop - batches.start,
@@ -193,7 +191,7 @@ class Call:
             mask=mask,
             alibi=None if self.alibi is None else cut(self.alibi, slice(None), heads),
             segments=segments,
-            whole_counts=counts,
+            whole_counts=None if counts is None else cut(counts, batches, heads, rows),
         )
         return part, keys
 

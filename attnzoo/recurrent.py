@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.linear import LinearState, scan, unsupported
+from attnzoo.call import Call
 from attnzoo.dispatch import in_full_precision, prepare, raise_refusal
 from attnzoo.forms import Linear, NoForm
 
@@ -67,18 +68,9 @@ def linear_attention(
     form = _linear_form(ready.variant.forms(call, **ready.params), variant)
     if (objection := unsupported(form, call)) is not None:
         raise ValueError(f"linear_attention {objection}")
-    sums = None
-    if state is not None:
-        sums = state.sums
-        size = form.size(call.head_dim)
-        expected = (call.batch, call.kv_heads, size, call.value_dim + 1)
-        if sums.shape != expected or sums.dtype != call.dtype or sums.device != call.device:
-            raise ValueError(
-                f"state.sums must be {expected} {call.dtype} on {call.device} for these inputs, "
-                f"got {tuple(sums.shape)} {sums.dtype} on {sums.device}"
-            )
-        if torch.is_grad_enabled() and sums.requires_grad:
-            call = replace(call, needs_grad=True)
+    sums = None if state is None else _sums(state, call, form)
+    if sums is not None and torch.is_grad_enabled() and sums.requires_grad:
+        call = replace(call, needs_grad=True)
     with in_full_precision(call.device):
         out, sums = scan(ready.q, ready.k, ready.v, call, form, sums)
     return out.to(call.input_dtype), LinearState(sums, seen + call.keys)
@@ -88,6 +80,17 @@ def _length(state: Any) -> int:
     if not isinstance(state, LinearState):
         raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")
     return state.length
+
+
+def _sums(state: LinearState, call: Call, form: Linear) -> Tensor:
+    sums, tail = state.sums, (form.size(call.head_dim), call.value_dim + 1)
+    shapes = [(call.batch, heads, *tail) for heads in (call.kv_heads, call.heads)]
+    if sums.shape not in shapes or sums.dtype != call.dtype or sums.device != call.device:
+        raise ValueError(
+            f"state.sums must be {shapes[0]} {call.dtype} on {call.device} for these inputs, got "
+            f"{tuple(sums.shape)} {sums.dtype} on {sums.device}"
+        )
+    return sums
 
 
 def _linear_form(forms: tuple[Any, ...], variant: str) -> Linear:

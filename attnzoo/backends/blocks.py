@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class Block:
     kv: slice  # of the flattened (batch, key/value head)
     edges: Hidden | None  # what causality and window hide, where nothing else hides
 
-    @cached_property
+    @property
     def call(self) -> Call:
         """The call that the block is: made only where masks, ALiBi or a definition ask for it."""
         return self.whole.block(self.batches, self.heads, self.rows)[0]
@@ -45,13 +44,9 @@ class Block:
     def part(self) -> tuple[slice, slice, slice]:
         return self.batches, self.heads, self.rows
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, int, int]:
         return tuple(s.stop - s.start for s in self.part)  # type: ignore[return-value]
-
-    def hidden(self) -> Hidden:
-        """Where keys are invisible: (columns, bool (.., rows, columns)) pairs."""
-        return self.call.hidden() if self.edges is None else self.edges
 
     def of(self, row: Tensor) -> Tensor:
         """The part of a row tensor, broadcastable to (b, h, rows)."""
@@ -59,7 +54,9 @@ class Block:
 
     def flat(self, x: Tensor) -> Tensor:
         """[b, h, rows, D] as [kv, G·rows, D]: the heads of a group share their keys."""
-        return x.reshape(self.kv.stop - self.kv.start, -1, x.shape[-1])
+        b, h, rows = self.shape
+        count = self.kv.stop - self.kv.start
+        return x.reshape(count, b * h // count * rows, x.shape[-1])
 
 
 def blocks(call: Call) -> Iterator[Block]:
@@ -137,10 +134,14 @@ def block_scores(
 
     With ``vanishes`` those are −∞ already and the list is empty; otherwise φ has to be masked.
     """
-    s = product(scaled, keys[block.kv, block.keys], scratch).view(*block.shape, -1)
-    if block.whole.has_bias:
-        s.add_(block.call.bias)
-    hidden = block.hidden()
+    flat = product(scaled, keys[block.kv, block.keys], scratch)
+    s = flat.view(*block.shape, flat.shape[-1])
+    hidden = block.edges
+    if hidden is None or block.whole.has_bias:
+        part = block.call
+        hidden = part.hidden() if hidden is None else hidden
+        if isinstance(bias := part.bias, Tensor):
+            s.add_(bias)
     if not vanishes:
         return s, hidden
     hide(s, hidden, float("-inf"))
@@ -169,7 +170,7 @@ class ScoreGradients:
         """ds: [b, h, rows, keys]; scaled: the queries the scores were made from."""
         flat = block.flat(ds)
         self.dk[block.kv, block.keys].baddbmm_(flat.transpose(1, 2), scaled)
-        dq = torch.bmm(flat, self.keys[block.kv, block.keys]).view(*block.shape, -1)
+        dq = torch.bmm(flat, self.keys[block.kv, block.keys]).view(*block.shape, scaled.shape[-1])
         dq *= block.whole.scale
         if self.dgain is None or self.gain is None:
             self.dq[block.part] = dq

@@ -17,7 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.call import Call
 from attnzoo.forms import Form, Linear, NoForm
 
+
 CHUNK = 128
+
+
+def chunk_length(size: int) -> int:
+    """Tokens per chunk: more where a state of ``size`` features is large, so that few are kept."""
+    return max(CHUNK, min(4 * CHUNK, size // 4))
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,8 @@ class LinearState:
     """What a causal linear variant knows of the keys so far; its size does not grow.
 
     ``sums`` is (B, Hkv, F, Dv + 1): Σ ψ(k) vᵀ with Σ ψ(k) as the last column, fp32 (fp64 for fp64
-    inputs). ``length`` is the number of keys seen.
+    inputs); (B, H, F, Dv + 1) after a mask that differs between the heads of a group. ``length`` is
+    the number of keys seen.
     """
 
     sums: Tensor
@@ -60,14 +67,15 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Causal: chunk after chunk, each row seeing the state so far and its own chunk up to itself."""
-    call, k, values = _prepare(call, k, v)
+    call, k, values, sums = _prepare(call, k, v, sums)
     # Rows that stand before the first key see nothing.
     blind = min(call.queries, max(0, call.key_origin - call.query_origin))
     lead = call.keys - (call.queries - blind)  # keys before the first row's own
     sums = _absorb(k[:, :, :lead], values[:, :, :lead], call, form, sums, call.key_origin)
     out = [values.new_zeros(call.batch, call.heads, blind, call.value_dim)]
     at = call.query_origin + blind
-    parts = (x.split(CHUNK, dim=2) for x in (q[:, :, blind:], k[:, :, lead:], values[:, :, lead:]))
+    chunk = chunk_length(form.size(call.head_dim))
+    parts = (x.split(chunk, dim=2) for x in (q[:, :, blind:], k[:, :, lead:], values[:, :, lead:]))
     for q_part, k_part, v_part in zip(*parts):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         done, sums = _run(call, _chunk, q_part, k_part, v_part, sums, here, call, form)
@@ -80,30 +88,35 @@ def _attend_all(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear
 ) -> tuple[Tensor, Tensor]:
     """Not causal: every row reads the state of all keys."""
-    call, k, values = _prepare(call, k, v)
+    call, k, values, _ = _prepare(call, k, v, None)
     sums = _absorb(k, values, call, form, None, call.key_origin)
     out = [values.new_zeros(call.batch, call.heads, 0, call.value_dim)]
     at = call.query_origin
-    for q_part in q.split(CHUNK, dim=2):
+    for q_part in q.split(chunk_length(form.size(call.head_dim)), dim=2):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         out.append(_run(call, _read, q_part, sums, here, call, form))
         at += q_part.shape[2]
     return torch.cat(out, dim=2), sums
 
 
-def _prepare(call: Call, k: Tensor, v: Tensor) -> tuple[Call, Tensor, Tensor]:
+def _prepare(
+    call: Call, k: Tensor, v: Tensor, sums: Tensor | None
+) -> tuple[Call, Tensor, Tensor, Tensor | None]:
     """Values with a column of ones, zeroed where the key is masked: [B, Hkv, Nk, Dv + 1].
 
-    A zeroed value and a zeroed 1 take a key out of both sums, whatever its features are.
+    A zeroed value and a zeroed 1 take a key out of both sums, whatever its features are. Where the
+    heads of a group see different keys, now or before, they no longer share a state: Hkv becomes H.
     """
-    if call.mask is not None and call.mask.shape[1] > 1 and call.group > 1:
-        # The heads of a group see different keys, so they no longer share a state.
+    apart = sums is not None and sums.shape[1] != call.kv_heads
+    if call.group > 1 and (apart or (call.mask is not None and call.mask.shape[1] > 1)):
         k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
+        if sums is not None and not apart:
+            sums = sums.repeat_interleave(call.group, dim=1)
         call = replace(call, kv_heads=call.heads)
     values = torch.nn.functional.pad(v.to(call.dtype), (0, 1), value=1.0)
     if call.mask is not None:
         values = values.masked_fill(~call.mask.transpose(-1, -2), 0.0)
-    return call, k, values
+    return call, k, values, sums
 
 
 def _run(call: Call, step: Any, *inputs: Any) -> Any:
@@ -119,7 +132,8 @@ def _absorb(
     if sums is None:
         size = form.size(call.head_dim)
         sums = values.new_zeros(call.batch, call.kv_heads, size, call.value_dim + 1)
-    for k_part, v_part in zip(k.split(CHUNK, dim=2), values.split(CHUNK, dim=2)):
+    chunk = chunk_length(form.size(call.head_dim))
+    for k_part, v_part in zip(k.split(chunk, dim=2), values.split(chunk, dim=2)):
         here = torch.arange(k_part.shape[2], device=call.device) + at
         sums = _run(call, _add, k_part, v_part, sums, here, call, form)
         at += k_part.shape[2]

@@ -201,7 +201,7 @@ class _Pairwise(torch.autograd.Function):
             phi, block_tau, total, block_lse = _weigh(form, block, s, hidden, shape, sink)
             if seed is not None:
                 phi.mul_(keep_mask(block, call, seed))
-            o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, -1)
+            o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, v.shape[-1])
             if total is not None:
                 total = total.masked_fill_(total == 0, 1.0)
                 o /= total[..., None]

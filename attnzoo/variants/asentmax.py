@@ -24,7 +24,7 @@ def gain(call: Call, beta: Row, gamma: Row, delta: Row) -> Tensor:
     many = call.counts > 1
     # (log 1)^γ is 0, 1 or infinite: such rows get the base 1 and no share of the term.
     power = torch.where(many, call.log_n, torch.ones_like(call.log_n)) ** gamma
-    return delta + many * beta * power
+    return delta + torch.where(many, beta * power, torch.zeros_like(power))
 
 
 def weights(q: Tensor, k: Tensor, call: Call, beta: Row, gamma: Row, delta: Row) -> Tensor:
