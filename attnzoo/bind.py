@@ -23,7 +23,9 @@ def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
     for name in given:
         if name not in known:
             allowed = ", ".join(known) if known else "none"
-            raise TypeError(f"variant {variant.name!r} has no parameter {name!r}; it has: {allowed}")
+            raise TypeError(
+                f"variant {variant.name!r} has no parameter {name!r}; it has: {allowed}"
+            )
     bound = {}
     for param in variant.params:
         value = given.get(param.name, param.default)
@@ -45,7 +47,7 @@ def check_value(what: str, param: Param, value: Any) -> Any:
         noun = "an int" if param.kind == "int" else "a number"
         tensor = " or a tensor" if param.kind == "row" else ""
         raise TypeError(f"{what} must be {noun}{tensor}, got {value!r}")
-    if not math.isfinite(value) or (param.check is not None and not param.check(value)):
+    if not abs(value) < math.inf or (param.check is not None and not param.check(value)):
         raise ValueError(f"{what} must be {param.allowed}, got {value!r}")
     return value if param.kind == "int" else float(value)
 

@@ -98,9 +98,7 @@ class Call:
 
     @property
     def has_bias(self) -> bool:
-        return self.alibi is not None or (
-            self.mask is not None and self.mask.dtype != torch.bool
-        )
+        return self.alibi is not None or (self.mask is not None and self.mask.dtype != torch.bool)
 
     @property
     def query_positions(self) -> Tensor:

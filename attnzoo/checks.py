@@ -132,7 +132,7 @@ def _bounds(window: Window, is_causal: bool) -> tuple[int | None, int | None]:
     right = 0 if is_causal else None
     if window is None:
         return None, right
-    if _is_int(window):
+    if isinstance(window, int) and not isinstance(window, bool):
         if not is_causal:
             raise ValueError(
                 f"window={window} is an int, which needs is_causal=True; otherwise pass "

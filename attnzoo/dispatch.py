@@ -15,7 +15,7 @@ from attnzoo.backends import eager, linear, sdpa, tiled
 from attnzoo.bind import bind
 from attnzoo.call import Call
 from attnzoo.checks import Segments, Window, check_call
-from attnzoo.forms import Definition, Form, Linear, NoForm, Pairwise, Variant
+from attnzoo.forms import Definition, Form, Linear, NoForm, Variant
 from attnzoo.registry import ARGUMENTS, get_variant
 
 BACKENDS = {"sdpa": sdpa, "linear": linear, "tiled": tiled, "eager": eager}

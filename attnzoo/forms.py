@@ -116,11 +116,11 @@ Form = Pairwise | Linear | Definition | NoForm
 class Param:
     """One keyword parameter of a variant.
 
-    ``kind`` is "row" (a float, a 0-dim or (H,) tensor; with ``per_token`` also (B, H, Nq)) or "int",
-    "float", "bool" for a setting that never needs a gradient. ``allowed`` says in words what
-    ``check`` accepts. ``init`` is the value from which `attnzoo.nn.Attention` learns the parameter
-    by default; None leaves it fixed there unless asked. ``between`` is an open interval that a
-    learned value is kept in.
+    ``kind`` is "row" (a float, a 0-dim or (H,) tensor; with ``per_token`` also (B, H, Nq)), or
+    "int", "float", "bool" for a setting that never needs a gradient. ``allowed`` says in words
+    what ``check`` accepts. ``init`` is the value from which `attnzoo.nn.Attention` learns the
+    parameter by default; None leaves it fixed there unless asked. ``between`` is an open interval
+    that a learned value is kept in.
     """
 
     name: str

@@ -116,7 +116,9 @@ class Attention(nn.Module):
         if start is None or start is REQUIRED:
             raise ValueError(f"learn: give {what} an initial value, a float or a tensor (H,)")
         if not isinstance(start, Tensor):
-            start = torch.full((self.num_heads,), check_value(what, spec, start), dtype=torch.float32)
+            start = torch.full(
+                (self.num_heads,), check_value(what, spec, start), dtype=torch.float32
+            )
         elif start.shape != (self.num_heads,):
             raise ValueError(
                 f"{what} must have shape ({self.num_heads},) to be learned, got "

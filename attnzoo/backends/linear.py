@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.call import Call
 from attnzoo.forms import Form, Linear, NoForm
 
-
 CHUNK = 128
 
 
@@ -66,27 +65,25 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal: chunk after chunk, each row seeing the state so far and its own chunk up to itself."""
+    """Causal: each row sees the state before its chunk, and the chunk up to itself."""
     call, k, values, sums = _prepare(call, k, v, sums)
     # Rows that stand before the first key see nothing.
     blind = min(call.queries, max(0, call.key_origin - call.query_origin))
     lead = call.keys - (call.queries - blind)  # keys before the first row's own
-    sums = _absorb(k[:, :, :lead], values[:, :, :lead], call, form, sums, call.key_origin)
+    state = _absorb(k[:, :, :lead], values[:, :, :lead], call, form, sums, call.key_origin)
     out = [values.new_zeros(call.batch, call.heads, blind, call.value_dim)]
     at = call.query_origin + blind
     chunk = chunk_length(form.size(call.head_dim))
     parts = (x.split(chunk, dim=2) for x in (q[:, :, blind:], k[:, :, lead:], values[:, :, lead:]))
     for q_part, k_part, v_part in zip(*parts):
         here = torch.arange(q_part.shape[2], device=call.device) + at
-        done, sums = _run(call, _chunk, q_part, k_part, v_part, sums, here, call, form)
+        done, state = _run(call, _chunk, q_part, k_part, v_part, state, here, call, form)
         out.append(done)
         at += q_part.shape[2]
-    return torch.cat(out, dim=2), sums
+    return torch.cat(out, dim=2), state
 
 
-def _attend_all(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear
-) -> tuple[Tensor, Tensor]:
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tuple[Tensor, Tensor]:
     """Not causal: every row reads the state of all keys."""
     call, k, values, _ = _prepare(call, k, v, None)
     sums = _absorb(k, values, call, form, None, call.key_origin)
@@ -129,15 +126,15 @@ def _absorb(
     k: Tensor, values: Tensor, call: Call, form: Linear, sums: Tensor | None, at: int
 ) -> Tensor:
     """The state after these keys."""
-    if sums is None:
-        size = form.size(call.head_dim)
-        sums = values.new_zeros(call.batch, call.kv_heads, size, call.value_dim + 1)
-    chunk = chunk_length(form.size(call.head_dim))
+    size = form.size(call.head_dim)
+    shape = (call.batch, call.kv_heads, size, call.value_dim + 1)
+    state = values.new_zeros(shape) if sums is None else sums
+    chunk = chunk_length(size)
     for k_part, v_part in zip(k.split(chunk, dim=2), values.split(chunk, dim=2)):
         here = torch.arange(k_part.shape[2], device=call.device) + at
-        sums = _run(call, _add, k_part, v_part, sums, here, call, form)
+        state = _run(call, _add, k_part, v_part, state, here, call, form)
         at += k_part.shape[2]
-    return sums
+    return state
 
 
 def _add(k: Tensor, values: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:

@@ -201,7 +201,9 @@ class _Pairwise(torch.autograd.Function):
             phi, block_tau, total, block_lse = _weigh(form, block, s, hidden, shape, sink)
             if seed is not None:
                 phi.mul_(keep_mask(block, call, seed))
-            o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, v.shape[-1])
+            o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(
+                *block.shape, v.shape[-1]
+            )
             if total is not None:
                 total = total.masked_fill_(total == 0, 1.0)
                 o /= total[..., None]
@@ -260,6 +262,7 @@ def _gradients(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
             dp.mul_(kept)
         r = _mean_gradient(form, block, do_z, out, dp, slope)
         if "sink" in drow:
+            assert r is not None and sink is not None
             drow["sink"][block.part] = -r * _sink_slope(form, block, sink, tau, wide)
         if r is not None:
             dp.sub_(r[..., None])

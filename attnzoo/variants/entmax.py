@@ -5,7 +5,7 @@ numbers 1.5 and 2; elsewhere, and for an α per head, τ is found by bisection. 
 (Correia et al. 2019, arXiv:1909.00015, learn 1 + σ(a_h) per head).
 
 Differs: written in the units of the scores, w = φ(z − τ') with the q-exponential
-φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1), which is the same and stays finite as α → 1.
+φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1): the same, and finite as α → 1.
 """
 
 import math

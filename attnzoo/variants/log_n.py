@@ -1,8 +1,8 @@
 """log_n: w_i = softmax(log n_i / log train_length · z_i), nothing to learn.
 
-Chiang & Cholak 2022, arXiv:2202.12172 (gain log n, their Section 5); Su 2021, kexue.fm/archives/8823
-(divided by the log of the training length, 512, so that nothing changes there). ``train_length=e``
-gives the former. A row with one visible key has gain 0 and weight 1.
+Chiang & Cholak 2022, arXiv:2202.12172 (gain log n); Su 2021, kexue.fm/archives/8823 (divided by the
+log of the training length, 512, so that nothing changes there). ``train_length=math.e`` gives the
+former. A row with one visible key has gain 0 and weight 1.
 """
 
 import math

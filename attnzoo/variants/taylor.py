@@ -29,7 +29,9 @@ def refuse(call: Call, order: int) -> str | None:
 
 def weights(q: Tensor, k: Tensor, call: Call, order: int) -> Tensor:
     z = call.scores(q, k)
-    series = sum((z**p / factorial(p) for p in range(1, order + 1)), torch.ones_like(z))
+    series = torch.ones_like(z)
+    for p in range(1, order + 1):
+        series = series + z**p / factorial(p)
     series = series.masked_fill(~call.visible, 0.0)
     total = series.sum(-1, keepdim=True)
     return series / total.masked_fill(total == 0, 1.0)
