@@ -20,9 +20,9 @@ from attnzoo.registry import ARGUMENTS, get_variant
 
 BACKENDS = {"sdpa": sdpa, "linear": linear, "tiled": tiled, "eager": eager}
 
-# Up to this many scores (1 MiB of fp32) the definition's few dense operations cost less than
-# walking over blocks; measured on a CPU by `python -m benchmarks attention --lengths 64,128,256`.
-FEW_SCORES = 2**18
+# Up to this many scores (half a MiB of fp32) the definition's few dense operations cost less than
+# walking over blocks does.
+FEW_SCORES = 2**17
 
 
 class Candidate(NamedTuple):
@@ -300,7 +300,7 @@ def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
     """All (backend, form) pairs, the one expected to be fastest first: a rule of sizes only.
 
-    1. Up to `FEW_SCORES` scores: the definition in eager mode.
+    1. Up to `FEW_SCORES` scores: torch's fused softmax, then the definition in eager mode.
     2. A linear form whose multiplications per row are fewer than the pairwise form's.
     3. Torch's fused softmax.
     4. Blocks of rows by form, then by definition.
@@ -309,7 +309,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
     few = call.batch * call.heads * call.queries * call.keys <= FEW_SCORES
     order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
-    order = ["eager", *order] if few else [*order, "eager"]
+    order = ["sdpa", "eager", "linear", "tiled"] if few else [*order, "eager"]
     return [(name, form) for name in order for form in forms if _meets(name, form)]
 
 
@@ -321,6 +321,27 @@ def _meets(backend: str, form: Form) -> bool:
     if backend == "tiled":
         return not isinstance(form, NoForm)
     return form.kind in KINDS[backend]
+
+
+@contextmanager
+def in_full_precision(device: torch.device) -> Iterator[None]:
+    """Without autocast, which would take the fp32 scores down to 16 bits."""
+    if torch.amp.is_autocast_available(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
+def linear_is_cheaper(form: Linear, call: Call) -> bool:
+    """Multiplications per row: F·(c + 2·(Dv + 1)) in chunks of c, against reach·(D + Dv)."""
+    reach = call.keys if call.right is None else call.keys / 2
+    if call.left is not None:
+        reach = min(reach, call.left + 1 + (call.right or 0))
+    size = form.size(call.head_dim)
+    chunk = linear.chunk_length(size, call.needs_grad) if call.right == 0 else 0
+    per_row = size * (chunk + 2 * (call.value_dim + 1))
+    return per_row < reach * (call.head_dim + call.value_dim)
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from attnzoo.forms import Form, Linear, NoForm
 CHUNK = 128
 
 
-def chunk_length(size: int) -> int:
-    """Tokens per chunk: more where a state of ``size`` features is large, so that few are kept."""
-    return max(CHUNK, min(4 * CHUNK, size // 4))
+def chunk_length(size: int, needs_grad: bool) -> int:
+    """Tokens per chunk: more where a state of ``size`` features is kept for every chunk."""
+    return max(CHUNK, min(4 * CHUNK, size // 4)) if needs_grad else CHUNK
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def scan(
     state = _absorb(k[:, :, :lead], values[:, :, :lead], call, form, sums, call.key_origin)
     out = [values.new_zeros(call.batch, call.heads, blind, call.value_dim)]
     at = call.query_origin + blind
-    chunk = chunk_length(form.size(call.head_dim))
+    chunk = chunk_length(form.size(call.head_dim), call.needs_grad)
     parts = (x.split(chunk, dim=2) for x in (q[:, :, blind:], k[:, :, lead:], values[:, :, lead:]))
     for q_part, k_part, v_part in zip(*parts):
         here = torch.arange(q_part.shape[2], device=call.device) + at
@@ -89,7 +89,7 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tu
     sums = _absorb(k, values, call, form, None, call.key_origin)
     out = [values.new_zeros(call.batch, call.heads, 0, call.value_dim)]
     at = call.query_origin
-    for q_part in q.split(chunk_length(form.size(call.head_dim)), dim=2):
+    for q_part in q.split(chunk_length(form.size(call.head_dim), call.needs_grad), dim=2):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         out.append(_run(call, _read, q_part, sums, here, call, form))
         at += q_part.shape[2]
@@ -129,7 +129,7 @@ def _absorb(
     size = form.size(call.head_dim)
     shape = (call.batch, call.kv_heads, size, call.value_dim + 1)
     state = values.new_zeros(shape) if sums is None else sums
-    chunk = chunk_length(size)
+    chunk = chunk_length(size, call.needs_grad)
     for k_part, v_part in zip(k.split(chunk, dim=2), values.split(chunk, dim=2)):
         here = torch.arange(k_part.shape[2], device=call.device) + at
         state = _run(call, _add, k_part, v_part, state, here, call, form)

@@ -262,7 +262,8 @@ def _gradients(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
             dp.mul_(kept)
         r = _mean_gradient(form, block, do_z, out, dp, slope)
         if "sink" in drow:
-            assert r is not None and sink is not None
+            assert r is not None
+            assert sink is not None
             drow["sink"][block.part] = -r * _sink_slope(form, block, sink, tau, wide)
         if r is not None:
             dp.sub_(r[..., None])

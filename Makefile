@@ -1,0 +1,49 @@
+# make eval    max retrieval over the variants; PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
+# make test    the tests
+# make check   formatting, lint and types
+# make readme  rewrites the generated parts of README.md
+# Each makes .venv first if it is missing or older than pyproject.toml or constraints.txt.
+
+PYTHON ?= python3
+PRESET ?= quick
+OUT ?=
+ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Written last: a .venv without it is half-made, and is made anew.
+STAMP := $(VENV)/.installed
+
+.PHONY: eval test check format readme clean
+
+eval: $(STAMP)
+	$(BIN)/python -m evals max-retrieval --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+readme: $(STAMP)
+	$(BIN)/python -m benchmarks readme
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache
+
+# The build backend goes in first and the build is not isolated, because an isolated build
+# would fetch a backend of its own that constraints.txt does not reach.
+$(STAMP): pyproject.toml constraints.txt
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) hatchling
+	$(PIP) --no-build-isolation -e ".[evals,dev]"
+	touch $(STAMP)

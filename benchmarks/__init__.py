@@ -1,0 +1,1 @@
+"""Benchmarks of attnzoo, run from the checkout: ``python -m benchmarks --help``."""

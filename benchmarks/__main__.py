@@ -1,0 +1,28 @@
+"""python -m benchmarks COMMAND: each command is a module with `add_parser`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks import attention, memory, readme
+from evals.cells import Refused
+
+COMMANDS = (attention, readme, memory)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in COMMANDS:
+        module.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except Refused as refusal:
+        print(f"{parser.prog}: {refusal}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""Rewrites what README.md has from the registry: the table of variants."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+import attnzoo
+from benchmarks.cases import Case
+from evals.cells import Refused
+
+README = Path(__file__).parent.parent / "README.md"
+# At this length every form has a candidate, and the example of a linear cost is a common width.
+LENGTH, HEAD_DIM = 1024, 64
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("readme", help="rewrite README.md's table of variants")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    text = README.read_text()
+    new = rendered(text)
+    if new == text:
+        return 0
+    if args.check:
+        print("README.md is out of date: run `make readme`", file=sys.stderr)
+        return 1
+    README.write_text(new)
+    return 0
+
+
+def rendered(text: str) -> str:
+    """The README with its generated block made anew."""
+    block = re.compile(r"(<!-- variants: begin[^\n]*-->\n).*?(<!-- variants: end -->)", re.DOTALL)
+    if len(block.findall(text)) != 1:
+        raise Refused("README.md needs one pair of `<!-- variants: begin -->` and `end`")
+    return block.sub(lambda m: m[1] + variants_table() + m[2], text)
+
+
+def variants_table() -> str:
+    header = ("variant", "formula", "paper", "parameters", "forms", "cost")
+    rows = [header, ("---",) * len(header), *map(variant_cells, attnzoo.list_variants())]
+    return "".join("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |\n" for row in rows)
+
+
+def variant_cells(name: str) -> tuple[str, ...]:
+    variant = attnzoo.get_variant(name)
+    forms = forms_of(name)
+    return (
+        f"`{name}`",
+        variant.formula,
+        linked(variant.paper),
+        ", ".join(map(parameter, variant.params)) or "–",
+        ", ".join(f.kind for f in forms) or "definition only",
+        "; ".join(map(cost, forms)) or "N²",
+    )
+
+
+def linked(paper: str) -> str:
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", paper)
+
+
+def parameter(param: attnzoo.Param) -> str:
+    if param.default is attnzoo.REQUIRED:
+        return f"`{param.name}` (required)"
+    number = isinstance(param.default, float)
+    shown = f"`{param.name}={f'{param.default:.3g}' if number else param.default}`"
+    return shown if param.init is None else f"{shown} (learned)"
+
+
+def forms_of(name: str) -> list[attnzoo.Pairwise | attnzoo.Linear]:
+    """The forms that a plain causal call offers, each once."""
+    case = Case.parse(name, LENGTH)
+    q = torch.empty(1, 1, LENGTH, HEAD_DIM)
+    plan = attnzoo.explain(q, q, q, name, is_causal=True, **case.params)
+    found = [c.form for c in plan.candidates]
+    forms = [f for f in found if isinstance(f, attnzoo.Pairwise | attnzoo.Linear)]
+    kept = {f.kind: f for f in forms}
+    return [kept[kind] for kind in sorted(kept, reverse=True)]
+
+
+def cost(form: attnzoo.Pairwise | attnzoo.Linear) -> str:
+    if isinstance(form, attnzoo.Linear):
+        return f"N·F·D, F = {form.size(HEAD_DIM)} at D = {HEAD_DIM}"
+    if form.normalize == "threshold":
+        return "N²·D, and a threshold solved per row"
+    if form.normalize == "select":
+        return "N²·D, and a selection per row"
+    if isinstance(form.gain, attnzoo.FromStatistics):
+        return "N²·D, keys read twice"
+    return "N²·D"

@@ -1,0 +1,131 @@
+"""What a run says about itself, its table, and its JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.correctness import Check
+from benchmarks.timing import Spread
+
+
+@dataclass
+class Row:
+    """One variant at one length. What was not measured is None; `note` says what went wrong."""
+
+    spec: str
+    length: int
+    direction: str
+    backend: str | None = None
+    check: Check | None = None
+    seconds: Spread | None = None
+    ratio: Spread | None = None  # of the times, to SDPA's in the same round
+    peak_bytes: int | None = None
+    speedup: float | None = None  # of attnzoo over this row: how much faster it was
+    note: str = ""
+
+    def record(self) -> dict[str, Any]:
+        record = asdict(self)
+        if self.check is not None:
+            record["check"]["ok"] = self.check.ok
+        return record
+
+
+COLUMNS = ("N", "variant", "backend", "error (of budget)", "ms", "quartiles", "x SDPA", "peak MB")
+WIDTHS = (6, 28, 8, 20, 9, 15, 7, 8)
+
+
+def line(cells: tuple[str, ...]) -> str:
+    """Names to the left, numbers to the right."""
+    aligned = (
+        c.ljust(w) if i in (1, 2) else c.rjust(w)
+        for i, (c, w) in enumerate(zip(cells, WIDTHS, strict=True))
+    )
+    return "  ".join(aligned).rstrip()
+
+
+def row_line(row: Row) -> str:
+    error = ""
+    if row.check is not None:
+        name, worst = row.check.worst
+        error = f"{name} {worst.error:.1e} ({worst.share:.2f})"
+    times = ("", "")
+    if row.seconds is not None:
+        t = row.seconds
+        times = (f"{t.median * 1e3:.2f}", f"{t.lower * 1e3:.2f}–{t.upper * 1e3:.2f}")
+    cells = (
+        str(row.length),
+        row.spec,
+        row.backend or "",
+        error,
+        *times,
+        f"{row.ratio.median:.2f}" if row.ratio else "",
+        f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes is not None else "",
+    )
+    note = row.note
+    if row.speedup is not None:
+        note = f"attnzoo was {row.speedup:.1f} × faster {note}".rstrip()
+    return line(cells) + (f"  {note}" if note else "")
+
+
+def environment() -> dict[str, Any]:
+    """Where the figures come from."""
+    packages = {}
+    for name in ("attnzoo", "torch", "numpy", "entmax"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = None
+    return {
+        "python": platform.python_version(),
+        "packages": packages,
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "platform": platform.platform(),
+        "commit": commit(),
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for text in info.read_text().splitlines():
+            if text.startswith("model name"):
+                return text.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "+" where files differ from it; None outside of git."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True
+            )
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    return head and head + ("+" if git("status", "--porcelain") else "")
+
+
+def write_json(path: str, document: dict[str, Any]) -> None:
+    """All or nothing: a reader never sees half a file."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(document, indent=1) + "\n"
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    part.write_text(text)
+    os.replace(part, target)

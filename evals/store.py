@@ -1,0 +1,65 @@
+"""rows.jsonl: one JSON object per line, appended whole, found again by its key.
+
+A line is written by one append of all its bytes, so that a kill costs at most that line. A line
+that cannot be read is counted and skipped, and the next one starts on a line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Rows:
+    """The rows of a file, by key; the file is created by the first append."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.by_key: dict[str, Row] = {}
+        self.damaged = 0
+        self._ends_open = False
+        if not path.exists():
+            return
+        data = path.read_bytes()
+        self._ends_open = bool(data) and not data.endswith(b"\n")
+        for line in data.split(b"\n"):
+            if line.strip():
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("key"), str):
+            self.by_key[row["key"]] = row
+        else:
+            self.damaged += 1
+
+    def append(self, row: Row) -> None:
+        """Write one row; a value that JSON cannot hold (NaN) is refused."""
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        if self._ends_open:
+            line = b"\n" + line
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            written = os.write(file, line)
+        finally:
+            os.close(file)
+        self._ends_open = written != len(line)
+        if self._ends_open:
+            raise OSError(f"only {written} of {len(line)} bytes were written to {self.path}")
+        self.by_key[row["key"]] = row
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+    os.replace(temporary, path)

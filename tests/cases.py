@@ -1,0 +1,150 @@
+"""One row per variant: what the contract, backend and paper tests need to know about it.
+
+A new variant is one file in ``attnzoo/variants`` and one row in `CASES`; every test finds it there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnzoo
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Weights of one row with these scores, worked by hand or taken from the paper."""
+
+    scores: tuple[float, ...]
+    weights: tuple[float, ...]
+    params: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    accuracy: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sample parameters of a variant.
+
+    params: for an ordinary call. learned: name -> range from which tensors (H,) are drawn, smooth
+    enough for gradcheck; ``per_token`` of them may be (B, H, Nq) too. settings: further fixed
+    parameters worth a run of their own. smooth: twice differentiable everywhere.
+    """
+
+    paper: Paper
+    params: dict[str, Any] = field(default_factory=dict)
+    learned: dict[str, tuple[float, float]] = field(default_factory=dict)
+    per_token: bool = False
+    settings: tuple[dict[str, Any], ...] = ()
+    smooth: bool = True
+    positions_enter: bool = False
+
+
+CASES = {
+    "softmax": Case(Paper((0.0, math.log(2), math.log(5)), (1 / 8, 2 / 8, 5 / 8))),
+    "ssmax": Case(
+        Paper((1.0, 2.0), (1 / 3, 2 / 3), {"s": 1.0}, "n^z over its sum, n = 2"),
+        learned={"s": (0.2, 0.6), "b": (-0.3, 0.3)},
+        settings=({"s": 0.43, "b": 0.5},),
+    ),
+    "log_n": Case(
+        Paper(
+            (0.0, 0.0, 0.0, math.log(3) / 2),
+            (1 / 6, 1 / 6, 1 / 6, 3 / 6),
+            {"train_length": 2},
+            "log 4 / log 2 doubles the scores",
+        ),
+        settings=({"train_length": math.e},),
+    ),
+    "adaptive_temperature": Case(
+        # Half the mass on one of 100 keys: H = log 2 + ½ log 99 = 2.9907, where the polynomial is
+        # 1.4936 by Horner on paper; the key then has 1/(1 + 99^(1 − β)).
+        Paper((0.0,) * 99 + (math.log(99),), (), {}, "see test_papers", 0.0),
+        settings=({"differentiable": True},),
+    ),
+    "sigmoid": Case(
+        Paper((math.log(2), math.log(6)), (1 / 2, 3 / 4), {}, "σ(log 1), σ(log 3): b = −log 2"),
+        learned={"bias": (-3.0, -1.0)},
+        settings=({"bias": -1.5},),
+    ),
+    "cosformer": Case(
+        Paper(
+            (2.0, -5.0, 1.0),
+            (1 / 2, 0.0, 1 / 2),
+            {"max_length": 3},
+            "the key two back counts cos 60° = ½, a negative one nothing",
+        ),
+        params={"max_length": 256},
+        settings=({"max_length": 1000},),
+        positions_enter=True,
+    ),
+    "taylor": Case(
+        Paper((0.0, 2.0, -2.0), (1 / 7, 5 / 7, 1 / 7), {}, "1 + z + z²/2"),
+        settings=({"order": 4},),
+    ),
+    "sparsemax": Case(
+        Paper((1.0, 0.5, -1.0), (0.75, 0.25, 0.0), {}, "τ = (1 + ½ − 1)/2 over the first two"),
+        smooth=False,
+    ),
+    "entmax": Case(
+        # (x − τ)² + (x' − τ)² = 1 with x = ½, x' = 0: τ = (1 − √7)/4.
+        Paper(
+            (1.0, 0.0),
+            ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),
+            {"alpha": 1.5},
+        ),
+        learned={"alpha": (1.2, 1.9)},
+        settings=({"alpha": 2.0}, {"alpha": 1.3}),
+        smooth=False,
+    ),
+    "asentmax": Case(
+        # δ + β (log 2)^γ = 1 + ½ (log 2)^0 · 2 = 2, so half of entmax's scores above.
+        Paper(
+            (0.5, 0.0),
+            ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),
+            {"beta": 2 / math.log(2) ** 2, "gamma": 2.0, "delta": 0.0},
+        ),
+        learned={"beta": (0.3, 0.9), "gamma": (-0.8, 0.8), "delta": (0.7, 1.2)},
+        per_token=True,
+        settings=({"beta": 0.5, "gamma": 2.0, "delta": 0.5},),
+        smooth=False,
+    ),
+    "sink": Case(
+        Paper((0.0, math.log(3)), (1 / 6, 3 / 6), {"b": math.log(2)}, "1 and 3 of 2 + 1 + 3"),
+        learned={"b": (-1.0, 1.0)},
+        settings=({"b": 2.5},),
+    ),
+    "topk": Case(
+        Paper(
+            (0.0, math.log(3), 0.0, -1.0),
+            (1 / 4, 3 / 4, 0.0, 0.0),
+            {"top_k": 2},
+            "of the two keys at 0 the first is kept",
+        ),
+        params={"top_k": 5},
+        settings=({"top_k": 1}, {"top_k": 100}),
+        smooth=False,
+    ),
+}
+
+VARIANTS = attnzoo.list_variants()
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def learned(
+    variant: str, heads: int, seed: int = 0, token_shape: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """fp32 tensors (H,), or (B, H, Nq) with ``token_shape`` = (B, Nq), from the case's ranges."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (heads,) if token_shape is None else (token_shape[0], heads, token_shape[1])
+    return {
+        name: low + (high - low) * torch.rand(shape, generator=generator)
+        for name, (low, high) in CASES[variant].learned.items()
+    }

@@ -1,0 +1,63 @@
+"""Pairwise covering arrays: few rows in which every pair of settings occurs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+Factors = tuple[tuple[str, tuple[Any, ...]], ...]
+Row = dict[str, Any]
+
+
+def pairs_of(row: Row, names: list[str]) -> set[tuple]:
+    return {(a, row[a], b, row[b]) for a, b in combinations(names, 2)}
+
+
+@cache
+def covering(factors: Factors, allowed: Callable[[Row], bool], seed: int = 0) -> tuple[Row, ...]:
+    """Greedy rows over the factors until each pair of levels that is allowed has occurred.
+
+    ``allowed`` judges a partial row: it may only forbid what the settings present forbid.
+    """
+    draw = random.Random(seed)
+    levels = dict(factors)
+    names = list(levels)
+    missing = {
+        (a, x, b, y)
+        for a, b in combinations(names, 2)
+        for x in levels[a]
+        for y in levels[b]
+        if allowed({a: x, b: y})
+    }
+    rows = []
+    while missing:
+        a, x, b, y = min(missing, key=repr)
+        row = {a: x, b: y}
+        for name in draw.sample(names, len(names)):
+            if name in row:
+                continue
+            able = [level for level in levels[name] if allowed({**row, name: level})]
+            draw.shuffle(able)
+            new = [_gain(row, name, level, names, missing) for level in able]
+            if not able:  # this pair occurs in no whole row
+                break
+            row[name] = able[new.index(max(new))]
+        missing.discard((a, x, b, y))
+        if len(row) < len(names):
+            raise ValueError(f"no row can hold {a}={x!r} with {b}={y!r}: say so in allowed()")
+        missing -= pairs_of(row, names)
+        rows.append({name: row[name] for name in names})
+    return tuple(rows)
+
+
+def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]) -> int:
+    """Pairs of ``missing`` that the row would cover with this level."""
+    found = 0
+    for other, value in row.items():
+        first, second = sorted((name, other), key=names.index)
+        values = {name: level, other: value}
+        found += (first, values[first], second, values[second]) in missing
+    return found

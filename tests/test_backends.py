@@ -1,0 +1,120 @@
+"""Every variant agrees with its fp64 definition on every backend: outputs and all gradients.
+
+The product of all settings is too large, so each variant runs a covering array: every pair of
+settings occurs. ``eager`` and ``tiled`` run all of it, ``sdpa`` and ``linear`` an array of their
+own over what `coverage_table.py` says they take. Memory that nothing has written is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attnzoo
+from agreement import by_backend, complaints, kept, make, plain, reference
+from attnzoo.backends import blocks
+from cases import CASES, VARIANTS
+from covering import covering
+from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+
+SHAPES = (1, 1), (17, 17), (63, 63), (128, 128), (200, 200)
+SHAPES += (1, 200), (63, 128), (128, 63), (200, 17)
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+FACTORS = {
+    "shape": SHAPES,
+    "dtype": DTYPES,
+    "mask": ("none", "bool", "keys", "float", "float keys"),
+    "mask_gradient": (True,),
+    "span": ("full", "causal", "window", "pair"),
+    "heads": ("mha", "gqa", "mqa"),
+    "params": ("default",),
+    "values": ("same", "other"),
+    "alibi": (False, True),
+    "segments": (False, True),
+    "dropout": (False, True),
+    "lse": (False, True),
+}
+
+
+def all_allowed(row: dict[str, Any]) -> bool:
+    return True
+
+
+def sdpa_allowed(row: dict[str, Any]) -> bool:
+    """See FEATURE_BACKENDS: a mask or causality, and causality for Nq = Nk or Nq = 1."""
+    queries, keys = row.get("shape", (1, 1))
+    causal = row.get("span") == "causal"
+    return not causal or (row.get("mask", "none") == "none" and queries in (1, keys))
+
+
+def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
+    """What the variant takes, and the backend if one is given."""
+    case, levels = CASES[variant], dict(FACTORS)
+    params = ["default", *range(len(case.settings))]
+    params += ["learned"] if case.learned else []
+    params += ["per_token"] if case.per_token else []
+    levels["params"] = tuple(params)
+    if variant in NO_SCORE:
+        levels.update(mask=("none", "bool", "keys"), alibi=(False,))
+    if variant in NO_LSE:
+        levels["lse"] = (False,)
+    if backend in ("sdpa", "linear"):
+        no = (False,)
+        levels.update(span=("full", "causal"), alibi=no, segments=no, dropout=no, lse=no)
+    if backend == "sdpa":
+        levels.update(values=("same",), mask_gradient=no)
+        if variant == "adaptive_temperature":
+            levels["params"] = ("default",)
+    if backend == "linear":
+        levels["mask"] = ("none", "keys")
+        if variant == "taylor":
+            levels["params"] = ("default",)
+    return tuple(levels.items())
+
+
+def name(row: dict[str, Any]) -> str:
+    settings = [f"{row['shape'][0]}x{row['shape'][1]}", str(row["dtype"])[6:], row["span"]]
+    settings += [str(row[key]) for key in ("mask", "heads", "params") if row[key] != "none"]
+    settings += [key for key in ("alibi", "segments", "dropout", "lse") if row[key]]
+    settings += ["dv"] if row["values"] == "other" else []
+    return "-".join(settings).replace(" ", "_")
+
+
+def cells() -> Iterator[Any]:
+    for variant in VARIANTS:
+        for seed, row in enumerate(covering(factors(variant), all_allowed)):
+            yield pytest.param(variant, row, ("eager", "tiled"), seed, id=f"{variant}-{name(row)}")
+        for backend, allowed in (("sdpa", sdpa_allowed), ("linear", all_allowed)):
+            if VARIANT_BACKENDS[variant][backend] is RUNS:
+                for seed, row in enumerate(covering(factors(variant, backend), allowed)):
+                    label = f"{variant}-{backend}-{name(row)}"
+                    yield pytest.param(variant, row, (backend,), seed, id=label)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty and its kin give NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert bool(torch.empty(3).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("variant", "row", "backends", "seed"), list(cells()))
+def test_agrees_with_the_definition(
+    variant: str, row: dict[str, Any], backends: tuple[str, ...], seed: int
+) -> None:
+    inputs = make(variant, row, seed=10 * seed)
+    said = []
+    exact = naive = None
+    for backend in backends:
+        if exact is None or row["dropout"]:  # each backend draws its own
+            keep = kept(variant, backend, inputs)
+            exact, naive = reference(variant, inputs, keep), plain(variant, inputs, keep)
+        found = by_backend(variant, backend, inputs)
+        said += complaints(variant, backend, found, exact, naive, inputs)
+    assert not said, "\n".join(said)

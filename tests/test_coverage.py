@@ -1,0 +1,120 @@
+"""What backends and variants refuse is what `coverage_table.py` says: no more, no less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnzoo
+from attnzoo.dispatch import BACKENDS
+from cases import CASES, VARIANTS
+from coverage_table import (
+    FEATURE_BACKENDS,
+    NO_LSE,
+    NO_SCORE,
+    PARAMETER_BACKENDS,
+    RUNS,
+    VARIANT_BACKENDS,
+    VARIANT_REFUSALS,
+)
+from features import feature
+
+
+def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:
+    """Forward, backward, and the shape of the output."""
+    q, v = arguments["q"], arguments["v"]
+    params = {**CASES[variant].params, **params}
+    out = attnzoo.attention(variant=variant, backend=backend, **arguments, **params)
+    out = out[0] if arguments.get("return_lse") else out
+    assert out.shape == (*q.shape[:3], v.shape[-1])
+    assert out.dtype == q.dtype
+    assert bool(out.isfinite().all())
+    leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    for leaf, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert gradient.shape == leaf.shape
+        assert bool(gradient.isfinite().all())
+
+
+def check(
+    reason: str | None, arguments: dict[str, Any], variant: str, backend: str, **params: Any
+) -> None:
+    """Runs, or is refused in these words; and `explain` says the same beforehand."""
+    plan = attnzoo.explain(
+        variant=variant, backend=backend, **arguments, **{**CASES[variant].params, **params}
+    )
+    if reason is RUNS:
+        run(arguments, variant, backend, **params)
+        assert plan.chosen == backend
+        return
+    with pytest.raises(ValueError, match=reason):
+        run(arguments, variant, backend, **params)
+    assert plan.chosen is None
+    assert reason in str(plan)
+
+
+def test_the_tables_are_complete() -> None:
+    assert set(VARIANT_BACKENDS) == set(VARIANTS)
+    columns = {*BACKENDS} - {"eager", "tiled"}
+    assert all(set(row) == columns for row in VARIANT_BACKENDS.values())
+    assert all(set(row) == columns for row in FEATURE_BACKENDS.values())
+    assert set(VARIANT_REFUSALS) <= set(FEATURE_BACKENDS)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "linear"])
+@pytest.mark.parametrize("variant", VARIANT_BACKENDS)
+def test_variants_on_backends(variant: str, backend: str) -> None:
+    check(VARIANT_BACKENDS[variant][backend], feature("plain"), variant, backend)
+
+
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    [(v, b) for v, row in VARIANT_BACKENDS.items() for b, why in row.items() if why is RUNS],
+)
+@pytest.mark.parametrize("name", FEATURE_BACKENDS)
+def test_features_on_backends(name: str, variant: str, backend: str) -> None:
+    refused = name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]
+    # The variant's own refusal comes before the backend's.
+    reason = VARIANT_REFUSALS[name][1] if refused else FEATURE_BACKENDS[name][backend]
+    check(reason, feature(name), variant, backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eager_and_tiled_refuse_nothing(variant: str, backend: str) -> None:
+    for name in FEATURE_BACKENDS:
+        refused = name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]
+        check(VARIANT_REFUSALS[name][1] if refused else RUNS, feature(name), variant, backend)
+
+
+@pytest.mark.parametrize("name", PARAMETER_BACKENDS)
+def test_parameters_on_backends(name: str) -> None:
+    variant, params, backend, reason = PARAMETER_BACKENDS[name]
+    check(reason, feature("plain"), variant, backend, **params)
+
+
+def test_sdpa_takes_a_gain_through_statistics_where_no_gradient_is_wanted() -> None:
+    arguments = feature("plain", gradient=False)
+    plan = attnzoo.explain(
+        variant="adaptive_temperature", backend="sdpa", differentiable=True, **arguments
+    )
+    assert plan.chosen == "sdpa"
+
+
+def test_who_refuses_what_follows_from_the_variant() -> None:
+    for variant in VARIANTS:
+        assert (variant in NO_LSE) == (attnzoo.get_variant(variant).scores is None)
+    assert set(NO_SCORE) <= set(NO_LSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_a_name_every_feature_runs(variant: str) -> None:
+    """The choice falls on somebody able, whatever the call."""
+    for name in FEATURE_BACKENDS:
+        if name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]:
+            continue
+        arguments = feature(name)
+        plan = attnzoo.explain(variant=variant, **arguments, **CASES[variant].params)
+        assert plan.chosen in BACKENDS
+        run(arguments, variant, plan.chosen)

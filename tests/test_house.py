@@ -1,0 +1,181 @@
+"""How the house is laid out: who imports whom, what an import loads, one file per variant."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import attnzoo
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "attnzoo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+NAMES = [module_name(path) for path in FILES]
+
+
+def imports(path: Path, at_runtime: bool = True) -> Iterator[str]:
+    """Full names of what a file imports; not what it needs for type checking alone."""
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    if at_runtime:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                skipped.update(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in NAMES else str(node.module)
+
+
+def layer(name: str) -> str:
+    """attnzoo.backends.sdpa -> backends; attnzoo.call -> call."""
+    return name.split(".")[1] if "." in name else "attnzoo"
+
+
+# What each layer may import of the others: forms, call ← activations ← variants, and
+# forms, call ← backends; the two sides meet in dispatch alone; dispatch ← nn.
+MAY_IMPORT: dict[str, set[str]] = {
+    "forms": set(),
+    "counts": set(),
+    "call": {"counts"},
+    "checks": {"call"},
+    "bind": {"call", "checks", "forms"},
+    "registry": {"forms"},
+    "activations": {"forms"},
+    "variants": {"activations", "call", "forms", "registry", "variants"},
+    "backends": {"activations", "call", "counts", "forms", "backends"},
+    "dispatch": {"variants", "backends", "bind", "call", "checks", "forms", "registry"},
+    "recurrent": {"backends", "dispatch", "forms"},
+    "nn": {"bind", "dispatch", "forms", "registry"},
+    "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_dependencies_point_one_way(path: Path) -> None:
+    """Types included: what a layer may not import it may not know either, but for call ↔ counts."""
+    own = layer(module_name(path))
+    assert own in MAY_IMPORT, "a new layer: say in MAY_IMPORT what it may import"
+    for name in imports(path):
+        if name.split(".")[0] == "attnzoo":
+            assert layer(name) in MAY_IMPORT[own], f"{module_name(path)} imports {name}"
+    if own in ("variants", "backends"):
+        other = {"variants": "backends", "backends": "variants"}[own]
+        assert all(layer(name) != other for name in imports(path, at_runtime=False))
+
+
+def test_variants_import_each_other_for_shared_mathematics_only() -> None:
+    found = {
+        (path.stem, name.rsplit(".", 1)[-1])
+        for path in (PACKAGE / "variants").glob("*.py")
+        for name in imports(path)
+        if name.startswith("attnzoo.variants.")
+    }
+    assert found == {("entmax", "sparsemax"), ("asentmax", "entmax")}
+
+
+@pytest.mark.parametrize("folder", ["evals", "benchmarks"])
+def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
+    public = {*attnzoo.__all__, "__version__"}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "attnzoo":
+                        assert alias.name in ("attnzoo", "attnzoo.nn"), path
+            elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "attnzoo":
+                assert node.module in ("attnzoo", "attnzoo.nn"), path
+                if node.module == "attnzoo":
+                    assert {alias.name for alias in node.names} <= public, path
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "attnzoo":
+                    assert node.attr in public, f"{path}: attnzoo.{node.attr}"
+
+
+def test_import_loads_nothing_that_is_not_needed() -> None:
+    """In a process of its own; and the variants are there."""
+    code = (
+        "import sys, attnzoo; assert len(attnzoo.list_variants()) >= 12; "
+        "heavy = {'triton', 'transformers', 'matplotlib', 'scipy', 'entmax', 'torch._dynamo', "
+        "'torch._inductor', 'evals', 'benchmarks'}; print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 400
+
+
+def test_tests_are_short_too() -> None:
+    for path in (ROOT / "tests").glob("*.py"):
+        assert len(path.read_text().splitlines()) < 400, path
+
+
+def test_every_variant_is_one_file_and_every_file_one_variant() -> None:
+    shipped = {path.stem for path in (PACKAGE / "variants").glob("*.py")} - {"__init__"}
+    assert shipped == set(attnzoo.list_variants())
+    for name in shipped:
+        module = importlib.import_module(f"attnzoo.variants.{name}")
+        assert module.VARIANT is attnzoo.get_variant(name)
+        variants = [x for x in vars(module).values() if isinstance(x, attnzoo.Variant)]
+        assert variants == [module.VARIANT]
+
+
+def test_no_flags_and_no_environment() -> None:
+    """DESIGN: no supports_* flags on variants, no environment variables."""
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not {name for name in names if name.startswith("supports_")}, path
+        assert not {"environ", "getenv"} & names, path
+
+
+@pytest.mark.parametrize("name", attnzoo.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    public = getattr(attnzoo, name)
+    if isinstance(public, (type, ModuleType)) or callable(public):
+        assert (public.__doc__ or "").strip()
+    if callable(public) and not isinstance(public, type):
+        assert "Example:" in public.__doc__
+
+
+def test_all_names_are_there() -> None:
+    assert len(set(attnzoo.__all__)) == len(attnzoo.__all__)
+    assert all(hasattr(attnzoo, name) for name in attnzoo.__all__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_doctests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of all docstrings run; those that register a variant do not leak it."""
+    monkeypatch.setattr(attnzoo.registry, "_VARIANTS", dict(attnzoo.registry._VARIANTS))
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.failed == 0
+    examples = {"attnzoo.dispatch": 9, "attnzoo.registry": 7, "attnzoo.nn": 5, "attnzoo": 3}
+    assert found.attempted >= examples.get(name, 0)

@@ -1,0 +1,71 @@
+"""What is installed, with which versions, and that `make` notices a half-made environment."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonical(name): version for name, version in found}
+
+
+def test_the_wheel_holds_attnzoo_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    files = zipfile.ZipFile(wheel).namelist()
+    info = f"attnzoo-{PROJECT['version']}.dist-info"
+    assert {name.split("/")[0] for name in files} == {"attnzoo", info}
+    assert "attnzoo/py.typed" in files
+    assert f"{info}/licenses/LICENSE" in files
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "attnzoo").rglob("*.py")}
+    assert sources <= set(files)
+
+
+def test_everything_that_is_asked_for_is_pinned() -> None:
+    extras = PROJECT["optional-dependencies"].values()
+    asked = [*PROJECT["dependencies"], *(one for extra in extras for one in extra)]
+    names = {canonical(re.split(r"[\[<>=!~; ]", one)[0]) for one in asked}
+    assert names <= pins().keys()
+    assert pins()["torch"] == "2.13.0"
+
+
+def test_the_core_needs_three_packages() -> None:
+    names = {re.split(r"[<>=]", one)[0] for one in PROJECT["dependencies"]}
+    assert names == {"torch", "einops", "numpy"}
+
+
+@pytest.mark.parametrize(("stamped", "made"), [(False, True), (True, False)])
+def test_a_venv_without_its_stamp_is_made_anew(tmp_path: Path, stamped: bool, made: bool) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv").mkdir()
+    if stamped:
+        (tmp_path / ".venv" / ".installed").touch()
+    plan = subprocess.run(
+        ["make", "-n", "test"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
+    assert ("-m venv" in plan) is made
+    assert "-m pytest" in plan
+
+
+def test_what_is_made_is_ignored_by_git() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {".venv/", "/results/", "__pycache__/", ".pytest_cache/", ".ruff_cache/"} <= set(ignored)

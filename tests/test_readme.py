@@ -1,0 +1,68 @@
+"""What the README shows is true: its code runs, its commands and files exist, its table is new."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import readme
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_code_runs_in_order() -> None:
+    # In a process of its own, because it registers a variant.
+    assert len(BLOCKS) >= 6
+    done = run("-W", "error", "-c", "\n".join(BLOCKS))
+    assert done.returncode == 0, done.stderr
+    assert "{'s': (8,)}" in done.stdout
+
+
+def test_the_first_example_has_five_lines_and_the_variant_fifteen() -> None:
+    def lines(block: str) -> int:
+        return sum(1 for line in block.splitlines() if line.strip())
+
+    assert lines(BLOCKS[0]) <= 5
+    (own,) = [block for block in BLOCKS if "register_variant(" in block]
+    assert lines(own) <= 15
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", TEXT, flags=re.MULTILINE))
+    assert {"eval", "test"} <= named <= targets
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"python -m (\w+ [a-z-]+)", TEXT))))
+def test_every_command_exists(command: str) -> None:
+    done = run("-m", *command.split(), "--help")
+    assert done.returncode == 0, done.stderr
+    if command == "benchmarks attention":
+        assert all(flag in done.stdout for flag in re.findall(r"--[a-z]+", own_sentence(command)))
+
+
+def own_sentence(command: str) -> str:
+    (line,) = [line for line in TEXT.splitlines() if f"`python -m {command}`" in line]
+    return line
+
+
+def test_every_file_exists() -> None:
+    files = re.findall(r"\]\(([^)#:]+)\)", TEXT)
+    assert files
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert (ROOT / "attnzoo" / "variants").is_dir()
+    assert (ROOT / "attnzoo" / "forms.py").is_file()
+
+
+def test_the_table_is_up_to_date() -> None:
+    assert readme.rendered(TEXT) == TEXT, "run `make readme`"
