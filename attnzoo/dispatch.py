@@ -342,23 +342,3 @@ def linear_is_cheaper(form: Linear, call: Call) -> bool:
     chunk = linear.chunk_length(size, call.needs_grad) if call.right == 0 else 0
     per_row = size * (chunk + 2 * (call.value_dim + 1))
     return per_row < reach * (call.head_dim + call.value_dim)
-
-
-@contextmanager
-def in_full_precision(device: torch.device) -> Iterator[None]:
-    """Without autocast, which would take the fp32 scores down to 16 bits."""
-    if torch.amp.is_autocast_available(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
-
-
-def linear_is_cheaper(form: Linear, call: Call) -> bool:
-    """Multiplications per row: 2·F·(Dv + 1) against (D + Dv) for each key in reach."""
-    reach = call.keys if call.right is None else call.keys / 2
-    if call.left is not None:
-        reach = min(reach, call.left + 1 + (call.right or 0))
-    return 2 * form.size(call.head_dim) * (call.value_dim + 1) < reach * (
-        call.head_dim + call.value_dim
-    )
