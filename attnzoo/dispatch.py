@@ -25,6 +25,10 @@ BACKENDS = {"sdpa": sdpa, "linear": linear, "tiled": tiled, "eager": eager}
 FEW_SCORES = 2**17
 
 
+# A multiplication in the scan against one in a block of scores: features have to be made first.
+LINEAR_COST = 3
+
+
 class Candidate(NamedTuple):
     backend: str
     form: Form
@@ -301,7 +305,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
     """All (backend, form) pairs, the one expected to be fastest first: a rule of sizes only.
 
     1. Up to `FEW_SCORES` scores: torch's fused softmax, then the definition in eager mode.
-    2. A linear form whose multiplications per row are fewer than the pairwise form's.
+    2. A linear form where `linear_is_cheaper`.
     3. Torch's fused softmax.
     4. Blocks of rows by form, then by definition.
     5. The definition in eager mode, where nothing else is able.
@@ -334,11 +338,11 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:
-    """Multiplications per row: F·(c + 2·(Dv + 1)) in chunks of c, against reach·(D + Dv)."""
+    """Work per row: 3·F·(c + 2·(Dv + 1)) in chunks of c, against reach·(D + Dv)."""
     reach = call.keys if call.right is None else call.keys / 2
     if call.left is not None:
         reach = min(reach, call.left + 1 + (call.right or 0))
     size = form.size(call.head_dim)
     chunk = linear.chunk_length(size, call.needs_grad) if call.right == 0 else 0
     per_row = size * (chunk + 2 * (call.value_dim + 1))
-    return per_row < reach * (call.head_dim + call.value_dim)
+    return LINEAR_COST * per_row < reach * (call.head_dim + call.value_dim)

@@ -66,15 +66,15 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Causal: each row sees the state before its chunk, and the chunk up to itself."""
-    call, k, values, sums = _prepare(call, k, v, sums)
+    call, k, v, sums = _prepare(call, k, v, sums)
     # Rows that stand before the first key see nothing.
     blind = min(call.queries, max(0, call.key_origin - call.query_origin))
     lead = call.keys - (call.queries - blind)  # keys before the first row's own
-    state = _absorb(k[:, :, :lead], values[:, :, :lead], call, form, sums, call.key_origin)
-    out = [values.new_zeros(call.batch, call.heads, blind, call.value_dim)]
+    state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)
+    out = [_no_rows(v, call, blind)]
     at = call.query_origin + blind
     chunk = chunk_length(form.size(call.head_dim), call.needs_grad)
-    parts = (x.split(chunk, dim=2) for x in (q[:, :, blind:], k[:, :, lead:], values[:, :, lead:]))
+    parts = (x.split(chunk, dim=2) for x in (q[:, :, blind:], k[:, :, lead:], v[:, :, lead:]))
     for q_part, k_part, v_part in zip(*parts):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         done, state = _run(call, _chunk, q_part, k_part, v_part, state, here, call, form)
@@ -85,9 +85,9 @@ def scan(
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tuple[Tensor, Tensor]:
     """Not causal: every row reads the state of all keys."""
-    call, k, values, _ = _prepare(call, k, v, None)
-    sums = _absorb(k, values, call, form, None, call.key_origin)
-    out = [values.new_zeros(call.batch, call.heads, 0, call.value_dim)]
+    call, k, v, _ = _prepare(call, k, v, None)
+    sums = _absorb(k, v, call, form, None, call.key_origin)
+    out = [_no_rows(v, call, 0)]
     at = call.query_origin
     for q_part in q.split(chunk_length(form.size(call.head_dim), call.needs_grad), dim=2):
         here = torch.arange(q_part.shape[2], device=call.device) + at
@@ -99,21 +99,30 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tu
 def _prepare(
     call: Call, k: Tensor, v: Tensor, sums: Tensor | None
 ) -> tuple[Call, Tensor, Tensor, Tensor | None]:
-    """Values with a column of ones, zeroed where the key is masked: [B, Hkv, Nk, Dv + 1].
-
-    A zeroed value and a zeroed 1 take a key out of both sums, whatever its features are. Where the
-    heads of a group see different keys, now or before, they no longer share a state: Hkv becomes H.
-    """
+    """Hkv becomes H where the heads of a group see different keys, now or before."""
     apart = sums is not None and sums.shape[1] != call.kv_heads
     if call.group > 1 and (apart or (call.mask is not None and call.mask.shape[1] > 1)):
         k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
         if sums is not None and not apart:
             sums = sums.repeat_interleave(call.group, dim=1)
         call = replace(call, kv_heads=call.heads)
+    return call, k, v, sums
+
+
+def _no_rows(v: Tensor, call: Call, rows: int) -> Tensor:
+    return v.new_zeros(call.batch, call.heads, rows, call.value_dim, dtype=call.dtype)
+
+
+def _values(v: Tensor, at: Tensor, call: Call) -> Tensor:
+    """Values with a column of ones, zeroed where the key is masked: [B, Hkv, c, Dv + 1].
+
+    A zeroed value and a zeroed 1 take a key out of both sums, whatever its features are.
+    """
     values = torch.nn.functional.pad(v.to(call.dtype), (0, 1), value=1.0)
-    if call.mask is not None:
-        values = values.masked_fill(~call.mask.transpose(-1, -2), 0.0)
-    return call, k, values, sums
+    if call.mask is None:
+        return values
+    seen = call.mask[:, :, 0, at - call.key_origin]
+    return values.masked_fill(~seen[..., None], 0.0)
 
 
 def _run(call: Call, step: Any, *inputs: Any) -> Any:
@@ -122,24 +131,22 @@ def _run(call: Call, step: Any, *inputs: Any) -> Any:
     return step(*inputs)
 
 
-def _absorb(
-    k: Tensor, values: Tensor, call: Call, form: Linear, sums: Tensor | None, at: int
-) -> Tensor:
+def _absorb(k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None, at: int) -> Tensor:
     """The state after these keys."""
     size = form.size(call.head_dim)
     shape = (call.batch, call.kv_heads, size, call.value_dim + 1)
-    state = values.new_zeros(shape) if sums is None else sums
+    state = v.new_zeros(shape, dtype=call.dtype) if sums is None else sums
     chunk = chunk_length(size, call.needs_grad)
-    for k_part, v_part in zip(k.split(chunk, dim=2), values.split(chunk, dim=2)):
+    for k_part, v_part in zip(k.split(chunk, dim=2), v.split(chunk, dim=2)):
         here = torch.arange(k_part.shape[2], device=call.device) + at
         state = _run(call, _add, k_part, v_part, state, here, call, form)
         at += k_part.shape[2]
     return state
 
 
-def _add(k: Tensor, values: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
+def _add(k: Tensor, v: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
     features = form.features(k.to(call.dtype), at)  # [B, Hkv, c, F]
-    return sums + features.transpose(-1, -2) @ values
+    return sums + features.transpose(-1, -2) @ _values(v, at, call)
 
 
 def _query_features(q: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
@@ -159,11 +166,12 @@ def _read(q: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tens
 
 
 def _chunk(
-    q: Tensor, k: Tensor, values: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear
+    q: Tensor, k: Tensor, v: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear
 ) -> tuple[Tensor, Tensor]:
     """Output of a chunk and the state after it."""
     psi_q = _query_features(q, at, call, form)  # [B, Hkv, G·c, F]
     psi_k = form.features(k.to(call.dtype), at)  # [B, Hkv, c, F]
+    values = _values(v, at, call)
     inner = psi_q @ psi_k.transpose(-1, -2)  # [B, Hkv, G·c, c]
     later = at > at[:, None]
     inner = inner.masked_fill(later.repeat(call.group, 1), 0.0)
