@@ -150,16 +150,6 @@ class Call:
         """The mask is one of keys: recognized by its shape, never by its values."""
         return self.mask is not None and self.mask.shape[2] == 1
 
-    @property
-    def may_be_empty(self) -> bool:
-        """Whether a row without visible keys can occur, as far as can be told without a look."""
-        if self.mask is not None or self.segments is not None or self.keys == 0:
-            return True
-        first = self.query_origin - self.key_origin  # position of row 0 among the keys
-        last = first + self.queries - 1
-        below = self.right is not None and first + self.right < 0
-        return below or (self.left is not None and last - self.left >= self.keys)
-
     def key_range(self, rows: slice) -> slice:
         """The keys that the rows can see, as far as causality and window go."""
         first = self.query_origin - self.key_origin + rows.start

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnzoo.call import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Window = int | tuple[int, int] | None
 Segments = Tensor | tuple[Tensor, Tensor] | None
 
@@ -41,6 +42,9 @@ def check_call(
             raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     left, right = _bounds(window, is_causal)
+    # Wider than everything is no bound, and stays within int64.
+    left = None if left is None or left >= keys + queries else left
+    right = None if right is None or right >= keys + queries > 0 else right
     return Call(
         batch=batch,
         heads=heads,
@@ -80,6 +84,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
     if q.shape[-1] == 0:
         raise ValueError(f"q must have a head dimension of at least 1, got {tuple(q.shape)}")
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got {tuple(q.shape)}")
     if k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"k must be (B, Hkv, Nk, D) with q's B={q.shape[0]} and D={q.shape[-1]}, "
@@ -199,7 +205,7 @@ def _segments(
         raise TypeError("segment_ids must be an int tensor (B, N) or a pair for queries and keys")
     checked = []
     for x, length, whose in zip(pair, (queries, keys), ("queries", "keys")):
-        if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
+        if not isinstance(x, Tensor) or x.dtype not in ID_DTYPES:
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"segment_ids must be an int tensor, got {kind}")
         if x.shape != (batch, length):

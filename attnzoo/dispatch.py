@@ -40,7 +40,8 @@ class Plan:
     """What `attention` would do with a call, and why.
 
     ``chosen`` is the backend's name, or None where the variant refuses the call (``refusal`` says
-    why). ``str()`` is the table of backends, forms and reasons in the order of preference.
+    why) or a named backend objects. ``str()`` is the table of backends, forms and reasons in the
+    order of preference.
     """
 
     variant: str
@@ -271,7 +272,7 @@ def raise_refusal(ready: Prepared) -> None:
 
 
 def _check_backend(backend: str | None) -> None:
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
@@ -338,11 +339,14 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:
-    """Work per row: 3·F·(c + 2·(Dv + 1)) in chunks of c, against reach·(D + Dv)."""
-    reach = call.keys if call.right is None else call.keys / 2
+    """Multiplications: the state takes F·(Dv + 1) for each key and for each row that reads it, a
+    causal row F for each key of its chunk, each counted `LINEAR_COST` times; the pairwise form
+    takes D + Dv for each key that a row reaches.
+    """
+    reach = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
     if call.left is not None:
         reach = min(reach, call.left + 1 + (call.right or 0))
     size = form.size(call.head_dim)
     chunk = linear.chunk_length(size, call.needs_grad) if call.right == 0 else 0
-    per_row = size * (chunk + 2 * (call.value_dim + 1))
-    return LINEAR_COST * per_row < reach * (call.head_dim + call.value_dim)
+    scan = size * ((call.keys + call.queries) * (call.value_dim + 1) + call.queries * chunk)
+    return LINEAR_COST * scan < call.queries * reach * (call.head_dim + call.value_dim)

@@ -78,6 +78,23 @@ class Pairwise:
     keep: int | None = None
     kind = "pairwise"
 
+    def __post_init__(self) -> None:
+        name, how = self.activation.name, self.normalize
+        takes = {"none": "offset", "sum": "sink", "threshold": "", "select": "keep"}
+        if how not in takes:
+            raise ValueError(f"normalize must be one of {', '.join(takes)}, got {how!r}")
+        for field in ("offset", "sink", "keep"):
+            if getattr(self, field) is not None and takes[how] != field:
+                raise ValueError(f"normalize={how!r} takes no {field}")
+        if (how == "none" and self.offset is None) or (how == "select" and self.keep is None):
+            raise ValueError(f"normalize={how!r} needs {takes[how]}")
+        if how == "threshold" and name not in ("sparsemax", "entmax15", "q_exp"):
+            raise ValueError(f"normalize='threshold' solves for the q-exponential, not for {name}")
+        if how == "select" and name != "exp":
+            raise ValueError(f"normalize='select' is a softmax over kept keys, not one of {name}")
+        if (name == "q_exp") != (self.shape is not None):
+            raise ValueError("shape is the α of q_exp, and no other activation's")
+
 
 @dataclass(frozen=True)
 class Linear:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from attnzoo.bind import check_value
+from attnzoo.bind import check_entries, check_value
 from attnzoo.dispatch import attention
 from attnzoo.forms import REQUIRED, Param
 from attnzoo.registry import get_variant
@@ -18,15 +18,23 @@ from attnzoo.registry import get_variant
 class _Between(nn.Module):
     """Keeps a learned value inside an interval, a thousandth of it off either end, in fp32."""
 
-    def __init__(self, low: float, high: float) -> None:
+    def __init__(self, what: str, low: float, high: float) -> None:
         super().__init__()
+        self.what = what
         edge = (high - low) * 1e-3
         self.low, self.width = low + edge, high - low - 2 * edge
 
     def forward(self, raw: Tensor) -> Tensor:
-        return self.low + self.width * raw.float().sigmoid()
+        raw = raw if raw.dtype == torch.float64 else raw.float()
+        return self.low + self.width * raw.sigmoid()
 
     def right_inverse(self, value: Tensor) -> Tensor:
+        high = self.low + self.width
+        if not value.is_meta and not bool(((value > self.low) & (value < high)).all()):
+            raise ValueError(
+                f"{self.what} must start inside ({self.low:g}, {high:g}) to be learned, got "
+                f"{value.tolist()}"
+            )
         return ((value - self.low) / self.width).logit()
 
 
@@ -82,6 +90,12 @@ class Attention(nn.Module):
             if name not in specs:
                 known = ", ".join(specs) or "none"
                 raise TypeError(f"variant {variant!r} has no parameter {name!r}; it has: {known}")
+        # Whoever hands in a torch.nn.Parameter wants it learned.
+        learned += tuple(
+            name
+            for name, value in params.items()
+            if isinstance(value, nn.Parameter) and name not in learned
+        )
         self.variant, self.num_heads, self.learned = variant, num_heads, learned
         for name, spec in specs.items():
             value = params.get(name, spec.default)
@@ -90,7 +104,7 @@ class Attention(nn.Module):
             elif value is REQUIRED:
                 raise TypeError(f"variant {variant!r} requires the parameter {name!r}: {spec.doc}")
             elif isinstance(value, Tensor):
-                self.register_buffer(name, value)
+                self.register_buffer(name, self._tensor(spec, value))
             elif value is None:
                 setattr(self, name, None)
             else:
@@ -111,6 +125,20 @@ class Attention(nn.Module):
                 raise ValueError(f"learn: {variant!r} can learn {allowed}; got {name!r}")
         return tuple(learn)
 
+    def _tensor(self, spec: Param, value: Tensor) -> Tensor:
+        """A tensor given for a parameter, checked."""
+        what = f"{self.variant}'s {spec.name}"
+        if spec.kind != "row":
+            check_value(what, spec, value)
+        if not value.is_floating_point():
+            raise TypeError(f"{what} must be a float tensor, got {value.dtype}")
+        if value.shape not in ((), (self.num_heads,)):
+            raise ValueError(
+                f"{what} must have shape () or ({self.num_heads},), got {tuple(value.shape)}"
+            )
+        check_entries(what, spec, value)
+        return value
+
     def _learn(self, spec: Param, start: Any) -> None:
         what = f"{self.variant}'s {spec.name}"
         if start is None or start is REQUIRED:
@@ -119,22 +147,14 @@ class Attention(nn.Module):
             start = torch.full(
                 (self.num_heads,), check_value(what, spec, start), dtype=torch.float32
             )
-        elif start.shape != (self.num_heads,):
-            raise ValueError(
-                f"{what} must have shape ({self.num_heads},) to be learned, got "
-                f"{tuple(start.shape)}"
-            )
+        start = self._tensor(spec, start).expand(self.num_heads)
         start = start.detach().clone().float()
         self.register_parameter(spec.name, nn.Parameter(start))
         if spec.between is not None:
-            inside = _Between(*spec.between)
-            low, high = inside.low, inside.low + inside.width
-            if not start.is_meta and not bool(((start > low) & (start < high)).all()):
-                raise ValueError(
-                    f"{what} must start inside ({low:g}, {high:g}) to be learned, got "
-                    f"{start.tolist()}"
-                )
-            parametrize.register_parametrization(self, spec.name, inside)
+            parametrize.register_parametrization(self, spec.name, _Between(what, *spec.between))
+
+    def _get_name(self) -> str:
+        return "Attention"  # torch renames the class of a parametrized module
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
         """`attnzoo.attention` of this variant; see there for the keywords."""

@@ -12,6 +12,7 @@ from attnzoo.backends.linear import LinearState, scan, unsupported
 from attnzoo.call import Call
 from attnzoo.dispatch import in_full_precision, prepare, raise_refusal
 from attnzoo.forms import Linear, NoForm
+from attnzoo.registry import ARGUMENTS
 
 
 def linear_attention(
@@ -56,6 +57,8 @@ def linear_attention(
         >>> torch.allclose(last, whole[:, :, 9:], atol=1e-5), state.length
         (True, 10)
     """
+    for name in ARGUMENTS.intersection(params):
+        raise TypeError(f"linear_attention takes no {name}: it is causal, over all keys so far")
     arguments = dict(
         attn_mask=attn_mask, is_causal=True, scale=scale, enable_gqa=enable_gqa, **params
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+
 from attnzoo.forms import Variant
 
 # The facts of a call, as `checks.check_call` takes them.
 ARGUMENTS = frozenset(
     "attn_mask is_causal scale enable_gqa window alibi segment_ids dropout_p return_lse".split()
 )
-# What a parameter of a variant may not be called.
-RESERVED = ARGUMENTS | frozenset("q k v call variant state backend".split())
+# What a parameter of a variant may not be called: arguments, and attributes of its module.
+RESERVED = ARGUMENTS | frozenset(
+    "self q k v call variant state backend num_heads learn learned training".split()
+)
 
 _VARIANTS: dict[str, Variant] = {}
 
@@ -40,11 +44,14 @@ def register_variant(variant: Variant) -> Variant:
         raise ValueError(f"variant name {variant.name!r} is taken")
     if not variant.name.isidentifier():
         raise ValueError(f"variant name must be an identifier, got {variant.name!r}")
+    names = [param.name for param in variant.params]
+    if len(set(names)) < len(names):
+        raise ValueError(f"variant {variant.name!r} names a parameter twice: {', '.join(names)}")
     for param in variant.params:
-        if param.name in RESERVED:
+        if param.name in RESERVED or hasattr(torch.nn.Module, param.name):
             raise ValueError(
                 f"variant {variant.name!r}: parameter {param.name!r} is named like an argument of "
-                f"attention ({', '.join(sorted(RESERVED))})"
+                f"attention ({', '.join(sorted(RESERVED))}) or an attribute of torch.nn.Module"
             )
     _VARIANTS[variant.name] = variant
     return variant

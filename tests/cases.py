@@ -98,7 +98,7 @@ CASES = {
             {"alpha": 1.5},
         ),
         learned={"alpha": (1.2, 1.9)},
-        settings=({"alpha": 2.0}, {"alpha": 1.3}),
+        settings=({"alpha": 2.0},),
         smooth=False,
     ),
     "asentmax": Case(

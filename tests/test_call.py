@@ -84,8 +84,6 @@ def test_visible_keys_and_their_counts(shape: tuple[int, int]) -> None:
         for columns, where in call.hidden():
             hidden[..., columns] |= where
         assert torch.equal(hidden, ~expected), options
-        # No row without keys goes unannounced.
-        assert call.may_be_empty or bool((expected.sum(-1) > 0).all()), options
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (4, 7), (7, 4)], ids=str)

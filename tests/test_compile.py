@@ -81,12 +81,11 @@ def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[T
 def test_compiles_whole_and_agrees(
     variant: str, backend: str, options: dict[str, Any]
 ) -> None:
-    attend = Attention(
-        variant,
-        4,
-        learn=tuple(CASES[variant].learned),
-        **{**CASES[variant].params, **learned(variant, 4)},
-    )
+    params = CASES[variant].params
+    names = tuple(CASES[variant].learned)
+    if (variant, backend) == ("entmax", "eager"):
+        names = ()  # a definition that bisects α unrolls into 17 s of compilation
+    attend = Attention(variant, 4, learn=names, **params, **(learned(variant, 4) if names else {}))
     options = {**options, "backend": backend}
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for have, want in zip(
@@ -101,25 +100,34 @@ def test_every_option_is_compiled(backend: str) -> None:
     assert compiled == set(OPTIONS)
 
 
-def test_numbers_are_parameters_of_the_graph_too() -> None:
-    """Exact entmax-1.5 and -2 and a root-found 1.3, given as numbers."""
-    for alpha in (1.3, 2.0):
+@pytest.mark.parametrize("backend", ["eager", "tiled", "sdpa"])
+def test_other_lengths_and_scales_are_compiled_too(backend: str) -> None:
+    """At the second value torch makes a symbol of a number: nothing may mind."""
+    attend = Attention("softmax", 4, learn=())
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n, scale in ((9, 0.5), (12, 0.25)):
+        q, k, v = (rand(2, 4, n, 8, seed=i).float() for i in range(3))
+        options = {"is_causal": True, "scale": scale, "backend": backend}
+        assert torch.allclose(compiled(q, k, v, **options), attend(q, k, v, **options), atol=1e-6)
+
+
+def test_other_parameters_are_compiled_too() -> None:
+    """A model has the same variant with another number in another layer."""
+    q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))
+    for alpha in (1.3, 1.5, 2.0):
         attend = Attention("entmax", 4, alpha=alpha)
         compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-        options = {"backend": "tiled", "is_causal": True}
-        for have, want in zip(
-            results(compiled, attend, options), results(attend, attend, options), strict=True
-        ):
-            assert torch.allclose(have, want, rtol=1e-5, atol=1e-6)
+        out = compiled(q, k, v, backend="tiled")
+        assert torch.allclose(out, attend(q, k, v, backend="tiled"), atol=1e-6)
 
 
 def test_dropout_compiles() -> None:
     attend = Attention("softmax", 4)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    q, k, v = (rand(2, 4, 9, 8, seed=i).float().requires_grad_() for i in range(3))
-    out = compiled(q, k, v, dropout_p=0.5, backend="tiled")
+    q, k = (rand(2, 4, 9, 8, seed=i).float().requires_grad_() for i in range(2))
+    eye = torch.eye(9).expand(2, 4, 9, 9)  # the output is the weights
+    out = compiled(q, k, eye, dropout_p=0.5, backend="tiled")
     out.sum().backward()
     assert bool(q.grad.isfinite().all())
-    eye = torch.eye(9).expand(2, 4, 9, 9)
-    shares = (compiled(q, k, eye, dropout_p=0.5, backend="tiled") != 0).float().mean()
-    assert 0.3 < float(shares) < 0.7
+    assert 0.4 < float((out != 0).float().mean()) < 0.6
+    assert not torch.equal(out, compiled(q, k, eye, dropout_p=0.5, backend="tiled"))

@@ -270,11 +270,11 @@ def test_errors() -> None:
         Attention("topk", 4, top_k=3, learn=("top_k",))
     with pytest.raises(ValueError, match="sigmoid's bias an initial value"):
         Attention("sigmoid", 4, learn=("bias",))
-    with pytest.raises(ValueError, match=r"ssmax's s must have shape \(4,\) .*got \(3,\)"):
+    with pytest.raises(ValueError, match=r"ssmax's s must have shape \(\) or \(4,\), got \(3,\)"):
         Attention("ssmax", 4, s=torch.ones(3))
     with pytest.raises(ValueError, match=r"alpha must start inside \(1.*got \[2.0, 2.0"):
         Attention("entmax", 4, alpha=2.0, learn=("alpha",))
-    with pytest.raises(ValueError, match=r"entmax's alpha must be in \(1, 2\], got 3"):
+    with pytest.raises(ValueError, match=r"entmax's alpha must be in \(1, 2\].*, got 3"):
         Attention("entmax", 4, alpha=3.0)
     with pytest.raises(TypeError, match="taylor's order must be an int, got 2.5"):
         Attention("taylor", 4, order=2.5)

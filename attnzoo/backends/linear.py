@@ -53,6 +53,8 @@ def unsupported(form: Form, call: Call) -> str | None:
         return "has no segments: a state cannot forget"
     if call.dropout_p:
         return "has no weights to drop"
+    if call.return_lse:
+        return "has no exponentials to sum"
     return None
 
 

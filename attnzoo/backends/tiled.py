@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.activations import IDENTITY
+from attnzoo.activations import EXP, IDENTITY
 from attnzoo.backends import eager
 from attnzoo.backends.blocks import (
     Block,
@@ -42,10 +42,12 @@ from attnzoo.call import Call
 from attnzoo.forms import Definition, Form, FromStatistics, Linear, Pairwise
 
 NEG_INF = float("-inf")
+ROWS = ("offset", "shape", "sink")
 
 
 def unsupported(form: Form, call: Call) -> str | None:
-    return None
+    by_exp = isinstance(form, Definition) or getattr(form, "activation", None) is EXP
+    return None if by_exp or not call.return_lse else "φ is not exp: lse by definition only"
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
@@ -60,9 +62,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     form = with_rows(form, q, k, call)
     assert not isinstance(form.gain, FromStatistics)
     gain = None if not isinstance(form.gain, Tensor) and form.gain == 1.0 else call.row(form.gain)
-    rows = [None if x is None else call.row(x) for x in (form.offset, form.shape, form.sink)]
+    rows = [None if (x := getattr(form, name)) is None else call.row(x) for name in ROWS]
     seed = new_seed(call) if call.dropout_p else None
-    bare = replace(form, gain=1.0, offset=None, shape=None, sink=None)
+    # The rows go as tensors of their own; what stands for them in the form is never read.
+    stand_in = {name: None if getattr(form, name) is None else 0.0 for name in ROWS}
+    bare = replace(form, gain=1.0, **stand_in)
     out, lse = _Pairwise.apply(
         bare, constant(call), q, k, v, call.mask, call.alibi, gain, *rows, seed
     )

@@ -24,7 +24,7 @@ def project15(s: Tensor, call: Call) -> Tensor:
     if call.keys == 0:
         return s
     x = (s - call.hide(s).amax(-1, keepdim=True).detach()) / 2
-    x = call.hide(x, fill=-2.0)
+    x = call.hide(x, fill=-2.0).clamp(min=-2.0)  # as in sparsemax: nothing below −1 holds weight
     with torch.no_grad():
         ranked = x.sort(dim=-1, descending=True).values
         rank = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=x.dtype)
@@ -58,6 +58,7 @@ def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
     alpha = alpha[..., None]
     s = s - call.hide(s).amax(-1, keepdim=True).detach()
     s = call.hide(s, fill=0.0)  # finite; masked out of every sum below
+    s = torch.maximum(s, -2 / (alpha.detach() - 1))  # no weight there, and far below s is −∞
     visible = call.visible
 
     def mass(tau: Tensor) -> Tensor:
@@ -105,8 +106,8 @@ VARIANT = Variant(
             "alpha",
             1.5,
             doc="1 is softmax (not included), 2 is sparsemax",
-            check=lambda x: (x > 1) & (x <= 2),
-            allowed="in (1, 2]",
+            check=lambda x: (x > 1 + 5e-7) & (x <= 2),
+            allowed="in (1, 2], and above 1 by what fp32 can tell (1e-6)",
             between=(1.0, 2.0),
         ),
     ),

@@ -17,7 +17,8 @@ def project(s: Tensor, call: Call) -> Tensor:
     if call.keys == 0:
         return s
     s = s - call.hide(s).amax(-1, keepdim=True).detach()  # leaves the result as it is
-    s = call.hide(s, fill=-2.0)  # outside any support: a key at −1 is already
+    # A key at −1 is outside any support already, and far below it the sums would overflow.
+    s = call.hide(s, fill=-2.0).clamp(min=-2.0)
     with torch.no_grad():
         ranked = s.sort(dim=-1, descending=True).values
         rank = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)

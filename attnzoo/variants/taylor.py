@@ -31,7 +31,7 @@ def weights(q: Tensor, k: Tensor, call: Call, order: int) -> Tensor:
     z = call.scores(q, k)
     series = torch.ones_like(z)
     for p in range(1, order + 1):
-        series = series + z**p / factorial(p)
+        series = series + z**p / float(factorial(p))
     series = series.masked_fill(~call.visible, 0.0)
     total = series.sum(-1, keepdim=True)
     return series / total.masked_fill(total == 0, 1.0)
@@ -61,8 +61,8 @@ VARIANT = Variant(
             2,
             kind="int",
             doc="of the series",
-            check=lambda x: x >= 2 and x % 2 == 0,
-            allowed="an even int of at least 2",
+            check=lambda x: 2 <= x <= 170 and x % 2 == 0,  # 171! is beyond a float
+            allowed="an even int from 2 to 170",
         ),
     ),
     forms=forms,
