@@ -118,7 +118,7 @@ def is_number(x: Any) -> bool:
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5
-    if not is_number(scale) or not math.isfinite(scale):
+    if not is_number(scale) or not abs(scale) < math.inf:
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     return float(scale)
 

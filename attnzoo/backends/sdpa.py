@@ -71,12 +71,16 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
+    # One query sees all keys. A branch, because torch takes no symbolic bool under compile.
+    is_causal = False
+    if call.right == 0 and call.queries > 1:
+        is_causal = True
     out = scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=mask,
-        is_causal=call.right == 0 and call.queries > 1,
+        is_causal=is_causal,
         scale=call.scale,
         enable_gqa=call.group > 1,
         dropout_p=call.dropout_p,
