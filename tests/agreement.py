@@ -219,7 +219,8 @@ def _amplification(variant: str, inputs: Inputs) -> tuple[float, float]:
         elif isinstance(form, attnzoo.Linear):
             psi_q = form.features(call.scale * q, call.query_positions)
             psi_k = form.features(k, call.key_positions).repeat_interleave(call.group, dim=1)
-            terms = [a @ b.transpose(-1, -2) for a, b in ((psi_q.abs(), psi_k.abs()), (psi_q, psi_k))]
+            pairs = (psi_q.abs(), psi_k.abs()), (psi_q, psi_k)
+            terms = [a @ b.transpose(-1, -2) for a, b in pairs]
             most, total = (x.masked_fill(~call.visible, 0.0).sum(-1) for x in terms)
             condition = max(condition, float((most / total).nan_to_num(1.0, 1.0).max()))
     return gain, condition
@@ -253,7 +254,8 @@ def complaints(
         else:
             allowed = 2 * own + rounding + ROUNDINGS * torch.finfo(torch.float32).eps * sizes[name]
         if not error <= allowed:
-            said.append(f"{backend}: {name}: error {error:.2e}, allowed {allowed:.2e}, plain {own:.2e}")
+            figures = f"error {error:.2e}, allowed {allowed:.2e}, plain {own:.2e}"
+            said.append(f"{backend}: {name}: {figures}")
     return said
 
 

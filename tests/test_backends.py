@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import attnzoo
 from agreement import by_backend, complaints, kept, make, plain, reference
-from attnzoo.backends import blocks
 from cases import CASES, VARIANTS
 from covering import covering
 from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS

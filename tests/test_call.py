@@ -77,7 +77,8 @@ def test_visible_keys_and_their_counts(shape: tuple[int, int]) -> None:
         call = facts(*shape, **options)
         expected = seen_by_hand(call, **options)
         assert torch.equal(call.visible.expand(expected.shape), expected), options
-        assert torch.equal(call.counts.expand(expected.shape[:3]), expected.sum(-1).float()), options
+        counts = call.counts.expand(expected.shape[:3])
+        assert torch.equal(counts, expected.sum(-1).float()), options
         assert call.counts.dtype == torch.float32
         # What `tiled` masks: the complement, listed by columns.
         hidden = torch.zeros_like(expected)

@@ -60,9 +60,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler() -> None:
     torch.compiler.reset()
-    yield
 
 
 def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[Tensor]:

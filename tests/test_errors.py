@@ -147,7 +147,11 @@ WRONG_PARAMETERS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", WRONG_PARAMETERS, ids=lambda case: f"{case[0]}-{'-'.join(case[1])}")
+def case_name(case: tuple[str, dict[str, Any], type[Exception], str]) -> str:
+    return f"{case[0]}-{'-'.join(case[1])}"
+
+
+@pytest.mark.parametrize("case", WRONG_PARAMETERS, ids=case_name)
 def test_wrong_parameters(case: tuple[str, dict[str, Any], type[Exception], str]) -> None:
     variant, params, error, words = case
     with pytest.raises(error, match=words):

@@ -100,7 +100,9 @@ def test_adaptive_temperature_freezes_its_temperature(backend: str) -> None:
     frozen = torch.autograd.grad((temperature * z).softmax(-1) @ v, (q, k, v), do)
     for have, want in zip(found, frozen, strict=True):
         assert torch.allclose(have, want)
-    moving = attnzoo.attention(q, k, v, "adaptive_temperature", backend="tiled", differentiable=True)
+    moving = attnzoo.attention(
+        q, k, v, "adaptive_temperature", backend="tiled", differentiable=True
+    )
     assert not torch.allclose(torch.autograd.grad(moving, q, do)[0], frozen[0])
 
 

@@ -108,9 +108,12 @@ def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
                 assert node.module in ("attnzoo", "attnzoo.nn"), path
                 if node.module == "attnzoo":
                     assert {alias.name for alias in node.names} <= public, path
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                if node.value.id == "attnzoo":
-                    assert node.attr in public, f"{path}: attnzoo.{node.attr}"
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "attnzoo"
+            ):
+                assert node.attr in public, f"{path}: attnzoo.{node.attr}"
 
 
 def test_import_loads_nothing_that_is_not_needed() -> None:

@@ -166,7 +166,8 @@ def test_errors() -> None:
     _, state = linear_attention(q, k, v, "taylor")
     with pytest.raises(TypeError, match="state must be a LinearState or None, got dict"):
         linear_attention(q, k, v, "taylor", state={})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"state.sums must be \(2, 2, 12, 6\).*got \(2, 2, 28, 6\)"):
+    wrong = r"state.sums must be \(2, 2, 12, 6\).*got \(2, 2, 28, 6\)"
+    with pytest.raises(ValueError, match=wrong):
         linear_attention(q, k, v, "cosformer", max_length=64, state=state)
     with pytest.raises(ValueError, match=r"state.sums must be \(1, 2, 28, 6\)"):
         linear_attention(q[:1], k[:1], v[:1], "taylor", state=state)

@@ -73,7 +73,8 @@ def test_learning_nothing(variant: str) -> None:
     attend = module(variant, learn=())
     assert list(attend.parameters()) == []
     q, k, v = qkv()
-    assert torch.equal(attend(q, k, v), attnzoo.attention(q, k, v, variant, **CASES[variant].params))
+    expected = attnzoo.attention(q, k, v, variant, **CASES[variant].params)
+    assert torch.equal(attend(q, k, v), expected)
 
 
 def test_given_values_are_initial_values() -> None:
@@ -256,7 +257,8 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="unknown variant 'softmaxx'"):
         Attention("softmaxx", 4)
     for heads in (0, -1, 2.0, True, None):
-        with pytest.raises(ValueError, match=f"num_heads must be an int of at least 1, got {heads}"):
+        words = f"num_heads must be an int of at least 1, got {heads}"
+        with pytest.raises(ValueError, match=words):
             Attention("softmax", heads)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'ssmax' has no parameter 'alpha'; it has: s, b"):
         Attention("ssmax", 4, alpha=1.5)

@@ -23,7 +23,7 @@ SCORES = {
 
 
 def bisected(x: Tensor, alpha: float) -> Tensor:
-    """Weights in fp64, after Peters et al.: a bracket of length ≤ 1 on (α − 1)x, halved 100 times."""
+    """Weights in fp64, after Peters et al.: a bracket on (α − 1)x, halved 100 times."""
     x = (alpha - 1) * (x - x.amax(-1, keepdim=True))
     low, high = torch.full_like(x[:, :1], -1.0), torch.zeros_like(x[:, :1])
     for _ in range(100):
