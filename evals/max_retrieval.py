@@ -116,7 +116,7 @@ PRESETS = {
         variants=_QUICK,
         seeds=3,
         lengths=tuple(2**i for i in range(4, 13)),
-        settings=Settings(steps=2400),
+        settings=Settings(steps=2000),
         note="quick: three seeds, short training; compare variants, not published figures",
     ),
     "paper": Preset(

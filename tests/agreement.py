@@ -101,9 +101,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
     return Inputs(leaves, rest, do, rand(batch, heads, queries, seed=seed + 6))
 
 
-def differentiate(
-    result: Any, leaves: dict[str, Tensor], inputs: Inputs
-) -> dict[str, Tensor]:
+def differentiate(result: Any, leaves: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
     """Output, lse and the gradients of all leaves, by name."""
     out, lse = result if isinstance(result, tuple) else (result, None)
     found, loss = {"out": out.detach()}, (out * inputs.do.to(out.dtype)).sum(dtype=torch.float64)

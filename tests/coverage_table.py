@@ -28,7 +28,6 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
 }
 
 
-
 def backends_of(variant: str) -> list[str]:
     """Those that run a plain call."""
     table = VARIANT_BACKENDS[variant]

@@ -15,8 +15,8 @@ import torch
 
 from agreement import by_backend, complaints, kept, make, plain, reference
 from cases import CASES, VARIANTS
-from covering import covering
 from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from covering import covering
 
 SHAPES = (1, 1), (17, 17), (63, 63), (128, 128), (200, 200)
 SHAPES += (1, 200), (63, 128), (128, 63), (200, 17)

@@ -77,9 +77,7 @@ def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[T
 
 
 @pytest.mark.parametrize(("variant", "backend", "options"), CELLS)
-def test_compiles_whole_and_agrees(
-    variant: str, backend: str, options: dict[str, Any]
-) -> None:
+def test_compiles_whole_and_agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
     params = CASES[variant].params
     names = tuple(CASES[variant].learned)
     if (variant, backend) == ("entmax", "eager"):

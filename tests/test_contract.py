@@ -91,9 +91,9 @@ def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
 @every_variant
 def test_rows_sum_to_one_where_normalized(variant: str) -> None:
     q, k, v = qkv(queries=9)  # causal with Nq > Nk: two rows see nothing
-    sums = attnzoo.attention_weights(
-        q, k, v, variant, is_causal=True, **CASES[variant].params
-    ).sum(-1)
+    sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **CASES[variant].params).sum(
+        -1
+    )
     if variant == "cosformer":  # a row whose products are all 0 is 0 too
         products = (q.relu() @ k.relu().transpose(-1, -2)).tril(-2).sum(-1)
         assert torch.allclose(sums, (products > 0).double())

@@ -83,9 +83,7 @@ def test_gradients_are_those_of_the_mask_that_was_drawn(variant: str, backend: s
         params = {**CASES[variant].params, **dict(zip(named, rest, strict=True))}
         if variant == "adaptive_temperature":
             params["differentiable"] = True
-        return seeded(
-            4, q, k, v, variant, backend=backend, dropout_p=0.4, is_causal=True, **params
-        )
+        return seeded(4, q, k, v, variant, backend=backend, dropout_p=0.4, is_causal=True, **params)
 
     leaves = [x.requires_grad_() for x in (*qkv(n=5, d=4), *named.values())]
     assert gradcheck(run, leaves, fast_mode=True)

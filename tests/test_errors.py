@@ -209,9 +209,7 @@ RESERVED = (
 
 @pytest.mark.parametrize("reserved", RESERVED)
 def test_a_parameter_may_not_be_named_like_an_argument(reserved: str) -> None:
-    variant = attnzoo.Variant(
-        "taken", "-", "-", weights, params=(attnzoo.Param(reserved, 1.0),)
-    )
+    variant = attnzoo.Variant("taken", "-", "-", weights, params=(attnzoo.Param(reserved, 1.0),))
     with pytest.raises(ValueError, match=f"'taken': parameter '{reserved}' is named like an arg"):
         attnzoo.register_variant(variant)
     assert "taken" not in attnzoo.list_variants()

@@ -119,7 +119,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "9 variants × 3 seeds × 9 lengths = 243 rows, 0 of them" in text
     assert "21 trainings, 243 rows" in text  # seven trainings per seed serve nine variants
-    assert "one-cycle cosine, 2400 steps" in text
+    assert "one-cycle cosine, 2000 steps" in text
     assert not out.exists()
 
 

@@ -132,9 +132,7 @@ def test_second_derivatives_on_tiled_are_refused_and_point_to_eager(variant: str
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @every_variant
-def test_any_leaf_alone_gets_the_gradient_it_gets_among_others(
-    variant: str, backend: str
-) -> None:
+def test_any_leaf_alone_gets_the_gradient_it_gets_among_others(variant: str, backend: str) -> None:
     leaves, run = differentiable(variant)
     do = rand(2, 4, 5, 3, seed=9)
     together = torch.autograd.grad(run(*leaves, backend=backend), leaves, do)
@@ -145,9 +143,7 @@ def test_any_leaf_alone_gets_the_gradient_it_gets_among_others(
         assert torch.allclose(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("variant", "backend"), [(v, b) for v in VARIANTS for b in backends_of(v)]
-)
+@pytest.mark.parametrize(("variant", "backend"), [(v, b) for v in VARIANTS for b in backends_of(v)])
 def test_backward_twice_gives_the_same_twice(variant: str, backend: str) -> None:
     """Nothing saved is changed by its use."""
     leaves = [x.requires_grad_() for x in qkv()]

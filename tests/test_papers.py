@@ -17,9 +17,7 @@ from cases import CASES, VARIANTS, rand
 BACKENDS = ["eager", "tiled"]
 
 
-def weights_of(
-    scores: Tensor, variant: str, backend: str = "eager", **params: Any
-) -> Tensor:
+def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: Any) -> Tensor:
     """The weights (R, n) that scores (R, n) get: keys are unit vectors, so q is the scores."""
     n = scores.shape[-1]
     eye = torch.eye(n, dtype=scores.dtype)[None, None]
