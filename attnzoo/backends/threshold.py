@@ -70,9 +70,9 @@ def _step(x: Tensor, tau: Tensor, alpha: float, u: Tensor) -> tuple[Tensor, Tens
     torch.add(x, 1 / (alpha - 1) - tau, out=u).relu_()
     mass = u.sum(-1, keepdim=True)
     if alpha == 2.0:
-        excess = mass - 1
-        return excess, excess / u.gt_(0).sum(-1, keepdim=True).clamp_(min=1)
-    # With u = 2 + x − τ: φ = (u/2)², φ' = u/2, √Z = |u|/2. The floor is for rows without keys.
+        excess, count = mass - 1, u.gt_(0).sum(-1, keepdim=True)
+        return excess, excess * (count > 0) / count.clamp_(min=1)
+    # With u = 2 + x − τ: φ = (u/2)², φ' = u/2, √Z = |u|/2. Rows without keys stay where they are.
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     excess = norm - 2
     return excess, norm * excess / mass.clamp_(min=torch.finfo(u.dtype).tiny)
