@@ -24,7 +24,8 @@ from attnzoo.dispatch import prepare
 from cases import CASES, learned, rand
 
 HEAD_DIM = 8
-ROUNDINGS = 4  # of the terms of a sum in fp32
+ROUNDINGS = 8  # of the terms of a sum in fp32
+SDPA_ROUNDINGS = 20  # torch's fused CPU kernel takes an exp good to 20 units in the last place
 FP64 = 1e-10  # of the terms of a sum, for fp64 inputs: the threshold's residual is 1e-13
 
 
@@ -250,11 +251,22 @@ def complaints(
         if inputs.do.dtype == torch.float64:
             allowed = FP64 * sizes[name] + rounding  # fp32 parameters have fp32 gradients
         else:
-            allowed = 2 * own + rounding + ROUNDINGS * torch.finfo(torch.float32).eps * sizes[name]
+            roundings = SDPA_ROUNDINGS if backend == "sdpa" else ROUNDINGS
+            allowed = 2 * own + rounding + roundings * torch.finfo(torch.float32).eps * sizes[name]
+            if backend == "sdpa" and want.dim() == 1:
+                allowed += _rounded_queries(exact["dq"], inputs.leaves["q"])
         if not error <= allowed:
             figures = f"error {error:.2e}, allowed {allowed:.2e}, plain {own:.2e}"
             said.append(f"{backend}: {name}: {figures}")
     return said
+
+
+def _rounded_queries(dq: Tensor, q: Tensor) -> float:
+    """What a parameter of the gain loses on sdpa, where gain·q and its gradient are in q's dtype.
+
+    ds = Σ dq·q / s, and s is 0.2 at least: as many independent roundings as there are numbers in q.
+    """
+    return torch.finfo(q.dtype).eps * 5 * float((dq * q.double()).square().sum().sqrt())
 
 
 def worst(x: Tensor) -> float:

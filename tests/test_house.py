@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "variants": {"activations", "call", "forms", "registry", "variants"},
     "backends": {"activations", "call", "counts", "forms", "backends"},
     "dispatch": {"variants", "backends", "bind", "call", "checks", "forms", "registry"},
-    "recurrent": {"backends", "call", "dispatch", "forms"},
+    "recurrent": {"backends", "call", "dispatch", "forms", "registry"},
     "nn": {"bind", "dispatch", "forms", "registry"},
     "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},
 }
