@@ -8,17 +8,29 @@ is the q-exponential φ(x) = [1 + (α−1)x]_+^{1/(α−1)} in the units of the 
 
 from __future__ import annotations
 
-from math import factorial
+from math import e, factorial, log2
 
 import torch
 from torch import Tensor
 
 from attnzoo.forms import Activation
 
-EXP = Activation("exp", lambda s, shape: s.exp_(), lambda s, phi, shape: phi)
+TWINS = "attnzoo.kernels.activations:"  # by their activations' names
+
+EXP = Activation(
+    "exp",
+    lambda s, shape: s.exp_(),
+    lambda s, phi, shape: phi,
+    triton=TWINS + "exp",
+    unit=log2(e),
+)
 
 SIGMOID = Activation(
-    "sigmoid", lambda s, shape: s.sigmoid_(), lambda s, phi, shape: phi.addcmul(phi, phi, value=-1)
+    "sigmoid",
+    lambda s, shape: s.sigmoid_(),
+    lambda s, phi, shape: phi.addcmul(phi, phi, value=-1),
+    triton=TWINS + "sigmoid",
+    unit=log2(e),
 )
 
 IDENTITY = Activation(
@@ -26,7 +38,10 @@ IDENTITY = Activation(
 )
 
 SPARSEMAX = Activation(
-    "sparsemax", lambda s, shape: s.add_(1).relu_(), lambda s, phi, shape: (phi > 0).to(phi.dtype)
+    "sparsemax",
+    lambda s, shape: s.add_(1).relu_(),
+    lambda s, phi, shape: (phi > 0).to(phi.dtype),
+    triton=TWINS + "sparsemax",
 )
 
 ENTMAX15 = Activation(
@@ -34,6 +49,7 @@ ENTMAX15 = Activation(
     lambda s, shape: torch.add(s.new_ones(()), s, alpha=0.5, out=s).relu_().square_(),
     # φ/√φ: a vectorized √0 is ten times slower than any other on some CPUs, and most φ are 0.
     lambda s, phi, shape: phi.clamp_min(torch.finfo(phi.dtype).tiny).rsqrt_().mul_(phi),
+    triton=TWINS + "entmax15",
 )
 
 
@@ -66,7 +82,7 @@ def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
     return torch.where(inside, phi * log_slope, 0.0)
 
 
-Q_EXP = Activation("q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope)
+Q_EXP = Activation("q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope, triton=TWINS + "q_exp")
 
 
 def taylor(order: int) -> Activation:
@@ -82,5 +98,9 @@ def taylor(order: int) -> Activation:
         return total
 
     return Activation(
-        f"taylor{order}", value, lambda s, phi, shape: value(s, shape, order - 1), vanishes=False
+        f"taylor{order}",
+        value,
+        lambda s, phi, shape: value(s, shape, order - 1),
+        vanishes=False,
+        triton=f"{TWINS}taylor{order}" if order in (2, 4) else None,
     )

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import attnzoo.variants  # noqa: F401  (registers the zoo)
-from attnzoo.backends import eager, linear, sdpa, tiled
+from attnzoo.backends import eager, flash, linear, sdpa, tiled
 from attnzoo.bind import bind
 from attnzoo.call import Call
 from attnzoo.checks import Segments, Window, check_call
-from attnzoo.forms import Definition, Form, Linear, NoForm, Variant
+from attnzoo.forms import Definition, Form, FromStatistics, Linear, NoForm, Pairwise, Variant
 from attnzoo.registry import ARGUMENTS, get_variant
 
-BACKENDS = {"sdpa": sdpa, "linear": linear, "tiled": tiled, "eager": eager}
+BACKENDS = {"sdpa": sdpa, "flash": flash, "linear": linear, "tiled": tiled, "eager": eager}
 
 # Up to this many scores (half a MiB of fp32) the definition's few dense operations cost less than
 # walking over blocks does.
@@ -276,50 +276,67 @@ def _check_backend(backend: str | None) -> None:
         raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
-def _candidates(ready: Prepared) -> list[Candidate]:
-    """(backend, form, objection) in the order of preference."""
+def _candidates(ready: Prepared) -> Iterator[Candidate]:
+    """(backend, form, objection) in the order of preference, each asked when its turn comes."""
     name = ready.variant.name
     forms: tuple[Form, ...] = (*ready.variant.forms(ready.call, **ready.params), _definition(ready))
     kinds = {form.kind for form in forms}
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
     forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
-    return [
-        Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call))
-        for backend, form in preference(forms, ready.call)
-    ]
+    for backend, form in preference(forms, ready.call):
+        yield Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call))
 
 
 def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:
     _check_backend(backend)
     raise_refusal(ready)
-    found = _candidates(ready)
-    for name, form, objection in found:
-        if objection is None and backend in (None, name):
+    reasons = []
+    for name, form, objection in _candidates(ready):
+        if backend not in (None, name):
+            continue
+        if objection is None:
             return name, form
-    reasons = [f"{c.form.kind}: {c.objection}" for c in found if c.backend == backend]
+        reasons.append(f"{form.kind}: {objection}")
     raise ValueError(
         f"backend {backend!r} cannot run {ready.variant.name!r} here: {'; '.join(reasons)}"
     )
 
 
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
-    """All (backend, form) pairs, the one expected to be fastest first: a rule of sizes only.
+    """All (backend, form) pairs, the one expected to be fastest first: of device and sizes only.
 
-    1. Up to `FEW_SCORES` scores: torch's fused softmax, then the definition in eager mode.
-    2. A linear form where `linear_is_cheaper`.
-    3. Torch's fused softmax.
+    1. A linear form where `linear_is_cheaper`.
+    2. Torch's fused softmax; on a GPU not where the gain comes from statistics of the rows, which
+       `flash` takes in a kernel of its own.
+    3. On a GPU the kernels of `flash`.
     4. Blocks of rows by form, then by definition.
     5. The definition in eager mode, where nothing else is able.
+
+    On a CPU up to `FEW_SCORES` scores: torch's fused softmax, then the definition in eager mode.
     """
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
     few = call.batch * call.heads * call.queries * call.keys <= FEW_SCORES
-    order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
-    order = ["sdpa", "eager", "linear", "tiled"] if few else [*order, "eager"]
+    if call.device.type == "cuda":
+        order = ["sdpa", "flash"]
+        if any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms):
+            order = ["flash", "sdpa"]
+        order = ["linear", *order, "tiled"] if linear_first else [*order, "tiled", "linear"]
+        order += ["eager"]
+    elif few:
+        order = ["sdpa", "eager", "linear", "tiled", "flash"]
+    else:
+        order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
+        order += ["flash", "eager"]
     return [(name, form) for name in order for form in forms if _meets(name, form)]
 
 
 # The kinds of form each backend is made for: the pairs worth a line in `explain`.
-KINDS = {"sdpa": ("pairwise",), "linear": ("linear",), "eager": ("definition",)}
+KINDS = {
+    "sdpa": ("pairwise",),
+    "flash": ("pairwise",),
+    "linear": ("linear",),
+    "eager": ("definition",),
+}
 
 
 def _meets(backend: str, form: Form) -> bool:

@@ -29,7 +29,9 @@ class Activation:
     value(s, shape) -> φ, slope(s, φ, shape) -> φ', shape_slope(s, φ, shape) -> ∂φ/∂shape.
     ``value`` may overwrite ``s``: a caller that needs the scores again passes a copy.
     ``vanishes`` says φ(−∞) = 0, so that a masked score may be −∞; otherwise φ itself is masked.
-    ``triton`` names the kernels' twin as "module:name", so that nothing here imports Triton.
+    ``triton`` names the kernels' twin as "module:name", so that nothing here imports Triton: a
+    ``@triton.jit`` function of (x, shape) that returns (φ, φ') and gets x = ``unit`` · s. Both
+    must be 0 at x = −∞ if φ vanishes there.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Activation:
     shape_slope: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     vanishes: bool = True
     triton: str | None = None
+    unit: float = 1.0
 
 
 class Statistics(NamedTuple):

@@ -1,0 +1,145 @@
+"""Every pairwise form in Triton kernels, forward and backward.
+
+Memory is linear in N, but for the map of a threshold: a few bytes for each tile of keys.
+
+The kernels know a form by its activation's twin, its rows and how it normalizes; see
+`attnzoo.kernels`. Statistics and thresholds are operators of their own before the forward: the gain
+that a variant makes of an entropy, and the τ that a threshold solves for, enter as rows. A solved τ
+is a constant there, and the backward takes its share off the gradients by itself.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends import flash_ops as ops
+from attnzoo.backends.threshold import ALPHA
+from attnzoo.call import Call
+from attnzoo.forms import Form, FromStatistics, NoForm, Pairwise, Row, Statistics
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Head dimension, by bits of an element: `kernels.configs` has no row above.
+LARGEST = {16: 256, 32: 128}
+
+
+def unsupported(form: Form, call: Call) -> str | None:
+    if isinstance(form, NoForm):
+        return form.why
+    if not isinstance(form, Pairwise):
+        return "runs pairwise forms"
+    return (
+        _unsupported_form(form, call) or _unsupported_call(call) or _unsupported_corner(form, call)
+    )
+
+
+def _unsupported_form(form: Pairwise, call: Call) -> str | None:
+    if form.normalize == "select":
+        return "selects no keys (top-k); tiled does"
+    if form.activation.triton is None:
+        return f"{form.activation.name} names no Triton function; tiled needs none"
+    if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
+        return "takes the gain as a constant: its gradient through the statistics is in tiled"
+    if isinstance(form.shape, Tensor) and form.shape.requires_grad:
+        return "gives no gradient for the shape (α); tiled does"
+    return None
+
+
+def _unsupported_call(call: Call) -> str | None:
+    if call.input_dtype not in DTYPES:
+        return f"takes fp16, bf16 and fp32, not {call.input_dtype}; tiled does"
+    largest = LARGEST[8 * call.input_dtype.itemsize]
+    if max(call.head_dim, call.value_dim) > largest:
+        dims = f"{call.head_dim} and {call.value_dim}"
+        return (
+            f"takes head dimensions up to {largest} in {call.input_dtype}, not {dims}; tiled does"
+        )
+    if call.dropout_p:
+        return "has no dropout; tiled has"
+    if call.mask is not None and call.mask.requires_grad:
+        return "gives no gradient for a float mask; tiled does"
+    if find_spec("triton") is None:
+        return "needs Triton: pip install 'attnzoo[gpu]'"
+    if call.device.type != "cuda" and not _interpreted():
+        return f"needs a CUDA device, or Triton's interpreter; these tensors are on {call.device}"
+    return _unsupported_device(call.device)
+
+
+def _unsupported_device(device: torch.device) -> str | None:
+    # Tensors may be fake ones of a device that is not there.
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    if torch.version.hip is not None:
+        return "is made for NVIDIA's GPUs; tiled runs on any"
+    found = torch.cuda.get_device_properties(device)
+    if found.major < 8:
+        return f"needs compute capability 8.0, not {found.major}.{found.minor}; tiled runs on any"
+    return None
+
+
+def _unsupported_corner(form: Pairwise, call: Call) -> str | None:
+    # In fp32 these spilled registers at every block size: see `kernels.configs`.
+    beside = call.mask is not None or call.alibi is not None or call.segments is not None
+    wide = call.input_dtype == torch.float32 and max(call.head_dim, call.value_dim) > 64
+    if form.normalize == "threshold" and wide and (beside or call.left is not None):
+        return (
+            "takes thresholds with a window, mask, alibi or segments up to a head dimension of 64 "
+            "in fp32; tiled takes any"
+        )
+    return None
+
+
+def _interpreted() -> bool:
+    """Triton's interpreter is on, which runs kernels on the CPU, for tests."""
+    from attnzoo.kernels import launch
+
+    return launch.interpreted()
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
+    assert isinstance(form, Pairwise)
+    assert form.activation.triton is not None
+    # The only layout that the kernels do not read as it is.
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
+    facts, scale = _facts(call), call.scale
+    gain = form.gain
+    if isinstance(gain, FromStatistics):
+        with torch.no_grad():
+            found = ops.flash_statistics(q.detach(), k.detach(), scale, *facts)
+            gain = gain.row(Statistics(*found))
+    if not isinstance(gain, Tensor):
+        scale, gain = scale * gain, None
+    gain, shape, sink = (_row(x, call) for x in (gain, form.shape, form.sink))
+    tau, maps, normalize = _row(form.offset, call), (None, None, None), form.normalize
+    twin = (form.activation.triton, form.activation.unit, form.activation.vanishes)
+    if normalize == "threshold":
+        with torch.no_grad():
+            alpha = ALPHA.get(form.activation.name)
+            tau, *maps = ops.flash_threshold(
+                q.detach(), k.detach(), v.detach(), gain, shape, scale, *facts, twin[0], alpha
+            )
+    if normalize == "sum" and form.activation.name == "exp":
+        normalize = "online"
+    out, _, lse = ops.flash_forward(
+        q, k, v, gain, tau, shape, sink, *maps, scale, *facts, *twin, normalize, call.return_lse
+    )
+    return out, lse if call.return_lse else None
+
+
+def _row(row: Row | None, call: Call) -> Tensor | None:
+    """A row as the kernels read it: (B, H, Nq), contiguous; autograd adds up what was expanded."""
+    if row is None:
+        return None
+    row = call.row(row)
+    return row.expand(call.batch, call.heads, call.queries).contiguous()
+
+
+def _facts(call: Call) -> tuple:
+    mask, segments = call.mask, call.segments or (None, None)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    alibi = None if call.alibi is None else _row(call.alibi.to(call.dtype), call)
+    segments = (x if x is None else x.contiguous() for x in segments)
+    return (mask, *segments, alibi, call.left, call.right)

@@ -1,0 +1,316 @@
+"""Launches of the kernels: first as data, from the tensors of a call, then run.
+
+What allocates and describes is apart from what runs, so that every launch can be compiled for any
+architecture without a GPU: give ``describe`` functions tensors on the device "meta".
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from attnzoo.kernels.configs import Config, map_tile, pick
+from attnzoo.kernels.flash_backward import flash_dkdv, flash_dq
+from attnzoo.kernels.flash_forward import flash_forward
+from attnzoo.kernels.row_stats import row_stats
+from attnzoo.kernels.threshold import list_columns, threshold
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    programs: int
+    args: dict[str, Any]
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        # FP fusion is what Triton does by default, and will stop doing: say so, and be not warned.
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
+class Facts(NamedTuple):
+    """What a kernel knows of a call beside q, k, v and the rows."""
+
+    scale: float
+    left: int | None
+    right: int | None
+    mask: Tensor | None  # [B|1, H|1, Nq|1, Nk], uint8 (0 = hidden) or float
+    q_segments: Tensor | None  # int64 [B, Nq]
+    k_segments: Tensor | None
+    alibi: Tensor | None  # row
+
+
+class Form(NamedTuple):
+    """What the kernels know of a form: ``normalize`` is online, sum, threshold or none."""
+
+    twin: str  # "module:name"
+    unit: float
+    vanishes: bool
+    normalize: str
+
+    @property
+    def act(self) -> Any:
+        module, _, name = self.twin.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def architecture(device: torch.device) -> int:
+    if interpreted():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def interpreted() -> bool:
+    return not isinstance(flash_forward, triton.runtime.JITFunction)
+
+
+def run(launch: Launch) -> None:
+    if launch.programs == 0:
+        return
+    device = next(x.device for x in launch.args.values() if isinstance(x, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        launch.kernel[(launch.programs,)](**launch.args, **launch.options)
+
+
+def like(x: Tensor, dim: int) -> Tensor:
+    """Empty (B, H, N, dim), its heads inside its rows in memory where those of x are."""
+    b, h, n, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(b, n, h, dim).transpose(1, 2)
+    return x.new_empty(b, h, n, dim)
+
+
+def new_row(q: Tensor, wanted: bool = True) -> Tensor:
+    """(B, H, Nq), or no elements: operators can neither return None nor one tensor twice."""
+    return q.new_empty(q.shape[:3] if wanted else 0, dtype=torch.float32)
+
+
+def _padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _align(*tensors: Tensor) -> int:
+    """Elements by which all strides divide: those of 16 bytes, the widest load, or 1."""
+    widest = 16 // tensors[0].element_size()
+    return (
+        widest
+        if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
+        else 1
+    )
+
+
+def _strides(align: int, **tensors: Tensor) -> dict[str, int]:
+    return {
+        f"{name}_{axis}": x.stride(n) // align
+        for name, x in tensors.items()
+        for n, axis in enumerate("bhn")
+    }
+
+
+def _common(q: Tensor, k: Tensor, facts: Facts) -> dict[str, Any]:
+    """The arguments that all kernels over q and k take."""
+    heads, mask = q.shape[1], facts.mask
+    stride = [None] * 4 if mask is None else [mask.stride(n) for n in range(4)]
+    if mask is not None:
+        stride = [s if n > 1 else 0 for s, n in zip(stride, mask.shape)]
+        stride[2] = None if mask.shape[2] == 1 else stride[2]
+        stride[3] = None if mask.stride(3) == 1 else mask.stride(3)
+    return {
+        "scale": facts.scale,
+        "heads": heads,
+        "group": heads // k.shape[1] if k.shape[1] else 1,
+        "queries": q.shape[2],
+        "keys": k.shape[2],
+        "left": facts.left,
+        "right": facts.right,
+        "mask": mask,
+        **dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), stride)),
+        "q_segments": facts.q_segments,
+        "k_segments": facts.k_segments,
+        "alibi": facts.alibi,
+        "D": q.shape[3],
+        "BLOCK_D": _padded(q.shape[3]),
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def _values(v: Tensor) -> dict[str, int]:
+    return {"DV": v.shape[3], "BLOCK_DV": _padded(v.shape[3])}
+
+
+def _config(
+    kernel: str, arch: int, q: Tensor, v: Tensor, facts: Facts, mapped: bool, *rows: Tensor | None
+) -> Config:
+    """The row of the table, by what else has to be kept in registers.
+
+    One of window, ALiBi, segments and a mask of keys fits in beside a single loop ("one"), as does
+    a list of blocks ("mapped"). A dense mask, two of those, or further rows (the shape, the
+    gradient of lse) make a call "heavy"; any of the four beside a list of blocks "crowded".
+    """
+    few = _count(facts)
+    dense = facts.mask is not None and facts.mask.shape[2] > 1
+    heavy = dense or few > 1 or any(x is not None for x in rows)
+    load = "heavy" if heavy else "one" if few else ""
+    if mapped:
+        load = "crowded" if few else load or "mapped"
+    config = pick(kernel, arch, 8 * q.element_size(), max(q.shape[3], v.shape[3]), load)
+    config = config._replace(split=config.split and not few and not heavy)
+    if not mapped:
+        return config
+    map_m, map_n = _map_tile(q, v, facts)
+    block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
+    return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
+
+
+def _count(facts: Facts) -> int:
+    """How many of window, ALiBi, segments and mask there are."""
+    found = facts.left, facts.alibi, facts.k_segments, facts.mask
+    return sum(x is not None for x in found)
+
+
+def _map_tile(q: Tensor, v: Tensor, facts: Facts) -> tuple[int, int]:
+    return map_tile(max(q.shape[3], v.shape[3]), 8 * q.element_size(), _count(facts) > 0)
+
+
+def _blocks(config: Config) -> dict[str, Any]:
+    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+
+
+def _programs(x: Tensor, block: int) -> int:
+    return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
+
+
+def describe_forward(
+    q: Tensor, k: Tensor, v: Tensor, facts: Facts, form: Form, rows: dict[str, Tensor | None],
+    blocks: tuple[Tensor, Tensor] | None, want_lse: bool, arch: int,
+) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """rows: gain, tau, shape and sink. Returns out, the statistic of `flash_forward`, and lse."""
+    out = like(q, v.shape[3])
+    stat, lse = new_row(q, form.normalize != "none"), new_row(q, want_lse)
+    config = _config("forward", arch, q, v, facts, blocks is not None, rows["shape"])
+    align = _align(q, k, v, out)
+    args = {
+        **_common(q, k, facts), **_strides(align, q=q, k=k, v=v, o=out), **_values(v),
+        **_blocks(config), **rows, "q": q, "k": k, "v": v, "o": out,
+        "stat": stat, "lse": lse if want_lse else None,
+        "blocks": blocks and blocks[0], "counts": blocks and blocks[1],
+        "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
+        "ONLINE": form.normalize == "online", "SUM": form.normalize in ("sum", "threshold"),
+        "PEAKED": form.normalize == "sum" and v.dtype == torch.float16,
+        "SPLIT": config.split, "MAP_M": _map_tile(q, v, facts)[0], "ALIGN": align,
+    }  # fmt: skip
+    launch = Launch(flash_forward, _programs(q, config.block_m), args, config.warps, config.stages)
+    return launch, (out, stat, lse)
+
+
+def describe_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    stat: Tensor, lse: Tensor, facts: Facts, form: Form, rows: dict[str, Tensor | None],
+    maps: tuple[Tensor, Tensor, Tensor] | None, wanted: dict[str, bool], arch: int,
+) -> tuple[list[Launch], tuple[Tensor, ...]]:  # fmt: skip
+    """rows: gain, tau, shape and sink. Returns dq, dk, dv and the rows that are wanted or empty."""
+    made = {"dq": like(q, q.shape[3]), "dk": like(k, k.shape[3]), "dv": like(v, v.shape[3])}
+    made |= {name: new_row(q, wants) for name, wants in wanted.items()}
+    online = form.normalize == "online"
+    common = {
+        **_common(q, k, facts), **_values(v),
+        "q": q, "k": k, "v": v, "do": do, "gain": rows["gain"], "shape": rows["shape"],
+        "tau": stat if online else rows["tau"],
+        "z": stat if form.normalize in ("sum", "threshold") else None,
+        "lse": None if dlse is None else lse, "dlse": dlse,
+        "delta": None if form.normalize == "none" else new_row(q),
+        "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
+        "TAU_UNIT": 1.0 if online else form.unit,  # what the forward saved has the unit in it
+    }  # fmt: skip
+    extra = rows["shape"], dlse
+    config = _config("dq", arch, q, v, facts, maps is not None, *extra)
+    align = _align(q, k, v, out, do, made["dq"], made["dk"], made["dv"])
+    dq_args = {
+        **common, **_blocks(config), "SPLIT": config.split, "ALIGN": align,
+        "MAP_M": _map_tile(q, v, facts)[0],
+        **_strides(align, q=q, k=k, v=v, o=out, do=do, dq=made["dq"]), "o": out, "dq": made["dq"],
+        **{name: made[name] if wants else None for name, wants in wanted.items()},
+        "sink": rows["sink"],
+        "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
+        "blocks": maps and maps[0], "counts": maps and maps[1],
+    }  # fmt: skip
+    launches = [
+        Launch(flash_dq, _programs(q, config.block_m), dq_args, config.warps, config.stages)
+    ]
+    columns = None
+    if maps is not None:
+        columns, listing = _describe_columns(maps[2], common["group"])
+        launches.append(listing)
+    config = _config("dkdv", arch, q, v, facts, maps is not None, *extra)
+    dkdv_args = {
+        **common, **_blocks(config), "ALIGN": align,
+        **_strides(align, q=q, k=k, v=v, do=do, dk=made["dk"], dv=made["dv"]),
+        "dk": made["dk"], "dv": made["dv"],
+        "blocks": columns and columns[0], "counts": columns and columns[1],
+        **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, v, facts))),
+    }  # fmt: skip
+    launches.append(
+        Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config.warps, config.stages)
+    )
+    return launches, tuple(made.values())
+
+
+def _describe_columns(live: Tensor, group: int) -> tuple[tuple[Tensor, Tensor], Launch]:
+    heads, tiles_m, tiles_n = live.shape
+    blocks = live.new_empty(heads // group, tiles_n, group * tiles_m, dtype=torch.int32)
+    counts = live.new_empty(heads // group, tiles_n, dtype=torch.int32)
+    args = {
+        "live": live, "blocks": blocks, "counts": counts,
+        "group": group, "tiles_m": tiles_m, "tiles_n": tiles_n, "CHUNK": 256,
+    }  # fmt: skip
+    return (blocks, counts), Launch(list_columns, counts.numel(), args, 4, 1)
+
+
+def describe_stats(
+    q: Tensor, k: Tensor, facts: Facts, arch: int
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """lse and entropy of the un-gained scores, as rows."""
+    config, align = _config("stats", arch, q, q, facts, False), _align(q, k)
+    lse, entropy = new_row(q), new_row(q)
+    args = {
+        **_common(q, k, facts), **_strides(align, q=q, k=k), **_blocks(config),
+        "q": q, "k": k, "lse": lse, "entropy": entropy, "SPLIT": config.split, "ALIGN": align,
+    }  # fmt: skip
+    launch = Launch(row_stats, _programs(q, config.block_m), args, config.warps, config.stages)
+    return launch, (lse, entropy)
+
+
+def empty_maps(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor, Tensor]:
+    """blocks, counts and live of `threshold`."""
+    block_m, block_n = _map_tile(q, v, facts)
+    heads = q.shape[0] * q.shape[1]
+    tiles = (q.shape[2] + block_m - 1) // block_m, (k.shape[2] + block_n - 1) // block_n
+    blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
+    counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
+    return blocks, counts, q.new_zeros(heads, *tiles, dtype=torch.uint8)
+
+
+def describe_threshold(
+    q: Tensor, k: Tensor, v: Tensor, facts: Facts, form: Form, rows: dict[str, Tensor | None],
+    alpha: float | None, arch: int,
+) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """rows: gain and shape. Returns τ and the maps."""
+    config, align = _config("threshold", arch, q, v, facts, True), _align(q, k)
+    tau, maps = new_row(q), empty_maps(q, k, v, facts)
+    # The kernel writes the map: its blocks are the map's tiles.
+    assert (config.block_m, config.block_n) == _map_tile(q, v, facts)
+    args = {
+        **_common(q, k, facts), **_strides(align, q=q, k=k), **_blocks(config), "q": q, "k": k,
+        "tau": tau, "blocks": maps[0], "counts": maps[1], "live": maps[2],
+        "gain": rows["gain"], "shape": rows["shape"], "ACT": form.act, "ALPHA": alpha,
+        "ALIGN": align,
+    }  # fmt: skip
+    launch = Launch(threshold, _programs(q, config.block_m), args, config.warps, config.stages)
+    return launch, (tau, *maps)

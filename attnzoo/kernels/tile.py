@@ -1,0 +1,161 @@
+"""What the kernels share: how a tile is loaded, which keys a row reaches, and what scores are.
+
+Query i and key j stand ``i + offset − j`` positions apart. The index tensors i and j broadcast
+against each other, so that the same lines serve a tile [BLOCK_M, BLOCK_N] and its transpose.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    if INTERPRETED:
+        # The interpreter multiplies bf16 as raw bits, and adds up fp16 in fp16.
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: tl.constexpr):
+    """[rows, columns] of a matrix (count, DIM); 0 beyond it."""
+    pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    if columns.shape[0] == DIM:
+        if EDGE:
+            return tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
+        return tl.load(pointers)
+    inside = (columns < DIM)[None, :]
+    if EDGE:
+        inside = inside & (rows < count)[:, None]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, value):
+    pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    inside = (rows < count)[:, None] & (columns < DIM)[None, :]
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the queries from ``start``: the blocks of keys in reach, [low, high). Without a window
+    all of them see those below ``full`` whole."""
+    first = start + keys - queries
+    last = tl.minimum(start + BLOCK_M, queries) - 1 + keys - queries
+    low, high, full = 0, tl.cdiv(keys, BLOCK_N), keys // BLOCK_N
+    if left is not None:
+        low = tl.maximum(first - left, 0) // BLOCK_N
+    if right is not None:
+        high = tl.cdiv(tl.maximum(tl.minimum(last + right + 1, keys), 0), BLOCK_N)
+        full = tl.maximum(tl.minimum(first + right + 1, keys), 0) // BLOCK_N
+    return tl.minimum(low, high), tl.minimum(full, high), high
+
+
+@triton.jit
+def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the keys from ``start``: the blocks of queries that reach one of them, [low, high)."""
+    first = start + queries - keys
+    last = tl.minimum(start + BLOCK_N, keys) - 1 + queries - keys
+    low, high = 0, tl.cdiv(queries, BLOCK_M)
+    if right is not None:
+        low = tl.maximum(first - right, 0) // BLOCK_M
+    if left is not None:
+        high = tl.cdiv(tl.maximum(tl.minimum(last + left + 1, queries), 0), BLOCK_M)
+    return tl.minimum(low, high), high
+
+
+@triton.jit
+def load_rows(
+    i, at, scale, gain, tau, shape, alibi, queries, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr
+):
+    """What belongs to the rows i, shaped as i: factor of the products, τ, shape, slope of ALiBi.
+
+    ``at`` is where the head's rows begin. The activation's unit is in all but the shape. A row that
+    is None is 0 here, and what is done with it falls away.
+    """
+    factor = tl.full(i.shape, 1.0, tl.float32) * (scale * UNIT)
+    shift = tl.zeros(i.shape, tl.float32)
+    bend, slope = shift, shift
+    if gain is not None:
+        factor *= tl.load(gain + at + i, mask=i < queries, other=0.0)
+    if tau is not None:
+        shift = tl.load(tau + at + i, mask=i < queries, other=0.0)
+        # log 0 of a row without keys; −∞ − τ must stay −∞.
+        shift = tl.where(shift == float("-inf"), 0.0, shift) * TAU_UNIT
+    if shape is not None:
+        bend = tl.load(shape + at + i, mask=i < queries, other=1.5)
+    if alibi is not None:
+        slope = tl.load(alibi + at + i, mask=i < queries, other=0.0) * UNIT
+    return factor, shift, bend, slope
+
+
+@triton.jit
+def load_segments(segments, at, i, count):
+    """The rows' segments, shaped as i; of no meaning if there are none."""
+    found = i
+    if segments is not None:
+        found = tl.load(segments + at + i, mask=i < count, other=0)
+    return found
+
+
+@triton.jit
+def scores(
+    product, i, j, rows, segment, where, size, UNIT: tl.constexpr,
+    EDGE: tl.constexpr, HIDES: tl.constexpr,
+):  # fmt: skip
+    """factor · product + bias, −∞ at the keys that a row may not see; and which those are.
+
+    With EDGE the tile may leave the matrix, or what causality and window show.
+    """
+    alibi = where[5]
+    queries, keys = size[0], size[1]
+    s, seen = product * rows[0], j < keys
+    if alibi is not None:
+        s -= rows[3] * tl.abs(i + (keys - queries) - j)
+    if HIDES:
+        s, seen = hide(s, i, j, segment, where, size, UNIT, EDGE)
+    return s, seen
+
+
+@triton.jit
+def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
+    mask, mask_at, mask_m, mask_n, k_segments, _ = where
+    queries, keys, left, right = size
+    seen = j < keys
+    if EDGE:
+        seen = seen & (i < queries)
+        distance = i + (keys - queries) - j
+        if left is not None:
+            seen = seen & (distance <= left)
+        if right is not None:
+            seen = seen & (distance >= -right)
+    if mask is not None:
+        entries = mask + mask_at + j  # None: contiguous
+        if mask_n is not None:
+            entries = mask + mask_at + j.to(tl.int64) * mask_n
+        inside = j < keys
+        if mask_m is not None:  # None: a mask of keys, one entry for all rows
+            entries = entries + i.to(tl.int64) * mask_m
+            inside = inside & (i < queries)
+        if mask.dtype.element_ty == tl.uint8:
+            seen = seen & (tl.load(entries, mask=inside, other=0) != 0)
+        else:
+            added = tl.load(entries, mask=inside, other=float("-inf")).to(tl.float32)
+            seen = seen & (added != float("-inf"))
+            # A finite entry stays finite: the least fp32, a usual fill, times log2 e does not.
+            s = s + tl.minimum(tl.maximum(added * UNIT, -3e38), 3e38)
+    if k_segments is not None:
+        seen = seen & (segment == tl.load(k_segments + j, mask=j < keys, other=0))
+    return tl.where(seen, s, float("-inf")), seen
+
+
+@triton.jit
+def activate(ACT: tl.constexpr, x, bend, seen, MASKED: tl.constexpr):
+    """φ and φ'; 0 where a key is not seen, if φ does not vanish at −∞ by itself."""
+    phi, slope = ACT(x, bend)
+    if MASKED:
+        phi, slope = tl.where(seen, phi, 0.0), tl.where(seen, slope, 0.0)
+    return phi, slope
