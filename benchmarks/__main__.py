@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, memory, readme
+from benchmarks import attention, compile, gpu, memory, readme
 from evals.cells import Refused
 
-COMMANDS = (attention, readme, memory)
+COMMANDS = (attention, compile, gpu, readme, memory)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,9 @@
 A row: the deviation that came closest to its budget, the median time with its quartiles, its
 multiple of torch's scaled_dot_product_attention (softmax, in the same rounds), and the peak memory
 beyond the inputs. Where the package `entmax` is installed, eager attention with it is timed too.
+
+With `--device cuda` also without causality, forward and backward apart, at several head dimensions,
+as TFLOP/s, beside SDPA's flash and cuDNN backends, FlexAttention and, where installed, AdaSplash.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import attnzoo
-from benchmarks import memory, report
+from benchmarks import competitors, gpu_attention, memory, report
 from benchmarks.cases import SDPA, Case, Inputs, Setting, call, package_call, sdpa_call
 from benchmarks.correctness import check
+from benchmarks.grid import INPUTS, MASKS
 from benchmarks.report import Row
 from benchmarks.timing import Spread, interleave, ratio
 from evals.cells import Refused, split_list
@@ -25,6 +30,22 @@ from evals.jobs import load_plugin
 
 # Its whole score matrix is held several times over, and one call takes seconds.
 PACKAGE_ROUNDS = 3
+
+# What each device takes when it is not said. An option that is missing here is not for the device.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "lengths": [1024, 2048, 4096], "direction": "forward", "dtype": "float32", "batch": 1,
+        "heads": 8, "head_dim": [64], "repeats": 11, "min_seconds": 0.5, "threads": 2,
+        "learned": False, "sdpa": True, "package_max_length": 2048,
+    },
+    "cuda": {
+        "lengths": [2**i for i in range(10, 16)], "direction": "both", "dtype": "bfloat16",
+        "batch": None, "heads": 16, "head_dim": [64, 128], "repeats": 10, "min_seconds": 0.05,
+        "backend": "flash", "mask": list(MASKS), "inputs": list(INPUTS),
+        "competitors": list(competitors.NAMES),
+    },
+}  # fmt: skip
+BOTH = {"backend"}  # for every device, and None means something
 
 
 def lengths(text: str) -> list[int]:
@@ -50,41 +71,79 @@ def positive(kind: type):
     return convert
 
 
+def some_of(names: tuple[str, ...]):
+    def convert(text: str) -> list[str]:
+        chosen = text.split(",")
+        if text and not set(chosen) <= set(names):
+            raise argparse.ArgumentTypeError(f"{text!r}: some of {','.join(names)} are expected")
+        return chosen if text else []
+
+    return convert
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("attention", help="check and time variants", description=__doc__)
     size, yes_no = positive(int), argparse.BooleanOptionalAction
     default = Setting(length=1)
     add = parser.add_argument
-    add("--device", choices=["cpu"], default="cpu", help="timers for a GPU are not written yet")
+    add("--device", choices=list(DEFAULTS), default="cpu")
     add("--variants", help="a,b(parameter=value); default: every registered variant")
     add("--plugin", type=Path, metavar="FILE.py", help="registers further variants")
-    add("--lengths", type=lengths, default=[1024, 2048, 4096], metavar="N,N,…")
-    add("--direction", choices=["forward", "both"], default="forward",
-        help="both: forward and backward, timed as one")  # fmt: skip
-    add("--backend", help="default: what attnzoo chooses")
-    add("--learned", action="store_true",
-        help="with --direction both: learn what attnzoo.nn.Attention would")  # fmt: skip
-    add("--dtype", choices=["float32", "bfloat16", "float16"], default=default.dtype)
-    add("--batch", type=size, default=default.batch)
-    add("--heads", type=size, default=default.heads)
-    add("--head-dim", type=size, default=default.head_dim)
+    add("--lengths", type=lengths, metavar="N,N,…")
+    add("--direction", choices=["forward", "backward", "both"],
+        help="both: on a cpu forward and backward, timed as one; on a GPU each")  # fmt: skip
+    add("--backend", help="default: cpu, what attnzoo chooses; cuda, flash")
+    add("--dtype", choices=["float32", "bfloat16", "float16"])
+    add("--batch", type=size, help="default: cpu, 1; cuda, 65536 tokens per head")
+    add("--heads", type=size)
+    add("--head-dim", type=lengths, metavar="D", help="cuda: D,D,…")
     add("--input-scale", type=positive(float), default=default.input_scale,
         help="q, k and v are N(0, 1) times this; small values flatten the scores")  # fmt: skip
     add("--seed", type=int, default=default.seed)
-    add("--threads", type=size, default=default.threads)
-    add("--repeats", type=size, default=11, help="rounds at least")
-    add("--min-seconds", type=positive(float), default=0.5, help="spent on the rounds at least")
+    add("--repeats", type=size, help="rounds at least")
+    add("--min-seconds", type=positive(float), help="spent on the rounds at least")
     add("--check-only", action="store_true", help="neither time nor memory")
     add("--time", action=yes_no, default=True)
-    add("--memory", action=yes_no, default=True, help="one fresh process per row")
-    add("--sdpa", action=yes_no, default=True, help="the yardstick; it takes O(N²) time")
-    add("--package-max-length", type=int, default=2048,
-        help="longest sequence on which the package entmax is timed; 0: never")  # fmt: skip
+    add("--memory", action=yes_no, default=True, help="cpu: one fresh process per row")
     add("--json", metavar="FILE", help="written when all is measured")
+    add = parser.add_argument_group("of a cpu alone").add_argument
+    add("--threads", type=size)
+    add("--learned", action="store_true", default=None,
+        help="with --direction both: learn what attnzoo.nn.Attention would")  # fmt: skip
+    add("--sdpa", action=yes_no, help="the yardstick; it takes O(N²) time")
+    add("--package-max-length", type=int,
+        help="longest sequence on which the package entmax is timed; 0: never")  # fmt: skip
+    add = parser.add_argument_group("of --device cuda alone").add_argument
+    add("--mask", type=some_of(MASKS), metavar=",".join(MASKS))
+    add("--inputs", type=some_of(INPUTS), metavar=",".join(INPUTS),
+        help="clustered: most 64 × 64 blocks are empty; variants with a threshold")  # fmt: skip
+    add("--competitors", type=some_of(competitors.NAMES), metavar="NAME,…",
+        help=f"some of {','.join(competitors.NAMES)}; '' for none")  # fmt: skip
     parser.set_defaults(run=run)
 
 
+def settle(args: argparse.Namespace) -> None:
+    """Fills in the device's defaults; refuses what only another device takes."""
+    own = DEFAULTS[args.device]
+    for name in {name for options in DEFAULTS.values() for name in options}:
+        if getattr(args, name) is None:
+            setattr(args, name, own.get(name))
+        elif name not in own and name not in BOTH:
+            option = name.replace("_", "-")
+            raise Refused(f"--{option} is not for --device {args.device}")
+
+
 def run(args: argparse.Namespace) -> int:
+    settle(args)
+    if args.device == "cuda":
+        if args.plugin is not None:
+            load_plugin(args.plugin)
+        return gpu_attention.run(args)
+    if args.direction == "backward":
+        raise Refused("--direction backward is timed apart with --device cuda only")
+    if len(args.head_dim) != 1:
+        raise Refused("--head-dim takes several with --device cuda only")
+    (args.head_dim,) = args.head_dim
     if args.learned and args.direction != "both":
         raise Refused("--learned needs --direction both")
     if args.plugin is not None:
@@ -100,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
             TypeError,
         ) as error:  # misspelt or out of range: refused before all else
             raise Refused(str(error)) from error
-    fields = Setting.__dataclass_fields__.keys() - {"length"}
+    fields = Setting.__dataclass_fields__.keys() - {"length", "causal", "clustered"}
     setting = Setting(length=1, **{name: getattr(args, name) for name in fields})
     where = report.environment()
     print(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attnzoo
+from benchmarks.clusters import clustered
 from evals.cells import Refused, parse_spec
 
 # Values for parameters that have no default, given the longest sequence of the run. A variant that
@@ -75,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything but the variant. Causal throughout."""
+    """Everything but the variant. On the CPU causal throughout."""
 
     length: int
     direction: str = "forward"
@@ -88,6 +89,9 @@ class Setting:
     learned: bool = False
     seed: int = 0
     threads: int = 2
+    device: str = "cpu"
+    causal: bool = True
+    clustered: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,16 @@ class Inputs:
     v: Tensor
     do: Tensor
     params: dict[str, Any]
+    causal: bool = True
 
     @staticmethod
     def make(case: Case, setting: Setting) -> Inputs:
-        generator = torch.Generator().manual_seed(setting.seed * 1_000_003 + setting.length)
+        device = torch.device(setting.device)
+        generator = torch.Generator(device).manual_seed(setting.seed * 1_000_003 + setting.length)
         shape = (setting.batch, setting.heads, setting.length, setting.head_dim)
-        q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
+        q, k, v, do = (torch.randn(shape, generator=generator, device=device) for _ in range(4))
+        if setting.clustered:
+            q, k = clustered(q, k, generator)
         q, k, v = (x * setting.input_scale for x in (q, k, v))
         if case.variant in DISCONTINUOUS:
             # On a grid of binary fractions every product and partial sum is exact in fp32: all
@@ -119,7 +127,19 @@ class Inputs:
                 x.requires_grad_()
             if setting.learned:
                 params |= learned_params(case, setting.heads)
-        return Inputs(q, k, v, do.to(dtype), params)
+        return Inputs(q, k, v, do.to(dtype), params, setting.causal)
+
+    def detached(self) -> Inputs:
+        """The same without gradients of q, k and v."""
+        return replace(self, q=self.q.detach(), k=self.k.detach(), v=self.v.detach())
+
+    def part(self, batches: list[int], heads: list[int]) -> Inputs:
+        """These batches and heads alone; for parameters that are no heads' own."""
+        fields = {}
+        for name in ("q", "k", "v", "do"):
+            x = getattr(self, name)
+            fields[name] = x.detach()[batches][:, heads].requires_grad_(x.requires_grad)
+        return replace(self, **fields)
 
     def leaves(self) -> dict[str, Tensor]:
         """What a gradient is taken with respect to."""
@@ -141,7 +161,7 @@ def call(case: Case, inputs: Inputs, backend: str | None) -> Callable[[], tuple[
 
     def attend() -> Tensor:
         return attnzoo.attention(
-            inputs.q, inputs.k, inputs.v, case.variant, is_causal=True, backend=backend,
+            inputs.q, inputs.k, inputs.v, case.variant, is_causal=inputs.causal, backend=backend,
             **inputs.params,
         )  # fmt: skip
 
@@ -150,14 +170,18 @@ def call(case: Case, inputs: Inputs, backend: str | None) -> Callable[[], tuple[
 
 def sdpa_call(inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
     """torch's own fused softmax on the same tensors: the yardstick of every ratio."""
-    return _with_gradients(
-        lambda: F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True), inputs
-    )
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(
+            inputs.q, inputs.k, inputs.v, is_causal=inputs.causal
+        )  # fmt: skip
+
+    return _with_gradients(attend, inputs)
 
 
 def package_call(case: Case, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]] | None:
     """Eager attention with the package `entmax`, where that computes the same thing."""
-    if not inputs.params.keys() <= {"alpha"}:
+    if not inputs.causal or not inputs.params.keys() <= {"alpha"}:
         return None
     try:
         import entmax

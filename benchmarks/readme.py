@@ -1,4 +1,5 @@
-"""Rewrites what README.md has from the registry: the table of variants."""
+"""Rewrites what README.md has from elsewhere: the variants' table from the registry, and the
+kernels' from the results of GPUs in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 
 import attnzoo
 from benchmarks.cases import Case
+from benchmarks.kernels_table import kernels_table
 from evals.cells import Refused
 
 README = Path(__file__).parent.parent / "README.md"
@@ -19,7 +21,7 @@ LENGTH, HEAD_DIM = 1024, 64
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("readme", help="rewrite README.md's table of variants")
+    parser = commands.add_parser("readme", help="rewrite README.md's tables")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
     parser.set_defaults(run=run)
 
@@ -37,11 +39,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rendered(text: str) -> str:
-    """The README with its generated block made anew."""
-    block = re.compile(r"(<!-- variants: begin[^\n]*-->\n).*?(<!-- variants: end -->)", re.DOTALL)
-    if len(block.findall(text)) != 1:
-        raise Refused("README.md needs one pair of `<!-- variants: begin -->` and `end`")
-    return block.sub(lambda m: m[1] + variants_table() + m[2], text)
+    """The README with its generated blocks made anew."""
+    for name, make in BLOCKS.items():
+        block = re.compile(rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+        if len(block.findall(text)) != 1:
+            raise Refused(f"README.md needs one pair of `<!-- {name}: begin -->` and `end`")
+        new = make()
+        text = block.sub(lambda m, new=new: m[1] + new + m[2], text)
+    return text
 
 
 def variants_table() -> str:
@@ -96,3 +101,6 @@ def cost(form: attnzoo.Pairwise | attnzoo.Linear) -> str:
     if isinstance(form.gain, attnzoo.FromStatistics):
         return "N²·D, keys read twice"
     return "N²·D"
+
+
+BLOCKS = {"variants": variants_table, "kernels": kernels_table}

@@ -1,0 +1,256 @@
+"""Compiles every kernel configuration to machine code, without a GPU, and reads what came out.
+
+A row: registers per thread, spilled bytes, shared memory, and the tensor-core instruction found in
+the machine code. Exit status 1 where registers spill, shared memory exceeds the architecture's, or
+a kernel on 16-bit matrices has no tensor-core instruction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import report
+from evals.cells import Refused
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+HEAD_DIMS = (64, 128, 256)
+KERNELS = ("forward", "dq", "dkdv", "stats", "threshold")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# normalize, unit and whether φ vanishes at −∞, for each twin in attnzoo.kernels.activations.
+TWINS = {
+    "exp": ("online", 1.4426950408889634, True),
+    "sigmoid": ("none", 1.4426950408889634, True),
+    "taylor2": ("sum", 1.0, False),
+    "entmax15": ("threshold", 1.0, True),
+    "q_exp": ("threshold", 1.0, True),
+}
+EXTRAS = ("window", "alibi", "segments", "keys", "mask")
+# In the machine code: wgmma of Hopper, tcgen05 of Blackwell, mma of all others.
+TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")
+
+
+class Cell(NamedTuple):
+    """One kernel with everything that its compilation depends on."""
+
+    kernel: str
+    arch: str
+    dtype: str
+    head_dim: int
+    twin: str
+    extra: str = ""  # one of EXTRAS, or "all" with a sink and the gradient of lse on top
+
+    @property
+    def config(self) -> str:
+        return f"{self.twin} D={self.head_dim} {self.dtype} {self.extra}".rstrip()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    kernel: str
+    config: str
+    arch: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_core: str | None
+
+    def objection(self, sixteen_bit: bool, limit: int) -> str | None:
+        if self.spill_bytes:
+            return f"spills {self.spill_bytes} bytes of registers"
+        if self.shared_bytes > limit:
+            return f"takes {self.shared_bytes} bytes of shared memory of {limit}"
+        if sixteen_bit and self.tensor_core is None:
+            return "has no tensor-core instruction"
+        return None
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("compile", help="compile all kernels", description=__doc__)
+    parser.add_argument("--arch", default=",".join(ARCHITECTURES), metavar="sm_80,…")
+    parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)), metavar="D,D,…")
+    parser.add_argument("--kernels", default=",".join(KERNELS), metavar="NAME,…")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--json", metavar="FILE", help="written when all is compiled")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import triton
+    except ImportError:
+        raise Refused("compile needs Triton: pip install 'attnzoo[gpu]'") from None
+    from attnzoo.kernels.configs import SHARED
+    from attnzoo.kernels.launch import interpreted
+
+    if interpreted():
+        raise Refused("compile cannot run under Triton's interpreter: unset TRITON_INTERPRET")
+    if args.jobs < 1:
+        raise Refused(f"--jobs must be at least 1, got {args.jobs}")
+    known = {f"sm_{arch}": limit for arch, limit in SHARED.items()}
+    archs = args.arch.split(",")
+    for arch in archs:
+        if arch not in known:
+            raise Refused(f"--arch must be of {', '.join(known)}, got {arch!r}")
+    try:
+        dims = [int(d) for d in args.head_dims.split(",")]
+    except ValueError:
+        raise Refused(f"--head-dims must be numbers, got {args.head_dims!r}") from None
+    if not all(1 <= d <= 256 for d in dims):
+        raise Refused(f"--head-dims must be from 1 to 256, got {args.head_dims!r}")
+    kernels = args.kernels.split(",")
+    if not set(kernels) <= set(KERNELS):
+        raise Refused(f"--kernels must be of {', '.join(KERNELS)}, got {args.kernels!r}")
+    print(f"triton {triton.__version__}")
+    header = ("kernel", "config", "arch", "registers", "spill", "shared", "tensor core", "")
+    print(_line(header), flush=True)
+    rows, wrong = [], 0
+    jobs = [cell for cell in cells(archs, dims) if cell.kernel in kernels]
+    # A fresh process each: torch's threads do not survive a fork.
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        for cell, row in zip(jobs, pool.map(compile_cell, jobs), strict=True):
+            said = row.objection(cell.dtype != "fp32", known[cell.arch])
+            wrong += said is not None
+            rows.append(row)
+            figures = (row.registers, row.spill_bytes, row.shared_bytes, row.tensor_core or "–")
+            print(_line((row.kernel, row.config, row.arch, *figures, said or "")), flush=True)
+    if args.json:
+        document = {"triton": triton.__version__, "environment": report.environment()}
+        report.write_json(args.json, {**document, "rows": [asdict(row) for row in rows]})
+    print(f"{len(rows)} compiled, {wrong} of them outside the limits")
+    return 1 if wrong else 0
+
+
+def _line(cells: tuple[Any, ...]) -> str:
+    widths = (10, 26, 7, 9, 6, 7, 11, 0)
+    return "  ".join(str(c).ljust(w) for c, w in zip(cells, widths)).rstrip()
+
+
+def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
+    """Causal calls with a gain: every twin plain, some with all extras, exp with each of them."""
+    for arch in archs:
+        for dim in dims:
+            for twin, (normalize, *_) in TWINS.items():
+                if twin == "taylor2" and dim != 128:
+                    continue  # like exp, without a maximum
+                kernels = ["forward", "dq", "dkdv"]
+                kernels += ["stats"] if twin == "exp" else []
+                kernels += ["threshold"] if normalize == "threshold" else []
+                for kernel in kernels:
+                    yield Cell(kernel, arch, "bf16", dim, twin)
+                    if twin in ("exp", "entmax15") and dim <= 128:
+                        yield Cell(kernel, arch, "fp32", dim, twin)
+                    if twin in ("exp", "q_exp"):
+                        yield Cell(kernel, arch, "bf16", dim, twin, "all")
+                    if (twin, dim) in (("exp", 128), ("entmax15", 64)):
+                        yield Cell(kernel, arch, "fp32", dim, twin, "all")
+                    if twin == "exp" and dim == 128 and kernel != "stats":
+                        for extra in EXTRAS:
+                            yield Cell(kernel, arch, "bf16", dim, twin, extra)
+
+
+def describe(cell: Cell) -> Any:
+    """The launch of a causal call with a gain, on tensors that hold nothing."""
+    from attnzoo.kernels import launch as kernels
+
+    normalize, unit, vanishes = TWINS[cell.twin]
+    q = torch.empty(1, 2, 1024, cell.head_dim, dtype=DTYPES[cell.dtype], device="meta")
+    row, arch = kernels.new_row(q), int(cell.arch.removeprefix("sm_"))
+    extras = EXTRAS if cell.extra == "all" else (cell.extra,)
+    segments = q.new_empty(1, 1024, dtype=torch.int64) if "segments" in extras else None
+    mask = q.new_empty(1, 1, 1, 1024, dtype=torch.uint8) if "keys" in extras else None
+    mask = q.new_empty(1, 1, 1024, 1024) if "mask" in extras else mask
+    left, alibi = 256 if "window" in extras else None, row if "alibi" in extras else None
+    facts = kernels.Facts(0.1, left, 0, mask, segments, segments, alibi)
+    form = kernels.Form(f"attnzoo.kernels.activations:{cell.twin}", unit, vanishes, normalize)
+    lse = cell.extra == "all" and normalize == "online"
+    rows = {
+        "gain": row,
+        "tau": row if normalize in ("none", "threshold") else None,
+        "shape": row if cell.twin == "q_exp" else None,
+        "sink": row if lse else None,
+    }
+    maps = kernels.empty_maps(q, q, q, facts) if normalize == "threshold" else None
+    if cell.kernel == "forward":
+        kept = None if maps is None else maps[:2]
+        return kernels.describe_forward(q, q, q, facts, form, rows, kept, lse, arch)[0]
+    if cell.kernel == "stats":
+        return kernels.describe_stats(q, q, facts, arch)[0]
+    if cell.kernel == "threshold":
+        alpha = None if cell.twin == "q_exp" else 1.5
+        return kernels.describe_threshold(q, q, q, facts, form, rows, alpha, arch)[0]
+    wanted = {"dgain": True, "dtau": normalize == "none", "dsink": lse}
+    launches, _ = kernels.describe_backward(
+        q, row if lse else None, q, q, q, q, row, row, facts, form, rows, maps,
+        {**wanted, "dalibi": alibi is not None}, arch,
+    )  # fmt: skip
+    return launches[0] if cell.kernel == "dq" else launches[-1]
+
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+def compile_cell(cell: Cell) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    launch = describe(cell)
+    signature, constants, aligned = {}, {}, {}
+    for n, param in enumerate(launch.kernel.params):
+        value = launch.args[param.name]
+        if param.is_constexpr or value is None:
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name], aligned[n,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", int(cell.arch.removeprefix("sm_")), 32)
+    done = triton.compile(source, target=target, options=launch.options)
+    usage, code = _disassembled(done.asm["cubin"])
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    core = next((name for name in TENSOR_CORES if re.search(rf"\b{name}\b", code)), None)
+    return Compiled(
+        cell.kernel,
+        cell.config,
+        cell.arch,
+        int(found[1]),
+        int(found[2]),
+        done.metadata.shared,
+        core,
+    )
+
+
+def _disassembled(cubin: bytes) -> tuple[str, str]:
+    """What cuobjdump says of the resources, and the machine code."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        said = []
+        for flag in ("-res-usage", "--dump-sass"):
+            done = subprocess.run([tool, flag, file], capture_output=True, text=True, check=True)
+            said.append(done.stdout + done.stderr)
+    return said[0], said[1]

@@ -1,0 +1,73 @@
+"""The README's table of kernels, from the files that `python -m benchmarks gpu` leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+LENGTH = 16384
+HEAD_DIMS, DIRECTIONS = (64, 128), ("forward", "backward")
+AGAINST = ("sdpa flash", "sdpa cudnn")
+NONE_YET = "No GPU has been measured yet.\n"
+
+Record = dict[str, Any]
+
+
+def kernels_table(results: Path = RESULTS) -> str:
+    """A paragraph and a table for each device, from its newest file."""
+    newest: dict[str, Record] = {}
+    for path in sorted(results.glob("*.json")):
+        document = json.loads(path.read_text())
+        device = document["environment"]["device"]
+        known = newest.get(device)
+        if known is None or known["environment"]["date"] <= document["environment"]["date"]:
+            newest[device] = document
+    parts = [device_table(newest[device]) for device in sorted(newest)]
+    return "\n".join(parts) if parts else NONE_YET
+
+
+def device_table(document: Record) -> str:
+    rows = [
+        row for row in document["rows"]
+        if row["causal"] and row["inputs"] == "iid" and row["head_dim"] in HEAD_DIMS
+    ]  # fmt: skip
+    where = document["environment"]
+    named = (
+        f"{where['device']}, torch {where['torch']}, Triton {where['packages']['triton']}, "
+        f"{where['date']}"
+    )
+    lengths = {row["length"] for row in rows if row["tflops"] is not None}
+    if not lengths:
+        return f"{named}: nothing was timed.\n"
+    length = LENGTH if LENGTH in lengths else max(lengths)
+    rows = [row for row in rows if row["length"] == length]
+    found = {(row["name"], row["direction"], row["head_dim"]): row for row in rows}
+    columns = [(direction, dim) for dim in HEAD_DIMS for direction in DIRECTIONS]
+    header = ("", *(f"{direction}, D = {dim}" for direction, dim in columns))
+    variants = dict.fromkeys(row["name"] for row in rows if row["kind"] == "variant")
+    others = dict.fromkeys(row["name"] for row in rows if row["kind"] != "variant")
+    table = [header, ("---",) * len(header)]
+    for name in (*sorted(variants), *others):
+        shown = f"`{name}`" if name in variants else name
+        table.append((shown, *(cell(found.get((name, *column))) for column in columns)))
+    example = rows[0]
+    return (
+        f"{named}: TFLOP/s, causal, {example['dtype']}, N = {length}, B = {example['batch']}, "
+        f"H = {example['heads']}; in brackets the time as a multiple of that of SDPA's flash and "
+        "of SDPA's cuDNN backend (softmax), in the same rounds.\n\n"
+        + "".join("| " + " | ".join(texts) + " |\n" for texts in table)
+    )
+
+
+def cell(row: Record | None) -> str:
+    """410 (0.90, 1.20); a dash where a ratio, or all, was not measured."""
+    if row is None or row["tflops"] is None:
+        return "–"
+    shown = f"{row['tflops']:.0f}"
+    if row["name"] in AGAINST:
+        return shown
+    ratios = (row["ratios"].get(name) for name in AGAINST)
+    multiples = ", ".join(f"{r['median']:.2f}" if r else "–" for r in ratios)
+    return f"{shown} ({multiples})"
