@@ -1,4 +1,8 @@
-"""One thread per worker, a fixed seed per test, and GPU tests only where there is a GPU."""
+"""One thread per worker, a fixed seed per test, and GPU tests only where there is a GPU.
+
+Without a GPU the Triton kernels run in Triton's interpreter, in the tests marked ``interpreter``.
+With one they are compiled, and a process cannot do both.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +25,10 @@ import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+GPU = torch.cuda.is_available()
+if not GPU:  # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +38,53 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+@pytest.fixture(autouse=True)
+def interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Interpreted kernels are numpy, which warns of what a GPU takes in silence: exp2, log2(0)."""
+    if request.node.get_closest_marker("interpreter") is None:
+        yield
         return
+    quicken_the_interpreter()
+    with np.errstate(all="ignore"):
+        yield
+
+
+@cache
+def quicken_the_interpreter() -> None:
+    """Let it patch Triton's language once per launch, not again for each call within a kernel.
+
+    That is a third of its time. It may also be left out: nothing but time depends on it.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = getattr(interpreter, "_patch_lang", None)
+    empty = getattr(interpreter, "_LangPatchScope", None)
+    if patch is None or empty is None:
+        return
+
+    def patch_once(fn: Any) -> Any:
+        own = [x for x in fn.__globals__.values() if x is language or x is language.core]
+        patched = own and not any(language.core.is_builtin(x.load) for x in own)
+        return empty() if patched else patch(fn)
+
+    interpreter._patch_lang = patch_once
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty and its kin give NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert bool(torch.empty(3).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marker, reason = "gpu", "gpu: torch sees no CUDA device"
+    if GPU:
+        marker, reason = "interpreter", "interpreter: on this machine the kernels are compiled"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="gpu: torch sees no CUDA device"))
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -6,6 +6,11 @@ these words. ``eager`` and ``tiled`` have no column: they refuse nothing that th
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
+
 RUNS = None  # in the place of a reason
 
 # Variant × backend, for a plain call.
@@ -13,18 +18,18 @@ NO_LINEAR = "no linear form"
 NO_PAIRWISE = "no pairwise form"
 NOT_SOFTMAX = "carries softmax and row gains on it only"
 VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
-    "adaptive_temperature": {"sdpa": RUNS, "linear": NO_LINEAR},
-    "asentmax": {"sdpa": NOT_SOFTMAX, "linear": NO_LINEAR},
-    "cosformer": {"sdpa": NO_PAIRWISE, "linear": RUNS},
-    "entmax": {"sdpa": NOT_SOFTMAX, "linear": NO_LINEAR},
-    "log_n": {"sdpa": RUNS, "linear": NO_LINEAR},
-    "sigmoid": {"sdpa": NOT_SOFTMAX, "linear": NO_LINEAR},
-    "sink": {"sdpa": "has no sink", "linear": NO_LINEAR},
-    "softmax": {"sdpa": RUNS, "linear": NO_LINEAR},
-    "sparsemax": {"sdpa": NOT_SOFTMAX, "linear": NO_LINEAR},
-    "ssmax": {"sdpa": RUNS, "linear": NO_LINEAR},
-    "taylor": {"sdpa": NOT_SOFTMAX, "linear": RUNS},
-    "topk": {"sdpa": NOT_SOFTMAX, "linear": NO_LINEAR},
+    "adaptive_temperature": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR},
+    "asentmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR},
+    "cosformer": {"sdpa": NO_PAIRWISE, "flash": NO_PAIRWISE, "linear": RUNS},
+    "entmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR},
+    "log_n": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR},
+    "sigmoid": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR},
+    "sink": {"sdpa": "has no sink", "flash": RUNS, "linear": NO_LINEAR},
+    "softmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR},
+    "sparsemax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR},
+    "ssmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR},
+    "taylor": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": RUNS},
+    "topk": {"sdpa": NOT_SOFTMAX, "flash": "selects no keys", "linear": NO_LINEAR},
 }
 
 
@@ -34,40 +39,74 @@ def backends_of(variant: str) -> list[str]:
     return ["eager", "tiled", *(name for name in table if table[name] is RUNS)]
 
 
+def cell(*values: str) -> Any:
+    """Values of a test, which runs the interpreter if flash is among them."""
+    marks = [pytest.mark.interpreter] if "flash" in values else []
+    return pytest.param(*values, marks=marks, id="-".join(values))
+
+
+# Every (variant, backend) that runs.
+PAIRS = [cell(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
+
+# (variant, backend) whose learned parameters get no gradient there; see PARAMETER_BACKENDS.
+CONSTANT_PARAMETERS = (("entmax", "flash"),)
+
+
+def precise(backend: str) -> torch.dtype:
+    """The inputs in which a backend is most accurate."""
+    return torch.float32 if backend == "flash" else torch.float64
+
+
 # Feature of a call × backend, for the variants that the backend runs. ``features.py`` builds them.
+NOT_BOTH = "takes a mask or causality, not both"
+CONSTANT_MASK = "no gradient for a float mask"
 FORGET = "a state cannot forget"
 DENSE = "would need a dense mask"
 FEATURE_BACKENDS: dict[str, dict[str, str | None]] = {
-    "plain": {"sdpa": RUNS, "linear": RUNS},
-    "causal": {"sdpa": RUNS, "linear": RUNS},
-    "one query, causal": {"sdpa": RUNS, "linear": RUNS},
-    "more keys": {"sdpa": RUNS, "linear": RUNS},
-    "more keys, causal": {"sdpa": "is top-left causal", "linear": RUNS},
-    "more queries": {"sdpa": RUNS, "linear": RUNS},
-    "more queries, causal": {"sdpa": "is top-left causal", "linear": RUNS},
-    "key mask": {"sdpa": RUNS, "linear": RUNS},
-    "key mask per head, GQA": {"sdpa": RUNS, "linear": RUNS},
-    "key mask, causal": {"sdpa": "takes a mask or causality, not both", "linear": RUNS},
-    "bool mask": {"sdpa": RUNS, "linear": "not a dense one"},
-    "bool mask, causal": {"sdpa": "takes a mask or causality, not both", "linear": "not a dense"},
-    "float mask": {"sdpa": RUNS, "linear": "must be bool"},
-    "float mask, fp32 for bf16": {"sdpa": RUNS, "linear": "must be bool"},
-    "float mask with gradient": {"sdpa": "no gradient for a float mask", "linear": "must be bool"},
-    "window": {"sdpa": DENSE, "linear": FORGET},
-    "window pair": {"sdpa": DENSE, "linear": FORGET},
-    "alibi": {"sdpa": DENSE, "linear": "alibi None"},
-    "segments": {"sdpa": DENSE, "linear": FORGET},
-    "GQA": {"sdpa": RUNS, "linear": RUNS},
-    "MQA": {"sdpa": RUNS, "linear": RUNS},
-    "other value dim": {"sdpa": "Dv = D only", "linear": RUNS},
-    "dropout": {"sdpa": "no fused dropout on a CPU", "linear": "no weights to drop"},
-    "lse": {"sdpa": "does not return lse", "linear": "return_lse"},
-    "scale 0.3": {"sdpa": RUNS, "linear": RUNS},
-    "no keys": {"sdpa": "does not take empty tensors", "linear": RUNS},
-    "no keys, causal": {"sdpa": "is top-left causal", "linear": RUNS},
-    "no queries": {"sdpa": "does not take empty tensors", "linear": RUNS},
-    "no batch": {"sdpa": "does not take empty tensors", "linear": RUNS},
-    "no values": {"sdpa": "Dv = D only", "linear": RUNS},
+    "plain": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "causal": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "one query, causal": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "more keys": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "more keys, causal": {"sdpa": "is top-left causal", "flash": RUNS, "linear": RUNS},
+    "more queries": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "more queries, causal": {"sdpa": "is top-left causal", "flash": RUNS, "linear": RUNS},
+    "key mask": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "key mask per head, GQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "key mask, causal": {"sdpa": NOT_BOTH, "flash": RUNS, "linear": RUNS},
+    "bool mask": {"sdpa": RUNS, "flash": RUNS, "linear": "not a dense one"},
+    "bool mask, causal": {"sdpa": NOT_BOTH, "flash": RUNS, "linear": "not a dense"},
+    "float mask": {"sdpa": RUNS, "flash": RUNS, "linear": "must be bool"},
+    "float mask, fp32 for bf16": {"sdpa": RUNS, "flash": RUNS, "linear": "must be bool"},
+    "float mask with gradient": {
+        "sdpa": CONSTANT_MASK,
+        "flash": CONSTANT_MASK,
+        "linear": "must be bool",
+    },
+    "window": {"sdpa": DENSE, "flash": RUNS, "linear": FORGET},
+    "window pair": {"sdpa": DENSE, "flash": RUNS, "linear": FORGET},
+    "alibi": {"sdpa": DENSE, "flash": RUNS, "linear": "alibi None"},
+    "segments": {"sdpa": DENSE, "flash": RUNS, "linear": FORGET},
+    "GQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "MQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "other value dim": {"sdpa": "Dv = D only", "flash": RUNS, "linear": RUNS},
+    "dropout": {
+        "sdpa": "no fused dropout on a CPU",
+        "flash": "has no dropout",
+        "linear": "no weights to drop",
+    },
+    "lse": {"sdpa": "does not return lse", "flash": RUNS, "linear": "return_lse"},
+    "scale 0.3": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
+    "no keys": {"sdpa": "does not take empty tensors", "flash": RUNS, "linear": RUNS},
+    "no keys, causal": {"sdpa": "is top-left causal", "flash": RUNS, "linear": RUNS},
+    "no queries": {"sdpa": "does not take empty tensors", "flash": RUNS, "linear": RUNS},
+    "no batch": {"sdpa": "does not take empty tensors", "flash": RUNS, "linear": RUNS},
+    "head dim 264": {
+        "sdpa": RUNS,
+        "flash": "head dimensions up to 128 in torch.float32",
+        "linear": RUNS,
+    },
+    "fp64": {"sdpa": RUNS, "flash": "not torch.float64", "linear": RUNS},
+    "no values": {"sdpa": "Dv = D only", "flash": RUNS, "linear": RUNS},
 }
 
 # Feature × variants which refuse it on every backend: the feature has no meaning for them.
@@ -97,4 +136,19 @@ PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
         "sdpa",
         RUNS,
     ),
+    "gain through statistics, flash": (
+        "adaptive_temperature",
+        {"differentiable": True},
+        "flash",
+        "takes the gain as a constant",
+    ),
+    "taylor of order 4, flash": ("taylor", {"order": 4}, "flash", RUNS),
+    "taylor of order 6, flash": ("taylor", {"order": 6}, "flash", "names no Triton function"),
+    "learned alpha": (
+        "entmax",
+        {"alpha": torch.full((2,), 1.3, requires_grad=True)},
+        "flash",
+        "gives no gradient for the shape",
+    ),
+    "alpha per head": ("entmax", {"alpha": torch.full((2,), 1.3)}, "flash", RUNS),
 }

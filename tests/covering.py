@@ -61,3 +61,14 @@ def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]
         values = {name: level, other: value}
         found += (first, values[first], second, values[second]) in missing
     return found
+
+
+def label(row: Row) -> str:
+    """A test's name, of the settings that are not the ordinary ones."""
+    settings = [f"{row['shape'][0]}x{row['shape'][1]}", str(row["dtype"])[6:], row["span"]]
+    settings += [str(row[key]) for key in ("mask", "heads", "params") if row[key] != "none"]
+    settings += [key for key in ("alibi", "segments", "dropout", "lse") if row[key]]
+    settings += ["dv"] if row["values"] == "other" else []
+    settings += ["d{}dv{}".format(*row["dims"])] if "dims" in row else []
+    settings += [row["layout"]] if "layout" in row else []
+    return "-".join(settings).replace(" ", "_")

@@ -13,7 +13,7 @@ N = 9
 
 def feature(name: str, gradient: bool = True) -> dict[str, Any]:
     """q, k, v and keywords of a small call that has the feature."""
-    heads, kv_heads, queries, keys, values, batch = 4, 4, N, N, 8, 2
+    heads, kv_heads, queries, keys, dim, values, batch = 2, 2, N, N, 8, 8, 2
     dtype = torch.float32
     options: dict[str, Any] = {}
     if "causal" in name:
@@ -34,15 +34,19 @@ def feature(name: str, gradient: bool = True) -> dict[str, Any]:
         values = 0
     elif name == "other value dim":
         values = 5
+    elif name == "head dim 264":
+        heads, kv_heads, dim, values, batch = 1, 1, 264, 264, 1
+    elif name == "fp64":
+        dtype = torch.float64
     elif name in ("GQA", "MQA", "key mask per head, GQA"):
-        kv_heads = 1 if name == "MQA" else 2
+        heads, kv_heads = (2, 1) if name == "MQA" else (4, 2)
         options["enable_gqa"] = True
     elif name == "window":
         options.update(window=3, is_causal=True)
     elif name == "window pair":
         options["window"] = (2, 1)
     elif name == "alibi":
-        options["alibi"] = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+        options["alibi"] = torch.tensor([0.5, 0.25])
     elif name == "segments":
         options["segment_ids"] = (torch.arange(N) // 4).expand(batch, N)
     elif name == "dropout":
@@ -62,8 +66,8 @@ def feature(name: str, gradient: bool = True) -> dict[str, Any]:
         mask = rand(batch, 1, queries, keys, seed=7).float()
         options["attn_mask"] = mask.masked_fill(mask < -0.8, float("-inf"))
         options["attn_mask"].requires_grad_(gradient and name.endswith("gradient"))
-    q = rand(batch, heads, queries, 8, seed=1)
-    k = rand(batch, kv_heads, keys, 8, seed=2)
+    q = rand(batch, heads, queries, dim, seed=1)
+    k = rand(batch, kv_heads, keys, dim, seed=2)
     v = rand(batch, kv_heads, keys, values, seed=3)
     tensors = {n: x.to(dtype).requires_grad_(gradient) for n, x in (("q", q), ("k", k), ("v", v))}
     return {**tensors, **options}

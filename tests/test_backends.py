@@ -16,7 +16,7 @@ import torch
 from agreement import by_backend, complaints, kept, make, plain, reference
 from cases import CASES, VARIANTS
 from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
-from covering import covering
+from covering import covering, label
 
 SHAPES = (1, 1), (17, 17), (128, 128), (200, 200)
 SHAPES += (1, 200), (63, 128), (128, 63), (200, 17)
@@ -73,35 +73,19 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
     return tuple(levels.items())
 
 
-def name(row: dict[str, Any]) -> str:
-    settings = [f"{row['shape'][0]}x{row['shape'][1]}", str(row["dtype"])[6:], row["span"]]
-    settings += [str(row[key]) for key in ("mask", "heads", "params") if row[key] != "none"]
-    settings += [key for key in ("alibi", "segments", "dropout", "lse") if row[key]]
-    settings += ["dv"] if row["values"] == "other" else []
-    return "-".join(settings).replace(" ", "_")
-
-
 def cells() -> Iterator[Any]:
     for variant in VARIANTS:
         for seed, row in enumerate(covering(factors(variant), all_allowed)):
-            yield pytest.param(variant, row, ("eager", "tiled"), seed, id=f"{variant}-{name(row)}")
+            yield pytest.param(variant, row, ("eager", "tiled"), seed, id=f"{variant}-{label(row)}")
+        # flash, which runs in an interpreter, has an array of its own in test_flash.
         for backend, allowed in (("sdpa", sdpa_allowed), ("linear", all_allowed)):
             if VARIANT_BACKENDS[variant][backend] is RUNS:
                 for seed, row in enumerate(covering(factors(variant, backend), allowed)):
-                    label = f"{variant}-{backend}-{name(row)}"
-                    yield pytest.param(variant, row, (backend,), seed, id=label)
+                    name = f"{variant}-{backend}-{label(row)}"
+                    yield pytest.param(variant, row, (backend,), seed, id=name)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty and its kin give NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert bool(torch.empty(3).isnan().all())
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("variant", "row", "backends", "seed"), list(cells()))
 def test_agrees_with_the_definition(
     variant: str, row: dict[str, Any], backends: tuple[str, ...], seed: int

@@ -250,10 +250,12 @@ def test_every_variant_has_its_row() -> None:
 
 
 def test_text_around_the_table_is_kept() -> None:
-    text = "a\n<!-- variants: begin -->\nold\n<!-- variants: end -->\nb\n"
+    kernels = "c\n<!-- kernels: begin -->\n<!-- kernels: end -->\nd\n"
+    text = f"a\n<!-- variants: begin -->\nold\n<!-- variants: end -->\nb\n{kernels}"
     new = readme.rendered(text)
     assert new.startswith("a\n<!-- variants: begin -->\n| variant")
-    assert new.endswith("|\n<!-- variants: end -->\nb\n")
+    assert "|\n<!-- variants: end -->\nb\nc\n<!-- kernels: begin -->\n" in new
+    assert new.endswith("\n<!-- kernels: end -->\nd\n")
     assert readme.rendered(new) == new
     with pytest.raises(ValueError, match="one pair"):
         readme.rendered("nothing here")

@@ -218,9 +218,11 @@ def test_groups_share_the_key_head_of_their_block(backend: str) -> None:
     assert not torch.allclose(found[:, 0], found[:, 2])
 
 
-def test_strides_do_not_matter() -> None:
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_strides_do_not_matter(dtype: torch.dtype) -> None:
     """(B, N, H, D) storage, a broadcast batch, a slice and a reversed layout."""
-    base = rand(2, 9, 4, 16)
+    base = rand(2, 9, 4, 16, dtype=dtype)
     q, k, v = base.transpose(1, 2)[..., ::2], base.transpose(1, 2)[..., 1::2], base[:1, :, :, :8]
     v = v.transpose(1, 2).expand(2, 4, 9, 8)
     for variant in ("softmax", "sigmoid", "entmax", "taylor"):
@@ -230,4 +232,5 @@ def test_strides_do_not_matter() -> None:
         for backend in attnzoo.dispatch.BACKENDS:
             if attnzoo.explain(q, k, v, variant, backend=backend).chosen:
                 found = attnzoo.attention(q, k, v, variant, backend=backend)
-                assert torch.allclose(found, expected), (variant, backend)
+                close = torch.allclose(found, expected, rtol=1e-5, atol=20 * torch.finfo(dtype).eps)
+                assert close, (variant, backend)

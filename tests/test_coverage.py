@@ -9,7 +9,7 @@ import torch
 
 import attnzoo
 from attnzoo.dispatch import BACKENDS
-from cases import CASES, VARIANTS
+from cases import CASES, VARIANTS, rand
 from coverage_table import (
     FEATURE_BACKENDS,
     NO_LSE,
@@ -18,8 +18,11 @@ from coverage_table import (
     RUNS,
     VARIANT_BACKENDS,
     VARIANT_REFUSALS,
+    cell,
 )
 from features import feature
+
+TABLED = ("sdpa", "flash", "linear")
 
 
 def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:
@@ -57,12 +60,13 @@ def check(
 def test_the_tables_are_complete() -> None:
     assert set(VARIANT_BACKENDS) == set(VARIANTS)
     columns = {*BACKENDS} - {"eager", "tiled"}
+    assert columns == {*TABLED}
     assert all(set(row) == columns for row in VARIANT_BACKENDS.values())
     assert all(set(row) == columns for row in FEATURE_BACKENDS.values())
     assert set(VARIANT_REFUSALS) <= set(FEATURE_BACKENDS)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "linear"])
+@pytest.mark.parametrize("backend", [cell(backend) for backend in TABLED])
 @pytest.mark.parametrize("variant", VARIANT_BACKENDS)
 def test_variants_on_backends(variant: str, backend: str) -> None:
     check(VARIANT_BACKENDS[variant][backend], feature("plain"), variant, backend)
@@ -70,7 +74,7 @@ def test_variants_on_backends(variant: str, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "backend"),
-    [(v, b) for v, row in VARIANT_BACKENDS.items() for b, why in row.items() if why is RUNS],
+    [cell(v, b) for v, row in VARIANT_BACKENDS.items() for b in row if row[b] is RUNS],
 )
 @pytest.mark.parametrize("name", FEATURE_BACKENDS)
 def test_features_on_backends(name: str, variant: str, backend: str) -> None:
@@ -88,18 +92,20 @@ def test_eager_and_tiled_refuse_nothing(variant: str, backend: str) -> None:
         check(VARIANT_REFUSALS[name][1] if refused else RUNS, feature(name), variant, backend)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("name", PARAMETER_BACKENDS)
 def test_parameters_on_backends(name: str) -> None:
     variant, params, backend, reason = PARAMETER_BACKENDS[name]
     check(reason, feature("plain"), variant, backend, **params)
 
 
-def test_sdpa_takes_a_gain_through_statistics_where_no_gradient_is_wanted() -> None:
+@pytest.mark.parametrize("backend", [cell("sdpa"), cell("flash")])
+def test_a_gain_through_statistics_runs_where_no_gradient_is_wanted(backend: str) -> None:
     arguments = feature("plain", gradient=False)
     plan = attnzoo.explain(
-        variant="adaptive_temperature", backend="sdpa", differentiable=True, **arguments
+        variant="adaptive_temperature", backend=backend, differentiable=True, **arguments
     )
-    assert plan.chosen == "sdpa"
+    assert plan.chosen == backend
 
 
 def test_who_refuses_what_follows_from_the_variant() -> None:
@@ -118,3 +124,15 @@ def test_without_a_name_every_feature_runs(variant: str) -> None:
         plan = attnzoo.explain(variant=variant, **arguments, **CASES[variant].params)
         assert plan.chosen in BACKENDS
         run(arguments, variant, plan.chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sdpa_computes_gain_times_q_in_fp32_and_rounds_it_once(dtype: torch.dtype) -> None:
+    """A gain that is rounded to bf16 first would be off by as much as the whole budget."""
+    q, k, v = (rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3))
+    gain = 0.168 * torch.arange(1, 10).float().log()[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        (gain * q.float()).to(dtype), k, v, is_causal=True
+    )
+    found = attnzoo.attention(q, k, v, "ssmax", is_causal=True, backend="sdpa")
+    assert torch.equal(found, expected)

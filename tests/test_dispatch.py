@@ -84,6 +84,7 @@ def test_the_table_of_reasons() -> None:
     assert rows["eager", "definition"] == "able"
     assert rows["linear", "linear"] == "has no weights to drop"
     assert rows["sdpa", "pairwise"] == "carries softmax and row gains on it only"
+    assert rows["flash", "pairwise"] == "has no dropout; tiled has"
 
 
 def test_explain_of_a_refusal_and_of_an_objection() -> None:
@@ -103,6 +104,7 @@ def test_explain_runs_nothing() -> None:
     assert chosen("softmax", 10**6, return_lse=True) == "tiled"
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_named_backend_is_the_one_that_runs(
     backend: str, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +117,7 @@ def test_a_named_backend_is_the_one_that_runs(
             return original(*args)
 
         monkeypatch.setattr(module, "run", run)
-    q, k, v = rand(3, 1, 2, 5, 8).unbind()
+    q, k, v = rand(3, 1, 2, 5, 8).float().unbind()
     variant = "taylor" if backend == "linear" else "softmax"
     attnzoo.attention(q, k, v, variant, backend=backend)
     assert ran[0] == backend
@@ -178,7 +180,7 @@ def test_a_variant_without_a_form_is_a_complete_citizen() -> None:
         assert torch.allclose(found, expected)
         for have, want in zip(torch.autograd.grad(found, leaves, do), gradients, strict=True):
             assert torch.allclose(have, want)
-    for backend in ("sdpa", "linear"):
+    for backend in ("sdpa", "flash", "linear"):
         with pytest.raises(ValueError, match=f"'{backend}' cannot run 'relu' here.*no .* form"):
             attnzoo.attention(q, k, v, "relu", backend=backend, **options)
 

@@ -54,7 +54,7 @@ def layer(name: str) -> str:
 
 
 # What each layer may import of the others: forms, call ← activations ← variants, and
-# forms, call ← backends; the two sides meet in dispatch alone; dispatch ← nn.
+# forms, call, kernels ← backends; the two sides meet in dispatch alone; dispatch ← nn.
 MAY_IMPORT: dict[str, set[str]] = {
     "forms": set(),
     "counts": set(),
@@ -64,7 +64,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registry": {"forms"},
     "activations": {"forms"},
     "variants": {"activations", "call", "forms", "registry", "variants"},
-    "backends": {"activations", "call", "counts", "forms", "backends"},
+    "kernels": {"kernels"},
+    "backends": {"activations", "call", "counts", "forms", "backends", "kernels"},
     "dispatch": {"variants", "backends", "bind", "call", "checks", "forms", "registry"},
     "recurrent": {"backends", "call", "dispatch", "forms", "registry"},
     "nn": {"bind", "dispatch", "forms", "registry"},
@@ -85,6 +86,40 @@ def test_dependencies_point_one_way(path: Path) -> None:
         assert all(layer(name) != other for name in imports(path, at_runtime=False))
 
 
+def at_import(path: Path) -> set[str]:
+    """Top packages and own modules that a file imports as soon as it is imported itself."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.Lambda))
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if node not in inside and isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif node not in inside and isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_kernels_are_imported_by_the_call_that_launches_them() -> None:
+    """Triton is known to the kernels alone, and nothing imports those for being imported, but for
+    their configurations, which are numbers."""
+    for path in FILES:
+        if layer(module_name(path)) == "kernels":
+            continue
+        for name in at_import(path):
+            assert name.split(".")[0] != "triton", path
+            inside = name.startswith("attnzoo.kernels")
+            assert not inside or name.startswith("attnzoo.kernels.configs"), path
+    numbers = at_import(PACKAGE / "kernels" / "configs.py")
+    assert not [name for name in numbers if name.split(".")[0] in ("attnzoo", "torch", "triton")]
+    kernels = [path for path in FILES if layer(module_name(path)) == "kernels"]
+    assert any("triton" in at_import(path) for path in kernels)
+
+
 def test_variants_import_each_other_for_shared_mathematics_only() -> None:
     found = {
         (path.stem, name.rsplit(".", 1)[-1])
@@ -97,15 +132,18 @@ def test_variants_import_each_other_for_shared_mathematics_only() -> None:
 
 @pytest.mark.parametrize("folder", ["evals", "benchmarks"])
 def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
+    """But for what compiles the kernels, and is there to look inside them."""
     public = {*attnzoo.__all__, "__version__"}
     for path in sorted((ROOT / folder).rglob("*.py")):
+        compiles = path == ROOT / "benchmarks" / "compile.py"
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name.split(".")[0] == "attnzoo":
                         assert alias.name in ("attnzoo", "attnzoo.nn"), path
             elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "attnzoo":
-                assert node.module in ("attnzoo", "attnzoo.nn"), path
+                kernels = compiles and str(node.module).startswith("attnzoo.kernels")
+                assert kernels or node.module in ("attnzoo", "attnzoo.nn"), path
                 if node.module == "attnzoo":
                     assert {alias.name for alias in node.names} <= public, path
             elif (

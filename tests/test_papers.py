@@ -13,6 +13,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.variants.adaptive_temperature import beta
 from cases import CASES, VARIANTS, rand
+from coverage_table import RUNS, VARIANT_BACKENDS, precise
 
 BACKENDS = ["eager", "tiled"]
 
@@ -26,6 +27,7 @@ def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: A
     )[0, 0]
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if CASES[v].paper.weights])
 def test_value_of_the_case(variant: str) -> None:
     """One row, D = 1 and q = 1, so that the keys are the scores; on every backend that takes it."""
@@ -34,12 +36,13 @@ def test_value_of_the_case(variant: str) -> None:
     v = torch.eye(len(paper.scores), dtype=torch.float64)[None, None]
     expected = torch.tensor(paper.weights, dtype=torch.float64)
     for backend in attnzoo.dispatch.BACKENDS:
-        call = (torch.ones(1, 1, 1, 1, dtype=torch.float64), k, v, variant)
+        q = torch.ones(1, 1, 1, 1, dtype=precise(backend))
+        call = (q, k.to(q.dtype), v.to(q.dtype), variant)
         options = dict(scale=1.0, backend=backend, **paper.params)
         if attnzoo.explain(*call, **options).chosen is None:
-            assert backend in ("sdpa", "linear")
+            assert VARIANT_BACKENDS[variant].get(backend) is not RUNS or backend == "sdpa"
             continue
-        found = attnzoo.attention(*call, **options)[0, 0, 0]
+        found = attnzoo.attention(*call, **options)[0, 0, 0].double()
         assert torch.allclose(found, expected, rtol=0, atol=paper.accuracy), backend
 
 

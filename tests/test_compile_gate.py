@@ -1,0 +1,92 @@
+"""python -m benchmarks compile: what it reads off the machine code, and what it calls wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compile import ARCHITECTURES, HEAD_DIMS, KERNELS, TWINS, Compiled, cells
+
+ROOT = Path(__file__).parent.parent
+
+
+def compile_command(*args: str) -> subprocess.CompletedProcess[str]:
+    # Not under the interpreter, which the tests of the kernels turn on.
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "compile", *args],
+        cwd=ROOT, capture_output=True, text=True, env=env,
+    )  # fmt: skip
+
+
+def test_compiles_a_kernel_and_writes_what_it_found(tmp_path: Path) -> None:
+    file = tmp_path / "compiled.json"
+    done = compile_command(
+        "--arch", "sm_90", "--head-dims", "64", "--kernels", "stats", "--jobs", "1",
+        "--json", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["config"] for row in rows] == [
+        "exp D=64 bf16",
+        "exp D=64 fp32",
+        "exp D=64 bf16 all",
+    ]
+    for row in rows:
+        assert set(row) == {
+            "kernel", "config", "arch", "registers", "spill_bytes", "shared_bytes", "tensor_core",
+        }  # fmt: skip
+        assert 0 < row["registers"] <= 255
+        assert row["spill_bytes"] == 0
+        assert row["tensor_core"] == "HGMMA"
+        assert str(row["registers"]) in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Compiled("dq", "c", "sm_90", 255, 8, 0, "HGMMA"), "spills 8 bytes"),
+        (Compiled("dq", "c", "sm_90", 255, 0, 101, "HGMMA"), "101 bytes of shared memory of 100"),
+        (Compiled("dq", "c", "sm_90", 255, 0, 100, None), "no tensor-core"),
+        (Compiled("dq", "c", "sm_90", 255, 0, 100, "HMMA"), None),
+    ],
+)
+def test_what_is_wrong(row: Compiled, words: str | None) -> None:
+    said = row.objection(sixteen_bit=True, limit=100)
+    assert said is None if words is None else words in str(said)
+
+
+def test_fp32_may_do_without_tensor_cores() -> None:
+    row = Compiled("dq", "c", "sm_90", 100, 0, 0, None)
+    assert row.objection(sixteen_bit=False, limit=100) is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--arch", "sm_70", "--arch must be of sm_80, sm_90, sm_100, got 'sm_70'"),
+        ("--head-dims", "300", "--head-dims must be from 1 to 256"),
+        ("--head-dims", "x", "--head-dims must be numbers"),
+        ("--kernels", "decode", "--kernels must be of forward"),
+        ("--jobs", "0", "--jobs must be at least 1"),
+    ],
+)
+def test_bad_options_are_refused(option: str, value: str, message: str) -> None:
+    done = compile_command(option, value)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_every_kernel_architecture_and_twin_is_compiled() -> None:
+    found = list(cells(list(ARCHITECTURES), list(HEAD_DIMS)))
+    assert {cell.kernel for cell in found} == set(KERNELS)
+    for arch in ARCHITECTURES:
+        for dim in HEAD_DIMS:
+            twins = {c.twin for c in found if (c.arch, c.head_dim, c.dtype) == (arch, dim, "bf16")}
+            assert twins == set(TWINS) - (set() if dim == 128 else {"taylor2"})
+    assert len(set(found)) == len(found)

@@ -1,0 +1,251 @@
+"""flash where kernels go wrong: far scores, empty rows and tensors, thresholds, skipped blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import attnzoo
+from agreement import Inputs, by_backend, complaints, make, of_this_output, plain, reference
+from attnzoo import activations
+from attnzoo.backends import flash_ops
+from attnzoo.forms import Activation
+from attnzoo.kernels.launch import Form
+from cases import rand
+from coverage_table import NO_LSE
+from test_flash import FLASH, factors
+from test_threshold import ALPHAS, SCORES, bisected
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
+
+every_variant = pytest.mark.parametrize("variant", FLASH)
+
+
+def setting(variant: str, **others: Any) -> dict[str, Any]:
+    """The first level of each factor, but for these."""
+    return {**{name: levels[0] for name, levels in factors(variant)}, "batch": 1, **others}
+
+
+def disagreements(variant: str, inputs: Inputs) -> list[str]:
+    found = by_backend(variant, "flash", inputs)
+    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
+    exact = of_this_output(variant, inputs, found, exact)
+    return complaints(variant, "flash", found, exact, naive, inputs)
+
+
+# ---- far scores -------------------------------------------------------------------------------
+
+
+def scores_around(inputs: Inputs, score: float) -> Inputs:
+    """All scores moved to about this, by a coordinate of their own."""
+    q, k = inputs.leaves["q"], inputs.leaves["k"]
+    q[..., 0], k[..., 0] = q.shape[-1] ** 0.5, score
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("score", [-200.0, 80.0])
+@every_variant
+def test_far_scores(variant: str, score: float, dtype: torch.dtype) -> None:
+    row = setting(variant, shape=(17, 40), dtype=dtype, lse=variant not in NO_LSE)
+    row.update(params="default", span="causal")
+    assert disagreements(variant, scores_around(make(variant, row), score)) == []
+
+
+@pytest.mark.parametrize("order", [2, 4])
+def test_a_polynomial_of_large_scores_does_not_leave_fp16(order: int) -> None:
+    """T(400) is 80401 at order 2; the first keys are near 0, so that the sums are scaled down."""
+    inputs = make("taylor", setting("taylor", shape=(17, 100), dtype=torch.float16), seed=3)
+    scores_around(inputs, 400.0).leaves["k"][..., :50, 0] = 0.0
+    inputs.rest["order"] = order
+    assert disagreements("taylor", inputs) == []
+
+
+# ---- nothing to see ---------------------------------------------------------------------------
+
+
+@every_variant
+def test_rows_without_keys(variant: str) -> None:
+    """By mask one row among others and a block of them, by causality the first."""
+    q, k, v = (rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))
+    v = v[:, :, 1:]
+    mask = torch.ones(140, 120, dtype=torch.bool)
+    mask[50] = mask[64:128] = False
+    empty = [*range(20), 50, *range(64, 128)]
+    options: dict[str, Any] = {"return_lse": True} if variant not in NO_LSE else {}
+    out = attnzoo.attention(
+        q, k, v, variant, attn_mask=mask, is_causal=True, backend="flash", **options
+    )
+    if options:
+        out, lse = out
+        assert bool((lse[:, :, empty] == float("-inf")).all())
+        assert bool(lse[:, :, 51].isfinite().all())
+        out = out + lse.masked_fill(lse == float("-inf"), 0.0)[..., None]
+    assert bool((out[:, :, empty] == 0).all())
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert bool((dq[:, :, empty] == 0).all())
+    assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
+    assert bool((dv[:, :, 0] != 0).all())
+
+
+@every_variant
+def test_empty_tensors(variant: str) -> None:
+    for batch, queries, keys in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
+        q, k, v = (rand(batch, 2, n, 16).float().requires_grad_() for n in (queries, keys, keys))
+        out = attnzoo.attention(q, k, v, variant, backend="flash")
+        assert out.shape == (batch, 2, queries, 16)
+        assert bool((out == 0).all())
+        for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+            assert bool((gradient == 0).all())
+    if variant not in NO_LSE:
+        q, k = rand(2, 2, 5, 16).float(), rand(2, 2, 0, 16).float()
+        _, lse = attnzoo.attention(q, k, k, variant, backend="flash", return_lse=True)
+        assert torch.equal(lse, torch.full((2, 2, 5), float("-inf")))
+
+
+def test_any_strides_and_gradients_of_any_strides() -> None:
+    """Columns in memory, expanded heads; and a dO that is one number."""
+    q = rand(1, 2, 8, 17, seed=1).float().mT
+    k, v = (rand(1, 1, 17, 8, seed=i).float().expand(1, 2, 17, 8) for i in (2, 3))
+    found = []
+    for backend in ("flash", "eager"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attnzoo.attention(*leaves, "sink", backend=backend)
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
+    for have, want in zip(*found, strict=True):
+        assert have.shape == want.shape
+        assert torch.allclose(have, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["sink", "entmax"])
+def test_two_runs_are_equal_to_the_bit(variant: str) -> None:
+    inputs = make(variant, setting(variant, shape=(70, 70), heads="gqa", span="causal"))
+    first, second = (by_backend(variant, "flash", inputs) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ---- thresholds -------------------------------------------------------------------------------
+
+
+def weights(scores: Tensor, alpha: float | Tensor) -> Tensor:
+    """Of rows of scores [R, n]: queries and values are unit vectors, keys the columns."""
+    rows, n = scores.shape
+    visible = scores != float("-inf")
+    q, eye = torch.eye(rows)[None, None], torch.eye(n)[None, None]
+    k = scores.masked_fill(~visible, 0.0).T[None, None].float()
+    return attnzoo.attention(
+        q, k, eye, "entmax", alpha=alpha, scale=1.0, attn_mask=visible, backend="flash"
+    )[0, 0].double()
+
+
+@pytest.mark.parametrize("n", [1, 5, 64])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int) -> None:
+    alpha = float(torch.tensor(alpha))
+    kinds = {name: make(n).float().double() for name, make in SCORES.items()}
+    found = weights(torch.cat(list(kinds.values())), alpha).split(3)
+    for w, (name, scores) in zip(found, kinds.items(), strict=True):
+        seen = (scores != float("-inf")).any(-1, keepdim=True)
+        assert float((w.sum(-1, keepdim=True) - 1.0 * seen).abs().max()) <= 1e-5, name
+        # τ is a number of the scores' size, and rounded as such.
+        top = float(scores.masked_fill(scores == float("-inf"), 0.0).max())
+        allowed = 1e-5 + torch.finfo(torch.float32).eps / 2 * abs(top)
+        exact = bisected(scores, alpha).masked_fill(~seen, 0.0)
+        assert float((w - exact).abs().max()) <= allowed, name
+
+
+CLUSTERED = [
+    pytest.param("sparsemax", 16, {}, id="sparsemax"),
+    pytest.param("entmax", 16, {"is_causal": True}, id="entmax-causal"),
+    pytest.param("asentmax", 16, {"window": (150, 20)}, id="asentmax-window"),
+    pytest.param("entmax", 128, {"alpha": torch.tensor([1.3, 1.6])}, id="alphas-small-tiles"),
+]
+
+
+@pytest.mark.parametrize(("variant", "dim", "options"), CLUSTERED)
+def test_blocks_without_weight_are_skipped(
+    variant: str, dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every query finds its keys in one cluster, and a cluster fills whole blocks of keys."""
+    n, maps = 330, []
+
+    def spy(*args: Any, original: Any = flash_ops.flash_threshold) -> tuple[Tensor, ...]:
+        found = original(*args)
+        maps.append(found[3])
+        return found
+
+    monkeypatch.setattr(flash_ops, "flash_threshold", spy)
+    cluster = torch.arange(n) // 110
+    # Queries of a cluster stand together, but look elsewhere unless causality forbids it.
+    to = cluster if "is_causal" in options else 2 - cluster
+    shapes = (1, 2, n, dim), (1, 1, n, dim), (1, 1, n, dim)
+    q, k, v = (rand(*shape, seed=i).float() for i, shape in enumerate(shapes))
+    q[..., :3] = torch.nn.functional.one_hot(to, 3) * 20
+    k[..., :3] = torch.nn.functional.one_hot(cluster, 3) * 20
+    rest = {"scale": 0.25, "enable_gqa": True, **options}
+    do = rand(*q.shape, seed=4).float()
+    inputs = Inputs({"q": q, "k": k, "v": v}, rest, do, do[..., 0])
+    assert disagreements(variant, inputs) == []
+    assert 0 < float(maps[0].float().mean()) < 0.7
+
+
+# ---- activations ------------------------------------------------------------------------------
+
+
+@triton.jit
+def evaluate(x, shape, phi, slope, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    bend = None
+    if shape is not None:
+        bend = tl.load(shape + at)
+    value, change = ACT(tl.load(x + at), bend)
+    tl.store(phi + at, value)
+    tl.store(slope + at, change)
+
+
+TWINS = [activations.EXP, activations.SIGMOID, activations.SPARSEMAX, activations.ENTMAX15]
+TWINS += [activations.taylor(2), activations.taylor(4)]
+TWINS += [(activations.Q_EXP, alpha) for alpha in (1.001, 1.1, 1.5, 1.9, 2.0)]
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda x: x.name if isinstance(x, Activation) else x[1])
+def test_twins_are_their_activations(twin: Activation | tuple[Activation, float]) -> None:
+    activation, alpha = twin if isinstance(twin, tuple) else (twin, None)
+    assert activation.triton is not None
+    s = torch.cat([torch.linspace(-12, 12, 255), torch.tensor([float("-inf")])])
+    phi, slope = torch.empty_like(s), torch.empty_like(s)
+    shape = None if alpha is None else torch.full_like(s, alpha)
+    act = Form(activation.triton, activation.unit, activation.vanishes, "sum").act
+    evaluate[(1,)](s * activation.unit, shape, phi, slope, ACT=act, BLOCK=256)
+    exact = s.double() if shape is None else (s.double(), shape.double())
+    s64, shape64 = exact if isinstance(exact, tuple) else (exact, None)
+    value = activation.value(s64.clone(), shape64)
+    change = activation.slope(s64, value, shape64)
+    if activation.vanishes:
+        assert (phi[-1], slope[-1]) == (0, 0)
+    # exp2 and log2 of a number of this size keep so many digits.
+    accuracy = 2e-6 if shape is None else 2e-5
+    # What cancels: the powers of a polynomial, and 1 − φ.
+    size = 0.05 * (activation.name == "sigmoid")
+    size = size + 0.0 * s64 if activation.vanishes else activation.value(s64.abs(), None)
+    for have, want in ((phi, value), (slope, change)):
+        error = (have.double() - want)[:-1].abs()
+        assert bool((error <= accuracy * (want.abs() + size)[:-1]).all())
+
+
+@pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax"])
+def test_the_least_number_in_a_float_mask_is_visible(variant: str) -> None:
+    """A usual fill. Times log2 e it would be −∞: a row of nothing else is a mean of all keys."""
+    q, k, v = (rand(1, 2, 40, 16, seed=i).float() for i in range(3))
+    mask = torch.zeros(1, 1, 40, 40)
+    mask[..., 7, :] = mask[..., :, 5] = torch.finfo(torch.float32).min
+    outs = [
+        attnzoo.attention(q, k, v, variant, attn_mask=mask, backend=backend)
+        for backend in ("flash", "eager")
+    ]
+    assert torch.allclose(*outs, atol=1e-5)

@@ -1,0 +1,109 @@
+"""flash on a GPU: every variant against the fp64 definition, as the interpreter's tests do.
+
+A few rows per variant, each compiling kernels of its own: dtype, head dimension, span, masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from agreement import Inputs, by_backend, complaints, make, plain, reference
+from cases import CASES
+from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+
+pytestmark = pytest.mark.gpu
+FLASH = [variant for variant, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
+
+PLAIN = {
+    "shape": (1000, 1000), "dtype": torch.bfloat16, "span": "causal", "mask": "none",
+    "mask_gradient": False, "heads": "gqa", "params": "default", "dims": (128, 128),
+    "alibi": False, "segments": False, "dropout": False, "lse": False, "batch": 2,
+}  # fmt: skip
+ROWS = {
+    "causal, bf16, 128": {},
+    "full, fp16, 64, keys masked": {
+        "shape": (200, 333), "dtype": torch.float16, "span": "full", "mask": "keys",
+        "dims": (64, 64), "heads": "3 of 1",
+    },
+    "window, fp32, 40": {
+        "shape": (333, 333), "dtype": torch.float32, "span": "window", "dims": (40, 24),
+        "alibi": True, "segments": True,
+    },
+    "masked, bf16, 256": {
+        "shape": (130, 257), "mask": "float", "dims": (256, 256), "heads": "2 heads", "lse": True,
+    },
+}  # fmt: skip
+
+
+def on_gpu(inputs: Inputs) -> Inputs:
+    def move(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(move, x))
+        return x.cuda() if isinstance(x, Tensor) else x
+
+    leaves = {name: move(x) for name, x in inputs.leaves.items()}
+    rest = {name: move(x) for name, x in inputs.rest.items()}
+    return replace(inputs, leaves=leaves, rest=rest, do=move(inputs.do), dlse=move(inputs.dlse))
+
+
+def cells() -> Iterator[Any]:
+    for variant in FLASH:
+        for seed, (name, changes) in enumerate(ROWS.items()):
+            row = {**PLAIN, **changes}
+            if CASES[variant].learned and variant != "entmax":  # it has no gradient for α
+                row["params"] = "learned"
+            if variant in NO_SCORE:
+                row.update(alibi=False, mask=row["mask"].replace("float", "bool"))
+            row["lse"] = row["lse"] and variant not in NO_LSE
+            yield pytest.param(variant, row, seed, id=f"{variant}: {name}")
+
+
+@pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
+def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
+    inputs = on_gpu(make(variant, row, seed=10 * seed))
+    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
+    found = by_backend(variant, "flash", inputs)
+    again = by_backend(variant, "flash", inputs)
+    said = complaints(variant, "flash", found, exact, naive, inputs)
+    assert not said, "\n".join(said)
+    # No atomics: two runs are bit-equal.
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+@pytest.mark.parametrize("variant", FLASH)
+def test_compiles_whole(variant: str) -> None:
+    q, k, v = torch.randn(3, 1, 4, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnzoo.attention(
+            q, k, v, variant, is_causal=True, backend="flash", **CASES[variant].params
+        )
+
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True)):
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for have, want in zip(*results, strict=True):
+        assert torch.allclose(have, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_new_length_compiles_nothing() -> None:
+    from attnzoo.kernels.flash_forward import flash_forward
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in flash_forward.device_caches.values())
+
+    for n in (128, 1, 77, 1024, 4097):
+        q, k, v = torch.randn(3, 1, 2, n, 64, device="cuda", dtype=torch.bfloat16).unbind()
+        attnzoo.attention(q, k, v, "sigmoid", is_causal=True, backend="flash")
+        if n == 128:
+            once = compiled()
+    assert compiled() == once
