@@ -8,6 +8,7 @@ a kernel on 16-bit matrices has no tensor-core instruction.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -27,7 +28,7 @@ from evals.cells import Refused
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (64, 128, 256)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # normalize, unit and whether φ vanishes at −∞, for each twin in attnzoo.kernels.activations.
 TWINS = {
     "exp": ("online", 1.4426950408889634, True),
@@ -49,7 +50,9 @@ class Cell(NamedTuple):
     dtype: str
     head_dim: int
     twin: str
-    extra: str = ""  # one of EXTRAS, or "all" with a sink and the gradient of lse on top
+    # One of EXTRAS, or "all" with a sink and the gradient of lse on top; then "odd" for strides
+    # that no wide load divides.
+    extra: str = ""
 
     @property
     def config(self) -> str:
@@ -87,15 +90,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        import triton
-    except ImportError:
-        raise Refused("compile needs Triton: pip install 'attnzoo[gpu]'") from None
-    from attnzoo.kernels.configs import SHARED
-    from attnzoo.kernels.launch import interpreted
+    require_compiler("compile")
+    import triton
 
-    if interpreted():
-        raise Refused("compile cannot run under Triton's interpreter: unset TRITON_INTERPRET")
+    from attnzoo.kernels.configs import SHARED
+
     if args.jobs < 1:
         raise Refused(f"--jobs must be at least 1, got {args.jobs}")
     known = {f"sm_{arch}": limit for arch, limit in SHARED.items()}
@@ -132,31 +131,47 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def require_compiler(what: str) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise Refused(f"{what} needs Triton: pip install 'attnzoo[gpu]'")
+    from attnzoo.kernels.launch import interpreted
+
+    if interpreted():
+        raise Refused(f"{what} cannot run under Triton's interpreter: unset TRITON_INTERPRET")
+
+
 def _line(cells: tuple[Any, ...]) -> str:
     widths = (10, 26, 7, 9, 6, 7, 11, 0)
     return "  ".join(str(c).ljust(w) for c, w in zip(cells, widths)).rstrip()
 
 
 def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
-    """Causal calls with a gain: every twin plain, some with all extras, exp with each of them."""
+    """Causal calls with a gain, enough of them to meet every row of the table: every twin plain,
+    some with all extras, exp with each of them."""
     for arch in archs:
         for dim in dims:
             for twin, (normalize, *_) in TWINS.items():
-                if twin == "taylor2" and dim != 128:
-                    continue  # like exp, without a maximum
                 kernels = ["forward", "dq", "dkdv"]
                 kernels += ["stats"] if twin == "exp" else []
                 kernels += ["threshold"] if normalize == "threshold" else []
                 for kernel in kernels:
+                    if twin == "taylor2":  # like exp, but for a maximum that fp16 alone needs
+                        if kernel == "forward" or dim == 128:
+                            yield Cell(kernel, arch, "fp16", dim, twin)
+                        continue
                     yield Cell(kernel, arch, "bf16", dim, twin)
-                    if twin in ("exp", "entmax15") and dim <= 128:
+                    if twin in ("exp", "entmax15"):
                         yield Cell(kernel, arch, "fp32", dim, twin)
                     if twin in ("exp", "q_exp"):
                         yield Cell(kernel, arch, "bf16", dim, twin, "all")
-                    if (twin, dim) in (("exp", 128), ("entmax15", 64)):
+                    if twin == "entmax15" or (twin, dim) in (("exp", 128), ("exp", 256)):
                         yield Cell(kernel, arch, "fp32", dim, twin, "all")
-                    if twin == "exp" and dim == 128 and kernel != "stats":
-                        for extra in EXTRAS:
+                    if twin == "exp" and dim >= 128:
+                        yield Cell(kernel, arch, "bf16", dim, twin, "all odd")
+                        if dim == 256:
+                            yield Cell(kernel, arch, "fp32", dim, twin, "all odd")
+                    if twin == "exp" and kernel != "stats":
+                        for extra in EXTRAS if dim == 128 else ("segments",):
                             yield Cell(kernel, arch, "bf16", dim, twin, extra)
 
 
@@ -165,16 +180,18 @@ def describe(cell: Cell) -> Any:
     from attnzoo.kernels import launch as kernels
 
     normalize, unit, vanishes = TWINS[cell.twin]
-    q = torch.empty(1, 2, 1024, cell.head_dim, dtype=DTYPES[cell.dtype], device="meta")
+    all_extras, odd = cell.extra.startswith("all"), cell.extra.endswith("odd")
+    shape = (1, 2, 1024, cell.head_dim + odd)
+    q = torch.empty(shape, dtype=DTYPES[cell.dtype], device="meta")[..., : cell.head_dim]
     row, arch = kernels.new_row(q), int(cell.arch.removeprefix("sm_"))
-    extras = EXTRAS if cell.extra == "all" else (cell.extra,)
+    extras = EXTRAS if all_extras else (cell.extra,)
     segments = q.new_empty(1, 1024, dtype=torch.int64) if "segments" in extras else None
     mask = q.new_empty(1, 1, 1, 1024, dtype=torch.uint8) if "keys" in extras else None
     mask = q.new_empty(1, 1, 1024, 1024) if "mask" in extras else mask
     left, alibi = 256 if "window" in extras else None, row if "alibi" in extras else None
     facts = kernels.Facts(0.1, left, 0, mask, segments, segments, alibi)
     form = kernels.Form(f"attnzoo.kernels.activations:{cell.twin}", unit, vanishes, normalize)
-    lse = cell.extra == "all" and normalize == "online"
+    lse = all_extras and normalize == "online"
     rows = {
         "gain": row,
         "tau": row if normalize in ("none", "threshold") else None,
@@ -209,11 +226,14 @@ POINTERS = {
 
 
 def compile_cell(cell: Cell) -> Compiled:
+    return compile_launch(cell, describe(cell))
+
+
+def compile_launch(cell: Cell, launch: Any) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    launch = describe(cell)
     signature, constants, aligned = {}, {}, {}
     for n, param in enumerate(launch.kernel.params):
         value = launch.args[param.name]

@@ -102,7 +102,7 @@ FEATURE_BACKENDS: dict[str, dict[str, str | None]] = {
     "no batch": {"sdpa": "does not take empty tensors", "flash": RUNS, "linear": RUNS},
     "head dim 264": {
         "sdpa": RUNS,
-        "flash": "head dimensions up to 128 in torch.float32",
+        "flash": "head dimensions up to 256",
         "linear": RUNS,
     },
     "fp64": {"sdpa": RUNS, "flash": "not torch.float64", "linear": RUNS},

@@ -96,12 +96,6 @@ class TestChoice:
             ("sink", None, {"dropout_p": 0.1}, "has no dropout"),
             ("sink", qkv(dtype=torch.float64), {}, "not torch.float64"),
             ("sink", qkv(d=264), {}, "head dimensions up to 256"),
-            (
-                "entmax",
-                qkv(d=72, dtype=torch.float32),
-                {"window": (3, 3)},
-                "up to a head dimension",
-            ),
             ("taylor", None, {"order": 6}, "taylor6 names no Triton function"),
         ):
             refused = plan(variant, tensors, **options)

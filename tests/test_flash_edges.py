@@ -66,6 +66,16 @@ def test_a_polynomial_of_large_scores_does_not_leave_fp16(order: int) -> None:
     assert disagreements("taylor", inputs) == []
 
 
+# ---- wide heads -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [(136, 200), (256, 24)])
+@every_variant
+def test_wide_heads_in_fp32_are_multiplied_in_parts(variant: str, dims: tuple[int, int]) -> None:
+    row = setting(variant, shape=(17, 70), dims=dims, span="causal", lse=variant not in NO_LSE)
+    assert disagreements(variant, make(variant, row)) == []
+
+
 # ---- nothing to see ---------------------------------------------------------------------------
 
 
@@ -143,7 +153,7 @@ def weights(scores: Tensor, alpha: float | Tensor) -> Tensor:
     )[0, 0].double()
 
 
-@pytest.mark.parametrize("n", [1, 5, 64])
+@pytest.mark.parametrize("n", [1, 5, 128])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int) -> None:
     alpha = float(torch.tensor(alpha))

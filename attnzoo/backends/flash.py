@@ -21,8 +21,7 @@ from attnzoo.call import Call
 from attnzoo.forms import Form, FromStatistics, NoForm, Pairwise, Row, Statistics
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Head dimension, by bits of an element: `kernels.configs` has no row above.
-LARGEST = {16: 256, 32: 128}
+LARGEST = 256  # head dimension: `kernels.configs` has no row above
 
 
 def unsupported(form: Form, call: Call) -> str | None:
@@ -30,9 +29,7 @@ def unsupported(form: Form, call: Call) -> str | None:
         return form.why
     if not isinstance(form, Pairwise):
         return "runs pairwise forms"
-    return (
-        _unsupported_form(form, call) or _unsupported_call(call) or _unsupported_corner(form, call)
-    )
+    return _unsupported_form(form, call) or _unsupported_call(call)
 
 
 def _unsupported_form(form: Pairwise, call: Call) -> str | None:
@@ -50,12 +47,9 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
 def _unsupported_call(call: Call) -> str | None:
     if call.input_dtype not in DTYPES:
         return f"takes fp16, bf16 and fp32, not {call.input_dtype}; tiled does"
-    largest = LARGEST[8 * call.input_dtype.itemsize]
-    if max(call.head_dim, call.value_dim) > largest:
+    if max(call.head_dim, call.value_dim) > LARGEST:
         dims = f"{call.head_dim} and {call.value_dim}"
-        return (
-            f"takes head dimensions up to {largest} in {call.input_dtype}, not {dims}; tiled does"
-        )
+        return f"takes head dimensions up to {LARGEST}, not {dims}; tiled does"
     if call.dropout_p:
         return "has no dropout; tiled has"
     if call.mask is not None and call.mask.requires_grad:
@@ -76,18 +70,6 @@ def _unsupported_device(device: torch.device) -> str | None:
     found = torch.cuda.get_device_properties(device)
     if found.major < 8:
         return f"needs compute capability 8.0, not {found.major}.{found.minor}; tiled runs on any"
-    return None
-
-
-def _unsupported_corner(form: Pairwise, call: Call) -> str | None:
-    # In fp32 these spilled registers at every block size: see `kernels.configs`.
-    beside = call.mask is not None or call.alibi is not None or call.segments is not None
-    wide = call.input_dtype == torch.float32 and max(call.head_dim, call.value_dim) > 64
-    if form.normalize == "threshold" and wide and (beside or call.left is not None):
-        return (
-            "takes thresholds with a window, mask, alibi or segments up to a head dimension of 64 "
-            "in fp32; tiled takes any"
-        )
     return None
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+ALL = 255
+
 
 class Config(NamedTuple):
     block_m: int
@@ -16,6 +18,9 @@ class Config(NamedTuple):
     warps: int
     stages: int
     split: bool = True  # without a window, blocks that are seen whole in a loop of their own
+    part: int | None = None  # columns of q kᵀ and of dO vᵀ at a time, where not all
+    # ALL, so that ptxas does not spill a few for more blocks at once; or it may do as it likes.
+    registers: int | None = None
 
 
 # Bytes of shared memory that a kernel may take. The rows of sm_80 serve consumer cards too (sm_86,
@@ -27,26 +32,60 @@ Rows = tuple[tuple[int, Config], ...]
 # A threshold's list of blocks, and beside it a window, a mask, ALiBi or segments.
 CROWDED: dict[str, Rows] = {
     "forward crowded": ((128, Config(32, 32, 4, 1)), (256, Config(32, 32, 8, 1))),
-    "dq crowded": ((64, Config(32, 32, 8, 1)), (256, Config(16, 32, 8, 1))),
+    "dq crowded": (
+        (64, Config(32, 32, 8, 1, registers=ALL)),
+        (256, Config(16, 32, 8, 1, registers=ALL)),
+    ),
     "dkdv crowded": ((256, Config(32, 32, 8, 1)),),
-    "threshold crowded": ((256, Config(32, 32, 8, 1)),),
+    "threshold crowded": ((256, Config(32, 32, 8, 1, registers=ALL)),),
+    "forward odd": ((128, Config(16, 32, 8, 1)), (256, Config(16, 16, 8, 1))),
+    "dq odd": ((128, Config(16, 32, 8, 1)), (256, Config(16, 16, 8, 1))),
+    "dkdv odd": ((128, Config(32, 32, 8, 1)), (256, Config(16, 16, 8, 1))),
+    "stats odd": ((256, Config(32, 32, 8, 1)),),
 }
-# Above 128 every block size spills: a product of three in tf32 keeps its operand twice.
+# The left operand of a product of three in tf32 is held twice: in parts, or no block size fits.
 FP32: dict[str, Rows] = {
-    "forward": ((64, Config(64, 32, 8, 2)), (128, Config(16, 32, 4, 1))),
-    "dq": ((128, Config(16, 32, 8, 1)),),
-    "dq mapped": ((128, Config(16, 32, 4, 1)),),
-    "dkdv": ((64, Config(32, 32, 8, 2)), (128, Config(16, 16, 8, 1))),
-    "stats": ((64, Config(64, 32, 8, 2)), (128, Config(16, 64, 8, 1))),
-    "threshold": ((64, Config(64, 32, 8, 1)), (128, Config(16, 32, 8, 1))),
-    "forward heavy": ((64, Config(16, 32, 4, 1)), (128, Config(16, 16, 4, 1))),
-    "dq heavy": ((128, Config(16, 16, 8, 1)),),
-    "dkdv heavy": ((128, Config(16, 16, 8, 1)),),
-    "stats heavy": ((128, Config(16, 16, 8, 1)),),
-    "forward crowded": ((64, Config(16, 16, 8, 1)),),
-    "dq crowded": ((64, Config(16, 16, 8, 1)),),
-    "dkdv crowded": ((64, Config(16, 16, 8, 1)),),
-    "threshold crowded": ((64, Config(16, 16, 8, 1)),),
+    "forward": (
+        (64, Config(64, 32, 8, 2)),
+        (128, Config(64, 32, 8, 1, part=32)),
+        (256, Config(32, 32, 8, 1, part=32)),
+    ),
+    "dq": (
+        (64, Config(16, 32, 8, 1)),
+        (128, Config(32, 32, 8, 1, part=32)),
+        (256, Config(16, 32, 8, 1, part=32)),
+    ),
+    "dkdv": (
+        (64, Config(32, 32, 8, 2)),
+        (128, Config(32, 32, 8, 1, part=32)),
+        (256, Config(16, 16, 8, 1, part=16)),
+    ),
+    "stats": (
+        (64, Config(64, 32, 8, 2)),
+        (256, Config(64, 32, 8, 1, part=32)),
+    ),
+    "threshold": (
+        (64, Config(64, 32, 8, 1, registers=ALL)),
+        (128, Config(32, 32, 8, 1, part=32, registers=ALL)),
+        (256, Config(16, 32, 8, 1, part=32, registers=ALL)),
+    ),
+    "dq mapped": (
+        (64, Config(16, 32, 4, 1)),
+        (128, Config(32, 32, 8, 1, part=32)),
+        (256, Config(16, 32, 8, 1, part=32)),
+    ),
+    "forward heavy": ((256, Config(32, 32, 8, 1, part=32)),),
+    "dq heavy": ((256, Config(16, 32, 8, 1, part=32)),),
+    "dkdv heavy": ((128, Config(16, 32, 8, 1, part=32)), (256, Config(16, 16, 8, 1, part=16))),
+    "stats heavy": ((256, Config(64, 32, 8, 1, part=32)),),
+    "forward crowded": ((256, Config(16, 32, 8, 2, part=32)),),
+    "dq crowded": ((256, Config(16, 32, 8, 2, part=32)),),
+    "dkdv crowded": ((128, Config(16, 32, 8, 1, part=32)), (256, Config(16, 16, 8, 1, part=16))),
+    "threshold crowded": ((256, Config(16, 32, 8, 1, part=32, registers=ALL)),),
+    "forward odd": ((256, Config(16, 32, 8, 1, part=32)),),
+    "dq odd": ((256, Config(16, 16, 8, 1, part=16, registers=ALL)),),
+    "dkdv odd": ((256, Config(16, 16, 8, 1, part=16)),),
+    "stats odd": ((256, Config(32, 32, 8, 1, part=32)),),
 }
 TABLE: dict[tuple[int, int], dict[str, Rows]] = {
     (90, 16): {
@@ -76,7 +115,7 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (256, Config(32, 32, 8, 1)),
         ),
         "dq heavy": (
-            (64, Config(32, 64, 4, 2)),
+            (64, Config(32, 64, 4, 2, registers=ALL)),
             (128, Config(32, 32, 8, 1)),
             (256, Config(16, 32, 8, 1)),
         ),
@@ -86,7 +125,7 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (256, Config(32, 32, 8, 1)),
         ),
         "stats heavy": (
-            (64, Config(128, 64, 8, 2)),
+            (64, Config(64, 64, 8, 2)),
             (128, Config(64, 64, 8, 2)),
             (256, Config(32, 64, 8, 1)),
         ),
@@ -94,11 +133,13 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
     },
     (80, 16): {
         **CROWDED,
-        "dq crowded": ((128, Config(32, 32, 8, 1)), (256, Config(16, 32, 8, 1))),
-        "threshold crowded": (
-            (64, Config(32, 32, 8, 1)),
+        "forward crowded": (
             (128, Config(32, 32, 4, 1)),
-            (256, Config(32, 32, 8, 1)),
+            (256, Config(32, 32, 8, 1, registers=ALL)),
+        ),
+        "dq crowded": (
+            (128, Config(32, 32, 8, 1, registers=ALL)),
+            (256, Config(16, 32, 8, 1, registers=ALL)),
         ),
         "forward": (
             (64, Config(128, 128, 8, 2)),
@@ -128,7 +169,7 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (256, Config(16, 32, 8, 1)),
         ),
         "dkdv one": (
-            (64, Config(64, 64, 4, 2)),
+            (64, Config(64, 64, 8, 2)),
             (128, Config(32, 64, 8, 2)),
             (256, Config(32, 32, 8, 2)),
         ),
@@ -148,7 +189,7 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (256, Config(32, 32, 8, 1)),
         ),
         "stats heavy": (
-            (64, Config(128, 64, 8, 2)),
+            (64, Config(64, 64, 8, 2)),
             (128, Config(32, 32, 4, 1)),
             (256, Config(32, 64, 8, 1)),
         ),
@@ -185,18 +226,28 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (256, Config(32, 32, 8, 1)),
         ),
         "stats heavy": (
-            (64, Config(128, 64, 8, 2)),
+            (64, Config(64, 64, 8, 2)),
             (128, Config(64, 64, 8, 2)),
             (256, Config(32, 64, 8, 1)),
         ),
         "dq mapped": ((128, Config(128, 64, 8, 2)), (256, Config(16, 32, 8, 1))),
     },
     (90, 32): FP32,
-    (80, 32): FP32,
+    (80, 32): {
+        **FP32,
+        "dq heavy": ((256, Config(16, 32, 8, 1, part=16)),),
+        "dq crowded": ((256, Config(16, 32, 8, 1, part=16)),),
+        "dkdv mapped": (
+            (64, Config(32, 32, 8, 2)),
+            (128, Config(32, 32, 8, 1, part=16)),
+            (256, Config(16, 16, 8, 1, part=16)),
+        ),
+    },
     (100, 32): FP32,
 }
 
-# The interpreter: small, so that short sequences have many blocks.
+# The interpreter: small, so that short sequences have many blocks. fp32 beyond 128 goes in parts.
+INTERPRETED_PART = 64
 INTERPRETED = {
     "forward": Config(64, 32, 1, 1),
     "dq": Config(32, 64, 1, 1),
@@ -212,23 +263,32 @@ def map_tile(head_dim: int, bits: int, crowded: bool) -> tuple[int, int]:
     A function of the call alone, because the size of the map follows from it.
     """
     if crowded:
-        return (32, 32) if bits == 16 else (16, 16)
+        return (32, 32) if bits == 16 else (16, 32)
     if bits == 16:
         return (128, 64) if head_dim <= 128 else (64, 32)
-    return (64, 32) if head_dim <= 64 else (16, 32)
+    return (64 if head_dim <= 64 else 32 if head_dim <= 128 else 16), 32
 
 
 def pick(kernel: str, arch: int, bits: int, head_dim: int, load: str) -> Config:
     """The row for this call. ``arch`` is 10 · major + minor, or 0 for the interpreter.
 
-    ``load``: "", "mapped", "one", "heavy" or "crowded", what else takes registers; see `launch`.
+    ``load``: "", "mapped", "one", "heavy", "crowded" or "odd", what else takes registers; see
+    `launch`.
     Where a kernel has no such rows its plain ones hold.
     """
     if arch == 0:
-        return INTERPRETED[kernel]
-    listed = arch // 10 * 10 if arch // 10 in (9, 10) else 80
-    table = TABLE[listed, bits]
-    for most, config in table.get(f"{kernel} {load}", table[kernel]):
+        part = INTERPRETED_PART if bits == 32 and head_dim > 128 else None
+        return INTERPRETED[kernel]._replace(part=part)
+    return find(kernel, arch, bits, head_dim, load)[-1]
+
+
+def find(
+    kernel: str, arch: int, bits: int, head_dim: int, load: str
+) -> tuple[tuple[int, int], str, int, Config]:
+    """Where in the table the row is: the table's key, the rows' name, up to which dimension."""
+    key = arch // 10 * 10 if arch // 10 in (9, 10) else 80, bits
+    name = f"{kernel} {load}" if f"{kernel} {load}" in TABLE[key] else kernel
+    for most, config in TABLE[key][name]:
         if head_dim <= most:
-            return config
+            return key, name, most, config
     raise ValueError(f"{kernel}: no configuration for a head dimension of {head_dim}")

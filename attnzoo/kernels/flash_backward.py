@@ -22,6 +22,7 @@ from attnzoo.kernels.tile import (
     query_blocks,
     scores,
     store_tile,
+    times,
 )
 
 RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv_n".split())
@@ -40,7 +41,7 @@ def flash_dq(
     SUM: tl.constexpr, THRESHOLD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(queries, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -62,6 +63,8 @@ def flash_dq(
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_tile = load_tile(q, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
     do_tile = load_tile(do, index, do_n * ALIGN, queries, dv, DV, True)  # [BM, DV]
+    q_side = (q_tile, q, index, q_n * ALIGN, queries)
+    do_side = (do_tile, do, index, do_n * ALIGN, queries)
     rows = load_rows(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
@@ -89,8 +92,8 @@ def flash_dq(
         mean = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)[:, None]
     if THRESHOLD:
         mean = _threshold_mean(
-            low, high, q_tile, do_tile, i, tiles_kv, size, rows, segment, where, blocks,
-            ACT, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PRECISION,
+            low, high, q_side, do_side, i, tiles_kv, size, rows, segment, where, blocks,
+            ACT, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
         )[:, None]  # fmt: skip
     if SUM or THRESHOLD:
         tl.store(delta + at + i, mean, mask=i < queries)
@@ -108,20 +111,20 @@ def flash_dq(
     total, far = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if blocks is not None or not SPLIT:
         acc, total, far = _walk_keys(
-            acc, total, far, low, high, q_tile, do_tile, i, tiles_kv, size, rows, segment,
+            acc, total, far, low, high, q_side, do_side, i, tiles_kv, size, rows, segment,
             per_z, mean, from_phi, dlse_i, dlse, where, blocks,
-            ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, True, PRECISION,
+            ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     else:
         acc, total, far = _walk_keys(
-            acc, total, far, low, full, q_tile, do_tile, i, tiles_kv, size, rows, segment,
+            acc, total, far, low, full, q_side, do_side, i, tiles_kv, size, rows, segment,
             per_z, mean, from_phi, dlse_i, dlse, where, None,
-            ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, False, PRECISION,
+            ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         acc, total, far = _walk_keys(
-            acc, total, far, full, high, q_tile, do_tile, i, tiles_kv, size, rows, segment,
+            acc, total, far, full, high, q_side, do_side, i, tiles_kv, size, rows, segment,
             per_z, mean, from_phi, dlse_i, dlse, where, None,
-                ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, True, PRECISION,
+                ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
@@ -138,9 +141,10 @@ def flash_dq(
 
 @triton.jit
 def _threshold_mean(
-    low, high, q_tile, do_tile, i, tiles_kv, size, rows, segment, where, blocks,
+    low, high, q_side, do_side, i, tiles_kv, size, rows, segment, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ_j φ' dO·v / Σ_j φ', what the solved τ takes off a row: [BM]."""
     k, v, k_n, v_n, d, dv = tiles_kv
@@ -152,10 +156,11 @@ def _threshold_mean(
         j = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, j, k_n, size[1], d, D, True)
         v_tile = load_tile(v, j, v_n, size[1], dv, DV, True)
-        product = dot(q_tile, tl.trans(k_tile), None, PRECISION)  # [BM, BN]
+        k_side, v_side = (k_tile, k, j, k_n, size[1]), (v_tile, v, j, v_n, size[1])
+        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         s, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, True, True)
         slope = activate(ACT, s - rows[1], rows[2], seen, not VANISHES)[1]
-        dp = dot(do_tile, tl.trans(v_tile), None, PRECISION)  # [BM, BN]
+        dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         change += tl.sum(slope * dp, 1)
         mass += tl.sum(slope, 1)
     return change / tl.where(mass == 0.0, 1.0, mass)
@@ -163,11 +168,11 @@ def _threshold_mean(
 
 @triton.jit
 def _walk_keys(
-    acc, total, far, low, high, q_tile, do_tile, i, tiles_kv, size, rows, segment,
+    acc, total, far, low, high, q_side, do_side, i, tiles_kv, size, rows, segment,
     per_z, mean, from_phi, dlse_i, dlse, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, TOTAL: tl.constexpr,
     FAR: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     k, v, k_n, v_n, d, dv = tiles_kv
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
@@ -178,11 +183,12 @@ def _walk_keys(
         j = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
         v_tile = load_tile(v, j, v_n, size[1], dv, DV, EDGE)  # [BN, DV]
-        product = dot(q_tile, tl.trans(k_tile), None, PRECISION)  # [BM, BN]
+        k_side, v_side = (k_tile, k, j, k_n, size[1]), (v_tile, v, j, v_n, size[1])
+        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         x, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)
         x -= rows[1]
         slope = activate(ACT, x, rows[2], seen, HIDES and not VANISHES)[1]
-        dp = dot(do_tile, tl.trans(v_tile), None, PRECISION)  # [BM, BN]
+        dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         ds = slope * (dp - mean) * per_z
         if dlse is not None:
             ds += tl.exp2(x + from_phi) * dlse_i
@@ -206,7 +212,7 @@ def flash_dkdv(
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAP_M: tl.constexpr, MAP_N: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(keys, BLOCK_N)
     tile = tl.program_id(0) % tiles
@@ -226,6 +232,7 @@ def flash_dkdv(
     d, d_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)  # [BN, D]
     v_tile = load_tile(v, j, v_n * ALIGN, keys, d_v, DV, True)  # [BN, DV]
+    k_side, v_side = (k_tile, k, j, k_n * ALIGN, keys), (v_tile, v, j, v_n * ALIGN, keys)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     tiles_m = high - low
     steps = group * tiles_m
@@ -258,7 +265,9 @@ def flash_dkdv(
         if mask is not None:
             mask_at = b * mask_b + h * mask_h
         where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
-        product = dot(k_tile, tl.trans(q_tile), None, PRECISION)  # [BN, BM]
+        q_side = (q_tile, q + q_at, index, q_n * ALIGN, queries)
+        do_side = (do_tile, do + do_at, index, do_n * ALIGN, queries)
+        product = times(k_side, q_side, D, PART, PRECISION)  # [BN, BM]
         x, seen = scores(product, i, j[:, None], row, segment, where, size, UNIT, True, True)
         x -= row[1]
         p, slope = activate(ACT, x, row[2], seen, not VANISHES)
@@ -266,7 +275,7 @@ def flash_dkdv(
             per_z = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
             p, slope = p * per_z, slope * per_z
         acc_v = dot(p.to(do_tile.dtype), do_tile, acc_v, PRECISION)  # [BN, DV]
-        dp = dot(v_tile, tl.trans(do_tile), None, PRECISION)  # [BN, BM]
+        dp = times(v_side, do_side, DV, PART, PRECISION)  # [BN, BM]
         if delta is not None:
             dp -= tl.load(delta + at + i, mask=i < queries, other=0.0)
         ds = slope * dp

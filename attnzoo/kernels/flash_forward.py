@@ -20,6 +20,7 @@ from attnzoo.kernels.tile import (
     load_tile,
     scores,
     store_tile,
+    times,
 )
 
 # Lengths and strides change from call to call: none of them may compile a kernel anew.
@@ -41,7 +42,7 @@ def flash_forward(
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    MAP_M: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, MAP_M: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(queries, BLOCK_M)
     # The last rows first: under causality they have the most keys, and nobody waits for them.
@@ -63,6 +64,7 @@ def flash_forward(
     i = index[:, None]
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_tile = load_tile(q, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
+    q_side = (q_tile, q, index, q_n * ALIGN, queries)
     rows = load_rows(i, at, scale, gain, tau, shape, alibi, queries, UNIT, UNIT)  # each [BM, 1]
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
@@ -80,17 +82,17 @@ def flash_forward(
         low, high = 0, tl.load(counts + line)
     if blocks is not None or not SPLIT:
         acc, m, z = _walk(
-            acc, m, z, low, high, q_tile, i, tiles_kv, size, rows, segment, where, blocks,
-            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, True, PRECISION,
+            acc, m, z, low, high, q_side, i, tiles_kv, size, rows, segment, where, blocks,
+            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     else:
         acc, m, z = _walk(
-            acc, m, z, low, full, q_tile, i, tiles_kv, size, rows, segment, where, None,
-            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, False, PRECISION,
+            acc, m, z, low, full, q_side, i, tiles_kv, size, rows, segment, where, None,
+            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         acc, m, z = _walk(
-            acc, m, z, full, high, q_tile, i, tiles_kv, size, rows, segment, where, None,
-            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, True, PRECISION,
+            acc, m, z, full, high, q_side, i, tiles_kv, size, rows, segment, where, None,
+            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
 
     if ONLINE:
@@ -121,10 +123,10 @@ def flash_forward(
 
 @triton.jit
 def _walk(
-    acc, m, z, low, high, q_tile, i, tiles_kv, size, rows, segment, where, blocks,
+    acc, m, z, low, high, q_side, i, tiles_kv, size, rows, segment, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, ONLINE: tl.constexpr,
     SUM: tl.constexpr, PEAKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The partial (acc, m, z) after the blocks of keys [low, high)."""
     k, v, k_n, v_n, d, dv = tiles_kv
@@ -135,7 +137,8 @@ def _walk(
             block = tl.load(blocks + n)
         j = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
         k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
-        product = dot(q_tile, tl.trans(k_tile), None, PRECISION)  # [BM, BN]
+        k_side = (k_tile, k, j, k_n, size[1])
+        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         s, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)
         if ONLINE:
             m_new = tl.maximum(m, tl.max(s, 1))

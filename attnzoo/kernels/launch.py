@@ -25,13 +25,13 @@ class Launch(NamedTuple):
     kernel: Any
     programs: int
     args: dict[str, Any]
-    warps: int
-    stages: int
+    config: Config
 
     @property
     def options(self) -> dict[str, Any]:
         # FP fusion is what Triton does by default, and will stop doing: say so, and be not warned.
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        found = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        return {**found, "enable_fp_fusion": True, "maxnreg": self.config.registers}
 
 
 class Facts(NamedTuple):
@@ -146,13 +146,22 @@ def _values(v: Tensor) -> dict[str, int]:
 
 
 def _config(
-    kernel: str, arch: int, q: Tensor, v: Tensor, facts: Facts, mapped: bool, *rows: Tensor | None
+    kernel: str,
+    arch: int,
+    q: Tensor,
+    v: Tensor,
+    facts: Facts,
+    mapped: bool,
+    align: int,
+    *rows: Tensor | None,
 ) -> Config:
     """The row of the table, by what else has to be kept in registers.
 
     One of window, ALiBi, segments and a mask of keys fits in beside a single loop ("one"), as does
     a list of blocks ("mapped"). A dense mask, two of those, or further rows (the shape, the
     gradient of lse) make a call "heavy"; any of the four beside a list of blocks "crowded".
+    Without a list, strides that no wide load divides make it "odd", whatever else it is: each
+    element has an address then.
     """
     few = _count(facts)
     dense = facts.mask is not None and facts.mask.shape[2] > 1
@@ -160,8 +169,10 @@ def _config(
     load = "heavy" if heavy else "one" if few else ""
     if mapped:
         load = "crowded" if few else load or "mapped"
+    elif align == 1:
+        load = "odd"
     config = pick(kernel, arch, 8 * q.element_size(), max(q.shape[3], v.shape[3]), load)
-    config = config._replace(split=config.split and not few and not heavy)
+    config = config._replace(split=config.split and load in ("", "mapped"))
     if not mapped:
         return config
     map_m, map_n = _map_tile(q, v, facts)
@@ -180,7 +191,7 @@ def _map_tile(q: Tensor, v: Tensor, facts: Facts) -> tuple[int, int]:
 
 
 def _blocks(config: Config) -> dict[str, Any]:
-    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PART": config.part}
 
 
 def _programs(x: Tensor, block: int) -> int:
@@ -194,8 +205,10 @@ def describe_forward(
     """rows: gain, tau, shape and sink. Returns out, the statistic of `flash_forward`, and lse."""
     out = like(q, v.shape[3])
     stat, lse = new_row(q, form.normalize != "none"), new_row(q, want_lse)
-    config = _config("forward", arch, q, v, facts, blocks is not None, rows["shape"])
     align = _align(q, k, v, out)
+    peaked = form.normalize == "sum" and v.dtype == torch.float16
+    extra = align, rows["shape"], q if peaked else None
+    config = _config("forward", arch, q, v, facts, blocks is not None, *extra)
     args = {
         **_common(q, k, facts), **_strides(align, q=q, k=k, v=v, o=out), **_values(v),
         **_blocks(config), **rows, "q": q, "k": k, "v": v, "o": out,
@@ -203,10 +216,10 @@ def describe_forward(
         "blocks": blocks and blocks[0], "counts": blocks and blocks[1],
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "ONLINE": form.normalize == "online", "SUM": form.normalize in ("sum", "threshold"),
-        "PEAKED": form.normalize == "sum" and v.dtype == torch.float16,
+        "PEAKED": peaked,
         "SPLIT": config.split, "MAP_M": _map_tile(q, v, facts)[0], "ALIGN": align,
     }  # fmt: skip
-    launch = Launch(flash_forward, _programs(q, config.block_m), args, config.warps, config.stages)
+    launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
     return launch, (out, stat, lse)
 
 
@@ -229,9 +242,9 @@ def describe_backward(
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "TAU_UNIT": 1.0 if online else form.unit,  # what the forward saved has the unit in it
     }  # fmt: skip
-    extra = rows["shape"], dlse
-    config = _config("dq", arch, q, v, facts, maps is not None, *extra)
     align = _align(q, k, v, out, do, made["dq"], made["dk"], made["dv"])
+    extra = align, rows["shape"], dlse
+    config = _config("dq", arch, q, v, facts, maps is not None, *extra)
     dq_args = {
         **common, **_blocks(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": _map_tile(q, v, facts)[0],
@@ -241,9 +254,7 @@ def describe_backward(
         "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
         "blocks": maps and maps[0], "counts": maps and maps[1],
     }  # fmt: skip
-    launches = [
-        Launch(flash_dq, _programs(q, config.block_m), dq_args, config.warps, config.stages)
-    ]
+    launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
     columns = None
     if maps is not None:
         columns, listing = _describe_columns(maps[2], common["group"])
@@ -256,9 +267,7 @@ def describe_backward(
         "blocks": columns and columns[0], "counts": columns and columns[1],
         **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, v, facts))),
     }  # fmt: skip
-    launches.append(
-        Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config.warps, config.stages)
-    )
+    launches.append(Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config))
     return launches, tuple(made.values())
 
 
@@ -270,20 +279,21 @@ def _describe_columns(live: Tensor, group: int) -> tuple[tuple[Tensor, Tensor], 
         "live": live, "blocks": blocks, "counts": counts,
         "group": group, "tiles_m": tiles_m, "tiles_n": tiles_n, "CHUNK": 256,
     }  # fmt: skip
-    return (blocks, counts), Launch(list_columns, counts.numel(), args, 4, 1)
+    return (blocks, counts), Launch(list_columns, counts.numel(), args, Config(1, 256, 4, 1))
 
 
 def describe_stats(
     q: Tensor, k: Tensor, facts: Facts, arch: int
 ) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """lse and entropy of the un-gained scores, as rows."""
-    config, align = _config("stats", arch, q, q, facts, False), _align(q, k)
+    align = _align(q, k)
+    config = _config("stats", arch, q, q, facts, False, align)
     lse, entropy = new_row(q), new_row(q)
     args = {
         **_common(q, k, facts), **_strides(align, q=q, k=k), **_blocks(config),
         "q": q, "k": k, "lse": lse, "entropy": entropy, "SPLIT": config.split, "ALIGN": align,
     }  # fmt: skip
-    launch = Launch(row_stats, _programs(q, config.block_m), args, config.warps, config.stages)
+    launch = Launch(row_stats, _programs(q, config.block_m), args, config)
     return launch, (lse, entropy)
 
 
@@ -302,7 +312,8 @@ def describe_threshold(
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """rows: gain and shape. Returns τ and the maps."""
-    config, align = _config("threshold", arch, q, v, facts, True), _align(q, k)
+    align = _align(q, k)
+    config = _config("threshold", arch, q, v, facts, True, align)
     tau, maps = new_row(q), empty_maps(q, k, v, facts)
     # The kernel writes the map: its blocks are the map's tiles.
     assert (config.block_m, config.block_n) == _map_tile(q, v, facts)
@@ -312,5 +323,5 @@ def describe_threshold(
         "gain": rows["gain"], "shape": rows["shape"], "ACT": form.act, "ALPHA": alpha,
         "ALIGN": align,
     }  # fmt: skip
-    launch = Launch(threshold, _programs(q, config.block_m), args, config.warps, config.stages)
+    launch = Launch(threshold, _programs(q, config.block_m), args, config)
     return launch, (tau, *maps)

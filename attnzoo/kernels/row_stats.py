@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.activations import LN2
-from attnzoo.kernels.tile import dot, key_blocks, load_rows, load_segments, load_tile, scores
+from attnzoo.kernels.tile import key_blocks, load_rows, load_segments, load_tile, scores, times
 
 RUNTIME = (
     "q_b q_h q_n k_b k_h k_n mask_b mask_h mask_m mask_n heads group queries keys left right"
@@ -21,7 +21,7 @@ def row_stats(
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     UNIT: tl.constexpr = 1.0 / LN2
     tiles = tl.cdiv(queries, BLOCK_M)
@@ -40,6 +40,7 @@ def row_stats(
     i = index[:, None]
     d = tl.arange(0, BLOCK_D)
     q_tile = load_tile(q, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
+    q_side = (q_tile, q, index, q_n * ALIGN, queries)
     rows = load_rows(i, at, scale, None, None, None, alibi, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
@@ -50,13 +51,13 @@ def row_stats(
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     if SPLIT:
         m, z, t = _walk(
-            m, z, t, low, full, q_tile, i, tiles_k, size, rows, segment, where,
-            UNIT, D, BLOCK_N, False, PRECISION,
+            m, z, t, low, full, q_side, i, tiles_k, size, rows, segment, where,
+            UNIT, D, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     m, z, t = _walk(
-        m, z, t, low, high, q_tile, i, tiles_k, size, rows, segment, where,
-        UNIT, D, BLOCK_N, True, PRECISION,
+        m, z, t, low, high, q_side, i, tiles_k, size, rows, segment, where,
+        UNIT, D, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     inside, log_z = index < queries, tl.log2(z)
     tl.store(lse + at + index, (m + log_z) * LN2, mask=inside)
@@ -66,16 +67,17 @@ def row_stats(
 
 @triton.jit
 def _walk(
-    m, z, t, low, high, q_tile, i, tiles_k, size, rows, segment, where,
-    UNIT: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    m, z, t, low, high, q_side, i, tiles_k, size, rows, segment, where,
+    UNIT: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     k, k_n, d = tiles_k
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
     for n in range(low, high):
         j = n * BLOCK_N + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
-        product = dot(q_tile, tl.trans(k_tile), None, PRECISION)  # [BM, BN]
+        k_side = (k_tile, k, j, k_n, size[1])
+        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         s = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)[0]
         m_new = tl.maximum(m, tl.max(s, 1))
         # Not −∞ before the first key: 0 · (−∞ − …) would be NaN.

@@ -11,7 +11,7 @@ All steps run in one launch: how many there are depends on the rows, and nobody 
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.tile import dot, key_blocks, load_rows, load_segments, load_tile, scores
+from attnzoo.kernels.tile import key_blocks, load_rows, load_segments, load_tile, scores, times
 
 # |Z − 1| before the last step, which is quadratic: after it no weight is off by 1e-6. Over many
 # equal scores one last place of τ moves Z by more; steps as small as that end it too.
@@ -33,7 +33,7 @@ def threshold(
     scale, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None where the shape is α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles, width = tl.cdiv(queries, BLOCK_M), tl.cdiv(keys, BLOCK_N)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -53,6 +53,7 @@ def threshold(
     i = index[:, None]
     d = tl.arange(0, BLOCK_D)
     q_tile = load_tile(q, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
+    q_side = (q_tile, q, index, q_n * ALIGN, queries)
     rows = load_rows(i, at, scale, gain, None, shape, alibi, queries, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
@@ -69,7 +70,7 @@ def threshold(
     for n in range(low, high):
         j = n * BLOCK_N + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
-        product = dot(q_tile, tl.trans(k_tile), None, PRECISION)
+        product = times(q_side, (k_tile, k, j, k_n * ALIGN, keys), D, PART, PRECISION)
         s = scores(product, i, j[None, :], rows, segment, where, size, 1.0, True, True)[0]
         peak = tl.max(s, 1)
         m = tl.maximum(m, peak)
@@ -88,7 +89,7 @@ def threshold(
             block = tl.load(blocks + n)
             j = block * BLOCK_N + tl.arange(0, BLOCK_N)
             k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
-            product = dot(q_tile, tl.trans(k_tile), None, PRECISION)
+            product = times(q_side, (k_tile, k, j, k_n * ALIGN, keys), D, PART, PRECISION)
             s = scores(product, i, j[None, :], rows, segment, where, size, 1.0, True, True)[0]
             x = s - base[:, None] - t[:, None]
             phi, slope = ACT(x, rows[2])

@@ -33,6 +33,25 @@ def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: t
 
 
 @triton.jit
+def times(a, b, DIM: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
+    """a bᵀ, [rows of a, rows of b], of two matrices (tile, base, rows, row stride, count).
+
+    PART columns at a time where a whole tile of a does not fit in registers: a product of three
+    in tf32 holds its left operand twice. The tiles themselves are then not read.
+    """
+    if PART is None:
+        product = dot(a[0], tl.trans(b[0]), None, PRECISION)
+    else:
+        product = tl.zeros([a[2].shape[0], b[2].shape[0]], tl.float32)
+        for start in range(0, DIM, PART):
+            columns = start + tl.arange(0, PART)
+            a_part = load_tile(a[1], a[2], a[3], a[4], columns, DIM, True)
+            b_part = load_tile(b[1], b[2], b[3], b[4], columns, DIM, True)
+            product = dot(a_part, tl.trans(b_part), product, PRECISION)
+    return product
+
+
+@triton.jit
 def store_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, value):
     pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     inside = (rows < count)[:, None] & (columns < DIM)[None, :]

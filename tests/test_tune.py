@@ -1,0 +1,101 @@
+"""python -m benchmarks tune: what it tries, how it ranks, and that a wrong result is no winner."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnzoo.kernels import launch
+from attnzoo.kernels.configs import Config
+from benchmarks.compile import Cell, Compiled
+from benchmarks.timing import Spread, WallClock
+from benchmarks.tune import Tile, Timed, replaced, table, timings
+
+ROOT = Path(__file__).parent.parent
+
+
+def tune(*args: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "tune", *args],
+        cwd=ROOT, capture_output=True, text=True, env=env,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would time them too")
+def test_without_a_gpu_it_prints_what_compiles_within_the_limits() -> None:
+    done = tune("--kernel", "stats", "--head-dim", "64", "--blocks", "32,64", "--warps", "4",
+                "--stages", "1", "--jobs", "1")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("Config")]
+    assert rows[0] == "Config(64, 64, 4, 1)"
+    assert set(rows) == {f"Config({m}, {n}, 4, 1)" for m in (32, 64) for n in (32, 64)}
+    assert "nothing was timed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--kernel", "threshold"), "--kernel threshold is for a threshold's twin"),
+        (("--kernel", "stats", "--twin", "sigmoid"), "--kernel stats is for --twin exp"),
+        (("--kernel", "dq", "--head-dim", "300"), "--head-dim must be from 1 to 256, got 300"),
+        (("--kernel", "dq", "--blocks", "64,x"), "expected positive numbers"),
+    ],
+)
+def test_bad_options_are_refused(args: tuple[str, ...], message: str) -> None:
+    done = tune(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+SMALL, WIDE = (Tile(Config(*size, 1, 1), None) for size in ((16, 16), (32, 64)))
+
+
+def test_a_replaced_row_is_that_kernels_alone() -> None:
+    with replaced("dq", SMALL):
+        assert launch.pick("dq", 0, 16, 64, "") == SMALL.config
+        assert launch.pick("forward", 0, 16, 64, "") != SMALL.config
+    assert launch.pick("dq", 0, 16, 64, "") != SMALL.config
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("kernel", "twin", "extra"),
+    [("forward", "exp", "all"), ("dkdv", "sigmoid", ""), ("stats", "exp", "keys"),
+     ("threshold", "q_exp", "")],
+)  # fmt: skip
+def test_times_each_and_finds_the_same_result(kernel: str, twin: str, extra: str) -> None:
+    cell = Cell(kernel, "sm_90", "fp32", 16, twin, extra)
+    mapped = kernel == "threshold"
+    tiles = [Tile(t.config, t.config[:2] if mapped else None) for t in (SMALL, WIDE)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.tune.TOKENS", 40)
+        patch.setattr("benchmarks.tune.HEADS", 2)
+        found = timings(cell, tiles, 40, WallClock(), "cpu")
+    assert list(found) == tiles
+    for timed in found.values():
+        assert timed.milliseconds.median > 0
+        assert timed.of_table.median > 0
+        assert timed.difference < 1e-4
+
+
+def test_the_fastest_comes_first_and_a_wrong_one_is_named() -> None:
+    row = Compiled("dq", "", "sm_90", 100, 0, 0, "HGMMA")
+    fast, slow, wrong = (Tile(Config(n, n, 4, 1), None) for n in (16, 32, 64))
+
+    def timed(ms: float, difference: float) -> Timed:
+        return Timed(*(Spread(x, x, x, 3) for x in (ms, ms / 2)), difference)
+
+    times = {slow: timed(2.0, 0.0), fast: timed(1.0, 0.0), wrong: timed(0.1, float("nan"))}
+    lines = list(table([(wrong, row), (slow, row), (fast, row)], times))
+    assert [line.split(")")[0] for line in lines[:2]] == [
+        "Config(16, 16, 4, 1",
+        "Config(32, 32, 4, 1",
+    ]
+    assert "0.500 of the table's" in lines[0]
+    assert lines[2].startswith("Config(64, 64, 4, 1) DIFFERS")
