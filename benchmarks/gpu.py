@@ -53,10 +53,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.out.exists() and not args.out.is_dir():
+        raise Refused(f"--out must be a folder, {args.out} is a file")
     if args.assemble is not None:
         if not args.assemble.is_file():
             raise Refused(f"--assemble: there is no file {args.assemble}")
-        return finish(gpu_report.assembled(args.assemble), args.out)
+        try:
+            return finish(gpu_report.assembled(args.assemble), args.out)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Refused(
+                f"--assemble: {args.assemble} holds a line that no run writes: {error!r}"
+            ) from error
     require_cuda("gpu")
     budget = Budget(args.budget)
     where = gpu_report.environment(args.commit)

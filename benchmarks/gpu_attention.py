@@ -22,6 +22,7 @@ DEVICE = "cuda"
 
 def run(args: argparse.Namespace) -> int:
     require_cuda("--device cuda")
+    report.check_target("--json", args.json)
     cases, refused = accepted(args.variants, args.backend, DEVICE, max(args.lengths))
     settings = grid(
         args.lengths, args.head_dim, args.mask, args.inputs, batch=args.batch, heads=args.heads,

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.correctness import Check
 from benchmarks.timing import Spread
+from evals.cells import Refused
 
 
 @dataclass
@@ -119,6 +120,21 @@ def commit() -> str | None:
 
     head = git("rev-parse", "--short=12", "HEAD")
     return head and head + ("+" if git("status", "--porcelain") else "")
+
+
+def check_target(option: str, path: str | None) -> None:
+    """Refuses, before anything is measured, a file that could not be written after it."""
+    if not path:
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise Refused(f"{option} must be a file, {path} is a folder")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"{option} {path}: {error.strerror or error}") from None
+    if not os.access(target.parent, os.W_OK):
+        raise Refused(f"{option} {path}: its folder cannot be written to")
 
 
 def write_json(path: str, document: dict[str, Any]) -> None:

@@ -33,8 +33,7 @@ from benchmarks.compile import (
     TWINS,
     Cell,
     Compiled,
-    compile_launch,
-    describe,
+    compile_cell,
     require_compiler,
 )
 from benchmarks.grid import TOKENS
@@ -84,19 +83,39 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def powers(least: int):
+    """Triton's tiles are powers of two, of 16 at least; and so are numbers of warps."""
+
+    def convert(text: str) -> list[int]:
+        found = numbers(text)
+        if any(n & (n - 1) or n < least for n in found):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected powers of two from {least} on, as {4 * least},{8 * least}"
+            )
+        return found
+
+    return convert
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("tune", help="try block sizes of a kernel", description=__doc__)
     add = parser.add_argument
-    add("--kernel", choices=KERNELS, required=True)
+    add("--kernel", choices=[name for name in KERNELS if name != "linear"], required=True)
     add("--twin", choices=TWINS, default="exp")
     add("--extra", choices=("", *EXTRAS, "all"), default="", help="what the call has besides")
     add("--head-dim", type=positive(int), default=128)
     add("--dtype", choices=DTYPES, default="bf16")
     add("--arch", choices=ARCHITECTURES, help="default: the GPU's, or sm_90")
-    add("--blocks", type=numbers, default=[32, 64, 128], metavar="N,N,…")
-    add("--warps", type=numbers, default=[4, 8], metavar="N,N,…")
+    add("--blocks", type=powers(16), default=[32, 64, 128], metavar="N,N,…")
+    add("--warps", type=powers(1), default=[4, 8], metavar="N,N,…")
     add("--stages", type=numbers, default=[1, 2, 3], metavar="N,N,…")
-    add("--parts", type=numbers, default=[], metavar="N,N,…", help="columns at a time, beside all")
+    add(
+        "--parts",
+        type=powers(16),
+        default=[],
+        metavar="N,N,…",
+        help="columns at a time, beside all",
+    )
     add("--length", type=positive(int), default=16384, help="of the sequences that are timed")
     add("--most", type=positive(int), default=16, help="timed, and printed")
     add("--jobs", type=positive(int), default=os.cpu_count() or 1, help="processes that compile")
@@ -171,12 +190,8 @@ def replaced(kernel: str, tile: Tile) -> Iterator[None]:
 
 
 def compile_tile(cell: Cell, tile: Tile) -> Compiled | str:
-    """What came out, or the first line of what the compiler said."""
-    try:
-        with replaced(cell.kernel, tile):
-            return compile_launch(cell, describe(cell))
-    except Exception as error:  # an assertion of Triton's own passes, as often as not
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    with replaced(cell.kernel, tile):
+        return compile_cell(cell)
 
 
 def compiled(cell: Cell, tiles: list[Tile], jobs: int) -> list[tuple[Tile, Compiled]]:

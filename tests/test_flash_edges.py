@@ -259,3 +259,83 @@ def test_the_least_number_in_a_float_mask_is_visible(variant: str) -> None:
         for backend in ("flash", "eager")
     ]
     assert torch.allclose(*outs, atol=1e-5)
+
+
+# ---- what says so, and what stays right -------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["flash", "tiled"])
+def test_a_gradient_of_the_lse_of_an_empty_row_is_nobodys(backend: str) -> None:
+    """lse² has the gradient −∞ there; the other rows have theirs."""
+    leaves = [rand(1, 2, n, 8, seed=n).float().requires_grad_() for n in (20, 10, 11)]
+    q, k, v = leaves[0], leaves[1], leaves[2][:, :, 1:]
+    found = []
+    for name in (backend, "eager"):
+        out, lse = attnzoo.attention(q, k, v, backend=name, is_causal=True, return_lse=True)
+        assert bool((lse[:, :, :10] == float("-inf")).all())
+        loss = (
+            out.sum() + (lse**2).sum()
+            if name == backend
+            else out.sum() + (lse[:, :, 10:] ** 2).sum()
+        )
+        found.append(torch.autograd.grad(loss, leaves))
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["flash", "tiled"])
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("variant", ["softmax", "sink"])
+def test_a_row_of_low_entries_is_a_mean_and_so_is_its_gradient(
+    variant: str, low: float, backend: str
+) -> None:
+    """Beside −1e9 the logarithm of the number of keys has no digit: it may not be added to it."""
+    if variant == "sink":
+        low = -1e3  # lower, the sink takes all
+    q, k, v = (rand(1, 2, 70, 16, seed=i).float().requires_grad_() for i in range(3))
+    mask = torch.zeros(1, 1, 70, 70)
+    mask[:, :, :5] = low
+    found = []
+    for name in (backend, "eager"):
+        params = {"b": -1e3} if variant == "sink" else {}
+        out = attnzoo.attention(q, k, v, variant, attn_mask=mask, backend=name, **params)
+        found.append(torch.autograd.grad(out[:, :, :5].sum(), (v, k)))
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-3, atol=1e-6)
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-3)
+
+
+# The interpreter's maxima are numpy's.
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@every_variant
+def test_nan_in_a_row_comes_out_of_that_row(variant: str) -> None:
+    """A run that diverges must show, also where only maxima look at the scores."""
+    q, k, v = (rand(1, 2, 70, 16, seed=i).float() for i in range(3))
+    q[:, :, 3] = float("nan")
+    out = attnzoo.attention(q, k, v, variant, backend="flash")
+    assert bool(out[:, :, 3].isnan().all())
+    assert bool(out[:, :, 4:].isfinite().all())
+
+
+@pytest.mark.parametrize("b", [1e4, 1e6])
+def test_a_large_sink_leaves_lse_its_gradient(b: float) -> None:
+    found = []
+    for backend in ("flash", "eager"):
+        q, k, v = (rand(1, 2, 40, 16, seed=i).float().requires_grad_() for i in range(3))
+        _, lse = attnzoo.attention(q, k, v, "sink", b=b, backend=backend, return_lse=True)
+        found.append(torch.autograd.grad(lse.sum(), (q, k)))
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have, want, atol=1e-5)
+
+
+def test_odd_strides_take_small_tiles() -> None:
+    """Heads cut out of rows of 37 numbers: no wide load divides them. Threshold and sum."""
+    wide = [rand(1, 2, 70, 37, seed=i).float() for i in range(4)]
+    for variant in ("entmax", "sink"):
+        found = []
+        for backend in ("flash", "eager"):
+            leaves = [x.clone().requires_grad_() for x in wide[:3]]
+            q, k, v = (x[..., :24] for x in leaves)
+            out = attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend)
+            found.append([out, *torch.autograd.grad(out, leaves, wide[3][..., :24])])
+        for have, want in zip(*found, strict=True):
+            assert torch.allclose(have, want, atol=2e-5)

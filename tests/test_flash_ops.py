@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo import registry
+from attnzoo import activations, registry
 from attnzoo.backends import flash_ops
 from attnzoo.nn import Attention
 from cases import learned, rand
@@ -135,6 +136,22 @@ def test_there_is_no_double_backward_and_no_silent_zero(variant: str) -> None:
         torch.autograd.grad(dq.square().sum(), k)
 
 
+@pytest.mark.parametrize("name", ["alpha", "attn_mask"])
+def test_without_gradients_a_learned_parameter_is_a_constant(name: str) -> None:
+    """A view of a parameter may say that it requires a gradient where none is kept."""
+    q, k, v = qkv()
+    given = {"alpha": torch.tensor([1.3, 1.6]), "attn_mask": rand(9, 9, seed=3).float()}[name]
+    options = {name: torch.nn.Parameter(given)}
+    with pytest.raises(ValueError, match="gives no gradient"):
+        attnzoo.attention(q, k, v, "entmax", enable_gqa=True, backend="flash", **options)
+    with torch.no_grad():
+        outs = [
+            attnzoo.attention(q, k, v, "entmax", enable_gqa=True, backend=backend, **options)
+            for backend in ("flash", "eager")
+        ]
+    assert torch.allclose(*outs, atol=1e-5)
+
+
 # ---- a third party's activation ---------------------------------------------------------------
 
 RELU2 = """
@@ -196,3 +213,111 @@ def test_a_third_party_activation_runs(relu2: str) -> None:
     for have, want in zip(*found, strict=True):
         assert float((have - want).abs().max()) <= 2e-5 * float(want.abs().max())
     del sys.modules["their_kernels"]
+
+
+THEIRS = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def power2(x, shape):
+    phi = tl.exp2(x)
+    return phi, 0.6931471805599453 * phi
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers variants of a third party, w = φ(z) normalized as said; φ = 2^x has a twin."""
+    (tmp_path / "more_kernels.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+    def register(normalize: str, triton: str = "more_kernels:power2", **fields: Any) -> str:
+        phi = attnzoo.Activation(
+            "power2", lambda s, shape: s.exp2_(), lambda s, phi, shape: math.log(2) * phi,
+            triton=triton,
+        )  # fmt: skip
+        total = normalize == "sum"
+
+        def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
+            w = (call.scores(q, k) + call.bias).exp2().masked_fill(~call.visible, 0.0)
+            return w / w.sum(-1, keepdim=True) if total else w
+
+        offset = {} if total else {"offset": 0.0}
+        form = attnzoo.Pairwise(phi, normalize, **offset)
+        attnzoo.register_variant(
+            attnzoo.Variant("power2", "2^z", "-", weights, forms=lambda call: (form,), **fields)
+        )
+        return "power2"
+
+    yield register
+    sys.modules.pop("more_kernels", None)
+
+
+def test_lse_is_that_of_exp_alone(theirs: Any) -> None:
+    """Another softmax may have one by definition; the kernels have none to give."""
+    scores = lambda q, k, call: math.log(2) * (call.scores(q, k) + call.bias)  # noqa: E731
+    name, options = theirs("sum", scores=scores), {"enable_gqa": True, "return_lse": True}
+    with pytest.raises(ValueError, match="returns lse of the softmax of exp only"):
+        attnzoo.attention(*qkv(), name, backend="flash", **options)
+    (_, have), (_, want) = (
+        attnzoo.attention(*qkv(), name, backend=backend, **options) for backend in (None, "eager")
+    )
+    assert torch.allclose(have, want)
+
+
+def test_fp16_has_no_room_for_what_is_not_normalized(theirs: Any) -> None:
+    name = theirs("none", normalized=False)
+    q, k, v = (3 * x for x in qkv())
+    with pytest.raises(ValueError, match="no bound for power2 without a normalizer in fp16"):
+        attnzoo.attention(*(x.half() for x in (q, k, v)), name, enable_gqa=True, backend="flash")
+    outs = [
+        attnzoo.attention(q, k, v, name, enable_gqa=True, backend=backend)
+        for backend in ("flash", "eager")
+    ]
+    assert torch.allclose(*outs, rtol=1e-4)
+
+
+@pytest.mark.parametrize("triton", ["more_kernels:power3", "nowhere:power2", "power2"])
+def test_a_twin_that_is_not_there_is_named(theirs: Any, triton: str) -> None:
+    name = theirs("sum", triton)
+    with pytest.raises(ValueError, match=f"must name a function as 'module:name', got '{triton}'"):
+        attnzoo.attention(*qkv(), name, enable_gqa=True, backend="flash")
+
+
+@pytest.mark.parametrize("backend", ["flash", "tiled", "sdpa"])
+def test_a_parameter_of_a_gain_from_statistics_is_learned(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statistics are constants then, and the parameter is not."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+    def gain(entropy: Tensor, strength: Tensor) -> Tensor:
+        return 1.0 + strength * entropy
+
+    def weights(q: Tensor, k: Tensor, call: Any, strength: Any) -> Tensor:
+        z = call.scores(q, k)
+        with torch.no_grad():
+            p = call.softmax(z)
+            entropy = torch.special.entr(p).sum(-1)
+        return call.softmax(gain(entropy, call.row(strength))[..., None] * z)
+
+    def forms(call: Any, strength: Any) -> tuple:
+        def row(found: attnzoo.Statistics) -> Tensor:
+            return gain(found.entropy, call.row(strength))
+
+        return (attnzoo.Pairwise(activations.EXP, "sum", attnzoo.FromStatistics(row, False)),)
+
+    attnzoo.register_variant(
+        attnzoo.Variant("warm", "softmax((1 + a·H)·z)", "-", weights, forms=forms,
+                        params=(attnzoo.Param("strength", 0.0),))
+    )  # fmt: skip
+    found = []
+    for name in (backend, "eager"):
+        strength = torch.tensor([0.3, -0.1], requires_grad=True)
+        out = attnzoo.attention(*qkv(), "warm", strength=strength, enable_gqa=True, backend=name)
+        found.append(torch.autograd.grad(out.square().sum(), strength)[0])
+    assert bool((found[1] != 0).all())
+    assert torch.allclose(*found, rtol=1e-3)

@@ -301,6 +301,18 @@ def test_a_run_that_was_killed_is_assembled(
     assert (out / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_no_run_writes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    partial = tmp_path / "x.partial.jsonl"
+    partial.write_text('{"line": "header", "environment": {"device": null}}\n{"line": "row"}\n')
+    for out, message in (
+        (tmp_path / "out", "holds a line that no run writes: KeyError"),
+        (partial, "--out must be a folder"),
+    ):
+        assert main(["gpu", "--out", str(out), "--assemble", str(partial)]) == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [partial]
+
+
 def test_a_complete_run_says_what_was_left_out(tmp_path: Path) -> None:
     document = results()
     document["rows"] = []

@@ -45,6 +45,8 @@ def test_without_a_gpu_it_prints_what_compiles_within_the_limits() -> None:
         (("--kernel", "stats", "--twin", "sigmoid"), "--kernel stats is for --twin exp"),
         (("--kernel", "dq", "--head-dim", "300"), "--head-dim must be from 1 to 256, got 300"),
         (("--kernel", "dq", "--blocks", "64,x"), "expected positive numbers"),
+        (("--kernel", "dq", "--blocks", "48"), "expected powers of two from 16 on"),
+        (("--kernel", "dq", "--warps", "3"), "expected powers of two from 1 on"),
     ],
 )
 def test_bad_options_are_refused(args: tuple[str, ...], message: str) -> None:

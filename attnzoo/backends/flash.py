@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from attnzoo.activations import EXP, SIGMOID
 from attnzoo.backends import flash_ops as ops
 from attnzoo.backends.threshold import ALPHA
 from attnzoo.call import Call
@@ -37,11 +38,22 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         return "selects no keys (top-k); tiled does"
     if form.activation.triton is None:
         return f"{form.activation.name} names no Triton function; tiled needs none"
+    if call.return_lse and not _online(form):
+        return "returns lse of the softmax of exp only; tiled does by definition"
+    half = call.input_dtype == torch.float16
+    if half and form.normalize == "none" and form.activation is not SIGMOID:
+        # σ ends at 1; of others nothing says that they stay below 65504.
+        return f"has no bound for {form.activation.name} without a normalizer in fp16; tiled does"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "takes the gain as a constant: its gradient through the statistics is in tiled"
-    if isinstance(form.shape, Tensor) and form.shape.requires_grad:
+    if call.needs_grad and isinstance(form.shape, Tensor) and form.shape.requires_grad:
         return "gives no gradient for the shape (α); tiled does"
     return None
+
+
+def _online(form: Pairwise) -> bool:
+    """A softmax, whose running maximum stands for τ."""
+    return form.normalize == "sum" and form.activation is EXP
 
 
 def _unsupported_call(call: Call) -> str | None:
@@ -52,24 +64,26 @@ def _unsupported_call(call: Call) -> str | None:
         return f"takes head dimensions up to {LARGEST}, not {dims}; tiled does"
     if call.dropout_p:
         return "has no dropout; tiled has"
-    if call.mask is not None and call.mask.requires_grad:
+    if call.needs_grad and call.mask is not None and call.mask.requires_grad:
         return "gives no gradient for a float mask; tiled does"
+    return unsupported_here(call, "tiled")
+
+
+def unsupported_here(call: Call, other: str) -> str | None:
+    """Why no kernel runs on this machine, and which backend does."""
     if find_spec("triton") is None:
         return "needs Triton: pip install 'attnzoo[gpu]'"
     if call.device.type != "cuda" and not _interpreted():
         return f"needs a CUDA device, or Triton's interpreter; these tensors are on {call.device}"
-    return _unsupported_device(call.device)
-
-
-def _unsupported_device(device: torch.device) -> str | None:
     # Tensors may be fake ones of a device that is not there.
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if call.device.type != "cuda" or not torch.cuda.is_available():
         return None
     if torch.version.hip is not None:
-        return "is made for NVIDIA's GPUs; tiled runs on any"
-    found = torch.cuda.get_device_properties(device)
+        return f"is made for NVIDIA's GPUs; {other} runs on any"
+    found = torch.cuda.get_device_properties(call.device)
     if found.major < 8:
-        return f"needs compute capability 8.0, not {found.major}.{found.minor}; tiled runs on any"
+        have = f"{found.major}.{found.minor}"
+        return f"needs compute capability 8.0, not {have}; {other} runs on any"
     return None
 
 
@@ -90,7 +104,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
             found = ops.flash_statistics(q.detach(), k.detach(), scale, *facts)
-            gain = gain.row(Statistics(*found))
+        gain = gain.row(Statistics(*found))
     if not isinstance(gain, Tensor):
         scale, gain = scale * gain, None
     gain, shape, sink = (_row(x, call) for x in (gain, form.shape, form.sink))
@@ -102,7 +116,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
             tau, *maps = ops.flash_threshold(
                 q.detach(), k.detach(), v.detach(), gain, shape, scale, *facts, twin[0], alpha
             )
-    if normalize == "sum" and form.activation.name == "exp":
+    if _online(form):
         normalize = "online"
     out, _, lse = ops.flash_forward(
         q, k, v, gain, tau, shape, sink, *maps, scale, *facts, *twin, normalize, call.return_lse

@@ -97,7 +97,8 @@ def flash_forward(
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     normalize, want_lse = others[-2:]
     kernels = _launch()
-    rows = kernels.new_row(q, normalize != "none"), kernels.new_row(q, want_lse)
+    apart = kernels.stands_apart(normalize, others[8])
+    rows = kernels.new_row(q, normalize != "none", apart), kernels.new_row(q, want_lse)
     return kernels.like(q, v.shape[3]), *rows
 
 
@@ -151,10 +152,15 @@ def _backward(ctx: Any, do: Tensor | None, dstat: None, dlse: Tensor | None) -> 
     out = tensors[3]
     if do is None:
         do = torch.zeros_like(out)
-    # A gradient that was expanded has no contiguous last dimension.
-    do = do if do.stride(-1) == 1 or do.shape[-1] == 1 else do.contiguous()
+    # A gradient that was expanded has no contiguous last dimension, or strides of its own.
+    do = do if _launch().readable(do, out) else do.contiguous()
     # Where there is no lse, its gradient has no elements to read.
-    dlse = dlse.contiguous() if dlse is not None and ctx.want_lse else None
+    if dlse is not None and ctx.want_lse:
+        lse = tensors[5]
+        # A row without keys has lse −∞ whatever its scores: 0 · −∞ would be NaN for all its keys.
+        dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
+    else:
+        dlse = None
     needs = ctx.needs_input_grad
     dq, dk, dv, dgain, dtau, dsink, dalibi = flash_backward(
         do, dlse, *tensors, ctx.scale,

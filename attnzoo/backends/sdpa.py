@@ -30,6 +30,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def _unsupported_call(call: Call) -> str | None:
+    wide = call.input_dtype == torch.float32
     if call.return_lse:
         return "does not return lse"
     if call.alibi is not None or call.segments is not None:
@@ -41,12 +42,16 @@ def _unsupported_call(call: Call) -> str | None:
             return "takes a mask or causality, not both"
         if call.queries not in (1, call.keys):
             return "is top-left causal: the same as ours for Nq = Nk and Nq = 1 only"
-    if call.mask is not None and call.mask.requires_grad:
+    if call.needs_grad and call.mask is not None and call.mask.requires_grad:
         return "gives no gradient for a float mask; tiled does"
     if call.dropout_p and call.device.type == "cpu":
         return "has no fused dropout on a CPU"
     if call.value_dim != call.head_dim:
         return "torch's fused kernels take Dv = D only"
+    if call.device.type == "cuda" and call.input_dtype == torch.float64:
+        return "torch has no fused kernel for fp64 on a GPU"
+    if call.device.type == "cuda" and call.group > 1 and (call.mask is not None or wide):
+        return "torch's fused kernels take no heads in groups beside a mask or in fp32"
     if not (call.batch and call.heads and call.queries and call.keys):
         return "does not take empty tensors"
     return None

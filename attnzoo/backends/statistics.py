@@ -35,8 +35,8 @@ def with_rows(form: Pairwise, q: Tensor, k: Tensor, call: Call) -> Pairwise:
         return form
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.gain.differentiable):
         found = Statistics(*_RowStatistics.apply(constant(call), q, k, call.mask, call.alibi))
-        # A row without keys has lse −inf, entropy 0.
-        return replace(form, gain=form.gain.row(found))
+    # A row without keys has lse −inf, entropy 0. A parameter of the row has its gradient anyway.
+    return replace(form, gain=form.gain.row(found))
 
 
 class _RowStatistics(torch.autograd.Function):

@@ -157,8 +157,10 @@ def _weigh(
         mass, m = phi.sum(-1), m[..., 0]
         lse = m + mass.log()
         if sink is None:
-            return phi, lse, mass, lse
-        return phi, torch.logaddexp(lse, sink), mass + (sink - m).exp(), lse
+            return phi, m, mass, lse
+        top = torch.maximum(m, sink)
+        down = (m - top).exp()
+        return phi.mul_(down[..., None]), top, mass * down + (sink - top).exp(), lse
     phi = value(s, wide)
     hide(phi, hidden, 0.0)
     z = phi.sum(-1)
@@ -168,7 +170,10 @@ def _weigh(
 
 
 class _Pairwise(torch.autograd.Function):
-    """The saved rows: τ, which for φ = exp is the whole log-sum-exp (Z = 1 then), and Z."""
+    """The saved rows: τ, which for φ = exp is the row's maximum, and Z.
+
+    Not their sum m + log Z: a mask may move all of a row by −1e9, beside which log Z has no digit.
+    """
 
     @staticmethod
     def forward(
@@ -216,10 +221,8 @@ class _Pairwise(torch.autograd.Function):
                 tau[block.part] = block_tau
             if block_lse is not None:
                 lse[block.part] = block_lse
-            elif total is not None:
+            if total is not None:
                 z[block.part] = total
-        # A row without keys has τ = log 0: 0 instead, so that exp(−∞ − τ) is 0.
-        tau.masked_fill_(tau == NEG_INF, 0.0)
         ctx.save_for_backward(
             q, k, v, mask, alibi, gain, offset, shape, sink, seed, out, tau, z, lse
         )
@@ -255,7 +258,7 @@ def _gradients(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         x, phi, slope = _weigh_again(form, s, hidden, block, tau, offset, wide)
         # dO/Z in the place of dO puts the division into both products at once.
         do_z = do[block.part].to(call.dtype)
-        if form.normalize != "none" and form.activation.name != "exp":
+        if form.normalize != "none":
             do_z = do_z / block.of(z)[..., None]
         flat_do = block.flat(do_z)
         dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
@@ -280,8 +283,10 @@ def _gradients(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         if call.return_lse:
             # ∂lse/∂s = exp(s − lse), lse being that without the sink.
             own = block.of(lse)
-            own = (block.of(tau) - own).masked_fill(own == NEG_INF, 0.0)
-            ds += (x + own[..., None]).exp_() * block.of(dlse)[..., None]
+            empty = own == NEG_INF
+            own = (block.of(tau) - own).masked_fill(empty, 0.0)
+            given = block.of(dlse).masked_fill(empty, 0.0)
+            ds += (x + own[..., None]).exp_() * given[..., None]
         if "offset" in drow:
             drow["offset"][block.part] = -ds.sum(-1)
         grads.add(block, ds, scaled)

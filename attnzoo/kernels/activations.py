@@ -40,15 +40,14 @@ def q_exp(x, shape):
     """φ = u^{1/a} and φ' = φ/u with u = [1 + ax]_+, a = α − 1."""
     a = shape - 1.0
     y = tl.maximum(a * x, -1.0)
-    u = 1.0 + y
     # log u from y: near 1 the hardware's logarithm has an absolute error only, and a divides it.
     t = y / (2.0 + y)
     t2 = t * t
     series = 2.0 * t * (1.0 + t2 * (1.0 / 3.0 + t2 * (1.0 / 5.0 + t2 * (1.0 / 7.0))))
-    inside = u > 0.0
-    log_u = tl.where(tl.abs(y) < 0.125, series, LN2 * tl.log2(tl.where(inside, u, 1.0)))
-    phi = tl.where(inside, tl.exp2(log_u / (a * LN2)), 0.0)
-    return phi, tl.where(inside, phi / tl.where(inside, u, 1.0), 0.0)
+    u = tl.maximum(1.0 + y, 1e-30)  # where it is 0, what comes of it is not taken
+    log_u = tl.where(tl.abs(y) < 0.125, series, LN2 * tl.log2(u))
+    phi = tl.where(y > -1.0, tl.exp2(log_u * (1.0 / (a * LN2))), 0.0)
+    return phi, phi / u
 
 
 @triton.jit

@@ -32,14 +32,11 @@ Rows = tuple[tuple[int, Config], ...]
 # A threshold's list of blocks, and beside it a window, a mask, ALiBi or segments.
 CROWDED: dict[str, Rows] = {
     "forward crowded": ((128, Config(32, 32, 4, 1)), (256, Config(32, 32, 8, 1))),
-    "dq crowded": (
-        (64, Config(32, 32, 8, 1, registers=ALL)),
-        (256, Config(16, 32, 8, 1, registers=ALL)),
-    ),
+    "dq crowded": ((256, Config(16, 32, 8, 1, registers=ALL)),),
     "dkdv crowded": ((256, Config(32, 32, 8, 1)),),
     "threshold crowded": ((256, Config(32, 32, 8, 1, registers=ALL)),),
     "forward odd": ((128, Config(16, 32, 8, 1)), (256, Config(16, 16, 8, 1))),
-    "dq odd": ((128, Config(16, 32, 8, 1)), (256, Config(16, 16, 8, 1))),
+    "dq odd": ((128, Config(16, 32, 8, 1)), (256, Config(16, 16, 4, 1, part=32))),
     "dkdv odd": ((128, Config(32, 32, 8, 1)), (256, Config(16, 16, 8, 1))),
     "stats odd": ((256, Config(32, 32, 8, 1)),),
 }
@@ -78,7 +75,7 @@ FP32: dict[str, Rows] = {
     "dq heavy": ((256, Config(16, 32, 8, 1, part=32)),),
     "dkdv heavy": ((128, Config(16, 32, 8, 1, part=32)), (256, Config(16, 16, 8, 1, part=16))),
     "stats heavy": ((256, Config(64, 32, 8, 1, part=32)),),
-    "forward crowded": ((256, Config(16, 32, 8, 2, part=32)),),
+    "forward crowded": ((256, Config(16, 32, 8, 1, part=32, registers=ALL)),),
     "dq crowded": ((256, Config(16, 32, 8, 2, part=32)),),
     "dkdv crowded": ((128, Config(16, 32, 8, 1, part=32)), (256, Config(16, 16, 8, 1, part=16))),
     "threshold crowded": ((256, Config(16, 32, 8, 1, part=32, registers=ALL)),),
@@ -90,6 +87,8 @@ FP32: dict[str, Rows] = {
 TABLE: dict[tuple[int, int], dict[str, Rows]] = {
     (90, 16): {
         **CROWDED,
+        "forward cut": ((128, Config(128, 64, 8, 2)),),
+        "dq cut": ((128, Config(64, 64, 8, 2)),),
         "forward": ((128, Config(128, 128, 8, 2)), (256, Config(128, 32, 8, 2))),
         "dq": ((128, Config(128, 64, 8, 2)), (256, Config(32, 64, 8, 1))),
         "dkdv": (
@@ -117,7 +116,7 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
         "dq heavy": (
             (64, Config(32, 64, 4, 2, registers=ALL)),
             (128, Config(32, 32, 8, 1)),
-            (256, Config(16, 32, 8, 1)),
+            (256, Config(16, 32, 8, 1, registers=ALL)),
         ),
         "dkdv heavy": (
             (64, Config(32, 64, 8, 2)),
@@ -133,14 +132,24 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
     },
     (80, 16): {
         **CROWDED,
+        "dq odd": ((128, Config(16, 32, 8, 1)), (256, Config(16, 16, 8, 1, part=32))),
+        "forward cut": ((128, Config(64, 64, 8, 2, registers=ALL)),),
+        "forward mapped": (
+            (64, Config(128, 64, 8, 2)),
+            (128, Config(64, 64, 8, 2)),
+            (256, Config(64, 64, 8, 1)),
+        ),
+        "dkdv crowded": ((128, Config(32, 32, 8, 1)), (256, Config(32, 16, 8, 1))),
+        "dq one": (
+            (64, Config(64, 64, 8, 2)),
+            (128, Config(64, 64, 8, 2)),
+            (256, Config(32, 32, 8, 1)),
+        ),
         "forward crowded": (
             (128, Config(32, 32, 4, 1)),
             (256, Config(32, 32, 8, 1, registers=ALL)),
         ),
-        "dq crowded": (
-            (128, Config(32, 32, 8, 1, registers=ALL)),
-            (256, Config(16, 32, 8, 1, registers=ALL)),
-        ),
+        "dq crowded": ((128, Config(16, 32, 8, 1)), (256, Config(16, 32, 8, 1, registers=ALL))),
         "forward": (
             (64, Config(128, 128, 8, 2)),
             (128, Config(128, 64, 8, 2)),
@@ -149,15 +158,15 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
         "dq": (
             (64, Config(128, 64, 8, 2)),
             (128, Config(64, 64, 8, 2)),
-            (256, Config(64, 32, 8, 1)),
+            (256, Config(32, 32, 8, 1)),
         ),
         "dkdv": (
-            (64, Config(64, 64, 4, 2)),
+            (64, Config(32, 64, 4, 2)),
             (128, Config(64, 64, 8, 2)),
             (256, Config(32, 32, 8, 2)),
         ),
         "stats": ((128, Config(128, 128, 8, 2)), (256, Config(64, 64, 8, 2))),
-        "threshold": ((128, Config(128, 64, 8, 1)), (256, Config(64, 32, 8, 2))),
+        "threshold": ((128, Config(128, 64, 8, 1)), (256, Config(64, 32, 8, 2, registers=ALL))),
         "forward one": (
             (64, Config(128, 128, 8, 2)),
             (128, Config(64, 64, 8, 2)),
@@ -166,7 +175,7 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
         "dq mapped": (
             (64, Config(128, 64, 8, 2)),
             (128, Config(32, 64, 8, 1)),
-            (256, Config(16, 32, 8, 1)),
+            (256, Config(16, 32, 8, 1, registers=ALL)),
         ),
         "dkdv one": (
             (64, Config(64, 64, 8, 2)),
@@ -176,16 +185,16 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
         "forward heavy": (
             (64, Config(64, 64, 8, 2)),
             (128, Config(32, 32, 4, 1)),
-            (256, Config(32, 32, 8, 1)),
+            (256, Config(32, 32, 8, 1, registers=ALL)),
         ),
         "dq heavy": (
-            (64, Config(32, 64, 8, 1)),
+            (64, Config(32, 64, 8, 1, registers=ALL)),
             (128, Config(32, 32, 8, 1)),
-            (256, Config(16, 32, 8, 1)),
+            (256, Config(16, 32, 8, 1, registers=ALL)),
         ),
         "dkdv heavy": (
-            (64, Config(32, 64, 8, 2)),
-            (128, Config(64, 64, 8, 2)),
+            (64, Config(32, 32, 8, 1)),
+            (128, Config(64, 32, 8, 2)),
             (256, Config(32, 32, 8, 1)),
         ),
         "stats heavy": (
@@ -196,17 +205,18 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
     },
     (100, 16): {
         **CROWDED,
+        "forward crowded": ((128, Config(32, 32, 8, 1)), (256, Config(32, 32, 8, 1))),
         "dkdv crowded": ((128, Config(32, 32, 8, 1)), (256, Config(32, 32, 8, 2))),
         "forward": (
             (64, Config(128, 128, 8, 2)),
-            (128, Config(128, 64, 8, 2)),
+            (128, Config(128, 64, 8, 2, registers=ALL)),
             (256, Config(64, 64, 8, 2)),
         ),
-        "dq": ((128, Config(128, 64, 8, 2)), (256, Config(64, 32, 8, 2))),
+        "dq": ((128, Config(128, 64, 8, 2, registers=ALL)), (256, Config(64, 32, 8, 2))),
         "dkdv": (
             (64, Config(64, 64, 4, 2)),
             (128, Config(32, 128, 8, 2)),
-            (256, Config(32, 64, 8, 1)),
+            (256, Config(16, 64, 8, 1)),
         ),
         "stats": ((128, Config(128, 128, 8, 2)), (256, Config(64, 64, 8, 2))),
         "threshold": ((128, Config(128, 64, 8, 1)), (256, Config(64, 32, 8, 1))),
@@ -216,18 +226,18 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (256, Config(32, 32, 8, 1)),
         ),
         "dq heavy": (
-            (64, Config(32, 64, 4, 2)),
-            (128, Config(64, 32, 8, 2)),
-            (256, Config(16, 32, 8, 1)),
+            (64, Config(32, 64, 4, 2, registers=ALL)),
+            (128, Config(64, 32, 8, 2, registers=ALL)),
+            (256, Config(16, 32, 8, 1, part=64, registers=ALL)),
         ),
         "dkdv heavy": (
-            (64, Config(64, 64, 8, 2)),
+            (64, Config(64, 32, 8, 2)),
             (128, Config(32, 64, 8, 2)),
             (256, Config(32, 32, 8, 1)),
         ),
         "stats heavy": (
             (64, Config(64, 64, 8, 2)),
-            (128, Config(64, 64, 8, 2)),
+            (128, Config(32, 64, 8, 2)),
             (256, Config(32, 64, 8, 1)),
         ),
         "dq mapped": ((128, Config(128, 64, 8, 2)), (256, Config(16, 32, 8, 1))),
@@ -272,8 +282,8 @@ def map_tile(head_dim: int, bits: int, crowded: bool) -> tuple[int, int]:
 def pick(kernel: str, arch: int, bits: int, head_dim: int, load: str) -> Config:
     """The row for this call. ``arch`` is 10 · major + minor, or 0 for the interpreter.
 
-    ``load``: "", "mapped", "one", "heavy", "crowded" or "odd", what else takes registers; see
-    `launch`.
+    ``load``: "" or "mapped", "one", "heavy", "crowded", "odd", "cut", what else takes registers;
+    see `launch`.
     Where a kernel has no such rows its plain ones hold.
     """
     if arch == 0:
@@ -287,8 +297,38 @@ def find(
 ) -> tuple[tuple[int, int], str, int, Config]:
     """Where in the table the row is: the table's key, the rows' name, up to which dimension."""
     key = arch // 10 * 10 if arch // 10 in (9, 10) else 80, bits
-    name = f"{kernel} {load}" if f"{kernel} {load}" in TABLE[key] else kernel
-    for most, config in TABLE[key][name]:
-        if head_dim <= most:
-            return key, name, most, config
+    for name in (f"{kernel} {load}", kernel):
+        for most, config in TABLE[key].get(name, ()):
+            if head_dim <= most:
+                return key, name, most, config
     raise ValueError(f"{kernel}: no configuration for a head dimension of {head_dim}")
+
+
+LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
+
+# The kernels of linear forms, by dtype of the inputs: tokens in a chunk, the same for all kernels
+# of a call; features in a block, warps, stages. fp32 takes shorter chunks: a product of three in
+# tf32 holds its operands twice, and the weights of a longer chunk fitted in no number of registers.
+LINEAR_CHUNK = {"bfloat16": 64, "float16": 64, "float32": 32}
+INTERPRETED_CHUNK = 32
+# Columns of values that are taken at once; a row's denominator is computed anew for each so many.
+LINEAR_WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}
+LINEAR: dict[str, dict[str, Config]] = {
+    "bfloat16": dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)),
+    "float16": {
+        **dict.fromkeys(LINEAR_KERNELS, Config(64, 32, 8, 1)),
+        "dy": Config(64, 16, 8, 1),
+        "states back": Config(64, 32, 8, 1, registers=ALL),
+    },
+    "float32": {
+        **dict.fromkeys(LINEAR_KERNELS, Config(32, 32, 8, 1)),
+        **dict.fromkeys(("output", "dx", "dy"), Config(32, 16, 8, 1)),
+        "states back": Config(32, 32, 8, 1, registers=ALL),
+    },
+}
+
+
+def linear_config(kernel: str, arch: int, dtype: str) -> Config:
+    if arch == 0:
+        return Config(INTERPRETED_CHUNK, 16, 1, 1)
+    return LINEAR[dtype][kernel]

@@ -71,13 +71,12 @@ def flash_dq(
     size = (queries, keys, left, right)
     tiles_kv = (k, v, k_n * ALIGN, v_n * ALIGN, d, dv)
     per_z = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    from_phi, dlse_i = per_z, per_z
+    lse_i, dlse_i = per_z, per_z
     if z is not None:
         per_z = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
     if dlse is not None:
-        # e^{s − lse} from φ = e^{s − τ}: they differ by the sink.
         lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
-        from_phi = rows[1] - tl.where(lse_i == float("-inf"), 0.0, lse_i * UNIT)
+        lse_i = tl.where(lse_i == float("-inf"), 0.0, lse_i * UNIT)
         dlse_i = tl.load(dlse + at + i, mask=i < queries, other=0.0)
 
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
@@ -112,18 +111,18 @@ def flash_dq(
     if blocks is not None or not SPLIT:
         acc, total, far = _walk_keys(
             acc, total, far, low, high, q_side, do_side, i, tiles_kv, size, rows, segment,
-            per_z, mean, from_phi, dlse_i, dlse, where, blocks,
+            per_z, mean, lse_i, dlse_i, dlse, where, blocks,
             ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     else:
         acc, total, far = _walk_keys(
             acc, total, far, low, full, q_side, do_side, i, tiles_kv, size, rows, segment,
-            per_z, mean, from_phi, dlse_i, dlse, where, None,
+            per_z, mean, lse_i, dlse_i, dlse, where, None,
             ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         acc, total, far = _walk_keys(
             acc, total, far, full, high, q_side, do_side, i, tiles_kv, size, rows, segment,
-            per_z, mean, from_phi, dlse_i, dlse, where, None,
+            per_z, mean, lse_i, dlse_i, dlse, where, None,
                 ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     acc *= scale
@@ -169,7 +168,7 @@ def _threshold_mean(
 @triton.jit
 def _walk_keys(
     acc, total, far, low, high, q_side, do_side, i, tiles_kv, size, rows, segment,
-    per_z, mean, from_phi, dlse_i, dlse, where, blocks,
+    per_z, mean, lse_i, dlse_i, dlse, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, TOTAL: tl.constexpr,
     FAR: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -185,13 +184,12 @@ def _walk_keys(
         v_tile = load_tile(v, j, v_n, size[1], dv, DV, EDGE)  # [BN, DV]
         k_side, v_side = (k_tile, k, j, k_n, size[1]), (v_tile, v, j, v_n, size[1])
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
-        x, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)
-        x -= rows[1]
-        slope = activate(ACT, x, rows[2], seen, HIDES and not VANISHES)[1]
+        s, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)
+        slope = activate(ACT, s - rows[1], rows[2], seen, HIDES and not VANISHES)[1]
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         ds = slope * (dp - mean) * per_z
         if dlse is not None:
-            ds += tl.exp2(x + from_phi) * dlse_i
+            ds += tl.exp2(s - lse_i) * dlse_i  # not from φ: that has the sink in it
         if TOTAL:
             total += tl.sum(ds, 1)
         if FAR:
@@ -268,9 +266,8 @@ def flash_dkdv(
         q_side = (q_tile, q + q_at, index, q_n * ALIGN, queries)
         do_side = (do_tile, do + do_at, index, do_n * ALIGN, queries)
         product = times(k_side, q_side, D, PART, PRECISION)  # [BN, BM]
-        x, seen = scores(product, i, j[:, None], row, segment, where, size, UNIT, True, True)
-        x -= row[1]
-        p, slope = activate(ACT, x, row[2], seen, not VANISHES)
+        s, seen = scores(product, i, j[:, None], row, segment, where, size, UNIT, True, True)
+        p, slope = activate(ACT, s - row[1], row[2], seen, not VANISHES)
         if z is not None:
             per_z = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
             p, slope = p * per_z, slope * per_z
@@ -281,8 +278,8 @@ def flash_dkdv(
         ds = slope * dp
         if dlse is not None:
             lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
-            from_phi = row[1] - tl.where(lse_i == float("-inf"), 0.0, lse_i * UNIT)
-            ds += tl.exp2(x + from_phi) * tl.load(dlse + at + i, mask=i < queries, other=0.0)
+            lse_i = tl.where(lse_i == float("-inf"), 0.0, lse_i * UNIT)
+            ds += tl.exp2(s - lse_i) * tl.load(dlse + at + i, mask=i < queries, other=0.0)
         if gain is not None:
             ds *= tl.load(gain + at + i, mask=i < queries, other=0.0)
         acc_k = dot(ds.to(q_tile.dtype), q_tile, acc_k, PRECISION)  # [BN, D]

@@ -32,7 +32,8 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flash_forward(
-    q, k, v, o, stat, lse,  # stat: log2 Σ with the sink (ONLINE) or Z (SUM); lse: a row or None
+    # stat: log2 Σ with the sink (ONLINE), or Z (SUM); with mass, both rows or None, m and Z apart
+    q, k, v, o, stat, mass, lse,
     gain, tau, shape, sink, alibi,  # rows or None
     mask, q_segments, k_segments,
     blocks, counts,  # of each tile of MAP_M queries: the blocks of keys that hold weight; or None
@@ -96,18 +97,23 @@ def flash_forward(
         )  # fmt: skip
 
     if ONLINE:
-        total = m + tl.log2(z)  # −∞ for a row without keys
-        if lse is not None:
-            tl.store(lse + at + index, total / UNIT, mask=index < queries)
+        if lse is not None:  # −∞ for a row without keys
+            tl.store(lse + at + index, (m + tl.log2(z)) / UNIT, mask=index < queries)
         if sink is not None:
             last = tl.load(sink + at + index, mask=index < queries, other=0.0) * UNIT
-            top = tl.maximum(total, last)
-            both = top + tl.log2(tl.exp2(total - top) + tl.exp2(last - top))
-            acc *= tl.exp2(m - both)[:, None]
-            total = both
+            top = tl.maximum(m, last)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            down = tl.exp2(m - top)
+            acc *= down[:, None]
+            z = z * down + tl.exp2(last - top)
+            m = top
+        divisor = tl.where(z == 0.0, 1.0, z)
+        acc /= divisor[:, None]
+        if mass is None:
+            tl.store(stat + at + index, m + tl.log2(z), mask=index < queries)
         else:
-            acc /= tl.where(z == 0.0, 1.0, z)[:, None]
-        tl.store(stat + at + index, total, mask=index < queries)
+            tl.store(stat + at + index, m, mask=index < queries)
+            tl.store(mass + at + index, divisor, mask=index < queries)
     elif SUM:
         if sink is not None:
             last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT
@@ -118,6 +124,8 @@ def flash_forward(
         else:
             acc /= z[:, None]
         tl.store(stat + at + index, z, mask=index < queries)
+        if tau is not None:
+            acc += rows[1] - rows[1]  # NaN where scores were: maxima drop it, and with it the row
     store_tile(o, index, o_n * ALIGN, queries, dv, DV, acc)
 
 

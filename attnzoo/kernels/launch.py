@@ -57,7 +57,13 @@ class Form(NamedTuple):
     @property
     def act(self) -> Any:
         module, _, name = self.twin.partition(":")
-        return getattr(importlib.import_module(module), name)
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"an activation's triton must name a function as 'module:name', got {self.twin!r}: "
+                f"{error}"
+            ) from error
 
 
 def architecture(device: torch.device) -> int:
@@ -87,9 +93,19 @@ def like(x: Tensor, dim: int) -> Tensor:
     return x.new_empty(b, h, n, dim)
 
 
-def new_row(q: Tensor, wanted: bool = True) -> Tensor:
-    """(B, H, Nq), or no elements: operators can neither return None nor one tensor twice."""
-    return q.new_empty(q.shape[:3] if wanted else 0, dtype=torch.float32)
+def new_row(q: Tensor, wanted: bool = True, two: bool = False) -> Tensor:
+    """(B, H, Nq), or two of them in one tensor, or no elements: operators can neither return None
+    nor one tensor twice."""
+    shape = (2, *q.shape[:3]) if two else q.shape[:3]
+    return q.new_empty(shape if wanted else 0, dtype=torch.float32)
+
+
+def stands_apart(normalize: str, mask: Tensor | None) -> bool:
+    """Whether a softmax saves its maximum m and its sum Z as two rows, not as m + log Z.
+
+    A float mask may move all of a row by −1e9, beside which log Z has no digit.
+    """
+    return normalize == "online" and mask is not None and mask.is_floating_point()
 
 
 def _padded(dim: int) -> int:
@@ -104,6 +120,12 @@ def _align(*tensors: Tensor) -> int:
         if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
         else 1
     )
+
+
+def readable(do: Tensor, out: Tensor) -> bool:
+    """Whether a gradient can be read as it is, in loads as wide as the output's."""
+    rows = do.stride(-1) == 1 or do.shape[-1] == 1
+    return rows and _align(do) >= _align(out)
 
 
 def _strides(align: int, **tensors: Tensor) -> dict[str, int]:
@@ -149,6 +171,7 @@ def _config(
     kernel: str,
     arch: int,
     q: Tensor,
+    k: Tensor,
     v: Tensor,
     facts: Facts,
     mapped: bool,
@@ -160,22 +183,25 @@ def _config(
     One of window, ALiBi, segments and a mask of keys fits in beside a single loop ("one"), as does
     a list of blocks ("mapped"). A dense mask, two of those, or further rows (the shape, the
     gradient of lse) make a call "heavy"; any of the four beside a list of blocks "crowded".
-    Without a list, strides that no wide load divides make it "odd", whatever else it is: each
-    element has an address then.
+    Strides that no wide load divides, where each element has an address of its own, make it "odd",
+    or "crowded" with a list, whatever else it is. A head dimension that is no power of two, whose
+    columns are masked, is "cut" if it is nothing else.
     """
     few = _count(facts)
     dense = facts.mask is not None and facts.mask.shape[2] > 1
     heavy = dense or few > 1 or any(x is not None for x in rows)
-    load = "heavy" if heavy else "one" if few else ""
+    cut = _padded(q.shape[3]) > q.shape[3] or _padded(v.shape[3]) > v.shape[3]
+    load = "heavy" if heavy else "one" if few else "cut" if cut else ""
     if mapped:
-        load = "crowded" if few else load or "mapped"
+        load = "crowded" if _small_tiles(q, k, v, facts) else "heavy" if heavy else "mapped"
     elif align == 1:
         load = "odd"
     config = pick(kernel, arch, 8 * q.element_size(), max(q.shape[3], v.shape[3]), load)
-    config = config._replace(split=config.split and load in ("", "mapped"))
+    split = config.split and not few and not heavy and load != "odd"
+    config = config._replace(split=split)
     if not mapped:
         return config
-    map_m, map_n = _map_tile(q, v, facts)
+    map_m, map_n = _map_tile(q, k, v, facts)
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
@@ -186,8 +212,13 @@ def _count(facts: Facts) -> int:
     return sum(x is not None for x in found)
 
 
-def _map_tile(q: Tensor, v: Tensor, facts: Facts) -> tuple[int, int]:
-    return map_tile(max(q.shape[3], v.shape[3]), 8 * q.element_size(), _count(facts) > 0)
+def _small_tiles(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+    return _count(facts) > 0 or _align(q, k, v) == 1
+
+
+def _map_tile(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[int, int]:
+    dim, small = max(q.shape[3], v.shape[3]), _small_tiles(q, k, v, facts)
+    return map_tile(dim, 8 * q.element_size(), small)
 
 
 def _blocks(config: Config) -> dict[str, Any]:
@@ -204,20 +235,22 @@ def describe_forward(
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """rows: gain, tau, shape and sink. Returns out, the statistic of `flash_forward`, and lse."""
     out = like(q, v.shape[3])
-    stat, lse = new_row(q, form.normalize != "none"), new_row(q, want_lse)
+    apart = stands_apart(form.normalize, facts.mask)
+    stat, lse = new_row(q, form.normalize != "none", apart), new_row(q, want_lse)
     align = _align(q, k, v, out)
     peaked = form.normalize == "sum" and v.dtype == torch.float16
     extra = align, rows["shape"], q if peaked else None
-    config = _config("forward", arch, q, v, facts, blocks is not None, *extra)
+    config = _config("forward", arch, q, k, v, facts, blocks is not None, *extra)
     args = {
         **_common(q, k, facts), **_strides(align, q=q, k=k, v=v, o=out), **_values(v),
         **_blocks(config), **rows, "q": q, "k": k, "v": v, "o": out,
-        "stat": stat, "lse": lse if want_lse else None,
+        "stat": stat[0] if apart else stat, "mass": stat[1] if apart else None,
+        "lse": lse if want_lse else None,
         "blocks": blocks and blocks[0], "counts": blocks and blocks[1],
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "ONLINE": form.normalize == "online", "SUM": form.normalize in ("sum", "threshold"),
         "PEAKED": peaked,
-        "SPLIT": config.split, "MAP_M": _map_tile(q, v, facts)[0], "ALIGN": align,
+        "SPLIT": config.split, "MAP_M": _map_tile(q, k, v, facts)[0], "ALIGN": align,
     }  # fmt: skip
     launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
     return launch, (out, stat, lse)
@@ -231,12 +264,13 @@ def describe_backward(
     """rows: gain, tau, shape and sink. Returns dq, dk, dv and the rows that are wanted or empty."""
     made = {"dq": like(q, q.shape[3]), "dk": like(k, k.shape[3]), "dv": like(v, v.shape[3])}
     made |= {name: new_row(q, wants) for name, wants in wanted.items()}
-    online = form.normalize == "online"
+    online, apart = form.normalize == "online", stands_apart(form.normalize, facts.mask)
+    z = stat if form.normalize in ("sum", "threshold") else None
     common = {
         **_common(q, k, facts), **_values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": rows["gain"], "shape": rows["shape"],
-        "tau": stat if online else rows["tau"],
-        "z": stat if form.normalize in ("sum", "threshold") else None,
+        "tau": stat[0] if apart else stat if online else rows["tau"],
+        "z": stat[1] if apart else z,
         "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_row(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
@@ -244,10 +278,10 @@ def describe_backward(
     }  # fmt: skip
     align = _align(q, k, v, out, do, made["dq"], made["dk"], made["dv"])
     extra = align, rows["shape"], dlse
-    config = _config("dq", arch, q, v, facts, maps is not None, *extra)
+    config = _config("dq", arch, q, k, v, facts, maps is not None, *extra)
     dq_args = {
         **common, **_blocks(config), "SPLIT": config.split, "ALIGN": align,
-        "MAP_M": _map_tile(q, v, facts)[0],
+        "MAP_M": _map_tile(q, k, v, facts)[0],
         **_strides(align, q=q, k=k, v=v, o=out, do=do, dq=made["dq"]), "o": out, "dq": made["dq"],
         **{name: made[name] if wants else None for name, wants in wanted.items()},
         "sink": rows["sink"],
@@ -259,13 +293,13 @@ def describe_backward(
     if maps is not None:
         columns, listing = _describe_columns(maps[2], common["group"])
         launches.append(listing)
-    config = _config("dkdv", arch, q, v, facts, maps is not None, *extra)
+    config = _config("dkdv", arch, q, k, v, facts, maps is not None, *extra)
     dkdv_args = {
         **common, **_blocks(config), "ALIGN": align,
         **_strides(align, q=q, k=k, v=v, do=do, dk=made["dk"], dv=made["dv"]),
         "dk": made["dk"], "dv": made["dv"],
         "blocks": columns and columns[0], "counts": columns and columns[1],
-        **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, v, facts))),
+        **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, facts))),
     }  # fmt: skip
     launches.append(Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config))
     return launches, tuple(made.values())
@@ -287,7 +321,7 @@ def describe_stats(
 ) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """lse and entropy of the un-gained scores, as rows."""
     align = _align(q, k)
-    config = _config("stats", arch, q, q, facts, False, align)
+    config = _config("stats", arch, q, k, q, facts, False, align)
     lse, entropy = new_row(q), new_row(q)
     args = {
         **_common(q, k, facts), **_strides(align, q=q, k=k), **_blocks(config),
@@ -299,7 +333,7 @@ def describe_stats(
 
 def empty_maps(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor, Tensor]:
     """blocks, counts and live of `threshold`."""
-    block_m, block_n = _map_tile(q, v, facts)
+    block_m, block_n = _map_tile(q, k, v, facts)
     heads = q.shape[0] * q.shape[1]
     tiles = (q.shape[2] + block_m - 1) // block_m, (k.shape[2] + block_n - 1) // block_n
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
@@ -313,10 +347,10 @@ def describe_threshold(
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """rows: gain and shape. Returns τ and the maps."""
     align = _align(q, k)
-    config = _config("threshold", arch, q, v, facts, True, align)
+    config = _config("threshold", arch, q, k, v, facts, True, align)
     tau, maps = new_row(q), empty_maps(q, k, v, facts)
     # The kernel writes the map: its blocks are the map's tiles.
-    assert (config.block_m, config.block_n) == _map_tile(q, v, facts)
+    assert (config.block_m, config.block_n) == _map_tile(q, k, v, facts)
     args = {
         **_common(q, k, facts), **_strides(align, q=q, k=k), **_blocks(config), "q": q, "k": k,
         "tau": tau, "blocks": maps[0], "counts": maps[1], "live": maps[2],

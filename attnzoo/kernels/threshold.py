@@ -66,7 +66,7 @@ def threshold(
     low, _, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     # The maximum; and with the maximum so far, which blocks can be in the running at all.
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    kept = 0
+    kept, broken = 0, tl.zeros([BLOCK_M], tl.int32)
     for n in range(low, high):
         j = n * BLOCK_N + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
@@ -74,7 +74,8 @@ def threshold(
         s = scores(product, i, j[None, :], rows, segment, where, size, 1.0, True, True)[0]
         peak = tl.max(s, 1)
         m = tl.maximum(m, peak)
-        alive = tl.max((peak > m - 1.0 / a).to(tl.int32), 0)
+        broken = tl.maximum(broken, tl.max((s != s).to(tl.int32), 1))
+        alive = tl.max((s > (m - 1.0 / a)[:, None]).to(tl.int32))
         tl.store(blocks + kept, n, mask=alive > 0)
         kept += alive
     base = tl.where(m == float("-inf"), 0.0, m)
@@ -95,7 +96,7 @@ def threshold(
             phi, slope = ACT(x, rows[2])
             z += tl.sum(phi, 1)
             slopes += tl.sum(slope, 1)
-            alive = tl.max((tl.max(x, 1) > -1.0 / a).to(tl.int32), 0)
+            alive = tl.max((x > (-1.0 / a)[:, None]).to(tl.int32))
             # In place: the list is never longer than what has been read of it.
             tl.store(blocks + kept, block, mask=alive > 0)
             kept += alive
@@ -108,7 +109,9 @@ def threshold(
         step += 1
         open_rows = (tl.abs(excess) > RESIDUAL) & (tl.abs(change) > LAST_PLACES * t)
         unsolved = (tl.max(open_rows.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
-    tl.store(tau + at + index, base + t, mask=index < queries)
+    # A maximum is over the numbers only: of a row with NaN among its scores τ says so.
+    found = tl.where(broken > 0, float("nan"), base + t)
+    tl.store(tau + at + index, found, mask=index < queries)
     tl.store(counts + bh * tiles + tile, kept)
     tl.debug_barrier()
     for n in range(kept):
