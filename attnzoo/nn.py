@@ -10,9 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from attnzoo.bind import check_entries, check_value
+from attnzoo.cache import Cache, KVCache, StateCache
 from attnzoo.dispatch import attention
 from attnzoo.forms import REQUIRED, Param
+from attnzoo.recurrent import has_state
 from attnzoo.registry import get_variant
+
+__all__ = ["Attention", "Cache", "KVCache", "StateCache", "Taylor"]
 
 
 class _Between(nn.Module):
@@ -52,8 +56,9 @@ class Attention(nn.Module):
             (entmax's alpha) is learned through a sigmoid and stays inside.
 
     Shapes:
-        forward(q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), **keywords) with the
-        keywords of `attnzoo.attention` -> (B, H, Nq, Dv).
+        forward(q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), cache=None, **keywords) with
+        the keywords of `attnzoo.attention` -> (B, H, Nq, Dv). With a cache, from `new_cache`, q, k
+        and v are the next tokens, causal over all so far.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
@@ -156,16 +161,43 @@ class Attention(nn.Module):
     def _get_name(self) -> str:
         return "Attention"  # torch renames the class of a parametrized module
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None, **keywords: Any
+    ) -> Any:
         """`attnzoo.attention` of this variant; see there for the keywords."""
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != self.num_heads:
             raise ValueError(f"q must have num_heads={self.num_heads} heads, got {tuple(q.shape)}")
-        names = [param.name for param in get_variant(self.variant).params]
-        for name in names:
+        own = self._own()
+        for name in own:
             if name in keywords:
                 raise TypeError(f"{name} belongs to the module: set it when it is made")
-        own = {name: getattr(self, name) for name in names}
-        return attention(q, k, v, self.variant, **keywords, **own)
+        if cache is None:
+            return attention(q, k, v, self.variant, **keywords, **own)
+        if not isinstance(cache, Cache):
+            raise TypeError(f"cache must be from new_cache(), or None; got {type(cache).__name__}")
+        return cache.attend(q, k, v, self.variant, **keywords, **own)
+
+    def new_cache(self, max_length: int, kind: str | None = None) -> Cache:
+        """An empty cache for decoding, one per sequence or batch of sequences.
+
+        Args:
+            max_length: tokens that it can hold. A state has no such limit, and takes none of it.
+            kind: "keys", a `KVCache`; "state", a `StateCache`, for variants with a linear form.
+                None is "state" where there is one. That is F·(Dv + 1) numbers per head where keys
+                and values are D + Dv per token: `taylor` at D = 64 (F = 2145) breaks even at 1089
+                tokens, and wants "keys" below.
+        """
+        if kind not in (None, "keys", "state"):
+            raise ValueError(f"kind must be 'keys', 'state' or None, got {kind!r}")
+        possible = has_state(self.variant, self._own(), self.num_heads)
+        if kind == "state" and not possible:
+            raise ValueError(f"kind: {self.variant!r} has no state here, only keys; got 'state'")
+        keys = KVCache(max_length)  # whatever it will be: max_length is checked
+        return StateCache() if possible and kind != "keys" else keys
+
+    def _own(self) -> dict[str, Any]:
+        """The variant's parameters."""
+        return {param.name: getattr(self, param.name) for param in get_variant(self.variant).params}
 
     def extra_repr(self) -> str:
         shown = []
@@ -174,6 +206,87 @@ class Attention(nn.Module):
             text = _summary(value.detach()) if isinstance(value, Tensor) else f"{value}"
             shown.append(f"{name}={text}" + (" (learned)" if name in self.learned else ""))
         return ", ".join([repr(self.variant), f"num_heads={self.num_heads}", *shown])
+
+
+class Taylor(nn.Module):
+    """Linear attention of Based: learned projections to few features, and `taylor` on those.
+
+    o = W_o · concat over heads of Σ_j T(q_i·k_j / √d') v_j / Σ_j T(q_i·k_j / √d'), T(z) = 1 + z +
+    z²/2, q = W_q x, k = W_k x of ``feature_dim`` d' and v = W_v x. With d' = 16 a state is 153
+    features wide, where a head dimension of 64 would make 2145.
+
+    Args:
+        embed_dim: E, of the tokens.
+        num_heads: H, of the queries.
+        feature_dim: d', of each head's queries and keys.
+        head_dim: Dv, of each head's values; None is E // H.
+        num_kv_heads: of keys and values; None is H.
+        bias: of the four projections.
+
+    Shapes:
+        forward(x (B, N, E), cache=None, **keywords of `attnzoo.attention`) -> (B, N, E).
+
+    Raises:
+        ValueError: naming the argument, what came and what is allowed.
+
+    Example:
+        >>> import torch
+        >>> from attnzoo.nn import Taylor
+        >>> layer, x = Taylor(embed_dim=64, num_heads=4), torch.randn(2, 10, 64)
+        >>> layer(x, is_causal=True).shape
+        torch.Size([2, 10, 64])
+
+    Source: Arora et al. 2024, arXiv:2402.18668, Section 4.1. Differs: no convolution and no window
+    beside it, which are layers of their own there.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        feature_dim: int = 16,
+        *,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = dict(embed_dim=embed_dim, num_heads=num_heads, feature_dim=feature_dim)
+        sizes |= {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
+        for name, size in sizes.items():
+            optional = size is None and name in ("head_dim", "num_kv_heads")
+            if not optional and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: give head_dim"
+            )
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % kv_heads:
+            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        kind: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.attend = Attention("taylor", num_heads)
+        self.num_heads, self.num_kv_heads = num_heads, kv_heads
+        self.q_proj = nn.Linear(embed_dim, num_heads * feature_dim, **kind)
+        self.k_proj = nn.Linear(embed_dim, kv_heads * feature_dim, **kind)
+        self.v_proj = nn.Linear(embed_dim, kv_heads * head_dim, **kind)
+        self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, **kind)
+
+    def forward(self, x: Tensor, *, cache: Cache | None = None, **keywords: Any) -> Tensor:
+        """(B, N, E) to (B, N, E); with a cache x are the next tokens, causal over all so far."""
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        gqa = self.num_kv_heads != self.num_heads
+        out = self.attend(q, k, v, cache=cache, enable_gqa=gqa, **keywords)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def new_cache(self, max_length: int, kind: str | None = None) -> Cache:
+        """As `Attention.new_cache`."""
+        return self.attend.new_cache(max_length, kind)
 
 
 def _summary(x: Tensor) -> str:

@@ -12,7 +12,7 @@ ARGUMENTS = frozenset(
 )
 # What a parameter of a variant may not be called: arguments, and attributes of its module.
 RESERVED = ARGUMENTS | frozenset(
-    "self q k v call variant state backend num_heads learn learned training".split()
+    "self q k v call variant state cache backend num_heads learn learned training".split()
 )
 
 _VARIANTS: dict[str, Variant] = {}

@@ -68,7 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"activations", "call", "counts", "forms", "backends", "kernels"},
     "dispatch": {"variants", "backends", "bind", "call", "checks", "forms", "registry"},
     "recurrent": {"backends", "call", "dispatch", "forms", "registry"},
-    "nn": {"bind", "dispatch", "forms", "registry"},
+    "cache": {"dispatch", "recurrent"},
+    "nn": {"bind", "cache", "dispatch", "forms", "recurrent", "registry"},
     "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},
 }
 
