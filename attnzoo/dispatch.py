@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,14 +12,21 @@ import torch
 from torch import Tensor
 
 import attnzoo.variants  # noqa: F401  (registers the zoo)
-from attnzoo.backends import eager, flash, linear, sdpa, tiled
+from attnzoo.backends import eager, flash, flash_linear, linear, sdpa, tiled
 from attnzoo.bind import bind
 from attnzoo.call import Call
 from attnzoo.checks import Segments, Window, check_call
 from attnzoo.forms import Definition, Form, FromStatistics, Linear, NoForm, Pairwise, Variant
 from attnzoo.registry import ARGUMENTS, get_variant
 
-BACKENDS = {"sdpa": sdpa, "flash": flash, "linear": linear, "tiled": tiled, "eager": eager}
+BACKENDS = {
+    "sdpa": sdpa,
+    "flash": flash,
+    "flash_linear": flash_linear,
+    "linear": linear,
+    "tiled": tiled,
+    "eager": eager,
+}
 
 # Up to this many scores (half a MiB of fp32) the definition's few dense operations cost less than
 # walking over blocks does.
@@ -33,6 +41,7 @@ class Candidate(NamedTuple):
     backend: str
     form: Form
     objection: str | None
+    note: str = ""  # what decided its place
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,11 @@ class Plan:
             return f"{self.variant}: refused\n  {self.refusal}"
         rows = [f"{self.variant}: {self.chosen}"]
         taken = False
-        for backend, form, objection in self.candidates:
+        for backend, form, objection, note in self.candidates:
             first = objection is None and backend == self.chosen and not taken
             taken = taken or first
-            reason = objection or ("chosen" if first else "able")
-            rows.append(f"  {backend:<7} {form.kind:<11} {reason}")
+            reason = objection or ("chosen" if first else "able") + note
+            rows.append(f"  {backend:<12} {form.kind:<11} {reason}")
         return "\n".join(rows)
 
 
@@ -284,14 +293,17 @@ def _candidates(ready: Prepared) -> Iterator[Candidate]:
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
     forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
     for backend, form in preference(forms, ready.call):
-        yield Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call))
+        note = ""
+        if backend in ("linear", "flash_linear") and isinstance(form, Linear):
+            note = f": {linear_work(form, ready.call):.2g} × the work of all pairs"
+        yield Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call), note)
 
 
 def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:
     _check_backend(backend)
     raise_refusal(ready)
     reasons = []
-    for name, form, objection in _candidates(ready):
+    for name, form, objection, _ in _candidates(ready):
         if backend not in (None, name):
             continue
         if objection is None:
@@ -305,7 +317,7 @@ def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
     """All (backend, form) pairs, the one expected to be fastest first: of device and sizes only.
 
-    1. A linear form where `linear_is_cheaper`.
+    1. A linear form where `linear_is_cheaper`; on a GPU by the kernels of `flash_linear`.
     2. Torch's fused softmax; on a GPU not where the gain comes from statistics of the rows, which
        `flash` takes in a kernel of its own.
     3. On a GPU the kernels of `flash`.
@@ -320,13 +332,14 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
         order = ["sdpa", "flash"]
         if any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms):
             order = ["flash", "sdpa"]
-        order = ["linear", *order, "tiled"] if linear_first else [*order, "tiled", "linear"]
+        scans = ["flash_linear", "linear"]
+        order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
         order += ["eager"]
     elif few:
-        order = ["sdpa", "eager", "linear", "tiled", "flash"]
+        order = ["sdpa", "eager", "linear", "tiled", "flash", "flash_linear"]
     else:
         order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
-        order += ["flash", "eager"]
+        order += ["flash", "flash_linear", "eager"]
     return [(name, form) for name in order for form in forms if _meets(name, form)]
 
 
@@ -334,6 +347,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
 KINDS = {
     "sdpa": ("pairwise",),
     "flash": ("pairwise",),
+    "flash_linear": ("linear",),
     "linear": ("linear",),
     "eager": ("definition",),
 }
@@ -356,9 +370,13 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:
-    """Multiplications: the state takes F·(Dv + 1) for each key and for each row that reads it, a
-    causal row F for each key of its chunk, each counted `LINEAR_COST` times; the pairwise form
-    takes D + Dv for each key that a row reaches.
+    return linear_work(form, call) < 1
+
+
+def linear_work(form: Linear, call: Call) -> float:
+    """Multiplications of the scan over those of the pairs: the state takes F·(Dv + 1) for each key
+    and for each row that reads it, a causal row F for each key of its chunk, each counted
+    `LINEAR_COST` times; the pairwise form takes D + Dv for each key that a row reaches.
     """
     reach = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
     if call.left is not None:
@@ -366,4 +384,5 @@ def linear_is_cheaper(form: Linear, call: Call) -> bool:
     size = form.size(call.head_dim)
     chunk = linear.chunk_length(size, call.needs_grad) if call.right == 0 else 0
     scan = size * ((call.keys + call.queries) * (call.value_dim + 1) + call.queries * chunk)
-    return LINEAR_COST * scan < call.queries * reach * (call.head_dim + call.value_dim)
+    pairs = call.queries * reach * (call.head_dim + call.value_dim)
+    return LINEAR_COST * scan / pairs if pairs > 0 else math.inf

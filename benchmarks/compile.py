@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +27,11 @@ from benchmarks import report
 from evals.cells import Refused
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-HEAD_DIMS = (64, 128, 256)
-KERNELS = ("forward", "dq", "dkdv", "stats", "threshold")
+HEAD_DIMS = (64, 96, 128, 256)
+KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear")
+# Those of linear forms, over as many features as Taylor's 153 at D = 16 filled up to eights.
+LINEAR = ("states", "states back", "output", "dx", "dy", "dv")  # as in kernels.configs
+FEATURES = 160
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # normalize, unit and whether φ vanishes at −∞, for each twin in attnzoo.kernels.activations.
 TWINS = {
@@ -97,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.jobs < 1:
         raise Refused(f"--jobs must be at least 1, got {args.jobs}")
+    report.check_target("--json", args.json)
     known = {f"sm_{arch}": limit for arch, limit in SHARED.items()}
     archs = args.arch.split(",")
     for arch in archs:
@@ -119,6 +124,10 @@ def run(args: argparse.Namespace) -> int:
     # A fresh process each: torch's threads do not survive a fork.
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         for cell, row in zip(jobs, pool.map(compile_cell, jobs), strict=True):
+            if isinstance(row, str):
+                wrong += 1
+                print(f"{cell.kernel}, {cell.config}, {cell.arch} does not compile: {row}")
+                continue
             said = row.objection(cell.dtype != "fp32", known[cell.arch])
             wrong += said is not None
             rows.append(row)
@@ -127,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         document = {"triton": triton.__version__, "environment": report.environment()}
         report.write_json(args.json, {**document, "rows": [asdict(row) for row in rows]})
-    print(f"{len(rows)} compiled, {wrong} of them outside the limits")
+    print(f"{len(jobs)} compiled, {wrong} of them outside the limits")
     return 1 if wrong else 0
 
 
@@ -147,9 +156,18 @@ def _line(cells: tuple[Any, ...]) -> str:
 
 def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
     """Causal calls with a gain, enough of them to meet every row of the table: every twin plain,
-    some with all extras, exp with each of them."""
+    some with all extras, exp with each of them. A dimension that is no power of two takes other
+    rows than the next power of two does only where it is plain."""
     for arch in archs:
         for dim in dims:
+            if dim in (64, 128) and arch != "sm_100":  # whose rows are these
+                for dtype, name in product(DTYPES if dim == 64 else ("bf16",), LINEAR):
+                    yield Cell("linear", arch, dtype, dim, name)
+            if dim & (dim - 1):
+                for twin in ("exp", "sigmoid", "entmax15"):
+                    for kernel in ("forward", "dq", "dkdv"):
+                        yield Cell(kernel, arch, "bf16", dim, twin)
+                continue
             for twin, (normalize, *_) in TWINS.items():
                 kernels = ["forward", "dq", "dkdv"]
                 kernels += ["stats"] if twin == "exp" else []
@@ -171,7 +189,8 @@ def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
                         if dim == 256:
                             yield Cell(kernel, arch, "fp32", dim, twin, "all odd")
                     if twin == "exp" and kernel != "stats":
-                        for extra in EXTRAS if dim == 128 else ("segments",):
+                        all_of_them = (dim, arch) == (128, "sm_90")
+                        for extra in EXTRAS if all_of_them else ("segments",):
                             yield Cell(kernel, arch, "bf16", dim, twin, extra)
 
 
@@ -179,6 +198,8 @@ def describe(cell: Cell) -> Any:
     """The launch of a causal call with a gain, on tensors that hold nothing."""
     from attnzoo.kernels import launch as kernels
 
+    if cell.kernel == "linear":
+        return describe_linear(cell)
     normalize, unit, vanishes = TWINS[cell.twin]
     all_extras, odd = cell.extra.startswith("all"), cell.extra.endswith("odd")
     shape = (1, 2, 1024, cell.head_dim + odd)
@@ -208,11 +229,35 @@ def describe(cell: Cell) -> Any:
         alpha = None if cell.twin == "q_exp" else 1.5
         return kernels.describe_threshold(q, q, q, facts, form, rows, alpha, arch)[0]
     wanted = {"dgain": True, "dtau": normalize == "none", "dsink": lse}
+    stat = kernels.new_row(q, True, kernels.stands_apart(normalize, mask))
     launches, _ = kernels.describe_backward(
-        q, row if lse else None, q, q, q, q, row, row, facts, form, rows, maps,
+        q, row if lse else None, q, q, q, q, stat, row, facts, form, rows, maps,
         {**wanted, "dalibi": alibi is not None}, arch,
     )  # fmt: skip
     return launches[0] if cell.kernel == "dq" else launches[-1]
+
+
+def describe_linear(cell: Cell) -> Any:
+    """The launch of a causal call over a group of two heads."""
+    from attnzoo.kernels import launch_linear as kernels
+
+    dtype, arch = DTYPES[cell.dtype], int(cell.arch.removeprefix("sm_"))
+    features = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    x = torch.empty(1, 2, 1024, FEATURES, dtype=features, device="meta")
+    do = x.new_empty(1, 2, 1024, cell.head_dim, dtype=dtype)
+    z = x.new_empty(1, 2, 1024, dtype=torch.float32)
+    y, v, rows = x[:, :1], do[:, :1], (z, z)
+    launch, kept, _ = kernels.describe_states(y, v, None, None, 1, True, dtype, arch)
+    if cell.twin == "states back":
+        return kernels.describe_states(x, do, None, rows, 1, True, dtype, arch)[0]
+    if cell.twin == "output":
+        return kernels.describe_output(x, y, v, kept, cell.head_dim, dtype, arch)[0]
+    if cell.twin == "dx":
+        return kernels.describe_dx(x, y, v, do, kept, rows, dtype, arch)[0]
+    if cell.twin in ("dy", "dv"):
+        both = kernels.describe_dy_dv(x, y, v, do, kept, rows, dtype, arch)[0]
+        return both[("dy", "dv").index(cell.twin)]
+    return launch
 
 
 POINTERS = {
@@ -225,8 +270,12 @@ POINTERS = {
 }
 
 
-def compile_cell(cell: Cell) -> Compiled:
-    return compile_launch(cell, describe(cell))
+def compile_cell(cell: Cell) -> Compiled | str:
+    """What came out, or the first line of what the compiler said."""
+    try:
+        return compile_launch(cell, describe(cell))
+    except Exception as error:  # a pass of the compiler may fail in whatever way
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def compile_launch(cell: Cell, launch: Any) -> Compiled:

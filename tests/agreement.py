@@ -245,7 +245,7 @@ def terms(variant: str, backend: str, inputs: Inputs) -> dict[str, float]:
     if min(q.numel(), k.numel(), v.numel()) == 0:
         return {}
     gain, condition = _amplification(variant, inputs)
-    condition = condition if backend == "linear" else 1.0
+    condition = condition if "linear" in backend else 1.0
     rows = (inputs.do.numel() / v.shape[-1]) ** 0.5  # terms of either sign
     ds = float(inputs.do.double().abs().amax() * v.amax()) * v.shape[-1] ** 0.5 * condition
     dz = ds * gain * q.shape[-1] ** -0.5
@@ -307,7 +307,7 @@ def complaints(
         error = worst(have.double().masked_fill(hidden, 0.0) - want)
         own = worst(naive[name].double().masked_fill(hidden, 0.0) - want)
         rounding = torch.finfo(have.dtype).eps * float(want.abs().max())
-        if backend == "flash" and have.dtype == torch.bfloat16:
+        if backend in ("flash", "flash_linear") and have.dtype == torch.bfloat16:
             rounding *= 2  # Triton's interpreter cuts digits off instead, of weights and of results
         if inputs.do.dtype == torch.float64:
             allowed = FP64 * sizes[name] + rounding  # fp32 parameters have fp32 gradients

@@ -18,18 +18,38 @@ NO_LINEAR = "no linear form"
 NO_PAIRWISE = "no pairwise form"
 NOT_SOFTMAX = "carries softmax and row gains on it only"
 VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
-    "adaptive_temperature": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR},
-    "asentmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR},
-    "cosformer": {"sdpa": NO_PAIRWISE, "flash": NO_PAIRWISE, "linear": RUNS},
-    "entmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR},
-    "log_n": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR},
-    "sigmoid": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR},
-    "sink": {"sdpa": "has no sink", "flash": RUNS, "linear": NO_LINEAR},
-    "softmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR},
-    "sparsemax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR},
-    "ssmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR},
-    "taylor": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": RUNS},
-    "topk": {"sdpa": NOT_SOFTMAX, "flash": "selects no keys", "linear": NO_LINEAR},
+    "adaptive_temperature": {
+        "sdpa": RUNS,
+        "flash": RUNS,
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
+    "asentmax": {
+        "sdpa": NOT_SOFTMAX,
+        "flash": RUNS,
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
+    "cosformer": {"sdpa": NO_PAIRWISE, "flash": NO_PAIRWISE, "linear": RUNS, "flash_linear": RUNS},
+    "entmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "log_n": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "sigmoid": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "sink": {"sdpa": "has no sink", "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "softmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "sparsemax": {
+        "sdpa": NOT_SOFTMAX,
+        "flash": RUNS,
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
+    "ssmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "taylor": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": RUNS, "flash_linear": RUNS},
+    "topk": {
+        "sdpa": NOT_SOFTMAX,
+        "flash": "selects no keys",
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
 }
 
 
@@ -41,7 +61,7 @@ def backends_of(variant: str) -> list[str]:
 
 def cell(*values: str) -> Any:
     """Values of a test, which runs the interpreter if flash is among them."""
-    marks = [pytest.mark.interpreter] if "flash" in values else []
+    marks = [pytest.mark.interpreter] if {"flash", "flash_linear"} & {*values} else []
     return pytest.param(*values, marks=marks, id="-".join(values))
 
 
@@ -54,7 +74,7 @@ CONSTANT_PARAMETERS = (("entmax", "flash"),)
 
 def precise(backend: str) -> torch.dtype:
     """The inputs in which a backend is most accurate."""
-    return torch.float32 if backend == "flash" else torch.float64
+    return torch.float32 if backend in ("flash", "flash_linear") else torch.float64
 
 
 # Feature of a call × backend, for the variants that the backend runs. ``features.py`` builds them.
@@ -62,7 +82,7 @@ NOT_BOTH = "takes a mask or causality, not both"
 CONSTANT_MASK = "no gradient for a float mask"
 FORGET = "a state cannot forget"
 DENSE = "would need a dense mask"
-FEATURE_BACKENDS: dict[str, dict[str, str | None]] = {
+_FEATURES: dict[str, dict[str, str | None]] = {
     "plain": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "causal": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "one query, causal": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
@@ -109,6 +129,13 @@ FEATURE_BACKENDS: dict[str, dict[str, str | None]] = {
     "no values": {"sdpa": "Dv = D only", "flash": RUNS, "linear": RUNS},
 }
 
+# The kernels of linear forms take what the scan takes, but for fp64.
+NO_KERNEL = {"fp64": "not torch.float64"}
+FEATURE_BACKENDS = {
+    name: {**row, "flash_linear": NO_KERNEL.get(name, row["linear"])}
+    for name, row in _FEATURES.items()
+}
+
 # Feature × variants which refuse it on every backend: the feature has no meaning for them.
 NO_SCORE = ("cosformer", "taylor")
 NO_LSE = ("asentmax", "cosformer", "entmax", "sigmoid", "sparsemax", "taylor")
@@ -124,6 +151,12 @@ VARIANT_REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
 PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
     "taylor of order 4": ("taylor", {"order": 4}, "linear", "only order 2 has a linear form"),
     "taylor of order 2": ("taylor", {"order": 2}, "linear", RUNS),
+    "taylor of order 4, in chunks": (
+        "taylor",
+        {"order": 4},
+        "flash_linear",
+        "only order 2 has a linear form",
+    ),
     "gain through statistics": (
         "adaptive_temperature",
         {"differentiable": True},

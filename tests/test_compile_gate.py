@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.compile import (
     ARCHITECTURES,
     HEAD_DIMS,
     KERNELS,
+    LINEAR,
     TWINS,
     Compiled,
     cells,
@@ -84,6 +86,8 @@ def test_fp32_may_do_without_tensor_cores() -> None:
         ("--head-dims", "x", "--head-dims must be numbers"),
         ("--kernels", "decode", "--kernels must be of forward"),
         ("--jobs", "0", "--jobs must be at least 1"),
+        ("--json", ".", "--json must be a file, . is a folder"),
+        ("--json", "/dev/null/x.json", "--json /dev/null/x.json: "),
     ],
 )
 def test_bad_options_are_refused(option: str, value: str, message: str) -> None:
@@ -103,6 +107,9 @@ def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     found = list(cells(list(ARCHITECTURES), list(HEAD_DIMS)))
     for cell in found:
         describe(cell)
+    linear = {(c.dtype, c.twin) for c in found if c.kernel == "linear"}
+    assert linear == set(product(("bf16", "fp16", "fp32"), configs.LINEAR_KERNELS))
+    assert configs.LINEAR_KERNELS == LINEAR
     listed = {
         (key, kernel, most, config)
         for key, table in configs.TABLE.items()
@@ -118,4 +125,6 @@ def test_every_kernel_architecture_and_twin_is_compiled() -> None:
     assert {cell.kernel for cell in found} == set(KERNELS)
     for arch in ARCHITECTURES:
         for dim in HEAD_DIMS:
-            assert {c.twin for c in found if (c.arch, c.head_dim) == (arch, dim)} == set(TWINS)
+            pairwise = [c for c in found if c.kernel != "linear"]
+            twins = {c.twin for c in pairwise if (c.arch, c.head_dim) == (arch, dim)}
+            assert twins == (set(TWINS) if dim != 96 else {"exp", "sigmoid", "entmax15"})

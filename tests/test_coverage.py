@@ -22,7 +22,7 @@ from coverage_table import (
 )
 from features import feature
 
-TABLED = ("sdpa", "flash", "linear")
+TABLED = ("sdpa", "flash", "linear", "flash_linear")
 
 
 def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:

@@ -118,7 +118,7 @@ def test_a_named_backend_is_the_one_that_runs(
 
         monkeypatch.setattr(module, "run", run)
     q, k, v = rand(3, 1, 2, 5, 8).float().unbind()
-    variant = "taylor" if backend == "linear" else "softmax"
+    variant = "taylor" if "linear" in backend else "softmax"
     attnzoo.attention(q, k, v, variant, backend=backend)
     assert ran[0] == backend
     ran.clear()
@@ -180,7 +180,7 @@ def test_a_variant_without_a_form_is_a_complete_citizen() -> None:
         assert torch.allclose(found, expected)
         for have, want in zip(torch.autograd.grad(found, leaves, do), gradients, strict=True):
             assert torch.allclose(have, want)
-    for backend in ("sdpa", "flash", "linear"):
+    for backend in ("sdpa", "flash", "linear", "flash_linear"):
         with pytest.raises(ValueError, match=f"'{backend}' cannot run 'relu' here.*no .* form"):
             attnzoo.attention(q, k, v, "relu", backend=backend, **options)
 

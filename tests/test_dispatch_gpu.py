@@ -37,12 +37,15 @@ def fake() -> Iterator[None]:
 
 
 def qkv(
-    n: int = 2048, d: int = 64, value_dim: int | None = None, dtype: torch.dtype = torch.bfloat16
+    n: int = 2048,
+    d: int = 64,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_heads: int = 8,
 ) -> list[Tensor]:
-    dims = (d, d, value_dim or d)
-    return [
-        torch.empty(2, 8, n, dim, dtype=dtype, device="cuda", requires_grad=True) for dim in dims
-    ]
+    kind: dict[str, Any] = {"dtype": dtype, "device": "cuda", "requires_grad": True}
+    shapes = (8, d), (kv_heads, d), (kv_heads, value_dim or d)
+    return [torch.empty(2, heads, n, dim, **kind) for heads, dim in shapes]
 
 
 def plan(variant: str, tensors: list[Tensor] | None = None, **options: Any) -> attnzoo.Plan:
@@ -75,6 +78,12 @@ class TestChoice:
         for variant in FUSED:
             assert chosen(variant, qkv(value_dim=128)) == "flash"
 
+    def test_what_torch_would_do_densely_is_for_the_kernels(self) -> None:
+        """Its fused kernels take no groups of heads in fp32, and nothing in fp64."""
+        for dtype, backend in ((torch.float32, "flash"), (torch.bfloat16, "sdpa")):
+            assert chosen("softmax", qkv(kv_heads=2, dtype=dtype), enable_gqa=True) == backend
+        assert chosen("softmax", qkv(dtype=torch.float64)) == "tiled"
+
     def test_other_normalizers_are_for_the_kernels(self) -> None:
         for variant in PAIRWISE:
             assert chosen(variant) == chosen(variant, is_causal=True, window=64) == "flash"
@@ -103,15 +112,16 @@ class TestChoice:
             assert reason in str(refused)
 
     def test_a_linear_form_runs_where_it_is_less_work(self) -> None:
-        assert chosen("cosformer") == "linear"
+        assert chosen("cosformer") == "flash_linear"
         assert chosen("taylor") == "flash"
-        assert chosen("taylor", qkv(d=16)) == "linear"
+        assert chosen("taylor", qkv(d=16)) == "flash_linear"
+        assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
 
 
-def first_able(variant: str, **options: Any) -> str:
+def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
     """The choice for a call on "meta" that says it is on a GPU: fake masks cannot be indexed."""
     shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
-    q, k, v = (torch.empty(shape, **kind) for _ in range(3))
+    q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
     ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
     return next(c.backend for c in _candidates(ready) if c.objection is None)
@@ -123,6 +133,7 @@ def test_masks_and_segments_choose_too() -> None:
     learned = torch.zeros(256, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
     assert first_able("softmax", attn_mask=keys) == "sdpa"
     assert first_able("softmax", attn_mask=keys, is_causal=True) == "flash"
+    assert first_able("softmax", kv_heads=2, enable_gqa=True, attn_mask=keys) == "flash"
     assert first_able("softmax", segment_ids=ids) == "flash"
     assert first_able("sparsemax", attn_mask=keys) == "flash"
     assert first_able("softmax", attn_mask=learned) == "tiled"

@@ -77,6 +77,25 @@ def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
+LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
+OF_FEATURES = ("causal, bf16, 128", "full, fp16, 64, keys masked")
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (16, 128)])
+@pytest.mark.parametrize("row", OF_FEATURES)
+@pytest.mark.parametrize("variant", LINEAR)
+def test_linear_forms_agree_with_the_definition(
+    variant: str, row: str, dims: tuple[int, int]
+) -> None:
+    inputs = on_gpu(make(variant, {**PLAIN, **ROWS[row], "dims": dims}, seed=1))
+    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
+    found = by_backend(variant, "flash_linear", inputs)
+    again = by_backend(variant, "flash_linear", inputs)
+    said = complaints(variant, "flash_linear", found, exact, naive, inputs)
+    assert not said, "\n".join(said)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
 @pytest.mark.parametrize("variant", FLASH)
 def test_compiles_whole(variant: str) -> None:
     q, k, v = torch.randn(3, 1, 4, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()

@@ -68,10 +68,8 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Causal: each row sees the state before its chunk, and the chunk up to itself."""
-    call, k, v, sums = _prepare(call, k, v, sums)
-    # Rows that stand before the first key see nothing.
-    blind = min(call.queries, max(0, call.key_origin - call.query_origin))
-    lead = call.keys - (call.queries - blind)  # keys before the first row's own
+    call, k, v, sums = prepare(call, k, v, sums)
+    blind, lead = offsets(call)
     state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)
     out = [_no_rows(v, call, blind)]
     at = call.query_origin + blind
@@ -87,7 +85,7 @@ def scan(
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tuple[Tensor, Tensor]:
     """Not causal: every row reads the state of all keys."""
-    call, k, v, _ = _prepare(call, k, v, None)
+    call, k, v, _ = prepare(call, k, v, None)
     sums = _absorb(k, v, call, form, None, call.key_origin)
     out = [_no_rows(v, call, 0)]
     at = call.query_origin
@@ -98,7 +96,7 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tu
     return torch.cat(out, dim=2), sums
 
 
-def _prepare(
+def prepare(
     call: Call, k: Tensor, v: Tensor, sums: Tensor | None
 ) -> tuple[Call, Tensor, Tensor, Tensor | None]:
     """Hkv becomes H where the heads of a group see different keys, now or before."""
@@ -109,6 +107,12 @@ def _prepare(
             sums = sums.repeat_interleave(call.group, dim=1)
         call = replace(call, kv_heads=call.heads)
     return call, k, v, sums
+
+
+def offsets(call: Call) -> tuple[int, int]:
+    """Rows before the first key, which see nothing; and keys before the first other row's own."""
+    blind = min(call.queries, max(0, call.key_origin - call.query_origin))
+    return blind, call.keys - (call.queries - blind)
 
 
 def _no_rows(v: Tensor, call: Call, rows: int) -> Tensor:
