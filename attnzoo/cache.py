@@ -15,8 +15,15 @@ from torch import Tensor
 from attnzoo.dispatch import attention
 from attnzoo.recurrent import LinearState, linear_attention
 
-# What a call with a cache cannot choose: it is causal, over what the cache holds.
-IMPLIED = "is_causal"
+# Keywords of `attention` that a state has no use for, and what they are when they say nothing.
+NEUTRAL = {
+    "window": None,
+    "alibi": None,
+    "segment_ids": None,
+    "dropout_p": 0.0,
+    "return_lse": False,
+    "backend": None,
+}
 
 
 class KVCache:
@@ -64,7 +71,14 @@ class KVCache:
             ValueError, TypeError: naming the argument; nothing was appended then.
         """
         _check_causal(arguments)
+        for name, x in {"q": q, "k": k, "v": v, **arguments}.items():
+            if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, and a cache of keys keeps none, for it is "
+                    "written to again and again: call it under torch.no_grad()"
+                )
         keys, values = self._with(k, v)
+        _check_mask(arguments, keys.shape[2])
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"q and k must hold the same tokens, got {q.shape[2]} and {k.shape[2]}"
@@ -90,11 +104,6 @@ class KVCache:
             if not isinstance(x, Tensor) or x.dim() != 4:
                 shown = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name} must have shape (B, Hkv, N, D), got {shown}")
-            if x.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{name} requires a gradient, and a cache of keys keeps none: call it under "
-                    "torch.no_grad(), or detach k and v"
-                )
         start, stop = self.length, self.length + k.shape[2]
         if stop > self.max_length:
             raise ValueError(
@@ -116,7 +125,10 @@ class KVCache:
         return held[0][:, :, :stop], held[1][:, :, :stop]
 
     def _room(self, x: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0], x.shape[1], self.max_length, x.shape[3])
+        # Made in inference mode it could not be written to outside.
+        with torch.inference_mode(False):
+            shape = x.shape[0], x.shape[1], self.max_length, x.shape[3]
+            return torch.empty(shape, dtype=x.dtype, device=x.device)
 
     def __repr__(self) -> str:
         return f"KVCache(max_length={self.max_length}, length={self.length})"
@@ -138,6 +150,7 @@ class StateCache:
 
     def __init__(self) -> None:
         self.state: LinearState | None = None
+        self._made_by: dict[str, Any] = {}
 
     @property
     def length(self) -> int:
@@ -146,13 +159,29 @@ class StateCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any) -> Tensor:
         """As `KVCache.attend`, for arguments that `linear_attention` takes. Differentiable.
 
-        ``attn_mask`` may be over all keys so far, or over the new ones alone.
+        Variant, scale and parameters are those of the first call: a state is a sum of what they
+        made of the keys.
         """
         _check_causal(arguments)
+        for name, nothing in NEUTRAL.items():
+            value = arguments.pop(name, nothing)
+            if value is not None and value != nothing:
+                raise ValueError(f"{name} must be {nothing} with a state of keys, got {value!r}")
+        if isinstance(k, Tensor) and k.dim() == 4:
+            _check_mask(arguments, self.length + k.shape[2])
+        facts = {"variant": variant, "scale": None}
+        facts |= {n: x for n, x in arguments.items() if not isinstance(x, Tensor)}
+        for name in (facts.keys() | self._made_by.keys()) if self.state is not None else ():
+            if name != "enable_gqa" and facts.get(name) != self._made_by.get(name):
+                raise ValueError(
+                    f"{name} must be that of the state, {self._made_by.get(name)!r}, got "
+                    f"{facts.get(name)!r}"
+                )
         mask = arguments.get("attn_mask")
-        if isinstance(mask, Tensor) and mask.dim() and mask.shape[-1] == self.length + k.shape[2]:
+        if mask is not None:
             arguments["attn_mask"] = mask[..., self.length :]
         out, self.state = linear_attention(q, k, v, variant, state=self.state, **arguments)
+        self._made_by = facts
         return out
 
     def crop(self, length: int) -> None:
@@ -184,8 +213,18 @@ def _fits(x: Tensor, room: Tensor, k: Tensor) -> bool:
     return x.shape == expected and x.dtype == room.dtype and x.device == room.device
 
 
+def _check_mask(arguments: dict[str, Any], length: int) -> None:
+    """One entry per key so far: a mask of one would be taken for all of them."""
+    mask = arguments.get("attn_mask")
+    if isinstance(mask, Tensor) and (mask.dim() == 0 or mask.shape[-1] != length):
+        raise ValueError(
+            f"attn_mask must be over all {length} keys so far, the new ones included, got "
+            f"{tuple(mask.shape)}"
+        )
+
+
 def _check_causal(arguments: dict[str, Any]) -> None:
-    if arguments.pop(IMPLIED, True) is not True:
+    if arguments.pop("is_causal", True) is not True:
         raise ValueError("is_causal must be True with a cache: later tokens are not there yet")
 
 

@@ -37,6 +37,10 @@ FEW_SCORES = 2**17
 LINEAR_COST = 3
 
 
+# Taylor's 2145 at D = 64 would be thirty times q.
+FEW_FEATURES = 512
+
+
 class Candidate(NamedTuple):
     backend: str
     form: Form
@@ -317,7 +321,8 @@ def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
     """All (backend, form) pairs, the one expected to be fastest first: of device and sizes only.
 
-    1. A linear form where `linear_is_cheaper`; on a GPU by the kernels of `flash_linear`.
+    1. A linear form where `linear_is_cheaper`; on a GPU by the kernels of `flash_linear`, up to
+       `FEW_FEATURES` features, for they hold all of them in memory.
     2. Torch's fused softmax; on a GPU not where the gain comes from statistics of the rows, which
        `flash` takes in a kernel of its own.
     3. On a GPU the kernels of `flash`.
@@ -332,7 +337,9 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
         order = ["sdpa", "flash"]
         if any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms):
             order = ["flash", "sdpa"]
+        sizes = [f.size(call.head_dim) for f in forms if isinstance(f, Linear)]
         scans = ["flash_linear", "linear"]
+        scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
         order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
         order += ["eager"]
     elif few:

@@ -161,7 +161,7 @@ def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
     for arch in archs:
         for dim in dims:
             if dim in (64, 128) and arch != "sm_100":  # whose rows are these
-                for dtype, name in product(DTYPES if dim == 64 else ("bf16",), LINEAR):
+                for dtype, name in product(("bf16", "fp32") if dim == 64 else ("bf16",), LINEAR):
                     yield Cell("linear", arch, dtype, dim, name)
             if dim & (dim - 1):
                 for twin in ("exp", "sigmoid", "entmax15"):
@@ -242,20 +242,19 @@ def describe_linear(cell: Cell) -> Any:
     from attnzoo.kernels import launch_linear as kernels
 
     dtype, arch = DTYPES[cell.dtype], int(cell.arch.removeprefix("sm_"))
-    features = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    x = torch.empty(1, 2, 1024, FEATURES, dtype=features, device="meta")
+    x = torch.empty(1, 2, 1024, FEATURES, dtype=dtype, device="meta")
     do = x.new_empty(1, 2, 1024, cell.head_dim, dtype=dtype)
     z = x.new_empty(1, 2, 1024, dtype=torch.float32)
     y, v, rows = x[:, :1], do[:, :1], (z, z)
-    launch, kept, _ = kernels.describe_states(y, v, None, None, 1, True, dtype, arch)
+    launch, kept, _ = kernels.describe_states(y, v, None, None, 1, True, arch)
     if cell.twin == "states back":
-        return kernels.describe_states(x, do, None, rows, 1, True, dtype, arch)[0]
+        return kernels.describe_states(x, do, None, rows, 1, True, arch)[0]
     if cell.twin == "output":
         return kernels.describe_output(x, y, v, kept, cell.head_dim, dtype, arch)[0]
     if cell.twin == "dx":
-        return kernels.describe_dx(x, y, v, do, kept, rows, dtype, arch)[0]
+        return kernels.describe_dx(x, y, v, do, kept, rows, arch)[0]
     if cell.twin in ("dy", "dv"):
-        both = kernels.describe_dy_dv(x, y, v, do, kept, rows, dtype, arch)[0]
+        both = kernels.describe_dy_dv(x, y, v, do, kept, rows, arch)[0]
         return both[("dy", "dv").index(cell.twin)]
     return launch
 

@@ -102,12 +102,50 @@ def test_a_state_gives_the_rows_of_the_whole_call(variant: str, option: str) -> 
     assert torch.allclose(found, whole(variant, tensors, **OPTIONS[option]), atol=1e-9)
 
 
-def test_a_state_takes_the_new_tokens_mask_too() -> None:
-    tensors, mask = qkv(), padded_left()
-    cache, out = StateCache(), []
-    for q, k, v, seen in zip(*map(pieces, tensors), mask.split(PIECES, dim=-1), strict=True):
-        out.append(cache.attend(q, k, v, "taylor", enable_gqa=True, attn_mask=seen))
-    assert torch.allclose(torch.cat(out, dim=2), whole("taylor", tensors, attn_mask=mask))
+@pytest.mark.parametrize("make", [lambda: KVCache(LENGTH), StateCache])
+def test_a_mask_of_the_new_token_alone_is_refused(make: Any) -> None:
+    """It would broadcast over all keys, padding included."""
+    cache, (q, k, v) = make(), qkv()
+    cache.attend(*(x[:, :, :4] for x in (q, k, v)), "taylor", enable_gqa=True)
+    token = [x[:, :, 4:5] for x in (q, k, v)]
+    for n in (1, 4):
+        mask = torch.ones(3, 1, 1, n, dtype=torch.bool)
+        with pytest.raises(ValueError, match="attn_mask must be over all 5 keys so far"):
+            cache.attend(*token, "taylor", attn_mask=mask, enable_gqa=True)
+    assert cache.length == 4
+
+
+def test_a_state_is_of_one_variant_and_its_parameters() -> None:
+    cache, tensors = StateCache(), qkv()
+    first, last = ([x[:, :, s] for x in tensors] for s in (slice(9), slice(9, None)))
+    cache.attend(*first, "cosformer", max_length=64, enable_gqa=True)
+    for changed, message in (
+        ({"max_length": 128}, "max_length must be that of the state, 64, got 128"),
+        ({"max_length": 64, "scale": 3.0}, "scale must be that of the state, None, got 3.0"),
+        ({}, "variant must be that of the state, 'cosformer', got 'taylor'"),
+    ):
+        variant = "cosformer" if changed else "taylor"
+        with pytest.raises(ValueError, match=message):
+            cache.attend(*last, variant, enable_gqa=True, **changed)
+    cache.crop(0)
+    cache.attend(*first, "cosformer", max_length=128, enable_gqa=True)
+
+
+def test_both_caches_take_keywords_that_say_nothing() -> None:
+    q, k, v = (x[:, :2] for x in qkv())
+    nothing = {"dropout_p": 0.0, "window": None, "return_lse": False, "backend": None}
+    outs = [cache.attend(q, k, v, "taylor", **nothing) for cache in (KVCache(LENGTH), StateCache())]
+    assert torch.allclose(*outs)
+    with pytest.raises(ValueError, match="dropout_p must be 0.0 with a state of keys, got 0.1"):
+        StateCache().attend(q, k, v, "taylor", dropout_p=0.1)
+
+
+def test_what_was_prefilled_in_inference_mode_is_written_to_outside() -> None:
+    tensors, cache = qkv(), KVCache(LENGTH)
+    with torch.inference_mode():
+        cache.attend(*(x[:, :, :9] for x in tensors), "softmax", enable_gqa=True)
+    out = cache.attend(*(x[:, :, 9:] for x in tensors), "softmax", enable_gqa=True)
+    assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
 
 
 @every_variant
@@ -236,6 +274,7 @@ def test_a_first_call_that_fails_fixes_no_shape() -> None:
         ({"k": lambda k: k[0]}, ValueError, r"k must have shape \(B, Hkv, N, D\)"),
         ({"v": lambda v: None}, ValueError, r"v must have shape .* got NoneType"),
         ({"k": lambda k: k.clone().requires_grad_()}, ValueError, "k requires a gradient"),
+        ({"q": lambda q: q.clone().requires_grad_()}, ValueError, "q requires a gradient"),
         ({"is_causal": False}, ValueError, "is_causal must be True with a cache"),
     ],
 )
@@ -283,7 +322,7 @@ def test_bad_arguments(call: Any, error: type[Exception], message: str) -> None:
 def test_a_state_refuses_what_needs_the_past() -> None:
     q, k, v = (x[:, :2] for x in qkv())
     for options, message in (
-        ({"window": 3}, "linear_attention takes no window"),
+        ({"window": 3}, "window must be None with a state of keys, got 3"),
         ({"attn_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)}, "not a dense one"),
     ):
         cache = StateCache()

@@ -116,6 +116,7 @@ class TestChoice:
         assert chosen("taylor") == "flash"
         assert chosen("taylor", qkv(d=16)) == "flash_linear"
         assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
+        assert chosen("taylor", qkv(n=2**17)) == "linear"  # 2145 features are not held in memory
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:

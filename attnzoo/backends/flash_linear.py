@@ -1,8 +1,8 @@
 """Linear forms in Triton kernels, chunk by chunk, forward and backward: `linear` for a GPU.
 
 Features are made in torch, so that autograd has their gradient, and kept in bf16, or in fp32 for
-other inputs: products of fp16 features may pass 65504. What the kernels add in memory is a state
-for each chunk, (F, Dv + 1) in fp32.
+other inputs: products of fp16 features may pass 65504. In memory are the features, F/D times q
+and k, and a state for each chunk, (F, Dv) in fp32, which `linear` keeps with gradients only.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if call.right == 0:
         return scan(q, k, v, call, form)[0], None
     call, k, v, _ = linear.prepare(call, k, v, None)
+    v = _values(v, call)
     y, out = _keys(k, call, form), []
     x = _features(call.scale, q, call.query_positions, call, form)
     for part in v.split(_widest(call), dim=-1):
@@ -47,6 +48,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """As `linear.scan`: causal, from a state to a state."""
     call, k, v, sums = linear.prepare(call, k, v, sums)
+    v = _values(v, call)
     blind, lead = linear.offsets(call)
     y = _keys(k, call, form)
     before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
@@ -71,8 +73,18 @@ def scan(
     return out, torch.cat([*states, mass], dim=-1)
 
 
+def _kind(call: Call) -> torch.dtype:
+    """Of features."""
+    return torch.bfloat16 if call.input_dtype == torch.bfloat16 else torch.float32
+
+
 def _widest(call: Call) -> int:
-    return LINEAR_WIDEST[str(call.input_dtype).removeprefix("torch.")]
+    return LINEAR_WIDEST[8 * _kind(call).itemsize]
+
+
+def _values(v: Tensor, call: Call) -> Tensor:
+    """Whatever stands at a masked key, NaN among it, is multiplied with features that are 0."""
+    return v if call.mask is None else v.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
 
 
 def _keys(k: Tensor, call: Call, form: Linear) -> Tensor:
@@ -84,13 +96,13 @@ def _keys(k: Tensor, call: Call, form: Linear) -> Tensor:
 
 
 def _features(scale: float, x: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
-    dtype = torch.bfloat16 if call.input_dtype == torch.bfloat16 else torch.float32
+    dtype = _kind(call)
 
     def make(x: Tensor) -> Tensor:
         made = form.features(scale * x.to(call.dtype), at).to(dtype)
         # A row of features begins on 16 bytes: features that are 0 add nothing.
         return pad(made, (0, -made.shape[-1] % 8)).contiguous()
 
-    # Checkpointed: of what features are made from, only x is kept.
+    # Checkpointed: the features are kept, and x, but nothing that was between.
     run: Any = checkpoint(make, x, use_reentrant=False) if call.needs_grad else make(x)
     return run

@@ -38,7 +38,7 @@ def linear_state(y: Tensor, v: Tensor, first: Tensor | None) -> Tensor:
     """Σ_j y_j [v_j, 1]ᵀ, after what was there before."""
     launch, linear = _kernels()
     job, _, last = linear.describe_states(
-        y, v, first, None, y.shape[1], False, v.dtype, launch.architecture(y.device)
+        y, v, first, None, y.shape[1], False, launch.architecture(y.device)
     )
     launch.run(job)
     return last.sum(2)
@@ -53,7 +53,7 @@ def _(y: Tensor, v: Tensor, first: Tensor | None) -> Tensor:
 def linear_state_backward(dlast: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     launch, linear = _kernels()
     jobs, dy, dv = linear.describe_dy_dv(
-        None, y, v, None, dlast[:, :, None], None, v.dtype, launch.architecture(y.device)
+        None, y, v, None, dlast[:, :, None], None, launch.architecture(y.device)
     )
     for job in jobs:
         launch.run(job)
@@ -90,10 +90,8 @@ def linear_read_backward(
 ) -> tuple[Tensor, Tensor]:
     launch, linear = _kernels()
     arch, rows = launch.architecture(x.device), (z, _delta(do, out))
-    of_x, dx = linear.describe_dx(x, None, None, do, state[:, :, None], rows, out.dtype, arch)
-    of_state, _, dstate = linear.describe_states(
-        x, do, None, rows, state.shape[1], False, out.dtype, arch
-    )
+    of_x, dx = linear.describe_dx(x, None, None, do, state[:, :, None], rows, arch)
+    of_state, _, dstate = linear.describe_states(x, do, None, rows, state.shape[1], False, arch)
     launch.run(of_x)
     launch.run(of_state)
     return dx, dstate.sum(2)
@@ -111,7 +109,7 @@ def linear_causal(
     """o, Z, the states before each chunk and the one after all: row i reads the keys j ≤ i."""
     launch, linear = _kernels()
     arch = launch.architecture(x.device)
-    job, kept, last = linear.describe_states(y, v, first, None, y.shape[1], True, v.dtype, arch)
+    job, kept, last = linear.describe_states(y, v, first, None, y.shape[1], True, arch)
     launch.run(job)
     job, out, z = linear.describe_output(x, y, v, kept, v.shape[3], v.dtype, arch)
     launch.run(job)
@@ -121,7 +119,7 @@ def linear_causal(
 @linear_causal.register_fake
 def _(x: Tensor, y: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, ...]:
     state = (y.shape[3], _width(v))
-    chunk = _kernels()[1].chunk_length(v.dtype)
+    chunk = _kernels()[1].chunk_length(y)
     chunks = (y.shape[2] + chunk - 1) // chunk
     kept = y.new_empty(*y.shape[:2], chunks, *state, dtype=torch.float32)
     out = v.new_empty(*x.shape[:3], v.shape[3])
@@ -137,11 +135,9 @@ def linear_causal_backward(
     """Gradients of x, y, v and of the first state."""
     launch, linear = _kernels()
     arch, rows = launch.architecture(x.device), (z, _delta(do, out))
-    of_x, dx = linear.describe_dx(x, y, v, do, kept, rows, v.dtype, arch)
-    back, after, dfirst = linear.describe_states(
-        x, do, dlast, rows, y.shape[1], True, v.dtype, arch
-    )
-    others, dy, dv = linear.describe_dy_dv(x, y, v, do, after, rows, v.dtype, arch)
+    of_x, dx = linear.describe_dx(x, y, v, do, kept, rows, arch)
+    back, after, dfirst = linear.describe_states(x, do, dlast, rows, y.shape[1], True, arch)
+    others, dy, dv = linear.describe_dy_dv(x, y, v, do, after, rows, arch)
     for job in (of_x, back, *others):
         launch.run(job)
     return dx, dy, dv, dfirst.sum(2)

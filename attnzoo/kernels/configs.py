@@ -306,21 +306,16 @@ def find(
 
 LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
 
-# The kernels of linear forms, by dtype of the inputs: tokens in a chunk, the same for all kernels
-# of a call; features in a block, warps, stages. fp32 takes shorter chunks: a product of three in
-# tf32 holds its operands twice, and the weights of a longer chunk fitted in no number of registers.
-LINEAR_CHUNK = {"bfloat16": 64, "float16": 64, "float32": 32}
+# The kernels of linear forms, by bits of a feature: tokens in a chunk, the same for all kernels of
+# a call; features in a block, warps, stages. fp32 takes shorter chunks: a product of three in tf32
+# holds its operands twice, and the weights of a longer chunk fitted in no number of registers.
+LINEAR_CHUNK = {16: 64, 32: 32}
 INTERPRETED_CHUNK = 32
-# Columns of values that are taken at once; a row's denominator is computed anew for each so many.
-LINEAR_WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}
-LINEAR: dict[str, dict[str, Config]] = {
-    "bfloat16": dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)),
-    "float16": {
-        **dict.fromkeys(LINEAR_KERNELS, Config(64, 32, 8, 1)),
-        "dy": Config(64, 16, 8, 1),
-        "states back": Config(64, 32, 8, 1, registers=ALL),
-    },
-    "float32": {
+# Columns of values that are taken at once; a row's denominator is made anew for each so many.
+LINEAR_WIDEST = {16: 128, 32: 64}
+LINEAR: dict[int, dict[str, Config]] = {
+    16: dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)),
+    32: {
         **dict.fromkeys(LINEAR_KERNELS, Config(32, 32, 8, 1)),
         **dict.fromkeys(("output", "dx", "dy"), Config(32, 16, 8, 1)),
         "states back": Config(32, 32, 8, 1, registers=ALL),
@@ -328,7 +323,7 @@ LINEAR: dict[str, dict[str, Config]] = {
 }
 
 
-def linear_config(kernel: str, arch: int, dtype: str) -> Config:
+def linear_config(kernel: str, arch: int, bits: int) -> Config:
     if arch == 0:
         return Config(INTERPRETED_CHUNK, 16, 1, 1)
-    return LINEAR[dtype][kernel]
+    return LINEAR[bits][kernel]

@@ -1,8 +1,7 @@
 """Launches of the kernels of `linear_chunk`, as data; see `launch`.
 
 x and y are features (B, H, N, F), v, out and do values (B, H, N, Dv), states (B, Hkv, F, WIDTH);
-see `linear_chunk`. All are contiguous. ``dtype`` is that of the inputs: features of fp16 are fp32,
-that none overflows.
+see `linear_chunk`. All are contiguous.
 """
 
 from __future__ import annotations
@@ -24,24 +23,22 @@ SPAN = 16
 Rows = tuple[Tensor, Tensor]  # Z and δ
 
 
-def _common(
-    kernel: str, x: Tensor, dim: int, dtype: torch.dtype, arch: int
-) -> tuple[dict[str, Any], Config]:
+def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
     """What all kernels take, over tokens with these features."""
-    config = linear_config(kernel, arch, str(dtype).removeprefix("torch."))
+    config = linear_config(kernel, arch, 8 * x.element_size())
     if arch == 0 and x.shape[3] > 512:
         config = config._replace(block_n=4096)  # the interpreter counts blocks
     args = {
         "length": x.shape[2], "F": x.shape[3], "DV": dim, "BLOCK_DV": _padded(dim),
         "CHUNK": config.block_m, "BLOCK_F": config.block_n,
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     return args, config
 
 
-def chunk_length(dtype: torch.dtype) -> int:
+def chunk_length(y: Tensor) -> int:
     """Tokens in a chunk, on any GPU: a tracer has to know."""
-    return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[str(dtype).removeprefix("torch.")]
+    return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
 
 
 def width(value_dim: int) -> int:
@@ -66,14 +63,14 @@ def _blocks(x: Tensor, config: Config) -> tuple[int, int]:
 
 def describe_states(
     x: Tensor, y: Tensor, first: Tensor | None, rows: Rows | None, kv_heads: int, keep: bool,
-    dtype: torch.dtype, arch: int,
+    arch: int,
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
     """Σ x yᵀ over the tokens and the heads of a group: (B, Hkv, chunks, F, WIDTH) before each
     chunk, no elements unless ``keep``; and (B, Hkv, spans, F, WIDTH), whose sum is that of all.
 
     With rows it is that of a backward: x/Z and −δ, and from the last chunk on.
     """
-    args, config = _common("states back" if rows else "states", x, y.shape[3], dtype, arch)
+    args, config = _common("states back" if rows else "states", x, y.shape[3], arch)
     (chunks, features), batch = _blocks(x, config), x.shape[0]
     span = chunks if keep or first is not None else SPAN
     spans = max(1, triton.cdiv(chunks, max(1, span)))
@@ -97,7 +94,7 @@ def describe_output(
     batch, heads, length, _ = x.shape
     out = x.new_empty(batch, heads, length, dim, dtype=dtype)
     z = x.new_empty(batch, heads, length, dtype=torch.float32)
-    args, config = _common("output", x, dim, dtype, arch)
+    args, config = _common("output", x, dim, arch)
     args |= {
         "x": x, "y": y, "v": v, "states": kept, "out": out, "z": z, "chunks": kept.shape[2],
         "GROUP": heads // kept.shape[1], "CAUSAL": y is not None,
@@ -108,10 +105,10 @@ def describe_output(
 
 def describe_dx(
     x: Tensor, y: Tensor | None, v: Tensor | None, do: Tensor, kept: Tensor, rows: Rows,
-    dtype: torch.dtype, arch: int,
+    arch: int,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
     dx = torch.empty_like(x)
-    args, config = _common("dx", x, do.shape[3], dtype, arch)
+    args, config = _common("dx", x, do.shape[3], arch)
     args |= {
         "y": y, "v": v, "do": do, "states": kept, "z": rows[0], "delta": rows[1], "dx": dx,
         "chunks": kept.shape[2], "GROUP": x.shape[1] // kept.shape[1], "CAUSAL": y is not None,
@@ -122,7 +119,7 @@ def describe_dx(
 
 def describe_dy_dv(
     x: Tensor | None, y: Tensor, v: Tensor, do: Tensor | None, kept: Tensor, rows: Rows | None,
-    dtype: torch.dtype, arch: int,
+    arch: int,
 ) -> tuple[tuple[Launch, Launch], Tensor, Tensor]:  # fmt: skip
     """``kept`` is R; x, do and rows where there is a sum within a chunk."""
     dy, dv = torch.empty_like(y), torch.empty_like(v)
@@ -130,11 +127,11 @@ def describe_dy_dv(
         "x": x, "do": do, "states": kept, "chunks": kept.shape[2], "z": rows and rows[0],
         "GROUP": 1 if x is None else x.shape[1] // y.shape[1], "CAUSAL": x is not None,
     }  # fmt: skip
-    args, config = _common("dv", y, v.shape[3], dtype, arch)
+    args, config = _common("dv", y, v.shape[3], arch)
     chunks, _ = _blocks(y, config)
     programs = y.shape[0] * y.shape[1] * chunks
     of_v = Launch(kernels.linear_dv, programs, {**args, **given, "y": y, "dv": dv}, config)
-    args, config = _common("dy", y, v.shape[3], dtype, arch)
+    args, config = _common("dy", y, v.shape[3], arch)
     given |= {"v": v, "dy": dy, "delta": rows and rows[1]}
     programs *= _blocks(y, config)[1]
     of_y = Launch(kernels.linear_dy, programs, {**args, **given}, config)
