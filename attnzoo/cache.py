@@ -171,7 +171,7 @@ class StateCache:
             _check_mask(arguments, self.length + k.shape[2])
         facts = {"variant": variant, "scale": None}
         facts |= {n: x for n, x in arguments.items() if not isinstance(x, Tensor)}
-        for name in (facts.keys() | self._made_by.keys()) if self.state is not None else ():
+        for name in {**facts, **self._made_by} if self.state is not None else ():
             if name != "enable_gqa" and facts.get(name) != self._made_by.get(name):
                 raise ValueError(
                     f"{name} must be that of the state, {self._made_by.get(name)!r}, got "
