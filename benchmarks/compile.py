@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnzoo.kernels.configs import LINEAR_KERNELS
 from benchmarks import report
 from evals.cells import Refused
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (64, 96, 128, 256)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear")
-# Those of linear forms, over as many features as Taylor's 153 at D = 16 filled up to eights.
-LINEAR = ("states", "states back", "output", "dx", "dy", "dv")  # as in kernels.configs
+# Of linear forms: Taylor's 153 at D = 16, filled up to eights.
 FEATURES = 160
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # normalize, unit and whether φ vanishes at −∞, for each twin in attnzoo.kernels.activations.
@@ -161,7 +161,9 @@ def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
     for arch in archs:
         for dim in dims:
             if dim in (64, 128) and arch != "sm_100":  # whose rows are these
-                for dtype, name in product(("bf16", "fp32") if dim == 64 else ("bf16",), LINEAR):
+                for dtype, name in product(
+                    ("bf16", "fp32") if dim == 64 else ("bf16",), LINEAR_KERNELS
+                ):
                     yield Cell("linear", arch, dtype, dim, name)
             if dim & (dim - 1):
                 for twin in ("exp", "sigmoid", "entmax15"):

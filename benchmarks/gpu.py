@@ -1,4 +1,4 @@
-"""Everything that a GPU must show, in under nine minutes: its tests, then the tables.
+"""Everything that a GPU must show, within a budget of time: its tests, then the tables.
 
 Leaves a JSON file, a Markdown file and a picture in a folder, named after the device, the date and
 the commit, to be committed to benchmarks/results, from which the README's table is made. No cell is

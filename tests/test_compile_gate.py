@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,29 +14,18 @@ from benchmarks.compile import (
     ARCHITECTURES,
     HEAD_DIMS,
     KERNELS,
-    LINEAR,
     TWINS,
     Compiled,
     cells,
     describe,
 )
-
-ROOT = Path(__file__).parent.parent
-
-
-def compile_command(*args: str) -> subprocess.CompletedProcess[str]:
-    # Not under the interpreter, which the tests of the kernels turn on.
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", "compile", *args],
-        cwd=ROOT, capture_output=True, text=True, env=env,
-    )  # fmt: skip
+from commands import benchmarks
 
 
 def test_compiles_a_kernel_and_writes_what_it_found(tmp_path: Path) -> None:
     file = tmp_path / "compiled.json"
-    done = compile_command(
-        "--arch", "sm_90", "--head-dims", "64", "--kernels", "stats", "--jobs", "1",
+    done = benchmarks(
+        "compile", "--arch", "sm_90", "--head-dims", "64", "--kernels", "stats", "--jobs", "1",
         "--json", str(file),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,7 +77,7 @@ def test_fp32_may_do_without_tensor_cores() -> None:
     ],
 )
 def test_bad_options_are_refused(option: str, value: str, message: str) -> None:
-    done = compile_command(option, value)
+    done = benchmarks("compile", option, value)
     assert done.returncode == 2
     assert message in done.stderr
 
@@ -109,7 +95,6 @@ def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
         describe(cell)
     linear = {(c.dtype, c.twin) for c in found if c.kernel == "linear"}
     assert linear == set(product(("bf16", "fp32"), configs.LINEAR_KERNELS))
-    assert configs.LINEAR_KERNELS == LINEAR
     listed = {
         (key, kernel, most, config)
         for key, table in configs.TABLE.items()

@@ -53,6 +53,16 @@ def on_gpu(inputs: Inputs) -> Inputs:
     return replace(inputs, leaves=leaves, rest=rest, do=move(inputs.do), dlse=move(inputs.dlse))
 
 
+def check(variant: str, backend: str, inputs: Inputs) -> None:
+    """Within the budget; and without atomics two runs are bit-equal."""
+    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
+    found = by_backend(variant, backend, inputs)
+    again = by_backend(variant, backend, inputs)
+    said = complaints(variant, backend, found, exact, naive, inputs)
+    assert not said, "\n".join(said)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
 def cells() -> Iterator[Any]:
     for variant in FLASH:
         for seed, (name, changes) in enumerate(ROWS.items()):
@@ -68,13 +78,7 @@ def cells() -> Iterator[Any]:
 @pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
 def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
     inputs = on_gpu(make(variant, row, seed=10 * seed))
-    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
-    found = by_backend(variant, "flash", inputs)
-    again = by_backend(variant, "flash", inputs)
-    said = complaints(variant, "flash", found, exact, naive, inputs)
-    assert not said, "\n".join(said)
-    # No atomics: two runs are bit-equal.
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    check(variant, "flash", inputs)
 
 
 LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
@@ -88,12 +92,7 @@ def test_linear_forms_agree_with_the_definition(
     variant: str, row: str, dims: tuple[int, int]
 ) -> None:
     inputs = on_gpu(make(variant, {**PLAIN, **ROWS[row], "dims": dims}, seed=1))
-    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
-    found = by_backend(variant, "flash_linear", inputs)
-    again = by_backend(variant, "flash_linear", inputs)
-    said = complaints(variant, "flash_linear", found, exact, naive, inputs)
-    assert not said, "\n".join(said)
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    check(variant, "flash_linear", inputs)
 
 
 @pytest.mark.parametrize("variant", FLASH)

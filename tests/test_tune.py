@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
 from attnzoo.kernels import launch
 from attnzoo.kernels.configs import Config
 from benchmarks.compile import Cell, Compiled
 from benchmarks.timing import Spread, WallClock
 from benchmarks.tune import Tile, Timed, replaced, table, timings
-
-ROOT = Path(__file__).parent.parent
-
-
-def tune(*args: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", "tune", *args],
-        cwd=ROOT, capture_output=True, text=True, env=env,
-    )  # fmt: skip
+from commands import benchmarks
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would time them too")
 def test_without_a_gpu_it_prints_what_compiles_within_the_limits() -> None:
-    done = tune("--kernel", "stats", "--head-dim", "64", "--blocks", "32,64", "--warps", "4",
-                "--stages", "1", "--jobs", "1")  # fmt: skip
+    done = benchmarks("tune", "--kernel", "stats", "--head-dim", "64", "--blocks", "32,64",
+                      "--warps", "4", "--stages", "1", "--jobs", "1")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("Config")]
     assert rows[0] == "Config(64, 64, 4, 1)"
@@ -50,7 +34,7 @@ def test_without_a_gpu_it_prints_what_compiles_within_the_limits() -> None:
     ],
 )
 def test_bad_options_are_refused(args: tuple[str, ...], message: str) -> None:
-    done = tune(*args)
+    done = benchmarks("tune", *args)
     assert done.returncode == 2
     assert message in done.stderr
 

@@ -1,0 +1,19 @@
+"""`python -m benchmarks` in a process of its own, as on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
+    # Not under the interpreter, which the tests of the kernels turn on.
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *args],
+        cwd=ROOT, capture_output=True, text=True, env={**env, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
