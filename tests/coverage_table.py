@@ -52,6 +52,13 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
     },
 }
 
+# The kernels for few rows take the forms that those for many do.
+for _row in VARIANT_BACKENDS.values():
+    _row["decode"] = _row["flash"]
+
+KERNELS = ("flash", "decode", "flash_linear")  # Triton's, which the interpreter runs
+FORWARD_ONLY = ("decode",)
+
 
 def backends_of(variant: str) -> list[str]:
     """Those that run a plain call."""
@@ -60,13 +67,14 @@ def backends_of(variant: str) -> list[str]:
 
 
 def cell(*values: str) -> Any:
-    """Values of a test, which runs the interpreter if flash is among them."""
-    marks = [pytest.mark.interpreter] if {"flash", "flash_linear"} & {*values} else []
+    """Values of a test, which runs the interpreter if one of its backends is among them."""
+    marks = [pytest.mark.interpreter] if {*KERNELS} & {*values} else []
     return pytest.param(*values, marks=marks, id="-".join(values))
 
 
-# Every (variant, backend) that runs.
+# Every (variant, backend) that runs; and that trains.
 PAIRS = [cell(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
+TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
 # (variant, backend) whose learned parameters get no gradient there; see PARAMETER_BACKENDS.
 CONSTANT_PARAMETERS = (("entmax", "flash"),)
@@ -74,7 +82,7 @@ CONSTANT_PARAMETERS = (("entmax", "flash"),)
 
 def precise(backend: str) -> torch.dtype:
     """The inputs in which a backend is most accurate."""
-    return torch.float32 if backend in ("flash", "flash_linear") else torch.float64
+    return torch.float32 if backend in KERNELS else torch.float64
 
 
 # Feature of a call × backend, for the variants that the backend runs. ``features.py`` builds them.
@@ -131,10 +139,12 @@ _FEATURES: dict[str, dict[str, str | None]] = {
 
 # The kernels of linear forms take what the scan takes, but for fp64.
 NO_KERNEL = {"fp64": "not torch.float64"}
+# Those for few rows take what `flash` takes, without gradients.
 FEATURE_BACKENDS = {
-    name: {**row, "flash_linear": NO_KERNEL.get(name, row["linear"])}
+    name: {**row, "flash_linear": NO_KERNEL.get(name, row["linear"]), "decode": row["flash"]}
     for name, row in _FEATURES.items()
 }
+FEATURE_BACKENDS["float mask with gradient"]["decode"] = "has no backward"
 
 # Feature × variants which refuse it on every backend: the feature has no meaning for them.
 NO_SCORE = ("cosformer", "taylor")

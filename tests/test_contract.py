@@ -16,6 +16,7 @@ from coverage_table import (
     NO_LSE,
     NO_SCORE,
     PAIRS,
+    TRAINED,
     VARIANT_BACKENDS,
     precise,
 )
@@ -24,6 +25,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
+every_trained_pair = pytest.mark.parametrize(("variant", "backend"), TRAINED)
 
 
 def qkv(queries: int = 7, keys: int = 7, seed: int = 0, dtype: Any = torch.float64) -> list[Tensor]:
@@ -190,7 +192,7 @@ def test_the_default_dtype_does_not_matter(variant: str, backend: str) -> None:
 # ---- rows with no key and with one ------------------------------------------------------------
 
 
-@every_pair
+@every_trained_pair
 def test_rows_without_keys_are_zero_and_send_no_gradient(variant: str, backend: str) -> None:
     q, k, v = qkv(dtype=torch.float32)
     mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
@@ -253,7 +255,7 @@ def test_one_empty_row_among_others(variant: str, float_mask: bool, backend: str
         assert torch.equal(gradient[~mask], torch.zeros(int((~mask).sum()), dtype=torch.float64))
 
 
-@every_pair
+@every_trained_pair
 def test_a_row_with_one_key(variant: str, backend: str) -> None:
     """The first causal row: weight 1 where normalized, and finite gradients (log n is 0 there)."""
     q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
@@ -281,7 +283,7 @@ EXTREME = {
 
 
 @pytest.mark.parametrize("kind", EXTREME)
-@every_pair
+@every_trained_pair
 def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> None:
     """In fp32: outputs and gradients are finite, and outputs are those of fp64."""
     z = EXTREME[kind](rand(1, 2, 6, 9, seed=3, dtype=torch.float32))

@@ -12,6 +12,7 @@ from attnzoo.dispatch import BACKENDS
 from cases import CASES, VARIANTS, rand
 from coverage_table import (
     FEATURE_BACKENDS,
+    FORWARD_ONLY,
     NO_LSE,
     NO_SCORE,
     PARAMETER_BACKENDS,
@@ -22,7 +23,7 @@ from coverage_table import (
 )
 from features import feature
 
-TABLED = ("sdpa", "flash", "linear", "flash_linear")
+TABLED = ("sdpa", "decode", "flash", "linear", "flash_linear")
 
 
 def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:
@@ -35,7 +36,8 @@ def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) ->
     assert out.dtype == q.dtype
     assert bool(out.isfinite().all())
     leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
-    for leaf, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+    gradients = torch.autograd.grad(out.sum(), leaves) if leaves else ()
+    for leaf, gradient in zip(leaves, gradients, strict=True):
         assert gradient.shape == leaf.shape
         assert bool(gradient.isfinite().all())
 
@@ -69,7 +71,8 @@ def test_the_tables_are_complete() -> None:
 @pytest.mark.parametrize("backend", [cell(backend) for backend in TABLED])
 @pytest.mark.parametrize("variant", VARIANT_BACKENDS)
 def test_variants_on_backends(variant: str, backend: str) -> None:
-    check(VARIANT_BACKENDS[variant][backend], feature("plain"), variant, backend)
+    arguments = feature("plain", gradient=backend not in FORWARD_ONLY)
+    check(VARIANT_BACKENDS[variant][backend], arguments, variant, backend)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,8 @@ def test_features_on_backends(name: str, variant: str, backend: str) -> None:
     refused = name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]
     # The variant's own refusal comes before the backend's.
     reason = VARIANT_REFUSALS[name][1] if refused else FEATURE_BACKENDS[name][backend]
-    check(reason, feature(name), variant, backend)
+    gradient = backend not in FORWARD_ONLY or name.endswith("with gradient")
+    check(reason, feature(name, gradient), variant, backend)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
@@ -99,7 +103,7 @@ def test_parameters_on_backends(name: str) -> None:
     check(reason, feature("plain"), variant, backend, **params)
 
 
-@pytest.mark.parametrize("backend", [cell("sdpa"), cell("flash")])
+@pytest.mark.parametrize("backend", [cell(name) for name in ("sdpa", "decode", "flash")])
 def test_a_gain_through_statistics_runs_where_no_gradient_is_wanted(backend: str) -> None:
     arguments = feature("plain", gradient=False)
     plan = attnzoo.explain(

@@ -11,7 +11,8 @@ from torch.autograd import gradcheck
 
 import attnzoo
 from attnzoo import registry
-from attnzoo.dispatch import BACKENDS, FEW_SCORES, preference
+from attnzoo.dispatch import BACKENDS
+from attnzoo.preference import FEW_SCORES, preference
 from cases import CASES, VARIANTS, rand
 
 

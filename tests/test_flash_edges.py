@@ -142,23 +142,24 @@ def test_two_runs_are_equal_to_the_bit(variant: str) -> None:
 # ---- thresholds -------------------------------------------------------------------------------
 
 
-def weights(scores: Tensor, alpha: float | Tensor) -> Tensor:
+def weights(scores: Tensor, alpha: float | Tensor, backend: str) -> Tensor:
     """Of rows of scores [R, n]: queries and values are unit vectors, keys the columns."""
     rows, n = scores.shape
     visible = scores != float("-inf")
     q, eye = torch.eye(rows)[None, None], torch.eye(n)[None, None]
     k = scores.masked_fill(~visible, 0.0).T[None, None].float()
     return attnzoo.attention(
-        q, k, eye, "entmax", alpha=alpha, scale=1.0, attn_mask=visible, backend="flash"
+        q, k, eye, "entmax", alpha=alpha, scale=1.0, attn_mask=visible, backend=backend
     )[0, 0].double()
 
 
+@pytest.mark.parametrize("backend", ["flash", "decode"])
 @pytest.mark.parametrize("n", [1, 5, 128])
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int) -> None:
+def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int, backend: str) -> None:
     alpha = float(torch.tensor(alpha))
     kinds = {name: make(n).float().double() for name, make in SCORES.items()}
-    found = weights(torch.cat(list(kinds.values())), alpha).split(3)
+    found = weights(torch.cat(list(kinds.values())), alpha, backend).split(3)
     for w, (name, scores) in zip(found, kinds.items(), strict=True):
         seen = (scores != float("-inf")).any(-1, keepdim=True)
         assert float((w.sum(-1, keepdim=True) - 1.0 * seen).abs().max()) <= 1e-5, name

@@ -97,9 +97,8 @@ def _interpreted() -> bool:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
-    # The only layout that the kernels do not read as it is.
-    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
-    facts, scale = _facts(call), call.scale
+    q, k, v = readable(q, k, v)
+    facts, scale = facts_of(call), call.scale
     gain = form.gain
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
@@ -107,24 +106,33 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         gain = gain.row(Statistics(*found))
     if not isinstance(gain, Tensor):
         scale, gain = scale * gain, None
-    gain, shape, sink = (_row(x, call) for x in (gain, form.shape, form.sink))
-    tau, maps, normalize = _row(form.offset, call), (None, None, None), form.normalize
+    gain, shape, sink = (row(x, call) for x in (gain, form.shape, form.sink))
+    tau, maps = row(form.offset, call), (None, None, None)
     twin = (form.activation.triton, form.activation.unit, form.activation.vanishes)
-    if normalize == "threshold":
+    if form.normalize == "threshold":
         with torch.no_grad():
             alpha = ALPHA.get(form.activation.name)
             tau, *maps = ops.flash_threshold(
                 q.detach(), k.detach(), v.detach(), gain, shape, scale, *facts, twin[0], alpha
             )
-    if _online(form):
-        normalize = "online"
     out, _, lse = ops.flash_forward(
-        q, k, v, gain, tau, shape, sink, *maps, scale, *facts, *twin, normalize, call.return_lse
-    )
+        q, k, v, gain, tau, shape, sink, *maps, scale, *facts, *twin, normalize(form),
+        call.return_lse,
+    )  # fmt: skip
     return out, lse if call.return_lse else None
 
 
-def _row(row: Row | None, call: Call) -> Tensor | None:
+def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the one layout that the kernels ask for: rows without gaps."""
+    return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
+
+
+def normalize(form: Pairwise) -> str:
+    """As the kernels have it."""
+    return "online" if _online(form) else form.normalize
+
+
+def row(row: Row | None, call: Call) -> Tensor | None:
     """A row as the kernels read it: (B, H, Nq), contiguous; autograd adds up what was expanded."""
     if row is None:
         return None
@@ -132,10 +140,10 @@ def _row(row: Row | None, call: Call) -> Tensor | None:
     return row.expand(call.batch, call.heads, call.queries).contiguous()
 
 
-def _facts(call: Call) -> tuple:
+def facts_of(call: Call) -> tuple:
     mask, segments = call.mask, call.segments or (None, None)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
-    alibi = None if call.alibi is None else _row(call.alibi.to(call.dtype), call)
+    alibi = None if call.alibi is None else row(call.alibi.to(call.dtype), call)
     segments = (x if x is None else x.contiguous() for x in segments)
     return (mask, *segments, alibi, call.left, call.right)

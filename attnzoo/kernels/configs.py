@@ -212,14 +212,20 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (128, Config(128, 64, 8, 2, registers=ALL)),
             (256, Config(64, 64, 8, 2)),
         ),
-        "dq": ((128, Config(128, 64, 8, 2, registers=ALL)), (256, Config(64, 32, 8, 2))),
+        "dq": (
+            (128, Config(128, 64, 8, 2, registers=ALL)),
+            (256, Config(64, 32, 8, 2, registers=ALL)),
+        ),
         "dkdv": (
             (64, Config(64, 64, 4, 2)),
             (128, Config(32, 128, 8, 2)),
             (256, Config(16, 64, 8, 1)),
         ),
         "stats": ((128, Config(128, 128, 8, 2)), (256, Config(64, 64, 8, 2))),
-        "threshold": ((128, Config(128, 64, 8, 1)), (256, Config(64, 32, 8, 1))),
+        "threshold": (
+            (128, Config(128, 64, 8, 1, registers=ALL)),
+            (256, Config(64, 32, 8, 1)),
+        ),
         "forward heavy": (
             (64, Config(64, 64, 8, 2)),
             (128, Config(32, 32, 4, 1)),
@@ -327,3 +333,24 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
     if arch == 0:
         return Config(INTERPRETED_CHUNK, 16, 1, 1)
     return LINEAR[bits][kernel]
+
+
+# Few rows against many keys: keys in a block, by bits of an element and head dimension. What is
+# read is what it costs, so several blocks are on their way at once.
+DECODE: dict[int, Rows] = {
+    16: (
+        (64, Config(16, 128, 4, 3)),
+        (128, Config(16, 64, 4, 3)),
+        (256, Config(16, 32, 4, 3)),
+    ),
+    32: ((64, Config(16, 64, 4, 2)), (128, Config(16, 32, 4, 2)), (256, Config(16, 16, 4, 2))),
+}
+
+
+def decode_config(arch: int, bits: int, head_dim: int) -> Config:
+    if arch == 0:
+        return Config(16, 32, 1, 1)
+    for most, config in DECODE[bits]:
+        if head_dim <= most:
+            return config
+    raise ValueError(f"decode: no configuration for a head dimension of {head_dim}")

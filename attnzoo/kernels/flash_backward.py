@@ -20,6 +20,7 @@ from attnzoo.kernels.tile import (
     load_segments,
     load_tile,
     query_blocks,
+    query_tile,
     scores,
     store_tile,
     times,
@@ -43,11 +44,10 @@ def flash_dq(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(queries, BLOCK_M)
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    q += (b * q_b + h * q_h) * ALIGN
+    b, h, at, start, index, q_side = query_tile(
+        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
+    )
+    i = index[:, None]
     k += (b * k_b + (h // group) * k_h) * ALIGN
     v += (b * v_b + (h // group) * v_h) * ALIGN
     do += (b * do_b + h * do_h) * ALIGN
@@ -57,13 +57,8 @@ def flash_dq(
         mask_at = b * mask_b + h * mask_h
     if k_segments is not None:
         k_segments += b * keys
-    at, start = bh * queries, tile * BLOCK_M
-    index = start + tl.arange(0, BLOCK_M)  # [BM]
-    i = index[:, None]
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_tile = load_tile(q, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
     do_tile = load_tile(do, index, do_n * ALIGN, queries, dv, DV, True)  # [BM, DV]
-    q_side = (q_tile, q, index, q_n * ALIGN, queries)
     do_side = (do_tile, do, index, do_n * ALIGN, queries)
     rows = load_rows(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
@@ -81,7 +76,7 @@ def flash_dq(
 
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     if blocks is not None:
-        line = bh * tl.cdiv(queries, MAP_M) + start // MAP_M
+        line = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
         blocks += line * tl.cdiv(keys, BLOCK_N)
         low, high = 0, tl.load(counts + line)
     mean = tl.zeros([BLOCK_M, 1], tl.float32)
@@ -128,7 +123,9 @@ def flash_dq(
     acc *= scale
     if dgain is not None:
         # From the un-gained sum: a gain of 0 (log 1) divides nothing.
-        tl.store(dgain + at + index, tl.sum(q_tile.to(tl.float32) * acc, 1), mask=index < queries)
+        tl.store(
+            dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
+        )
     if gain is not None:
         acc *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if dtau is not None:

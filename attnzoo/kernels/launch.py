@@ -108,11 +108,11 @@ def stands_apart(normalize: str, mask: Tensor | None) -> bool:
     return normalize == "online" and mask is not None and mask.is_floating_point()
 
 
-def _padded(dim: int) -> int:
+def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _align(*tensors: Tensor) -> int:
+def align_of(*tensors: Tensor) -> int:
     """Elements by which all strides divide: those of 16 bytes, the widest load, or 1."""
     widest = 16 // tensors[0].element_size()
     return (
@@ -125,10 +125,10 @@ def _align(*tensors: Tensor) -> int:
 def readable(do: Tensor, out: Tensor) -> bool:
     """Whether a gradient can be read as it is, in loads as wide as the output's."""
     rows = do.stride(-1) == 1 or do.shape[-1] == 1
-    return rows and _align(do) >= _align(out)
+    return rows and align_of(do) >= align_of(out)
 
 
-def _strides(align: int, **tensors: Tensor) -> dict[str, int]:
+def strides(align: int, **tensors: Tensor) -> dict[str, int]:
     return {
         f"{name}_{axis}": x.stride(n) // align
         for name, x in tensors.items()
@@ -136,7 +136,7 @@ def _strides(align: int, **tensors: Tensor) -> dict[str, int]:
     }
 
 
-def _common(q: Tensor, k: Tensor, facts: Facts) -> dict[str, Any]:
+def common(q: Tensor, k: Tensor, facts: Facts) -> dict[str, Any]:
     """The arguments that all kernels over q and k take."""
     heads, mask = q.shape[1], facts.mask
     stride = [None] * 4 if mask is None else [mask.stride(n) for n in range(4)]
@@ -158,13 +158,13 @@ def _common(q: Tensor, k: Tensor, facts: Facts) -> dict[str, Any]:
         "k_segments": facts.k_segments,
         "alibi": facts.alibi,
         "D": q.shape[3],
-        "BLOCK_D": _padded(q.shape[3]),
+        "BLOCK_D": padded(q.shape[3]),
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }
 
 
-def _values(v: Tensor) -> dict[str, int]:
-    return {"DV": v.shape[3], "BLOCK_DV": _padded(v.shape[3])}
+def values(v: Tensor) -> dict[str, int]:
+    return {"DV": v.shape[3], "BLOCK_DV": padded(v.shape[3])}
 
 
 def _config(
@@ -190,7 +190,7 @@ def _config(
     few = _count(facts)
     dense = facts.mask is not None and facts.mask.shape[2] > 1
     heavy = dense or few > 1 or any(x is not None for x in rows)
-    cut = _padded(q.shape[3]) > q.shape[3] or _padded(v.shape[3]) > v.shape[3]
+    cut = padded(q.shape[3]) > q.shape[3] or padded(v.shape[3]) > v.shape[3]
     load = "heavy" if heavy else "one" if few else "cut" if cut else ""
     if mapped:
         load = "crowded" if _small_tiles(q, k, v, facts) else "heavy" if heavy else "mapped"
@@ -213,7 +213,7 @@ def _count(facts: Facts) -> int:
 
 
 def _small_tiles(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-    return _count(facts) > 0 or _align(q, k, v) == 1
+    return _count(facts) > 0 or align_of(q, k, v) == 1
 
 
 def _map_tile(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[int, int]:
@@ -237,12 +237,12 @@ def describe_forward(
     out = like(q, v.shape[3])
     apart = stands_apart(form.normalize, facts.mask)
     stat, lse = new_row(q, form.normalize != "none", apart), new_row(q, want_lse)
-    align = _align(q, k, v, out)
+    align = align_of(q, k, v, out)
     peaked = form.normalize == "sum" and v.dtype == torch.float16
     extra = align, rows["shape"], q if peaked else None
     config = _config("forward", arch, q, k, v, facts, blocks is not None, *extra)
     args = {
-        **_common(q, k, facts), **_strides(align, q=q, k=k, v=v, o=out), **_values(v),
+        **common(q, k, facts), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **_blocks(config), **rows, "q": q, "k": k, "v": v, "o": out,
         "stat": stat[0] if apart else stat, "mass": stat[1] if apart else None,
         "lse": lse if want_lse else None,
@@ -266,8 +266,8 @@ def describe_backward(
     made |= {name: new_row(q, wants) for name, wants in wanted.items()}
     online, apart = form.normalize == "online", stands_apart(form.normalize, facts.mask)
     z = stat if form.normalize in ("sum", "threshold") else None
-    common = {
-        **_common(q, k, facts), **_values(v),
+    shared = {
+        **common(q, k, facts), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": rows["gain"], "shape": rows["shape"],
         "tau": stat[0] if apart else stat if online else rows["tau"],
         "z": stat[1] if apart else z,
@@ -276,13 +276,13 @@ def describe_backward(
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "TAU_UNIT": 1.0 if online else form.unit,  # what the forward saved has the unit in it
     }  # fmt: skip
-    align = _align(q, k, v, out, do, made["dq"], made["dk"], made["dv"])
+    align = align_of(q, k, v, out, do, made["dq"], made["dk"], made["dv"])
     extra = align, rows["shape"], dlse
     config = _config("dq", arch, q, k, v, facts, maps is not None, *extra)
     dq_args = {
-        **common, **_blocks(config), "SPLIT": config.split, "ALIGN": align,
+        **shared, **_blocks(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": _map_tile(q, k, v, facts)[0],
-        **_strides(align, q=q, k=k, v=v, o=out, do=do, dq=made["dq"]), "o": out, "dq": made["dq"],
+        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=made["dq"]), "o": out, "dq": made["dq"],
         **{name: made[name] if wants else None for name, wants in wanted.items()},
         "sink": rows["sink"],
         "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
@@ -291,12 +291,12 @@ def describe_backward(
     launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
     columns = None
     if maps is not None:
-        columns, listing = _describe_columns(maps[2], common["group"])
+        columns, listing = _describe_columns(maps[2], shared["group"])
         launches.append(listing)
     config = _config("dkdv", arch, q, k, v, facts, maps is not None, *extra)
     dkdv_args = {
-        **common, **_blocks(config), "ALIGN": align,
-        **_strides(align, q=q, k=k, v=v, do=do, dk=made["dk"], dv=made["dv"]),
+        **shared, **_blocks(config), "ALIGN": align,
+        **strides(align, q=q, k=k, v=v, do=do, dk=made["dk"], dv=made["dv"]),
         "dk": made["dk"], "dv": made["dv"],
         "blocks": columns and columns[0], "counts": columns and columns[1],
         **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, facts))),
@@ -320,11 +320,11 @@ def describe_stats(
     q: Tensor, k: Tensor, facts: Facts, arch: int
 ) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """lse and entropy of the un-gained scores, as rows."""
-    align = _align(q, k)
+    align = align_of(q, k)
     config = _config("stats", arch, q, k, q, facts, False, align)
     lse, entropy = new_row(q), new_row(q)
     args = {
-        **_common(q, k, facts), **_strides(align, q=q, k=k), **_blocks(config),
+        **common(q, k, facts), **strides(align, q=q, k=k), **_blocks(config),
         "q": q, "k": k, "lse": lse, "entropy": entropy, "SPLIT": config.split, "ALIGN": align,
     }  # fmt: skip
     launch = Launch(row_stats, _programs(q, config.block_m), args, config)
@@ -346,13 +346,13 @@ def describe_threshold(
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """rows: gain and shape. Returns τ and the maps."""
-    align = _align(q, k)
+    align = align_of(q, k)
     config = _config("threshold", arch, q, k, v, facts, True, align)
     tau, maps = new_row(q), empty_maps(q, k, v, facts)
     # The kernel writes the map: its blocks are the map's tiles.
     assert (config.block_m, config.block_n) == _map_tile(q, k, v, facts)
     args = {
-        **_common(q, k, facts), **_strides(align, q=q, k=k), **_blocks(config), "q": q, "k": k,
+        **common(q, k, facts), **strides(align, q=q, k=k), **_blocks(config), "q": q, "k": k,
         "tau": tau, "blocks": maps[0], "counts": maps[1], "live": maps[2],
         "gain": rows["gain"], "shape": rows["shape"], "ACT": form.act, "ALPHA": alpha,
         "ALIGN": align,

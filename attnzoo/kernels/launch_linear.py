@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from attnzoo.kernels import linear_chunk as kernels
 from attnzoo.kernels.configs import INTERPRETED_CHUNK, LINEAR_CHUNK, Config, linear_config
-from attnzoo.kernels.launch import Launch, _padded, interpreted
+from attnzoo.kernels.launch import Launch, interpreted, padded
 
 # Chunks that one program walks where no state is wanted on the way.
 SPAN = 16
@@ -29,7 +29,7 @@ def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any]
     if arch == 0 and x.shape[3] > 512:
         config = config._replace(block_n=4096)  # the interpreter counts blocks
     args = {
-        "length": x.shape[2], "F": x.shape[3], "DV": dim, "BLOCK_DV": _padded(dim),
+        "length": x.shape[2], "F": x.shape[3], "DV": dim, "BLOCK_DV": padded(dim),
         "CHUNK": config.block_m, "BLOCK_F": config.block_n,
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
     }  # fmt: skip

@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.activations import LN2
-from attnzoo.kernels.tile import key_blocks, load_rows, load_segments, load_tile, scores, times
+from attnzoo.kernels.tile import (
+    key_blocks,
+    load_rows,
+    load_segments,
+    load_tile,
+    query_tile,
+    scores,
+    times,
+)
 
 RUNTIME = (
     "q_b q_h q_n k_b k_h k_n mask_b mask_h mask_m mask_n heads group queries keys left right"
@@ -24,23 +32,17 @@ def row_stats(
     SPLIT: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     UNIT: tl.constexpr = 1.0 / LN2
-    tiles = tl.cdiv(queries, BLOCK_M)
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    q += (b * q_b + h * q_h) * ALIGN
+    b, h, at, start, index, q_side = query_tile(
+        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
+    )
+    i = index[:, None]
     k += (b * k_b + (h // group) * k_h) * ALIGN
     mask_at = h * 0
     if mask is not None:
         mask_at = b * mask_b + h * mask_h
     if k_segments is not None:
         k_segments += b * keys
-    at, start = bh * queries, tile * BLOCK_M
-    index = start + tl.arange(0, BLOCK_M)  # [BM]
-    i = index[:, None]
     d = tl.arange(0, BLOCK_D)
-    q_tile = load_tile(q, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
-    q_side = (q_tile, q, index, q_n * ALIGN, queries)
     rows = load_rows(i, at, scale, None, None, None, alibi, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
@@ -59,10 +61,7 @@ def row_stats(
         m, z, t, low, high, q_side, i, tiles_k, size, rows, segment, where,
         UNIT, D, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
-    inside, log_z = index < queries, tl.log2(z)
-    tl.store(lse + at + index, (m + log_z) * LN2, mask=inside)
-    spread = tl.where(z > 0.0, log_z - t / tl.where(z > 0.0, z, 1.0), 0.0)
-    tl.store(entropy + at + index, spread * LN2, mask=inside)
+    store_statistics(m, z, t, lse + at + index, entropy + at + index, index < queries)
 
 
 @triton.jit
@@ -79,15 +78,29 @@ def _walk(
         k_side = (k_tile, k, j, k_n, size[1])
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         s = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)[0]
-        m_new = tl.maximum(m, tl.max(s, 1))
-        # Not −∞ before the first key: 0 · (−∞ − …) would be NaN.
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        moved = tl.where(m == float("-inf"), 0.0, m - base)
-        # Below −200 an exp2 is 0: clamped, so that −∞ · 0 is 0 too.
-        x = tl.maximum(s - base[:, None], -200.0)
-        p = tl.exp2(x)
-        decay = tl.exp2(moved)
-        t = decay * (t + moved * z) + tl.sum(x * p, 1)
-        z = decay * z + tl.sum(p, 1)
-        m = m_new
+        m, z, t = add_scores(m, z, t, s)
     return m, z, t
+
+
+@triton.jit
+def add_scores(m, z, t, s):
+    """m, Z and T of the rows [BM] after the scores s [BM, BN], −∞ where a key is not seen."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # Not −∞ before the first key: 0 · (−∞ − …) would be NaN.
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    moved = tl.where(m == float("-inf"), 0.0, m - base)
+    # Below −200 an exp2 is 0: clamped, so that −∞ · 0 is 0 too.
+    x = tl.maximum(s - base[:, None], -200.0)
+    p = tl.exp2(x)
+    decay = tl.exp2(moved)
+    t = decay * (t + moved * z) + tl.sum(x * p, 1)
+    z = decay * z + tl.sum(p, 1)
+    return m_new, z, t
+
+
+@triton.jit
+def store_statistics(m, z, t, lse, entropy, inside):
+    log_z = tl.log2(z)
+    tl.store(lse, (m + log_z) * LN2, mask=inside)
+    spread = tl.where(z > 0.0, log_z - t / tl.where(z > 0.0, z, 1.0), 0.0)
+    tl.store(entropy, spread * LN2, mask=inside)

@@ -11,7 +11,15 @@ All steps run in one launch: how many there are depends on the rows, and nobody 
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.tile import key_blocks, load_rows, load_segments, load_tile, scores, times
+from attnzoo.kernels.tile import (
+    key_blocks,
+    load_rows,
+    load_segments,
+    load_tile,
+    query_tile,
+    scores,
+    times,
+)
 
 # |Z − 1| before the last step, which is quadratic: after it no weight is off by 1e-6. Over many
 # equal scores one last place of τ moves Z by more; steps as small as that end it too.
@@ -35,25 +43,20 @@ def threshold(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tiles, width = tl.cdiv(queries, BLOCK_M), tl.cdiv(keys, BLOCK_N)
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    q += (b * q_b + h * q_h) * ALIGN
+    b, h, at, start, index, q_side = query_tile(
+        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
+    )
+    i = index[:, None]
     k += (b * k_b + (h // group) * k_h) * ALIGN
     mask_at = h * 0
     if mask is not None:
         mask_at = b * mask_b + h * mask_h
     if k_segments is not None:
         k_segments += b * keys
-    at, start = bh * queries, tile * BLOCK_M
-    blocks += (bh * tiles + tile) * width
-    live += (bh * tiles + tile) * width
-    index = start + tl.arange(0, BLOCK_M)  # [BM]
-    i = index[:, None]
+    line = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
+    blocks += line * tl.cdiv(keys, BLOCK_N)
+    live += line * tl.cdiv(keys, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    q_tile = load_tile(q, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
-    q_side = (q_tile, q, index, q_n * ALIGN, queries)
     rows = load_rows(i, at, scale, gain, None, shape, alibi, queries, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
@@ -100,22 +103,28 @@ def threshold(
             # In place: the list is never longer than what has been read of it.
             tl.store(blocks + kept, block, mask=alive > 0)
             kept += alive
-        excess = tl.where(z > 0.0, z - 1.0, 0.0)
-        # Close to 1 the difference of powers cancels, and is Z − 1 to first order.
-        power = tl.exp2((1.0 - a) * tl.log2(tl.where(z > 0.0, z, 1.0)))
-        change = tl.where(tl.abs(excess) > 0.1, (z - power) / a, excess)
-        change = tl.where(slopes > 0.0, change / tl.where(slopes > 0.0, slopes, 1.0), 0.0)
-        t += change
+        t, open_rows = newton(t, z, slopes, a)
         step += 1
-        open_rows = (tl.abs(excess) > RESIDUAL) & (tl.abs(change) > LAST_PLACES * t)
         unsolved = (tl.max(open_rows.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # A maximum is over the numbers only: of a row with NaN among its scores τ says so.
     found = tl.where(broken > 0, float("nan"), base + t)
     tl.store(tau + at + index, found, mask=index < queries)
-    tl.store(counts + bh * tiles + tile, kept)
+    tl.store(counts + line, kept)
     tl.debug_barrier()
     for n in range(kept):
         tl.store(live + tl.load(blocks + n), 1)
+
+
+@triton.jit
+def newton(t, z, slopes, a):
+    """τ − base after a step from t, where Σφ = z, Σφ' = slopes; and which rows are not solved."""
+    excess = tl.where(z > 0.0, z - 1.0, 0.0)
+    # Close to 1 the difference of powers cancels, and is Z − 1 to first order.
+    power = tl.exp2((1.0 - a) * tl.log2(tl.where(z > 0.0, z, 1.0)))
+    change = tl.where(tl.abs(excess) > 0.1, (z - power) / a, excess)
+    change = tl.where(slopes > 0.0, change / tl.where(slopes > 0.0, slopes, 1.0), 0.0)
+    t += change
+    return t, (tl.abs(excess) > RESIDUAL) & (tl.abs(change) > LAST_PLACES * t)
 
 
 @triton.jit(do_not_specialize=["group", "tiles_m", "tiles_n"])

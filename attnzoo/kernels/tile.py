@@ -33,6 +33,28 @@ def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: t
 
 
 @triton.jit
+def query_tile(
+    q, q_b, q_h, q_n, heads, queries,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The queries of this program: batch, head, where the head's rows begin, the first query, their
+    indices [BM], and their matrix for `times`.
+
+    Strides come in units of ALIGN: their divisibility, and with it the width of loads, is known.
+    """
+    tiles = tl.cdiv(queries, BLOCK_M)
+    # The last rows first: under causality they have the most keys, and nobody waits for them.
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    q += (b * q_b + h * q_h) * ALIGN
+    start = tile * BLOCK_M
+    index = start + tl.arange(0, BLOCK_M)  # [BM]
+    q_tile = load_tile(q, index, q_n * ALIGN, queries, tl.arange(0, BLOCK_D), D, True)  # [BM, D]
+    return b, h, bh * queries, start, index, (q_tile, q, index, q_n * ALIGN, queries)
+
+
+@triton.jit
 def times(a, b, DIM: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
     """a bᵀ, [rows of a, rows of b], of two matrices (tile, base, rows, row stride, count).
 
