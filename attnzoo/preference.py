@@ -78,7 +78,8 @@ def decode_is_cheaper(call: Call) -> bool:
     softmax reads a key once for each head of a group.
     """
     reach = call.keys if call.left is None else min(call.keys, call.left + call.queries)
-    return reach >= MANY_KEYS and decode.packed_rows(call) <= decode.MOST_ROWS
+    rows, most = decode.packed_rows(call)
+    return reach >= MANY_KEYS and rows <= most
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:

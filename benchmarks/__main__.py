@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, compile, gpu, memory, readme, tune
+from benchmarks import attention, compile, decode, gpu, linear, memory, readme, tune
 from evals.cells import Refused
 
-COMMANDS = (attention, compile, tune, gpu, readme, memory)
+COMMANDS = (attention, linear, decode, compile, tune, gpu, readme, memory)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What the kernels are compared with: torch's fused softmaxes, FlexAttention, AdaSplash.
+"""What the kernels are compared with: torch's fused softmaxes, FlexAttention, AdaSplash, fla.
 
 Each is a factory of a function (q, k, v) -> out: making one may compile or import, and whatever it
 raises becomes a note in its row. `YARDSTICKS` compute softmax, whatever the variant; `rivals` the
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import Case, Setting
+import attnzoo
+from benchmarks.cases import Case, Inputs, Setting
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Factories = dict[str, Callable[[], Attend]]
@@ -144,5 +145,42 @@ def adasplash(setting: Setting, alpha: float) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return package.adasplash(q, k, v, alpha=alpha, is_causal=setting.causal)
+
+    return attend
+
+
+def linear_rivals(case: Case, inputs: Inputs) -> Factories:
+    """Kernels of flash-linear-attention that compute a linear variant, causally."""
+    if case.variant == "taylor":
+        return {
+            f"fla {name}": partial(fla, "based", name)
+            for name in ("fused_chunk_based", "parallel_based")
+        }
+    return {"fla chunk_linear_attn": partial(fla_features, case, inputs)}
+
+
+def fla(module: str, name: str, **options: Any) -> Attend:
+    """One of its functions, which have heads inside of rows: (B, N, H, D)."""
+    function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
+
+
+def fla_features(case: Case, inputs: Inputs) -> Attend:
+    """Its plain linear attention on the variant's own features, which are part of the time."""
+    plan = attnzoo.explain(
+        inputs.q, inputs.k, inputs.v, case.variant, is_causal=True, **case.params
+    )
+    form = next(c.form for c in plan.candidates if isinstance(c.form, attnzoo.Linear))
+    positions = torch.arange(inputs.q.shape[2], device=inputs.q.device)
+    run = fla("linear_attn", "chunk_linear_attn", scale=1.0, normalize=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        psi_q, psi_k = (form.features(x.float(), positions).to(v.dtype) for x in (q, k))
+        return run(psi_q, psi_k, v)
 
     return attend

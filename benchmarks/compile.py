@@ -29,7 +29,7 @@ from evals.cells import Refused
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (64, 96, 128, 256)
-KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear")
+KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode")
 # Of linear forms: Taylor's 153 at D = 16, filled up to eights.
 FEATURES = 160
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -42,6 +42,8 @@ TWINS = {
     "q_exp": ("threshold", 1.0, True),
 }
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
+# Of `decode` beside the walk itself, by the stage's name in place of a twin.
+STAGES = ("products", "statistics", "solver", "merge")
 # In the machine code: wgmma of Hopper, tcgen05 of Blackwell, mma of all others.
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")
 
@@ -160,11 +162,12 @@ def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
     rows than the next power of two does only where it is plain."""
     for arch in archs:
         for dim in dims:
-            if dim in (64, 128) and arch != "sm_100":  # whose rows are these
+            if dim in (64, 128):
                 for dtype, name in product(
                     ("bf16", "fp32") if dim == 64 else ("bf16",), LINEAR_KERNELS
                 ):
                     yield Cell("linear", arch, dtype, dim, name)
+            yield from decode_cells(arch, dim)
             if dim & (dim - 1):
                 for twin in ("exp", "sigmoid", "entmax15"):
                     for kernel in ("forward", "dq", "dkdv"):
@@ -196,31 +199,69 @@ def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
                             yield Cell(kernel, arch, "bf16", dim, twin, extra)
 
 
+def decode_cells(arch: str, dim: int) -> Iterator[Cell]:
+    """Sixteen rows in a tile, thirty-two under a window, and with all extras as many as can be."""
+    for dtype in ("bf16", "fp32"):
+        for twin, extra in product(("exp", "products"), ("", "keys", "window", "all")):
+            yield Cell("decode", arch, dtype, dim, twin, extra)
+        yield Cell("decode", arch, dtype, dim, "sigmoid")
+        yield Cell("decode", arch, dtype, dim, "entmax15", "all")
+    yield Cell("decode", arch, "fp16", dim, "taylor2")
+    for dtype in ("bf16", "fp32"):
+        yield Cell("decode", arch, dtype, dim, "exp", "all odd")
+    if dim == 64:  # the others read no head dimension
+        for stage in ("statistics", "solver"):
+            yield Cell("decode", arch, "fp32", dim, stage)
+        yield Cell("decode", arch, "fp32", dim, "solver", "all")
+    yield Cell("decode", arch, "fp32", dim, "merge")
+    yield Cell("decode", arch, "fp32", dim, "merge", "all")
+
+
+class Described(NamedTuple):
+    """What a cell says of a call: facts of `attnzoo.kernels.launch`, its form and its rows."""
+
+    facts: Any
+    form: Any
+    rows: dict[str, Any]
+    lse: bool
+
+
+def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
+    from attnzoo.kernels import launch as kernels
+
+    normalize, unit, vanishes = TWINS[twin]
+    row, queries, all_extras = kernels.new_row(q), q.shape[2], cell.extra.startswith("all")
+    extras = EXTRAS if all_extras else (cell.extra,)
+    segments = (None, None)
+    if "segments" in extras:
+        segments = tuple(q.new_empty(1, n, dtype=torch.int64) for n in (queries, keys))
+    mask = q.new_empty(1, 1, 1, keys, dtype=torch.uint8) if "keys" in extras else None
+    mask = q.new_empty(1, 1, queries, keys) if "mask" in extras else mask
+    left, alibi = 256 if "window" in extras else None, row if "alibi" in extras else None
+    lse = all_extras and normalize == "online"
+    rows = {
+        "gain": row,
+        "tau": row if normalize in ("none", "threshold") else None,
+        "shape": row if twin == "q_exp" else None,
+        "sink": row if lse else None,
+    }
+    form = kernels.Form(f"attnzoo.kernels.activations:{twin}", unit, vanishes, normalize)
+    return Described(kernels.Facts(0.1, left, 0, mask, *segments, alibi), form, rows, lse)
+
+
 def describe(cell: Cell) -> Any:
     """The launch of a causal call with a gain, on tensors that hold nothing."""
     from attnzoo.kernels import launch as kernels
 
     if cell.kernel == "linear":
         return describe_linear(cell)
-    normalize, unit, vanishes = TWINS[cell.twin]
-    all_extras, odd = cell.extra.startswith("all"), cell.extra.endswith("odd")
-    shape = (1, 2, 1024, cell.head_dim + odd)
+    if cell.kernel == "decode":
+        return describe_decode(cell)
+    shape = (1, 2, 1024, cell.head_dim + cell.extra.endswith("odd"))
     q = torch.empty(shape, dtype=DTYPES[cell.dtype], device="meta")[..., : cell.head_dim]
     row, arch = kernels.new_row(q), int(cell.arch.removeprefix("sm_"))
-    extras = EXTRAS if all_extras else (cell.extra,)
-    segments = q.new_empty(1, 1024, dtype=torch.int64) if "segments" in extras else None
-    mask = q.new_empty(1, 1, 1, 1024, dtype=torch.uint8) if "keys" in extras else None
-    mask = q.new_empty(1, 1, 1024, 1024) if "mask" in extras else mask
-    left, alibi = 256 if "window" in extras else None, row if "alibi" in extras else None
-    facts = kernels.Facts(0.1, left, 0, mask, segments, segments, alibi)
-    form = kernels.Form(f"attnzoo.kernels.activations:{cell.twin}", unit, vanishes, normalize)
-    lse = all_extras and normalize == "online"
-    rows = {
-        "gain": row,
-        "tau": row if normalize in ("none", "threshold") else None,
-        "shape": row if cell.twin == "q_exp" else None,
-        "sink": row if lse else None,
-    }
+    facts, form, rows, lse = described(cell, cell.twin, q, 1024)
+    normalize = form.normalize
     maps = kernels.empty_maps(q, q, q, facts) if normalize == "threshold" else None
     if cell.kernel == "forward":
         kept = None if maps is None else maps[:2]
@@ -231,10 +272,10 @@ def describe(cell: Cell) -> Any:
         alpha = None if cell.twin == "q_exp" else 1.5
         return kernels.describe_threshold(q, q, q, facts, form, rows, alpha, arch)[0]
     wanted = {"dgain": True, "dtau": normalize == "none", "dsink": lse}
-    stat = kernels.new_row(q, True, kernels.stands_apart(normalize, mask))
+    stat = kernels.new_row(q, True, kernels.stands_apart(normalize, facts.mask))
     launches, _ = kernels.describe_backward(
         q, row if lse else None, q, q, q, q, stat, row, facts, form, rows, maps,
-        {**wanted, "dalibi": alibi is not None}, arch,
+        {**wanted, "dalibi": facts.alibi is not None}, arch,
     )  # fmt: skip
     return launches[0] if cell.kernel == "dq" else launches[-1]
 
@@ -259,6 +300,30 @@ def describe_linear(cell: Cell) -> Any:
         both = kernels.describe_dy_dv(x, y, v, do, kept, rows, arch)[0]
         return both[("dy", "dv").index(cell.twin)]
     return launch
+
+
+def describe_decode(cell: Cell) -> Any:
+    """The launch of one query, or of a few, of a group of eight heads."""
+    from attnzoo.kernels import launch_decode as kernels
+
+    plain, arch = not cell.extra.startswith("all"), int(cell.arch.removeprefix("sm_"))
+    queries = {"": 1, "keys": 1, "window": 4}.get(cell.extra, 8 if cell.dtype == "bf16" else 4)
+    dim = cell.head_dim + cell.extra.endswith("odd")
+    q = torch.empty(1, 8, queries, dim, dtype=DTYPES[cell.dtype], device="meta")
+    q, k = (x[..., : cell.head_dim] for x in (q, q.new_empty(1, 1, 4096, dim)))
+    twin = {"solver": "entmax15" if plain else "q_exp"}.get(cell.twin, cell.twin)
+    twin = "exp" if twin in STAGES else twin
+    facts, form, rows, lse = described(cell, twin, q, 4096)
+    if cell.twin == "statistics" or (cell.twin == "products" and not plain):
+        launches, _ = kernels.describe_statistics(q, k, facts, arch, 132)
+        return launches[cell.twin == "statistics"]
+    if cell.twin in ("solver", "products"):
+        alpha = None if twin == "q_exp" else 1.5
+        launches, _ = kernels.describe_threshold(q, k, facts, form, rows, alpha, arch, 132)
+        return launches[cell.twin == "solver"]
+    left = kernels.new_products(q, k, facts) if form.normalize == "threshold" else None
+    launches, _ = kernels.describe_decode(q, k, k, left, facts, form, rows, lse, arch, 132)
+    return launches[cell.twin == "merge"]
 
 
 POINTERS = {

@@ -92,6 +92,12 @@ class Check:
         """The one that uses up most of its budget."""
         return max(self.deviations.items(), key=lambda item: item[1].share)
 
+    @property
+    def shown(self) -> str:
+        """The worst, its error, and the share of its budget."""
+        name, worst = self.worst
+        return f"{name} {worst.error:.1e} ({worst.share:.2f})"
+
 
 def check_runs(length: int, seed: int = 0) -> list[range]:
     """The first rows, the last rows, and short runs at random places between, ascending."""
@@ -229,8 +235,24 @@ def check(
     exact = by_definition(case, part, runs, torch.float64)
     plain = by_definition(case, part, runs, inputs.q.dtype)
     found = by_call(case, inputs, runs, backend, pairs)
-    slack = torch.finfo(inputs.q.dtype).eps + (RESIDUAL if case.has_threshold else 0.0)
+    slack = slack_of(case, inputs.q.dtype)
     growth = linear_condition(case, inputs, backend) ** 0.5
+    deviations = compare(found, exact, plain, slack, growth)
+    return Check(sum(map(len, runs)), deviations, None if pairs is None else len(pairs))
+
+
+def slack_of(case: Case, dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps + (RESIDUAL if case.has_threshold else 0.0)
+
+
+def compare(
+    found: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    plain: dict[str, Tensor],
+    slack: float,
+    growth: float = 1.0,
+) -> dict[str, Deviation]:
+    """By name. ``slack`` is relative; errors of the plain computation count ``growth`` times."""
     deviations = {}
     for name, reference in exact.items():
         error, largest = _errors(found[name], reference)
@@ -242,17 +264,17 @@ def check(
             largest,
             8 * growth * plain_largest + slack * peak,
         )
-    return Check(sum(map(len, runs)), deviations, None if pairs is None else len(pairs))
+    return deviations
 
 
 def linear_condition(case: Case, inputs: Inputs, backend: str | None) -> float:
-    """Σ|ψ(q)ψ(k)| / |Σ ψ(q)ψ(k)| over the last keys, median row, where the linear backend runs."""
+    """Σ|ψ(q)ψ(k)| / |Σ ψ(q)ψ(k)| over the last keys, median row, where the linear form runs."""
     plan = attnzoo.explain(
         inputs.q, inputs.k, inputs.v, case.variant, is_causal=inputs.causal, backend=backend,
         **inputs.params,
     )  # fmt: skip
     forms = [c.form for c in plan.candidates if isinstance(c.form, attnzoo.Linear)]
-    if plan.chosen != "linear" or not forms:
+    if plan.chosen not in ("linear", "flash_linear") or not forms:
         return 1.0
     length, device = inputs.q.shape[2], inputs.q.device
     last = torch.arange(max(0, length - ROWS), length, device=device)

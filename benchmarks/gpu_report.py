@@ -113,11 +113,7 @@ def notes(row: Record) -> str:
 
 
 def line(texts: tuple[str, ...]) -> str:
-    aligned = (
-        t.ljust(w) if i < 2 else t.rjust(w)
-        for i, (t, w) in enumerate(zip(texts, WIDTHS, strict=True))
-    )
-    return "  ".join(aligned).rstrip()
+    return report.aligned(texts, WIDTHS, left=(0, 1))
 
 
 def row_line(row: Record) -> str:

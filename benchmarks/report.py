@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -45,19 +46,16 @@ WIDTHS = (6, 28, 8, 20, 9, 15, 7, 8)
 
 
 def line(cells: tuple[str, ...]) -> str:
-    """Names to the left, numbers to the right."""
-    aligned = (
-        c.ljust(w) if i in (1, 2) else c.rjust(w)
-        for i, (c, w) in enumerate(zip(cells, WIDTHS, strict=True))
-    )
-    return "  ".join(aligned).rstrip()
+    return aligned(cells, WIDTHS, left=(1, 2))
+
+
+def aligned(texts: Sequence[str], widths: Sequence[int], left: Collection[int]) -> str:
+    """A line of a table: names to the left, numbers to the right."""
+    columns = enumerate(zip(texts, widths, strict=True))
+    return "  ".join(t.ljust(w) if i in left else t.rjust(w) for i, (t, w) in columns).rstrip()
 
 
 def row_line(row: Row) -> str:
-    error = ""
-    if row.check is not None:
-        name, worst = row.check.worst
-        error = f"{name} {worst.error:.1e} ({worst.share:.2f})"
     times = ("", "")
     if row.seconds is not None:
         t = row.seconds
@@ -66,7 +64,7 @@ def row_line(row: Row) -> str:
         str(row.length),
         row.spec,
         row.backend or "",
-        error,
+        row.check.shown if row.check is not None else "",
         *times,
         f"{row.ratio.median:.2f}" if row.ratio else "",
         f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes is not None else "",

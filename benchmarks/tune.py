@@ -131,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--kernel threshold is for a threshold's twin, {args.twin} is none")
     if args.kernel == "stats" and args.twin != "exp":
         raise Refused("--kernel stats is for --twin exp")
+    if args.kernel == "decode" and max(args.blocks) > 128:
+        raise Refused(f"--blocks of decode must be at most 128, got {max(args.blocks)}")
     gpu = torch.cuda.is_available()
     if gpu and args.arch is not None:
         raise Refused("--arch is for a machine without a GPU: on this one it is the GPU's")
@@ -163,7 +165,8 @@ def candidates(args: argparse.Namespace, mapped: bool) -> list[Tile]:
     from attnzoo.kernels.configs import Config
 
     tiles = []
-    for m, n, warps, stages in product(args.blocks, args.blocks, args.warps, args.stages):
+    rows = [16] if args.kernel == "decode" else args.blocks  # those of a call are packed in one
+    for m, n, warps, stages in product(rows, args.blocks, args.warps, args.stages):
         for part in (None, *args.parts):
             tiles.append(Tile(Config(m, n, warps, stages, part=part), (m, n) if mapped else None))
     return tiles
@@ -172,9 +175,9 @@ def candidates(args: argparse.Namespace, mapped: bool) -> list[Tile]:
 @contextmanager
 def replaced(kernel: str, tile: Tile) -> Iterator[None]:
     """Launches of this kernel take this row, wherever they are made."""
-    from attnzoo.kernels import launch
+    from attnzoo.kernels import launch, launch_decode
 
-    own, own_map = launch.pick, launch.map_tile
+    own, own_map, own_decode = launch.pick, launch.map_tile, launch_decode.decode_config
 
     def pick(name: str, *rest: Any) -> Any:
         return tile.config if name == kernel else own(name, *rest)
@@ -182,9 +185,13 @@ def replaced(kernel: str, tile: Tile) -> Iterator[None]:
     def map_tile(*facts: Any) -> tuple[int, int]:
         return tile.map or own_map(*facts)
 
+    def decode_config(*facts: Any) -> Any:
+        return tile.config if kernel == "decode" else own_decode(*facts)
+
     with (
         mock.patch.object(launch, "pick", pick),
         mock.patch.object(launch, "map_tile", map_tile),
+        mock.patch.object(launch_decode, "decode_config", decode_config),
     ):
         yield
 
@@ -213,26 +220,31 @@ def call_of(cell: Cell, length: int, device: str) -> Callable[[], tuple[Tensor, 
     """The call that a cell describes, at this length: its output and its leaves."""
     kind: dict[str, Any] = {"dtype": DTYPES[cell.dtype], "device": device}
     shape = (max(1, TOKENS // length), HEADS, length, cell.head_dim)
-    q, k, v = (torch.randn(shape, **kind).requires_grad_() for _ in range(3))
+    few = cell.kernel == "decode"  # one query of a group of eight heads
+    shapes = [shape] * 3
+    if few:
+        shapes = [(*shape[:2], 1, shape[3]), *[(shape[0], max(1, HEADS // 8), *shape[2:])] * 2]
+    q, k, v = (torch.randn(shape, **kind).requires_grad_() for shape in shapes)
     variant, params = VARIANTS[cell.twin]
     if cell.kernel == "stats":
         variant = "adaptive_temperature"
     chosen = EXTRAS if cell.extra == "all" else (cell.extra,)
-    options: dict[str, Any] = {"is_causal": True, **params}
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": few, **params}
     if "window" in chosen:
         options["window"] = max(1, length // 4)
     if "alibi" in chosen:
         options["alibi"] = torch.linspace(0.01, 0.5, HEADS, device=device)
     if "segments" in chosen:
-        ids = torch.arange(length, device=device) // max(1, length // 4)
-        options["segment_ids"] = ids.expand(shape[0], length)
+        ids = (torch.arange(length, device=device) // max(1, length // 4)).expand(shape[0], length)
+        options["segment_ids"] = ids[:, -q.shape[2] :], ids
     if "keys" in chosen:
         options["attn_mask"] = torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
     if "mask" in chosen:
-        options["attn_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
+        options["attn_mask"] = torch.ones(1, 1, q.shape[2], length, dtype=torch.bool, device=device)
 
     def call() -> tuple[Tensor, tuple]:
-        return attnzoo.attention(q, k, v, variant, backend="flash", **options), (q, k, v)
+        backend = "decode" if few else "flash"
+        return attnzoo.attention(q, k, v, variant, backend=backend, **options), (q, k, v)
 
     return call
 

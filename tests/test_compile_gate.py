@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from attnzoo.kernels import configs, launch
+from attnzoo.kernels import configs, launch, launch_decode
 from benchmarks.compile import (
     ARCHITECTURES,
     HEAD_DIMS,
     KERNELS,
+    STAGES,
     TWINS,
     Compiled,
     cells,
@@ -70,7 +71,7 @@ def test_fp32_may_do_without_tensor_cores() -> None:
         ("--arch", "sm_70", "--arch must be of sm_80, sm_90, sm_100, got 'sm_70'"),
         ("--head-dims", "300", "--head-dims must be from 1 to 256"),
         ("--head-dims", "x", "--head-dims must be numbers"),
-        ("--kernels", "decode", "--kernels must be of forward"),
+        ("--kernels", "encode", "--kernels must be of forward"),
         ("--jobs", "0", "--jobs must be at least 1"),
         ("--json", ".", "--json must be a file, . is a folder"),
         ("--json", "/dev/null/x.json", "--json /dev/null/x.json: "),
@@ -89,12 +90,20 @@ def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
         met.append(found := configs.find(*args))
         return found[-1]
 
+    few = []
+
+    def spy_on_decode(*args: Any) -> configs.Config:
+        few.append(found := configs.decode_config(*args))
+        return found
+
     monkeypatch.setattr(launch, "pick", spy)
+    monkeypatch.setattr(launch_decode, "decode_config", spy_on_decode)
     found = list(cells(list(ARCHITECTURES), list(HEAD_DIMS)))
     for cell in found:
         describe(cell)
     linear = {(c.dtype, c.twin) for c in found if c.kernel == "linear"}
     assert linear == set(product(("bf16", "fp32"), configs.LINEAR_KERNELS))
+    assert set(few) == {config for rows in configs.DECODE.values() for _, config in rows}
     listed = {
         (key, kernel, most, config)
         for key, table in configs.TABLE.items()
@@ -108,8 +117,10 @@ def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_kernel_architecture_and_twin_is_compiled() -> None:
     found = list(cells(list(ARCHITECTURES), list(HEAD_DIMS)))
     assert {cell.kernel for cell in found} == set(KERNELS)
+    stages = {(c.arch, c.twin) for c in found if c.kernel == "decode"}
+    assert stages >= set(product(ARCHITECTURES, STAGES))
     for arch in ARCHITECTURES:
         for dim in HEAD_DIMS:
-            pairwise = [c for c in found if c.kernel != "linear"]
+            pairwise = [c for c in found if c.kernel not in ("linear", "decode")]
             twins = {c.twin for c in pairwise if (c.arch, c.head_dim) == (arch, dim)}
             assert twins == (set(TWINS) if dim != 96 else {"exp", "sigmoid", "entmax15"})

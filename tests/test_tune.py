@@ -53,7 +53,7 @@ def test_a_replaced_row_is_that_kernels_alone() -> None:
 @pytest.mark.parametrize(
     ("kernel", "twin", "extra"),
     [("forward", "exp", "all"), ("dkdv", "sigmoid", ""), ("stats", "exp", "keys"),
-     ("threshold", "q_exp", "")],
+     ("threshold", "q_exp", ""), ("decode", "entmax15", "all"), ("decode", "exp", "")],
 )  # fmt: skip
 def test_times_each_and_finds_the_same_result(kernel: str, twin: str, extra: str) -> None:
     cell = Cell(kernel, "sm_90", "fp32", 16, twin, extra)

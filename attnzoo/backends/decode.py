@@ -14,20 +14,25 @@ from attnzoo.backends.threshold import ALPHA
 from attnzoo.call import Call
 from attnzoo.forms import Form, FromStatistics, Pairwise, Statistics
 
-# Rows that read one key: queries × query heads per key/value head. What one tile holds.
-MOST_ROWS = 64
+# By bytes of an element: the rows that read one key, queries × heads of a group, in one tile.
+MOST_ROWS = {2: 64, 4: 32}
 
 
 def unsupported(form: Form, call: Call) -> str | None:
     if isinstance(form, Pairwise) and call.needs_grad:
         return "has no backward; flash has"
-    if (rows := packed_rows(call)) > MOST_ROWS:
-        return f"packs up to {MOST_ROWS} rows that read one key, not {rows}; flash takes any"
-    return flash.unsupported(form, call)
+    if (refusal := flash.unsupported(form, call)) is not None:
+        return refusal
+    rows, most = packed_rows(call)
+    if rows > most:
+        return f"packs up to {most} rows that read one key, not {rows}; flash takes any"
+    return None
 
 
-def packed_rows(call: Call) -> int:
-    return call.queries * (call.heads // max(1, call.kv_heads))
+def packed_rows(call: Call) -> tuple[int, int]:
+    """Rows that read one key, and how many there may be."""
+    most = MOST_ROWS.get(call.input_dtype.itemsize, 0)
+    return call.queries * (call.heads // max(1, call.kv_heads)), most
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:

@@ -320,7 +320,10 @@ INTERPRETED_CHUNK = 32
 # Columns of values that are taken at once; a row's denominator is made anew for each so many.
 LINEAR_WIDEST = {16: 128, 32: 64}
 LINEAR: dict[int, dict[str, Config]] = {
-    16: dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)),
+    16: {
+        **dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)),
+        "states": Config(64, 64, 8, 2, registers=ALL),
+    },
     32: {
         **dict.fromkeys(LINEAR_KERNELS, Config(32, 32, 8, 1)),
         **dict.fromkeys(("output", "dx", "dy"), Config(32, 16, 8, 1)),
@@ -335,22 +338,38 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
     return LINEAR[bits][kernel]
 
 
-# Few rows against many keys: keys in a block, by bits of an element and head dimension. What is
-# read is what it costs, so several blocks are on their way at once.
-DECODE: dict[int, Rows] = {
-    16: (
+# Few rows against many keys, by bits of an element: the head dimension up to which a row holds, and
+# keys in a block. What is read is what it costs, so several blocks are on their way at once. Heavy
+# are many rows, a dense mask or several extras; odd are strides that no wide load divides.
+DECODE: dict[tuple[int, str], Rows] = {
+    (16, ""): (
         (64, Config(16, 128, 4, 3)),
         (128, Config(16, 64, 4, 3)),
         (256, Config(16, 32, 4, 3)),
     ),
-    32: ((64, Config(16, 64, 4, 2)), (128, Config(16, 32, 4, 2)), (256, Config(16, 16, 4, 2))),
+    (32, ""): (
+        (64, Config(16, 64, 4, 2)),
+        (128, Config(16, 32, 4, 2)),
+        (256, Config(16, 16, 4, 2, part=32, registers=ALL)),
+    ),
+    (16, "heavy"): (
+        (64, Config(64, 64, 8, 2)),
+        (128, Config(64, 32, 8, 2)),
+        (256, Config(64, 16, 8, 1, part=32)),
+    ),
+    (16, "odd"): ((256, Config(64, 16, 8, 1, part=32)),),
+    (32, "heavy"): (
+        (128, Config(32, 32, 8, 1, part=32, registers=ALL)),
+        (256, Config(32, 16, 8, 1, part=32, registers=ALL)),
+    ),
+    (32, "odd"): ((256, Config(32, 16, 8, 1, part=32, registers=ALL)),),
 }
 
 
-def decode_config(arch: int, bits: int, head_dim: int) -> Config:
+def decode_config(arch: int, bits: int, head_dim: int, load: str) -> Config:
     if arch == 0:
         return Config(16, 32, 1, 1)
-    for most, config in DECODE[bits]:
+    for most, config in DECODE[bits, load]:
         if head_dim <= most:
             return config
     raise ValueError(f"decode: no configuration for a head dimension of {head_dim}")

@@ -14,7 +14,7 @@ import triton.language as tl
 from attnzoo.kernels.fold import finish, walk
 from attnzoo.kernels.row_stats import add_scores, store_statistics
 from attnzoo.kernels.threshold import MAX_STEPS, newton
-from attnzoo.kernels.tile import dot, load_rows, load_segments, load_tile, scores, store_tile
+from attnzoo.kernels.tile import load_rows, load_segments, load_tile, scores, store_tile, times
 
 # Splits that one program merges.
 MOST_SPLITS = tl.constexpr(256)
@@ -39,9 +39,10 @@ def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BM, D]"""
+    """[BM, D], as a matrix for `times`: rows with a stride of 1, wherever they begin."""
     at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
-    return load_tile(q + b * q_b, at, 1, 0, tl.arange(0, BLOCK_D), D, False)
+    q += b * q_b
+    return load_tile(q, at, 1, 0, tl.arange(0, BLOCK_D), D, False), q, at, 1, 1 << 62
 
 
 @triton.jit
@@ -62,11 +63,12 @@ def decode_products(
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right, first, last, span, splits, width,
     UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
-    q_tile = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
+    q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
     k += (b * k_b + bh % (heads // group) * k_h) * ALIGN
     at = bh * rows_here
     rows = load_rows(r, at, scale, gain, None, None, alibi, rows_here, UNIT, UNIT)
@@ -83,7 +85,8 @@ def decode_products(
     for n in range(low, tl.minimum(low + span, last)):
         j = n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
         k_tile = load_tile(k, j, k_n * ALIGN, keys, tl.arange(0, BLOCK_D), D, True)  # [BN, D]
-        product = dot(q_tile, tl.trans(k_tile), None, PRECISION)  # [BM, BN]
+        k_side = (k_tile, k, j, k_n * ALIGN, keys)
+        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         tl.store(products + j[None, :], product, mask=(lane < rows_here)[:, None])
         s = scores(product, i, j[None, :], rows, segment, where, size, UNIT, True, True)[0]
         if z is None:
@@ -107,7 +110,8 @@ def decode(
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
@@ -124,8 +128,7 @@ def decode(
         q_side = products + (at + r) * width - first * BLOCK_N  # [BM, 1], at key 0
     else:
         k += (b * k_b + hk * k_h) * ALIGN
-        q_tile = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
-        q_side = (q_tile, q, lane, q_n * ALIGN, rows_here)
+        q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
     v += (b * v_b + hk * v_h) * ALIGN
     dv = tl.arange(0, BLOCK_DV)
     tiles_kv = (k, v, k_n * ALIGN, v_n * ALIGN, tl.arange(0, BLOCK_D), dv)
@@ -136,7 +139,7 @@ def decode(
     acc, m_row, z_row = walk(
         acc, m_row, z_row, low, tl.minimum(low + span, last), q_side, i, tiles_kv, size, rows,
         segment, where, None,
-        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, None, True, PRECISION,
+        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     if PEAKED:
         acc *= m_row[:, None]

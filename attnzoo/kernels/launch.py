@@ -187,9 +187,8 @@ def _config(
     or "crowded" with a list, whatever else it is. A head dimension that is no power of two, whose
     columns are masked, is "cut" if it is nothing else.
     """
-    few = _count(facts)
-    dense = facts.mask is not None and facts.mask.shape[2] > 1
-    heavy = dense or few > 1 or any(x is not None for x in rows)
+    few = count_extras(facts)
+    heavy = dense_mask(facts) or few > 1 or any(x is not None for x in rows)
     cut = padded(q.shape[3]) > q.shape[3] or padded(v.shape[3]) > v.shape[3]
     load = "heavy" if heavy else "one" if few else "cut" if cut else ""
     if mapped:
@@ -206,14 +205,18 @@ def _config(
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
 
-def _count(facts: Facts) -> int:
+def dense_mask(facts: Facts) -> bool:
+    return facts.mask is not None and facts.mask.shape[2] > 1
+
+
+def count_extras(facts: Facts) -> int:
     """How many of window, ALiBi, segments and mask there are."""
     found = facts.left, facts.alibi, facts.k_segments, facts.mask
     return sum(x is not None for x in found)
 
 
 def _small_tiles(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-    return _count(facts) > 0 or align_of(q, k, v) == 1
+    return count_extras(facts) > 0 or align_of(q, k, v) == 1
 
 
 def _map_tile(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[int, int]:
@@ -221,7 +224,7 @@ def _map_tile(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[int, int]:
     return map_tile(dim, 8 * q.element_size(), small)
 
 
-def _blocks(config: Config) -> dict[str, Any]:
+def blocks_of(config: Config) -> dict[str, Any]:
     return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PART": config.part}
 
 
@@ -243,7 +246,7 @@ def describe_forward(
     config = _config("forward", arch, q, k, v, facts, blocks is not None, *extra)
     args = {
         **common(q, k, facts), **strides(align, q=q, k=k, v=v, o=out), **values(v),
-        **_blocks(config), **rows, "q": q, "k": k, "v": v, "o": out,
+        **blocks_of(config), **rows, "q": q, "k": k, "v": v, "o": out,
         "stat": stat[0] if apart else stat, "mass": stat[1] if apart else None,
         "lse": lse if want_lse else None,
         "blocks": blocks and blocks[0], "counts": blocks and blocks[1],
@@ -280,7 +283,7 @@ def describe_backward(
     extra = align, rows["shape"], dlse
     config = _config("dq", arch, q, k, v, facts, maps is not None, *extra)
     dq_args = {
-        **shared, **_blocks(config), "SPLIT": config.split, "ALIGN": align,
+        **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": _map_tile(q, k, v, facts)[0],
         **strides(align, q=q, k=k, v=v, o=out, do=do, dq=made["dq"]), "o": out, "dq": made["dq"],
         **{name: made[name] if wants else None for name, wants in wanted.items()},
@@ -295,7 +298,7 @@ def describe_backward(
         launches.append(listing)
     config = _config("dkdv", arch, q, k, v, facts, maps is not None, *extra)
     dkdv_args = {
-        **shared, **_blocks(config), "ALIGN": align,
+        **shared, **blocks_of(config), "ALIGN": align,
         **strides(align, q=q, k=k, v=v, do=do, dk=made["dk"], dv=made["dv"]),
         "dk": made["dk"], "dv": made["dv"],
         "blocks": columns and columns[0], "counts": columns and columns[1],
@@ -324,7 +327,7 @@ def describe_stats(
     config = _config("stats", arch, q, k, q, facts, False, align)
     lse, entropy = new_row(q), new_row(q)
     args = {
-        **common(q, k, facts), **strides(align, q=q, k=k), **_blocks(config),
+        **common(q, k, facts), **strides(align, q=q, k=k), **blocks_of(config),
         "q": q, "k": k, "lse": lse, "entropy": entropy, "SPLIT": config.split, "ALIGN": align,
     }  # fmt: skip
     launch = Launch(row_stats, _programs(q, config.block_m), args, config)
@@ -352,7 +355,7 @@ def describe_threshold(
     # The kernel writes the map: its blocks are the map's tiles.
     assert (config.block_m, config.block_n) == _map_tile(q, k, v, facts)
     args = {
-        **common(q, k, facts), **strides(align, q=q, k=k), **_blocks(config), "q": q, "k": k,
+        **common(q, k, facts), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
         "tau": tau, "blocks": maps[0], "counts": maps[1], "live": maps[2],
         "gain": rows["gain"], "shape": rows["shape"], "ACT": form.act, "ALPHA": alpha,
         "ALIGN": align,

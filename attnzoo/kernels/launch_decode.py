@@ -14,13 +14,16 @@ from torch import Tensor
 
 from attnzoo.kernels import decode as kernels
 from attnzoo.kernels.activations import LN2
-from attnzoo.kernels.configs import Config, decode_config
+from attnzoo.kernels.configs import ALL, Config, decode_config
 from attnzoo.kernels.launch import (
     Facts,
     Form,
     Launch,
     align_of,
+    blocks_of,
     common,
+    count_extras,
+    dense_mask,
     interpreted,
     like,
     new_row,
@@ -28,8 +31,6 @@ from attnzoo.kernels.launch import (
     values,
 )
 
-# Rows that one tile packs, queries × heads of a group.
-MOST_ROWS = 64
 # A split is worth a program's start and its partial from here on.
 LEAST_KEYS = 256
 # Programs that a processor runs at once, at the least.
@@ -88,15 +89,16 @@ def _arguments(
     q: Tensor, k: Tensor, v: Tensor, facts: Facts, arch: int, processors: int
 ) -> tuple[dict[str, Any], Config, Splits]:
     """What all kernels that walk over keys take."""
-    dim = max(q.shape[3], v.shape[3])
-    config = decode_config(arch, 8 * q.element_size(), dim)
-    block_m = max(16, triton.next_power_of_2(_rows(q, k)))
-    config = config._replace(block_m=block_m)
+    dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
+    many = block_m * q.element_size() > 64
+    load = "heavy" if many or dense_mask(facts) or count_extras(facts) > 1 else ""
+    load = "odd" if align_of(q, k, v) == 1 else load
+    config = decode_config(arch, 8 * q.element_size(), dim, load)._replace(block_m=block_m)
     splits = _splits(q, k, facts, config, processors)
     args = {
         **common(q, k, facts), "first": splits.first, "last": splits.last, "span": splits.span,
         "splits": splits.count, "width": (splits.last - splits.first) * config.block_n,
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        **blocks_of(config),
     }  # fmt: skip
     if facts.mask is not None and facts.mask.shape[1] == 1:
         args["mask_h"] = None
@@ -116,7 +118,7 @@ def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
     """One program for each row."""
     taken = {name: args[name] for name in kernel.arg_names}
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    return Launch(kernel, rows, taken, Config(1, 1, 4, 1))
+    return Launch(kernel, rows, taken, Config(1, 1, 4, 1, registers=ALL))
 
 
 def _described(
