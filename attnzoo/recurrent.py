@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear import LinearState, scan, unsupported
+from attnzoo.backends import flash_linear, linear
+from attnzoo.backends.linear import LinearState
 from attnzoo.call import Call
 from attnzoo.dispatch import in_full_precision, prepare, raise_refusal
 from attnzoo.forms import Linear, NoForm
+from attnzoo.preference import preference
 from attnzoo.registry import ARGUMENTS
+
+SCANS: dict[str, Any] = {"linear": linear, "flash_linear": flash_linear}
+# Fewer are a part of a chunk, for which torch's few operations do.
+CHUNK = 64
 
 
 def linear_attention(
@@ -69,14 +75,23 @@ def linear_attention(
     if call.queries != call.keys:
         raise ValueError(f"q and k must hold the same tokens, got {call.queries} and {call.keys}")
     form = _linear_form(ready.variant.forms(call, **ready.params), variant)
-    if (objection := unsupported(form, call)) is not None:
+    if (objection := linear.unsupported(form, call)) is not None:
         raise ValueError(f"linear_attention {objection}")
     sums = None if state is None else _sums(state, call, form)
     if sums is not None and torch.is_grad_enabled() and sums.requires_grad:
         call = replace(call, needs_grad=True)
     with in_full_precision(call.device):
+        scan = SCANS[scan_for(form, call)].scan
         out, sums = scan(ready.q, ready.k, ready.v, call, form, sums)
     return out.to(call.input_dtype), LinearState(sums, seen + call.keys)
+
+
+def scan_for(form: Linear, call: Call) -> str:
+    """Which backend walks over the tokens: as `attention` would choose, between those two."""
+    if call.keys < CHUNK:
+        return "linear"
+    names = (name for name, _ in preference((form,), call) if name in SCANS)
+    return next(name for name in names if SCANS[name].unsupported(form, call) is None)
 
 
 def has_state(variant: str, params: dict[str, Any], heads: int) -> bool:

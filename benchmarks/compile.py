@@ -232,9 +232,10 @@ def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
     normalize, unit, vanishes = TWINS[twin]
     row, queries, all_extras = kernels.new_row(q), q.shape[2], cell.extra.startswith("all")
     extras = EXTRAS if all_extras else (cell.extra,)
-    segments = (None, None)
-    if "segments" in extras:
-        segments = tuple(q.new_empty(1, n, dtype=torch.int64) for n in (queries, keys))
+    of_q, of_k = (
+        q.new_empty(1, n, dtype=torch.int64) if "segments" in extras else None
+        for n in (queries, keys)
+    )
     mask = q.new_empty(1, 1, 1, keys, dtype=torch.uint8) if "keys" in extras else None
     mask = q.new_empty(1, 1, queries, keys) if "mask" in extras else mask
     left, alibi = 256 if "window" in extras else None, row if "alibi" in extras else None
@@ -246,7 +247,7 @@ def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
         "sink": row if lse else None,
     }
     form = kernels.Form(f"attnzoo.kernels.activations:{twin}", unit, vanishes, normalize)
-    return Described(kernels.Facts(0.1, left, 0, mask, *segments, alibi), form, rows, lse)
+    return Described(kernels.Facts(0.1, left, 0, mask, of_q, of_k, alibi), form, rows, lse)
 
 
 def describe(cell: Cell) -> Any:

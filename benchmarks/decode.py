@@ -99,6 +99,11 @@ def run(args: argparse.Namespace) -> int:
     report.check_target("--json", args.json)
     specs = split_list(args.variants) if args.variants else attnzoo.list_variants()
     cases = [Case.parse(spec, max(args.lengths)) for spec in specs]
+    for case in cases:
+        try:
+            case.plan(args.backend)
+        except (ValueError, TypeError) as error:  # misspelt or out of range: before all else
+            raise Refused(str(error)) from error
     torch.set_num_threads(args.threads)
     timer: Timer = CudaEvents() if args.device == "cuda" else WallClock()
     where, rate = gpu_report.environment(), copy_rate(timer, args.device, args.copy_bytes)
@@ -213,10 +218,14 @@ def checked(
     case: Case, q: Tensor, k: Tensor, v: Tensor, out: Tensor, gqa: bool, backend: str | None
 ) -> Check:
     ends = sorted({0, q.shape[0] - 1})
-    parts = [x[ends] for x in (q, k, v)]
-    options = {"enable_gqa": gqa, "backend": "eager", **case.params}
-    exact = attnzoo.attention(*(x.double() for x in parts), case.variant, **options)
-    plain = attnzoo.attention(*parts, case.variant, **options)
+
+    def eager(dtype: torch.dtype) -> Tensor:
+        q_part, k_part, v_part = (x[ends].to(dtype) for x in (q, k, v))
+        return attnzoo.attention(
+            q_part, k_part, v_part, case.variant, enable_gqa=gqa, backend="eager", **case.params
+        )
+
+    exact, plain = eager(torch.float64), eager(q.dtype)
     found = out[ends] if bool(out.isfinite().all()) else torch.full_like(out[ends], torch.nan)
     slack = slack_of(case, q.dtype)
     if backend == "sdpa" and q.device.type == "cpu":

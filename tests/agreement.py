@@ -144,6 +144,15 @@ def by_backend(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
     return differentiate(result, leaves, inputs)
 
 
+def outputs(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
+    """What a call without gradients gives: the output, and lse."""
+    with torch.no_grad():
+        _, arguments = inputs.arguments()
+        arguments.update({name: laid_out(arguments[name], inputs.layout) for name in "qkv"})
+        result = attnzoo.attention(variant=variant, backend=backend, **arguments)
+    return dict(zip(("out", "lse"), result if isinstance(result, tuple) else (result,)))
+
+
 def kept(variant: str, backend: str, inputs: Inputs) -> Tensor | float:
     """The mask that dropout draws: with v the identity, the output is the weights themselves."""
     if "dropout_p" not in inputs.rest:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from agreement import Inputs, complaints, laid_out, make, plain, reference
+from agreement import Inputs, complaints, make, outputs, plain, reference
 from attnzoo.backends import decode_ops
 from attnzoo.kernels import launch, launch_decode
 from cases import CASES, rand
@@ -69,11 +69,7 @@ def cells() -> Iterator[Any]:
 
 
 def disagreements(variant: str, inputs: Inputs) -> list[str]:
-    with torch.no_grad():
-        _, arguments = inputs.arguments()
-        arguments.update({name: laid_out(arguments[name], inputs.layout) for name in "qkv"})
-        result = attnzoo.attention(variant=variant, backend="decode", **arguments)
-    found = dict(zip(("out", "lse"), result if isinstance(result, tuple) else (result,)))
+    found = outputs(variant, "decode", inputs)
     exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
     exact = {name: exact[name] for name in found}
     return complaints(variant, "decode", found, exact, naive, inputs)
@@ -192,16 +188,16 @@ def test_all_processors_have_work_and_no_split_is_too_small(
         config = launch_decode.decode_config(90, 16, 128, "")
         return launch_decode._splits(q, k, facts, config, 132)
 
-    assert splits(1, 2**18).count * 8 >= 264
-    assert splits(32, 2**18).count * 256 >= 264
-    assert splits(1, 100).count == 1
+    assert splits(1, 2**18).number * 8 >= 264
+    assert splits(32, 2**18).number * 256 >= 264
+    assert splits(1, 100).number == 1
     for keys in (1, 100, 1024, 5000, 2**20):
         found = splits(1, keys)
-        assert found.count == 1 or found.span * 64 >= 256
-        assert found.count <= 256
+        assert found.number == 1 or found.span * 64 >= 256
+        assert found.number <= 256
         # All blocks, each in one split, and none without any.
-        assert (found.count - 1) * found.span < found.last - found.first
-        assert found.count * found.span >= found.last - found.first
+        assert (found.number - 1) * found.span < found.last - found.first
+        assert found.number * found.span >= found.last - found.first
         assert found.last * 64 >= keys
     narrow = splits(1, 2**18, window=1000)
     assert (narrow.last - narrow.first) * 64 <= 1000 + 2 * 128

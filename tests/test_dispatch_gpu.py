@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 import attnzoo
 from attnzoo.dispatch import _candidates, prepare
+from attnzoo.recurrent import scan_for
 from cases import CASES, VARIANTS, rand
 from coverage_table import NO_LSE
 from test_flash import FLASH
@@ -42,10 +43,12 @@ def qkv(
     value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     kv_heads: int = 8,
+    queries: int | None = None,
+    gradient: bool = True,
 ) -> list[Tensor]:
-    kind: dict[str, Any] = {"dtype": dtype, "device": "cuda", "requires_grad": True}
-    shapes = (8, d), (kv_heads, d), (kv_heads, value_dim or d)
-    return [torch.empty(2, heads, n, dim, **kind) for heads, dim in shapes]
+    kind: dict[str, Any] = {"dtype": dtype, "device": "cuda", "requires_grad": gradient}
+    shapes = (8, queries or n, d), (kv_heads, n, d), (kv_heads, n, value_dim or d)
+    return [torch.empty(2, *shape, **kind) for shape in shapes]
 
 
 def plan(variant: str, tensors: list[Tensor] | None = None, **options: Any) -> attnzoo.Plan:
@@ -118,6 +121,38 @@ class TestChoice:
         assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
         assert chosen("taylor", qkv(n=2**17)) == "linear"  # 2145 features are not held in memory
 
+    def test_few_rows_against_many_keys_are_decoded(self) -> None:
+        def step(queries: int, keys: int = 2048, **kind: Any) -> list[Tensor]:
+            return qkv(n=keys, queries=queries, **{"gradient": False, **kind})
+
+        for variant in (*FUSED, *PAIRWISE, "adaptive_temperature"):
+            for queries in (1, 16):
+                tensors = step(queries, kv_heads=2)
+                assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
+        # 17 queries of 4 heads are more rows than a tile has; few keys are not worth a split.
+        assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
+        assert chosen("sink", step(1, 512)) == "flash"
+        assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
+        assert chosen("sink", step(1, gradient=True)) == "flash"
+        many = step(9, kv_heads=2, dtype=torch.float32)
+        assert chosen("sink", many, enable_gqa=True) == "flash"
+        assert chosen("topk", step(1)) == "tiled"
+
+    @pytest.mark.parametrize("variant", ["cosformer", "taylor"])
+    def test_the_state_is_walked_by_the_kernels_but_for_single_tokens(self, variant: str) -> None:
+        for n, d, dtype, name in (
+            (2048, 16, torch.bfloat16, "flash_linear"),
+            (1, 16, torch.bfloat16, "linear"),
+            (2048, 16, torch.float64, "linear"),
+            (2048, 64, torch.bfloat16, "linear" if variant == "taylor" else "flash_linear"),
+        ):
+            params = {"max_length": 4096} if variant == "cosformer" else {}
+            ready = prepare(
+                *qkv(n=n, d=d, dtype=dtype), variant, {"is_causal": True, **params}, origin=7
+            )
+            form = ready.variant.forms(ready.call, **ready.params)
+            assert scan_for(next(f for f in form if f.kind == "linear"), ready.call) == name
+
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
     """The choice for a call on "meta" that says it is on a GPU: fake masks cannot be indexed."""
@@ -177,7 +212,9 @@ def test_on_a_cpu_the_kernels_are_never_chosen(variant: str, n: int) -> None:
     q, k, v = (torch.zeros(1).expand(1, 8, n, 64) for _ in range(3))
     params = {"max_length": n} if variant == "cosformer" else CASES[variant].params
     for options in ({}, {"is_causal": True, "window": 7}):
-        assert attnzoo.explain(q, k, v, variant, **options, **params).chosen != "flash"
+        assert attnzoo.explain(q, k, v, variant, **options, **params).chosen not in (
+            "flash", "flash_linear", "decode",
+        )  # fmt: skip
 
 
 def in_a_fresh_process(code: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from agreement import Inputs, by_backend, complaints, make, plain, reference
+from agreement import Inputs, by_backend, complaints, make, outputs, plain, reference
 from cases import CASES
 from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
 
@@ -95,6 +95,49 @@ def test_linear_forms_agree_with_the_definition(
     check(variant, "flash_linear", inputs)
 
 
+TOKENS = {
+    "one, bf16, 128": {"shape": (1, 5000), "span": "causal"},
+    "four of eight heads, fp16, 64": {
+        "shape": (4, 3000), "dtype": torch.float16, "dims": (64, 64), "mask": "keys",
+        "heads": "mqa",
+    },
+    "window, fp32, 40": {
+        "shape": (2, 3000), "dtype": torch.float32, "span": "window", "window": 1500,
+        "dims": (40, 24), "alibi": True, "segments": True,
+    },
+    "masked, bf16, 256": {
+        "shape": (9, 1111), "mask": "float", "dims": (256, 256), "heads": "3 of 1", "lse": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("variant", FLASH)
+def test_few_rows_agree_with_the_definition(variant: str, name: str) -> None:
+    row = {**PLAIN, **TOKENS[name]}
+    if variant in NO_SCORE:
+        row.update(alibi=False, mask=row["mask"].replace("float", "bool"))
+    row["lse"] = row["lse"] and variant not in NO_LSE
+    inputs = on_gpu(make(variant, row, seed=3))
+    runs = [outputs(variant, "decode", inputs) for _ in range(2)]
+    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
+    exact = {n: exact[n] for n in runs[0]}
+    said = complaints(variant, "decode", runs[0], exact, naive, inputs)
+    assert not said, "\n".join(said)
+
+
+@pytest.mark.parametrize("variant", LINEAR)
+def test_a_state_goes_on_through_the_kernels(variant: str) -> None:
+    q, k, v = torch.randn(3, 1, 4, 300, 16, device="cuda", dtype=torch.bfloat16).unbind()
+    params = CASES[variant].params | ({"max_length": 300} if variant == "cosformer" else {})
+    whole = attnzoo.attention(q, k, v, variant, is_causal=True, **params)
+    cache, rows = attnzoo.nn.StateCache(), []
+    for start, stop in ((0, 200), (200, 298), (298, 299), (299, 300)):
+        rows.append(cache.attend(*(x[:, :, start:stop] for x in (q, k, v)), variant, **params))
+    assert torch.allclose(torch.cat(rows, dim=2), whole, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("variant", FLASH)
 def test_compiles_whole(variant: str) -> None:
     q, k, v = torch.randn(3, 1, 4, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()
@@ -113,15 +156,19 @@ def test_compiles_whole(variant: str) -> None:
         assert torch.allclose(have, want, rtol=2e-2, atol=2e-2)
 
 
-def test_a_new_length_compiles_nothing() -> None:
+@pytest.mark.parametrize("backend", ["flash", "decode"])
+def test_a_new_length_compiles_nothing(backend: str) -> None:
+    from attnzoo.kernels.decode import decode
     from attnzoo.kernels.flash_forward import flash_forward
 
     def compiled() -> int:
-        return sum(len(cache[0]) for cache in flash_forward.device_caches.values())
+        kernel = flash_forward if backend == "flash" else decode
+        return sum(len(cache[0]) for cache in kernel.device_caches.values())
 
     for n in (128, 1, 77, 1024, 4097):
         q, k, v = torch.randn(3, 1, 2, n, 64, device="cuda", dtype=torch.bfloat16).unbind()
-        attnzoo.attention(q, k, v, "sigmoid", is_causal=True, backend="flash")
+        q = q[:, :, -1:] if backend == "decode" else q
+        attnzoo.attention(q, k, v, "sigmoid", is_causal=True, backend=backend)
         if n == 128:
             once = compiled()
     assert compiled() == once

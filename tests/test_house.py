@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "forms",
         "registry",
     },
-    "recurrent": {"backends", "call", "dispatch", "forms", "registry"},
+    "recurrent": {"backends", "call", "dispatch", "forms", "preference", "registry"},
     "cache": {"dispatch", "recurrent"},
     "nn": {"bind", "cache", "dispatch", "forms", "recurrent", "registry"},
     "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},

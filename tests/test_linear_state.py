@@ -90,6 +90,25 @@ def test_key_masks_and_groups(variant: str, per_head: bool) -> None:
     assert torch.allclose(in_pieces(variant, q, k, v, [1, 5, 12], **options)[0], whole)
 
 
+@pytest.mark.parametrize(
+    "backend", ["linear", pytest.param("flash_linear", marks=pytest.mark.interpreter)]
+)
+@every_variant
+def test_what_stands_at_a_masked_key_does_not_matter(variant: str, backend: str) -> None:
+    """NaN, say, in the padding of a batch: neither for outputs nor for gradients."""
+    q, k, v = (x.float() for x in qkv(17))
+    mask = torch.arange(17).expand(2, 1, 1, 17) >= 5
+    found = []
+    for spoilt in (0.0, float("nan")):
+        leaves = [q, *(x.masked_fill(~mask[:, :, 0, :, None], spoilt) for x in (k, v))]
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        out = attnzoo.attention(
+            *leaves, variant, attn_mask=mask, is_causal=True, backend=backend, **PARAMS[variant]
+        )
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @every_variant
 def test_the_state_has_one_size_at_any_length(variant: str) -> None:
     features = {"taylor": 1 + 6 + 21, "cosformer": 12}[variant]

@@ -99,13 +99,16 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tu
 def prepare(
     call: Call, k: Tensor, v: Tensor, sums: Tensor | None
 ) -> tuple[Call, Tensor, Tensor, Tensor | None]:
-    """Hkv becomes H where the heads of a group see different keys, now or before."""
+    """Hkv becomes H where the heads of a group see different keys, now or before; a masked key is
+    0, for what stands there, NaN perhaps, would be a factor of features or of gradients."""
     apart = sums is not None and sums.shape[1] != call.kv_heads
     if call.group > 1 and (apart or (call.mask is not None and call.mask.shape[1] > 1)):
         k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
         if sums is not None and not apart:
             sums = sums.repeat_interleave(call.group, dim=1)
         call = replace(call, kv_heads=call.heads)
+    if call.mask is not None:
+        k = k.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
     return call, k, v, sums
 
 

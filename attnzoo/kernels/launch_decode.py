@@ -43,12 +43,12 @@ PARTIALS = 32
 
 
 class Splits(NamedTuple):
-    """Blocks of keys [first, last), ``span`` of them for each of ``count`` programs."""
+    """Blocks of keys [first, last), ``span`` of them for each of ``number`` programs."""
 
     first: int
     last: int
     span: int
-    count: int
+    number: int
 
 
 def processors(device: torch.device) -> int:
@@ -97,7 +97,7 @@ def _arguments(
     splits = _splits(q, k, facts, config, processors)
     args = {
         **common(q, k, facts), "first": splits.first, "last": splits.last, "span": splits.span,
-        "splits": splits.count, "width": (splits.last - splits.first) * config.block_n,
+        "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
         **blocks_of(config),
     }  # fmt: skip
     if facts.mask is not None and facts.mask.shape[1] == 1:
@@ -106,12 +106,12 @@ def _arguments(
 
 
 def _partial(q: Tensor, k: Tensor, splits: Splits, *dim: int) -> Tensor:
-    shape = q.shape[0], k.shape[1], splits.count, _rows(q, k), *dim
+    shape = q.shape[0], k.shape[1], splits.number, _rows(q, k), *dim
     return q.new_empty(shape, dtype=torch.float32)
 
 
 def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
-    return q.shape[0] * k.shape[1] * splits.count if q.numel() else 0
+    return q.shape[0] * k.shape[1] * splits.number if q.numel() else 0
 
 
 def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
