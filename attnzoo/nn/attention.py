@@ -1,4 +1,4 @@
-"""Modules that own a variant's learned parameters."""
+"""Attention: `attnzoo.attention` as a module that owns a variant's learned parameters."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from attnzoo.bind import check_entries, check_value
 from attnzoo.cache import Cache, KVCache, StateCache
-from attnzoo.dispatch import attention
+from attnzoo.dispatch import attention, attention_weights
 from attnzoo.forms import REQUIRED, Param
 from attnzoo.recurrent import has_state
 from attnzoo.registry import get_variant
-
-__all__ = ["Attention", "Cache", "KVCache", "StateCache", "Taylor"]
 
 
 class _Between(nn.Module):
@@ -56,9 +55,10 @@ class Attention(nn.Module):
             (entmax's alpha) is learned through a sigmoid and stays inside.
 
     Shapes:
-        forward(q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), cache=None, **keywords) with
-        the keywords of `attnzoo.attention` -> (B, H, Nq, Dv). With a cache, from `new_cache`, q, k
-        and v are the next tokens, causal over all so far.
+        forward(q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), cache=None,
+        need_weights=False, **keywords) with the keywords of `attnzoo.attention` -> (B, H, Nq, Dv).
+        With a cache, from `new_cache`, q, k and v are the next tokens, causal over all so far.
+        With ``need_weights`` -> (output, weights (B, H, Nq, Nk)), from the dense definition.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
@@ -87,8 +87,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         found = get_variant(variant)
-        if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
-            raise ValueError(f"num_heads must be an int of at least 1, got {num_heads!r}")
+        check_sizes(num_heads=num_heads)
         specs = {param.name: param for param in found.params}
         learned = self._learned(variant, specs, learn)
         for name in params:
@@ -162,7 +161,14 @@ class Attention(nn.Module):
         return "Attention"  # torch renames the class of a parametrized module
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None, **keywords: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cache: Cache | None = None,
+        need_weights: bool = False,
+        **keywords: Any,
     ) -> Any:
         """`attnzoo.attention` of this variant; see there for the keywords."""
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != self.num_heads:
@@ -171,6 +177,10 @@ class Attention(nn.Module):
         for name in own:
             if name in keywords:
                 raise TypeError(f"{name} belongs to the module: set it when it is made")
+        if need_weights:
+            if cache is not None:
+                raise ValueError("need_weights must be False with a cache, got True")
+            return _dense(q, k, v, self.variant, **keywords, **own)
         if cache is None:
             return attention(q, k, v, self.variant, **keywords, **own)
         if not isinstance(cache, Cache):
@@ -208,85 +218,23 @@ class Attention(nn.Module):
         return ", ".join([repr(self.variant), f"num_heads={self.num_heads}", *shown])
 
 
-class Taylor(nn.Module):
-    """Linear attention of Based: learned projections to few features, and `taylor` on those.
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, variant: str, *, dropout_p: float = 0.0, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and weights, these after dropout, as they meet the values."""
+    weights = attention_weights(q, k, v, variant, **arguments)
+    if not isinstance(weights, Tensor):
+        raise ValueError("return_lse must be False with need_weights, got True")
+    weights = functional.dropout(weights, dropout_p)
+    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), weights
 
-    o = W_o · concat over heads of Σ_j T(q_i·k_j / √d') v_j / Σ_j T(q_i·k_j / √d'), T(z) = 1 + z +
-    z²/2, q = W_q x, k = W_k x of ``feature_dim`` d' and v = W_v x. With d' = 16 a state is 153
-    features wide, where a head dimension of 64 would make 2145.
 
-    Args:
-        embed_dim: E, of the tokens.
-        num_heads: H, of the queries.
-        feature_dim: d', of each head's queries and keys.
-        head_dim: Dv, of each head's values; None is E // H.
-        num_kv_heads: of keys and values; None is H.
-        bias: of the four projections.
-
-    Shapes:
-        forward(x (B, N, E), cache=None, **keywords of `attnzoo.attention`) -> (B, N, E).
-
-    Raises:
-        ValueError: naming the argument, what came and what is allowed.
-
-    Example:
-        >>> import torch
-        >>> from attnzoo.nn import Taylor
-        >>> layer, x = Taylor(embed_dim=64, num_heads=4), torch.randn(2, 10, 64)
-        >>> layer(x, is_causal=True).shape
-        torch.Size([2, 10, 64])
-
-    Source: Arora et al. 2024, arXiv:2402.18668, Section 4.1. Differs: no convolution and no window
-    beside it, which are layers of their own there.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        feature_dim: int = 16,
-        *,
-        head_dim: int | None = None,
-        num_kv_heads: int | None = None,
-        bias: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        sizes = dict(embed_dim=embed_dim, num_heads=num_heads, feature_dim=feature_dim)
-        sizes |= {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
-        for name, size in sizes.items():
-            optional = size is None and name in ("head_dim", "num_kv_heads")
-            if not optional and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: give head_dim"
-            )
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads % kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
-        head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        kind: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.attend = Attention("taylor", num_heads)
-        self.num_heads, self.num_kv_heads = num_heads, kv_heads
-        self.q_proj = nn.Linear(embed_dim, num_heads * feature_dim, **kind)
-        self.k_proj = nn.Linear(embed_dim, kv_heads * feature_dim, **kind)
-        self.v_proj = nn.Linear(embed_dim, kv_heads * head_dim, **kind)
-        self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, **kind)
-
-    def forward(self, x: Tensor, *, cache: Cache | None = None, **keywords: Any) -> Tensor:
-        """(B, N, E) to (B, N, E); with a cache x are the next tokens, causal over all so far."""
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
-        gqa = self.num_kv_heads != self.num_heads
-        out = self.attend(q, k, v, cache=cache, enable_gqa=gqa, **keywords)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
-
-    def new_cache(self, max_length: int, kind: str | None = None) -> Cache:
-        """As `Attention.new_cache`."""
-        return self.attend.new_cache(max_length, kind)
+def check_sizes(optional: bool = False, **sizes: Any) -> None:
+    for name, size in sizes.items():
+        if size is None and optional:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
 
 
 def _summary(x: Tensor) -> str:

@@ -1,0 +1,18 @@
+"""Modules that own a variant's learned parameters, and what they decode with."""
+
+from attnzoo.cache import Cache, KVCache, StateCache
+from attnzoo.nn.attention import Attention
+from attnzoo.nn.multihead import MultiheadAttention, replace
+from attnzoo.nn.taylor import Taylor
+from attnzoo.nn.transformer import Transformer
+
+__all__ = [
+    "Attention",
+    "Cache",
+    "KVCache",
+    "MultiheadAttention",
+    "StateCache",
+    "Taylor",
+    "Transformer",
+    "replace",
+]

@@ -1,0 +1,207 @@
+"""Transformer: a small decoder, any variant in each layer, four ways to tell positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnzoo.cache import Cache
+from attnzoo.nn.attention import Attention, check_sizes
+
+POSITIONS = ("rope", "p-rope", "alibi", "none")
+
+
+class Transformer(nn.Module):
+    """A pre-norm language model, for evals and examples.
+
+    x ← x + Attention(RMSNorm(x)), x ← x + MLP(RMSNorm(x)) in each layer, causal; the embedding is
+    the output's matrix too.
+
+    Args:
+        vocab_size: of the tokens.
+        embed_dim: E. num_heads: H, of E // H numbers. depth: layers.
+        variant: a name from `attnzoo.list_variants`; or one for each layer, a name or a pair
+            (name, parameters).
+        positions: "rope" rotates pairs of each query and key; "p-rope" only the ``rope_share`` of
+            them which turn fastest, the others stay as they are; "alibi" adds −slope·|i − j| to the
+            scores, slopes 2^{−8h/H}; "none" says nothing, causality has to do.
+        num_kv_heads: of keys and values, of which H is a multiple; None is H.
+        mlp_dim: None is 4 E.
+        window: keys that a row sees, its own included; None is all.
+        dropout: of the residual branches, in training.
+        rope_base: 2π times it is the longest wave length of the rotations, nearly.
+        rope_share: of the pairs that p-RoPE rotates.
+        **params: of the variant, where it is one name.
+
+    Shapes:
+        forward(tokens (B, N) int, attn_mask=None, caches=None) -> logits (B, N, vocab_size).
+        attn_mask: bool, True = attend, a mask of keys (B, 1, 1, N), with caches of all keys so far.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
+    Example:
+        >>> import torch
+        >>> from attnzoo.nn import Transformer
+        >>> model = Transformer(100, embed_dim=64, num_heads=4, depth=2, variant="ssmax")
+        >>> tokens = torch.randint(100, (1, 12))
+        >>> caches = model.new_caches(max_length=32)
+        >>> with torch.no_grad():
+        ...     _ = model(tokens[:, :11], caches=caches)
+        ...     last = model(tokens[:, 11:], caches=caches)
+        ...     whole = model(tokens)
+        >>> torch.allclose(last, whole[:, 11:], atol=1e-5)
+        True
+
+    Sources: RoPE, Su et al. 2021, arXiv:2104.09864; p-RoPE, Barbero et al. 2024, arXiv:2410.06205,
+    Section 6.1; ALiBi, Press et al. 2021, arXiv:2108.12409.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        num_heads: int,
+        depth: int,
+        variant: str | Sequence[str | tuple[str, dict[str, Any]]] = "softmax",
+        positions: str = "rope",
+        *,
+        num_kv_heads: int | None = None,
+        mlp_dim: int | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+        rope_base: float = 10000.0,
+        rope_share: float = 0.75,
+        **params: Any,
+    ) -> None:
+        super().__init__()
+        check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, num_heads=num_heads, depth=depth)
+        check_sizes(optional=True, num_kv_heads=num_kv_heads, mlp_dim=mlp_dim, window=window)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}")
+        if num_heads % kv_heads:
+            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+        if positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
+        head_dim = embed_dim // num_heads
+        if "rope" in positions and head_dim % 2:
+            raise ValueError(f"positions={positions!r} needs an even head dimension, {head_dim}")
+        if not 0 <= rope_share <= 1:
+            raise ValueError(f"rope_share must be in [0, 1], got {rope_share!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        self.positions, self.window, self.num_heads = positions, window, num_heads
+        self.rotated = 0
+        if "rope" in positions:
+            share = rope_share if positions == "p-rope" else 1.0
+            self.rotated = round(share * head_dim / 2)
+        self.head_dim, self.rope_base = head_dim, float(rope_base)
+        self.embed = nn.Embedding(vocab_size, embed_dim)
+        self.layers = nn.ModuleList(
+            _Layer(embed_dim, num_heads, kv_heads, mlp_dim or 4 * embed_dim, dropout, name, own)
+            for name, own in _per_layer(variant, depth, params)
+        )
+        self.norm = nn.RMSNorm(embed_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02); of what is added to the residual, over √(2·depth)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                ends_branch = name.endswith(("out.weight", "down.weight"))
+                scale = (2 * len(self.layers)) ** -0.5 if ends_branch else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        """Logits of the token after each; with caches ``tokens`` are those after what they hold."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be int (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
+        if caches is not None and len(caches) != len(self.layers):
+            raise ValueError(f"caches must be one per layer, {len(self.layers)}, got {len(caches)}")
+        start = caches[0].length if caches else 0
+        options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
+        if self.positions == "alibi":
+            heads = torch.arange(1, self.num_heads + 1, device=tokens.device)
+            options["alibi"] = torch.exp2(-8.0 * heads / self.num_heads)
+        turns = self._turns(start, tokens)
+        x = self.embed(tokens)
+        for n, layer in enumerate(self.layers):
+            x = layer(x, turns, caches[n] if caches else None, options)
+        return F.linear(self.norm(x), self.embed.weight)
+
+    def new_caches(self, max_length: int) -> list[Cache]:
+        """An empty cache for each layer, for sequences up to ``max_length`` tokens."""
+        kind = "keys" if self.window is not None or self.positions == "alibi" else None
+        return [layer.attend.new_cache(max_length, kind) for layer in self.layers]
+
+    def _turns(self, start: int, tokens: Tensor) -> Tensor | None:
+        """cos and sin of the angles: (2, N, rotated), fp32."""
+        if not self.rotated:
+            return None
+        at = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        pair = torch.arange(self.rotated, device=tokens.device, dtype=torch.float32)
+        angles = at[:, None] * self.rope_base ** (-2 * pair / self.head_dim)
+        return torch.stack([angles.cos(), angles.sin()])
+
+
+class _Layer(nn.Module):
+    def __init__(
+        self, embed_dim: int, num_heads: int, kv_heads: int, mlp_dim: int, dropout: float,
+        variant: str, params: dict[str, Any],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        head_dim = embed_dim // num_heads
+        self.sizes = [num_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        self.head_dim, self.dropout = head_dim, dropout
+        self.attend = Attention(variant, num_heads, **params)
+        self.before_attention, self.before_mlp = nn.RMSNorm(embed_dim), nn.RMSNorm(embed_dim)
+        self.qkv = nn.Linear(embed_dim, sum(self.sizes), bias=False)
+        self.out = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.up = nn.Linear(embed_dim, mlp_dim, bias=False)
+        self.down = nn.Linear(mlp_dim, embed_dim, bias=False)
+
+    def forward(
+        self, x: Tensor, turns: Tensor | None, cache: Cache | None, options: dict[str, Any]
+    ) -> Tensor:
+        parts = self.qkv(self.before_attention(x)).split(self.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        if turns is not None:
+            q, k = _rotate(q, turns), _rotate(k, turns)
+        gqa = self.sizes[0] != self.sizes[1]
+        out = self.attend(q, k, v, cache=cache, is_causal=True, enable_gqa=gqa, **options)
+        x = x + F.dropout(self.out(out.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        inner = F.gelu(self.up(self.before_mlp(x)))
+        return x + F.dropout(self.down(inner), self.dropout, self.training)
+
+
+def _rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Number n of the first half of a head, and n of the second, by the n-th angle."""
+    (cos, sin), count = turns, turns.shape[-1]
+    one, two = x.float().chunk(2, dim=-1)
+    a, b = one[..., :count], two[..., :count]
+    parts = a * cos - b * sin, one[..., count:], b * cos + a * sin, two[..., count:]
+    return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+def _per_layer(
+    variant: str | Sequence[str | tuple[str, dict[str, Any]]], depth: int, params: dict[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    if isinstance(variant, str):
+        return [(variant, params)] * depth
+    if params:
+        given = ", ".join(params)
+        raise TypeError(f"{given}: with a variant for each layer, give pairs (name, parameters)")
+    if len(variant) != depth:
+        raise ValueError(f"variant must be one name, or {depth} of them, got {len(variant)}")
+    return [(entry, {}) if isinstance(entry, str) else (entry[0], entry[1]) for entry in variant]
