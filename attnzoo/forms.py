@@ -172,6 +172,8 @@ class Variant:
         are a softmax of them (up to a sink), which is what ``return_lse`` needs.
     refuse(call, **params) -> why this call has no meaning for the variant, or None.
     normalized: every row with a visible key sums to 1.
+    calibrate(log_n) -> parameters with which the gain is 1 on average over rows whose log n_i is
+        ``log_n`` on average: a model that was trained with softmax begins close to itself.
     """
 
     name: str
@@ -183,3 +185,4 @@ class Variant:
     scores: Callable[..., Tensor] | None = None
     refuse: Callable[..., str | None] = no_refusal
     normalized: bool = True
+    calibrate: Callable[[float], dict[str, Any]] | None = None

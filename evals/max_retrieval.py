@@ -284,7 +284,7 @@ def train(
         batch = batch.to(device)
         return F.cross_entropy(model(batch.items(), batch.query), batch.label)
 
-    fit(model, model.attention, loss, settings, progress)
+    fit(model, loss, settings, progress)
     return model.eval()
 
 

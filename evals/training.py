@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+import attnzoo
 
 REPORT_EVERY = 25  # steps between two looks at the loss: each look waits for the device
 
@@ -39,18 +41,8 @@ def one_cycle(step: int, schedule: Schedule) -> float:
     return low + (peak - low) * (1 - math.cos(math.pi * part)) / 2
 
 
-def parameter_groups(model: nn.Module, undecayed: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Weight decay for the network, none for a variant's own parameters: decay to 0 is no prior."""
-    own = list(undecayed.parameters())
-    ids = {id(p) for p in own}
-    network = [p for p in model.parameters() if id(p) not in ids]
-    groups: list[dict[str, Any]] = [{"params": network, "weight_decay": decay}]
-    return [*groups, {"params": own, "weight_decay": 0.0}] if own else groups
-
-
 def fit(
     model: nn.Module,
-    undecayed: nn.Module,
     loss_at: Callable[[int], Tensor],
     schedule: Schedule,
     progress: Callable[[float], None],
@@ -60,7 +52,7 @@ def fit(
     Raises:
         NotFinite: the loss, looked at every few steps, is no finite number.
     """
-    groups = parameter_groups(model, undecayed, schedule.weight_decay)
+    groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
     optimizer = torch.optim.AdamW(groups, fused=True)
     for step in range(schedule.steps):
         loss = loss_at(step)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from attnzoo.nn import parameter_groups
 from evals import max_retrieval as task
 from evals.cells import VariantCall, parse_spec
 from evals.metrics import METRICS, Tally, weight_metrics
-from evals.training import NotFinite, fit, one_cycle, parameter_groups
+from evals.training import NotFinite, fit, one_cycle
 
 TINY = task.Settings(steps=4, batch=8, width=8, sequences_to_1024=40, sequences_above=20)
 
@@ -144,7 +145,7 @@ def test_training_is_reproducible_and_shared_between_variants_at_the_start() -> 
 
 def test_a_variants_own_parameters_are_not_decayed() -> None:
     model = task.Model(VariantCall("ssmax"), TINY)
-    network, own = parameter_groups(model, model.attention, 0.5)
+    network, own = parameter_groups(model, 0.5)
     assert (network["weight_decay"], own["weight_decay"]) == (0.5, 0.0)
     assert [p.shape for p in own["params"]] == [(1,)]
     assert len(network["params"]) + 1 == len(list(model.parameters()))
@@ -162,7 +163,7 @@ def test_one_cycle_rises_to_the_peak_and_falls_to_zero() -> None:
 def test_a_loss_that_is_not_finite_ends_training() -> None:
     model = torch.nn.Linear(1, 1)
     with pytest.raises(NotFinite, match=r"nan at step 4"):
-        fit(model, torch.nn.Identity(), lambda step: model.weight.sum() * math.nan, TINY, print)
+        fit(model, lambda step: model.weight.sum() * math.nan, TINY, print)
 
 
 def test_a_tally_reports_nan_and_want_of_memory_and_lets_defects_through() -> None:

@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recurrent": {"backends", "call", "dispatch", "forms", "preference", "registry"},
     "cache": {"dispatch", "recurrent"},
     "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry"},
+    "integrations": {"attnzoo", "dispatch", "integrations", "nn", "registry"},
     "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},
 }
 

@@ -1,7 +1,7 @@
 """Modules that own a variant's learned parameters, and what they decode with."""
 
 from attnzoo.cache import Cache, KVCache, StateCache
-from attnzoo.nn.attention import Attention
+from attnzoo.nn.attention import Attention, parameter_groups
 from attnzoo.nn.multihead import MultiheadAttention, replace
 from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
@@ -14,5 +14,6 @@ __all__ = [
     "StateCache",
     "Taylor",
     "Transformer",
+    "parameter_groups",
     "replace",
 ]

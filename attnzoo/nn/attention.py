@@ -229,6 +229,27 @@ def _dense(
     return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), weights
 
 
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """For an optimizer: weight decay for a model, none for what its variants learn.
+
+    Zero is not neutral for a scale or a sink, so decay towards it is no prior. All else, biases and
+    norms too, is in the first group.
+
+    Example:
+        >>> import torch
+        >>> from attnzoo.nn import Transformer, parameter_groups
+        >>> model = Transformer(99, embed_dim=32, num_heads=4, depth=2, variant="ssmax")
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3)
+        >>> [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups]
+        [(14, 0.1), (2, 0.0)]
+    """
+    own = [p for m in model.modules() if isinstance(m, Attention) for p in m.parameters()]
+    kept = {id(p) for p in own}
+    others = [p for p in model.parameters() if id(p) not in kept]
+    groups = ((others, weight_decay), (list(dict.fromkeys(own)), 0.0))
+    return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
+
+
 def check_sizes(optional: bool = False, **sizes: Any) -> None:
     for name, size in sizes.items():
         if size is None and optional:

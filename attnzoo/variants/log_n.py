@@ -47,4 +47,5 @@ VARIANT = Variant(
     ),
     forms=forms,
     scores=scores,
+    calibrate=lambda log_n: {"train_length": math.exp(log_n)},
 )

@@ -44,4 +44,5 @@ VARIANT = Variant(
     ),
     forms=forms,
     scores=scores,
+    calibrate=lambda log_n: {"s": 1 / log_n},
 )

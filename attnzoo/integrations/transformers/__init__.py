@@ -1,0 +1,28 @@
+"""Hugging Face models with attnzoo's attention: convert, train, save, load, and back.
+
+>>> import torch, transformers
+>>> from attnzoo.integrations.transformers import convert
+>>> config = transformers.LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64,
+...     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+>>> model = convert(transformers.LlamaForCausalLM(config), "ssmax")
+>>> model.model.layers[0].self_attn.attnzoo
+Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
+>>> model(torch.zeros(1, 5, dtype=torch.long)).logits.shape
+torch.Size([1, 5, 99])
+"""
+
+from importlib import metadata
+from importlib.util import find_spec
+
+_LEAST = 5
+if find_spec("transformers") is None:
+    raise ImportError("attnzoo.integrations.transformers: pip install 'attnzoo[hf]'")
+if int((_found := metadata.version("transformers")).split(".")[0]) < _LEAST:
+    raise ImportError(
+        f"attnzoo.integrations.transformers needs transformers {_LEAST} or later, found {_found}"
+    )
+
+from attnzoo.integrations.transformers.checkpoint import from_config, from_pretrained  # noqa: E402
+from attnzoo.integrations.transformers.convert import convert, revert  # noqa: E402
+
+__all__ = ["convert", "from_config", "from_pretrained", "revert"]

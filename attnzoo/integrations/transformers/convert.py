@@ -1,0 +1,182 @@
+"""convert() and revert(): whose attention a model's layers use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.integrations.transformers.interface import NAME, Seen, watched
+from attnzoo.nn import Attention
+from attnzoo.registry import get_variant
+
+VERSION = 1
+
+
+def convert(
+    model: nn.Module,
+    variant: str,
+    layers: Sequence[int | str] | None = None,
+    *,
+    learn: tuple[str, ...] | list[str] | None = None,
+    calibrate: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    **params: Any,
+) -> Any:
+    """Puts a variant into the attention of a transformers model, in place.
+
+    Each attention module gets a child `attnzoo.nn.Attention` named ``attnzoo``, which owns what the
+    variant learns, and the model's implementation becomes "attnzoo", attention and masks. The
+    modules are found by running the model once. Called again, other layers may get other variants;
+    layers that never got one keep softmax.
+
+    Args:
+        model: a `transformers.PreTrainedModel` that takes its attention from AttentionInterface.
+        variant: a name from `attnzoo.list_variants`.
+        layers: numbers in the order in which the model runs them, or names of modules; None is all.
+        learn, **params: as for `attnzoo.nn.Attention`.
+        calibrate: a batch at the model's own length, as for its forward. Initial values are then
+            such that the mean temperature over it is 1 (ssmax: s = 1/mean log n), layer by layer: a
+            converted model begins close to what it was.
+        inputs: a batch to run the model with; None is ``calibrate``, or the smallest one.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError, TypeError: naming the argument; also for a model whose attention has what no
+            variant has (a softcap), or none at all. Nothing was changed then.
+
+    Trained in bf16 as a whole the scales are bf16 too; gains are computed in fp32 anyway. Exclude
+    the scales from weight decay: `attnzoo.nn.parameter_groups`.
+    """
+    _check_model(model)
+    if calibrate is not None and get_variant(variant).calibrate is None:
+        raise ValueError(f"calibrate: {variant!r} has no temperature that could be set to 1")
+    found = attention_modules(model, calibrate if inputs is None else inputs)
+    chosen = _chosen(found, layers)
+    given = {
+        name: {**(_calibrated(variant, seen) if calibrate is not None else {}), **params}
+        for name, seen in found.items()
+        if name in chosen
+    }
+    made = {
+        name: Attention(variant, found[name].heads, learn=learn, **own)
+        for name, own in given.items()
+    }
+    spec = getattr(model.config, NAME, None) or {
+        "version": VERSION, "before": model.config._attn_implementation, "layers": {},
+    }  # fmt: skip
+    entries = {
+        name: {
+            "variant": variant, "num_heads": found[name].heads,
+            "learn": None if learn is None else list(learn),
+            "params": {key: plain(value) for key, value in own.items()},
+        } for name, own in given.items()
+    }  # fmt: skip
+    attach(model, made)
+    # A new one: configs are copied, and a copy shall not share it.
+    setattr(model.config, NAME, {**spec, "layers": {**spec["layers"], **entries}})
+    return model
+
+
+def attach(model: Any, made: Mapping[str, Attention]) -> None:
+    """Each to its module, where that one's weights are, and the model switched."""
+    for name, attention in made.items():
+        module = model.get_submodule(name)
+        device = next((p.device for p in module.parameters()), model.device)
+        module.add_module(NAME, attention.to(device).train(module.training))
+    model.set_attn_implementation(NAME)
+
+
+def revert(model: Any) -> Any:
+    """The model as it was before `convert`, without what the variants learned.
+
+    Raises:
+        ValueError: if it was not converted.
+    """
+    spec = getattr(model.config, NAME, None)
+    if not spec:
+        raise ValueError(f"model was not converted: {type(model).__name__}")
+    for name in spec["layers"]:
+        delattr(model.get_submodule(name), NAME)
+    model.set_attn_implementation(spec["before"])
+    delattr(model.config, NAME)
+    return model
+
+
+def plain(value: Any) -> Any:
+    """For JSON."""
+    return value.detach().tolist() if isinstance(value, Tensor) else value
+
+
+def _calibrated(variant: str, seen: Seen) -> dict[str, Any]:
+    set_to_one = get_variant(variant).calibrate
+    assert set_to_one is not None
+    if seen.log_n == 0:
+        raise ValueError("calibrate: give sequences of more than one token")
+    return set_to_one(seen.log_n)
+
+
+def _check_model(model: Any) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"model: {type(model).__name__} does not take its attention from transformers' "
+            "AttentionInterface, so nothing can be put in its place"
+        )
+
+
+def attention_modules(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Seen]:
+    """By name, in the order in which the model calls them; the model is left as it was."""
+    before, training = model.config._attn_implementation, model.training
+    given = _smallest(model) if inputs is None else inputs
+    try:
+        model.set_attn_implementation(NAME)
+        with watched() as seen, torch.no_grad():
+            model.eval()(**given)
+    finally:
+        model.train(training)
+        model.set_attn_implementation(before)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {names[id(s.module)]: s for s in seen}
+    if not found:
+        raise ValueError(f"model has no attention that was called: {type(model).__name__}")
+    return found
+
+
+def _smallest(model: Any) -> dict[str, Tensor]:
+    """A batch of one, made of what the configuration says."""
+    config, main, device = model.config, model.main_input_name, model.device
+    if main == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = 1, getattr(config, "num_channels", 3), height, width
+        return {main: torch.zeros(shape, device=device, dtype=model.dtype)}
+    if main == "input_ids":
+        ids = torch.zeros(1, 4, dtype=torch.long, device=device)
+        return {main: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+    raise ValueError(f"inputs: give a batch to run {type(model).__name__} with, it takes {main}")
+
+
+def _chosen(found: Mapping[str, Seen], layers: Sequence[int | str] | None) -> list[str]:
+    names = list(found)
+    if layers is None:
+        return names
+    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
+        raise TypeError(f"layers must be a list of numbers or names, or None; got {layers!r}")
+    chosen = []
+    for layer in layers:
+        if isinstance(layer, int) and not isinstance(layer, bool):
+            if not -len(names) <= layer < len(names):
+                raise ValueError(f"layers must be from 0 to {len(names) - 1}, got {layer}")
+            layer = names[layer]
+        if layer not in names:
+            raise ValueError(f"layers must be of {', '.join(names)}; got {layer!r}")
+        chosen.append(layer)
+    return chosen
