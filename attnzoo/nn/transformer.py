@@ -143,7 +143,8 @@ class Transformer(nn.Module):
     def new_caches(self, max_length: int) -> list[Cache]:
         """An empty cache for each layer, for sequences up to ``max_length`` tokens."""
         kind = "keys" if self.window is not None or self.positions == "alibi" else None
-        return [layer.attend.new_cache(max_length, kind) for layer in self.layers]
+        attends = (layer.get_submodule("attend") for layer in self.layers)
+        return [a.new_cache(max_length, kind) for a in attends if isinstance(a, Attention)]
 
     def _turns(self, start: int, tokens: Tensor) -> Tensor | None:
         """cos and sin of the angles: (2, N, rotated), fp32."""

@@ -126,7 +126,7 @@ def _has(model: Any, name: str) -> bool:
 def stored(path: Any, where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """What a checkpoint holds of attnzoo, in one file or in shards."""
     from safetensors import safe_open
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     given: dict[str, Any] = {**where, "_raise_exceptions_for_missing_entries": False}
     if index := cached_file(path, INDEX, **given):

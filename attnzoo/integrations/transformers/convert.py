@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.integrations.transformers.interface import NAME, Seen, watched
 from attnzoo.nn import Attention
@@ -16,7 +16,7 @@ VERSION = 1
 
 
 def convert(
-    model: nn.Module,
+    model: Any,
     variant: str,
     layers: Sequence[int | str] | None = None,
     *,

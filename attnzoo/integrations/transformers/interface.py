@@ -132,7 +132,8 @@ def make_mask(
             _refuse_positions(kwargs.get("config"))
         for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
             kwargs[name] = False
-        return sdpa_mask(
+        make: Any = sdpa_mask  # whose q_offset may be a tensor, whatever it says
+        return make(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip

@@ -1,0 +1,100 @@
+"""Small models of transformers with random weights, and what the tests give to them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a package deprecates of another's is not ours
+    import transformers
+    from transformers import (
+        BertConfig,
+        BertModel,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        ViTConfig,
+        ViTModel,
+    )
+
+
+transformers.logging.set_verbosity_error()
+SMALL: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+GQA = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**GQA, **options})).eval()
+
+
+def qwen() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    return Qwen3ForCausalLM(Qwen3Config(**GQA, head_dim=8, **window)).eval()
+
+
+def gpt2(**options: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **options)).eval()
+
+
+def bert() -> BertModel:
+    torch.manual_seed(0)
+    return BertModel(BertConfig(**SMALL)).eval()
+
+
+def vit() -> ViTModel:
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
+    return ViTModel(ViTConfig(**sizes, image_size=16, patch_size=4)).eval()
+
+
+DECODERS = {"llama": llama, "qwen3": qwen, "gpt2": gpt2}
+MODELS = {**DECODERS, "bert": bert, "vit": vit}
+
+
+def ids(n: int = 12) -> Tensor:
+    return torch.randint(1, 99, (2, n), generator=torch.Generator().manual_seed(n))
+
+
+def left_padding(n: int = 12) -> Tensor:
+    return (torch.arange(n) >= torch.tensor([[0], [4]])).long()
+
+
+def batch(model: Any) -> dict[str, Tensor]:
+    if model.main_input_name == "pixel_values":
+        pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+        return {"pixel_values": pixels}
+    padding = left_padding() if model.config.model_type != "bert" else left_padding().flip(1)
+    return {"input_ids": ids(), "attention_mask": padding}
+
+
+def outputs(model: Any, **options: Any) -> Tensor:
+    """Of the tokens that are none of the padding."""
+    given = batch(model)
+    out = model(**given, **options)[0]
+    return out if "attention_mask" not in given else out[given["attention_mask"].bool()]
+
+
+def generate(model: Any, **options: Any) -> Tensor:
+    options = {"attention_mask": left_padding(), **options}
+    return model.generate(
+        ids(), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0, **options
+    )
+
+
+# What one package deprecates of another's is not ours.
+quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -1,0 +1,109 @@
+"""Converted models are saved and loaded: variants, layers, learned values; specs half known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+import attnzoo
+from attnzoo.integrations.transformers import convert, from_config, from_pretrained, revert
+from hf_models import ids, llama, quiet
+
+pytestmark = quiet
+ROOT = Path(__file__).parent.parent
+
+LOADER = """
+import sys, torch, transformers
+from attnzoo.integrations.transformers import from_pretrained
+transformers.logging.set_verbosity_error()
+model = from_pretrained(transformers.AutoModelForCausalLM, sys.argv[1]).eval()
+tokens = model.generate(torch.tensor([eval(sys.argv[2])]), max_new_tokens=6, min_new_tokens=6,
+                        do_sample=False, pad_token_id=0)
+print(tokens[0].tolist())
+"""
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+def test_trained_saved_and_loaded_in_a_fresh_process(tmp_path: Path, shards: str) -> None:
+    """The same tokens."""
+    model = convert(llama(), "ssmax", layers=[0])
+    convert(model, "asentmax", layers=[1], delta=0.9).train()
+    optimizer = torch.optim.AdamW(attnzoo.nn.parameter_groups(model, 0.1), lr=1e-2)
+    for _ in range(4):
+        model(ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(tmp_path, max_shard_size=shards)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 or shards == "20KB"
+    prompt = ids()[0].tolist()
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(tmp_path), str(prompt)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == expected[0].tolist()
+    again = from_pretrained(AutoModelForCausalLM, tmp_path)
+    for name, x in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], x), name
+    assert again.model.layers[1].self_attn.attnzoo.delta == 0.9
+
+
+def test_a_base_model_loads_what_a_head_was_saved_on(tmp_path: Path) -> None:
+    model = convert(llama(), "ssmax")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.attnzoo.s.fill_(0.77)
+    model.save_pretrained(tmp_path)
+    base = from_pretrained(AutoModel, tmp_path).eval()
+    assert torch.equal(base.layers[0].self_attn.attnzoo.s, torch.full((4,), 0.77))
+    assert torch.allclose(base(ids())[0], model.model(ids())[0], atol=1e-6)
+
+
+def test_what_a_checkpoint_does_not_hold_has_its_initial_value(tmp_path: Path) -> None:
+    model = convert(llama(), "ssmax", s=0.4)
+    config = model.config
+    revert(model).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "attnzoo" not in written
+    convert(model, "ssmax", s=0.4)
+    written["attnzoo"] = config.attnzoo
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    again = from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert torch.equal(again.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.4))
+    made = from_config(AutoModelForCausalLM, config)
+    assert torch.equal(made.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.4))
+    assert made.config._attn_implementation == "attnzoo"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "config has no 'attnzoo'"),
+        ({"version": 2}, "is of version 2, this attnzoo knows up to 1"),
+        ({"version": None}, "no version"),
+        ({"layers": {}}, "no layers"),
+        ({"layers": {"model.layers.0.self_attn": {"variant": "ssmax"}}}, "has no num_heads"),
+        (
+            {"layers": {"x": {"variant": "ssmax", "num_heads": 4, "params": {}, "new": 1}}},
+            r"unknown entries: \['new'\]",
+        ),
+        (
+            {"layers": {"x": {"variant": "ssmax", "num_heads": 4, "params": {}}}},
+            "has no module 'x'",
+        ),
+    ],
+)
+def test_half_known_specs_are_refused(change: dict[str, Any] | None, message: str) -> None:
+    config = convert(llama(), "ssmax").config
+    config.attnzoo = None if change is None else {**config.attnzoo, **change}
+    with pytest.raises(ValueError, match=message):
+        from_config(AutoModelForCausalLM, config)
