@@ -16,8 +16,8 @@ TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True)
+def run(*args: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], cwd=folder, capture_output=True, text=True)
 
 
 def test_the_code_runs_in_order(tmp_path: Path) -> None:
@@ -27,10 +27,10 @@ def test_the_code_runs_in_order(tmp_path: Path) -> None:
     assert files
     for name, block in files.items():
         (tmp_path / name).write_text(block)
-    code = [f"import sys; sys.path.insert(0, {str(tmp_path)!r})"]
+    code = [f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]"]
     code += [block for block in BLOCKS if block not in files.values()]
     assert len(code) >= 6
-    done = run("-W", "error", "-c", "\n".join(code))
+    done = run("-W", "error", "-c", "\n".join(code), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "{'s': (8,)}" in done.stdout
 
