@@ -18,8 +18,10 @@ LINEAR_COST = 3
 # Taylor's 2145 at D = 64 would be thirty times q.
 FEW_FEATURES = 512
 
-# Below, the partials and the second launch of `decode` are not worth it.
+# Keys in reach from which on `decode` comes before `flash`, and before torch's fused softmax, which
+# splits keys too: its own partials and second launch have to be worth it.
 MANY_KEYS = 1024
+MORE_KEYS = 4096
 
 
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
@@ -27,10 +29,10 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
 
     1. A linear form where `linear_is_cheaper`; on a GPU by the kernels of `flash_linear`, up to
        `FEW_FEATURES` features, for they hold all of them in memory.
-    2. On a GPU the kernels of `decode` where `decode_is_cheaper`.
+    2. On a GPU the kernels of `decode` for few rows, from `MORE_KEYS` keys on.
     3. Torch's fused softmax; on a GPU not where the gain comes from statistics of the rows, which
        `flash` takes in a kernel of its own.
-    4. On a GPU the kernels of `flash`.
+    4. On a GPU the kernels of `flash`; for few rows from `MANY_KEYS` keys on those of `decode`.
     5. Blocks of rows by form, then by definition.
     6. The definition in eager mode, where nothing else is able.
 
@@ -39,11 +41,15 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
     few = call.batch * call.heads * call.queries * call.keys <= FEW_SCORES
     if call.device.type == "cuda":
-        order = ["sdpa", "flash"]
+        keys = keys_to_split(call)
+        kernels = ["decode", "flash"] if keys >= MANY_KEYS else ["flash", "decode"]
         if any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms):
-            order = ["flash", "sdpa"]
+            order = [*kernels, "sdpa"]
+        elif keys >= MORE_KEYS:
+            order = ["decode", "sdpa", "flash"]
+        else:
+            order = ["sdpa", *kernels]
         sizes = [f.size(call.head_dim) for f in forms if isinstance(f, Linear)]
-        order = ["decode", *order] if decode_is_cheaper(call) else [*order, "decode"]
         scans = ["flash_linear", "linear"]
         scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
         order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
@@ -73,13 +79,11 @@ def _meets(backend: str, form: Form) -> bool:
     return form.kind in KINDS[backend]
 
 
-def decode_is_cheaper(call: Call) -> bool:
-    """Few rows, and keys enough to split: `flash` would leave most of a GPU idle, and torch's fused
-    softmax reads a key once for each head of a group.
-    """
-    reach = call.keys if call.left is None else min(call.keys, call.left + call.queries)
+def keys_to_split(call: Call) -> int:
+    """Keys in reach of rows that are few enough to be packed in one tile; 0 if they are not."""
     rows, most = decode.packed_rows(call)
-    return reach >= MANY_KEYS and rows <= most
+    reach = call.keys if call.left is None else min(call.keys, call.left + call.queries)
+    return reach if rows <= most else 0
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:

@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append(row)
             print(report.row_line(row), flush=True)
     if args.json:
-        settings = {n: v for n, v in vars(args).items() if n not in ("run", "plugin")}
+        settings = {n: v for n, v in vars(args).items() if n not in ("run", "plugin", "json")}
         settings["plugin"] = args.plugin and str(args.plugin)
         records = [row.record() for row in rows]
         report.write_json(args.json, {"settings": settings, "environment": where, "rows": records})

@@ -200,9 +200,9 @@ def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
 
 
 def decode_cells(arch: str, dim: int) -> Iterator[Cell]:
-    """Sixteen rows in a tile, thirty-two under a window, and with all extras as many as can be."""
+    """With each number of rows in a tile; a mask of keys is one for all heads, or one for each."""
     for dtype in ("bf16", "fp32"):
-        for twin, extra in product(("exp", "products"), ("", "keys", "window", "all")):
+        for twin, extra in product(("exp", "products"), ("", "keys", "heads", "window", "all")):
             yield Cell("decode", arch, dtype, dim, twin, extra)
         yield Cell("decode", arch, dtype, dim, "sigmoid")
         yield Cell("decode", arch, dtype, dim, "entmax15", "all")
@@ -217,9 +217,7 @@ def decode_cells(arch: str, dim: int) -> Iterator[Cell]:
     yield Cell("decode", arch, "fp32", dim, "merge", "all")
 
 
-class Described(NamedTuple):
-    """What a cell says of a call: facts of `attnzoo.kernels.launch`, its form and its rows."""
-
+class Described(NamedTuple):  # what a cell says of a call, in terms of attnzoo.kernels.launch
     facts: Any
     form: Any
     rows: dict[str, Any]
@@ -237,6 +235,8 @@ def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
         for n in (queries, keys)
     )
     mask = q.new_empty(1, 1, 1, keys, dtype=torch.uint8) if "keys" in extras else None
+    if "heads" in extras:
+        mask = q.new_empty(1, q.shape[1], 1, keys, dtype=torch.uint8)
     mask = q.new_empty(1, 1, queries, keys) if "mask" in extras else mask
     left, alibi = 256 if "window" in extras else None, row if "alibi" in extras else None
     lse = all_extras and normalize == "online"
@@ -303,12 +303,18 @@ def describe_linear(cell: Cell) -> Any:
     return launch
 
 
+def few_queries(cell: Cell) -> int:
+    """Of a group of eight heads: sixteen rows in a tile, thirty-two, or as many as there can be."""
+    few = {"": 1, "keys": 1, "heads": 1, "window": 4}
+    return few.get(cell.extra, 4 if cell.dtype == "fp32" else 8)
+
+
 def describe_decode(cell: Cell) -> Any:
     """The launch of one query, or of a few, of a group of eight heads."""
     from attnzoo.kernels import launch_decode as kernels
 
     plain, arch = not cell.extra.startswith("all"), int(cell.arch.removeprefix("sm_"))
-    queries = {"": 1, "keys": 1, "window": 4}.get(cell.extra, 8 if cell.dtype == "bf16" else 4)
+    queries = few_queries(cell)
     dim = cell.head_dim + cell.extra.endswith("odd")
     q = torch.empty(1, 8, queries, dim, dtype=DTYPES[cell.dtype], device="meta")
     q, k = (x[..., : cell.head_dim] for x in (q, q.new_empty(1, 1, 4096, dim)))

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         for text in targets(group):
             print(text, flush=True)
     if args.json:
-        given = {n: v for n, v in vars(args).items() if n not in ("run", "plugin")}
+        given = {n: v for n, v in vars(args).items() if n not in ("run", "plugin", "json")}
         given["plugin"] = args.plugin and str(args.plugin)
         report.write_json(args.json, {
             "settings": given, "environment": where, "peak_tflops": peak and peak / 1e12,

@@ -76,7 +76,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--heads", type=size)
     add("--head-dim", type=size, default=64, metavar="D")
     add("--feature-dim", type=size, default=16, metavar="D", help="of Taylor's queries and keys")
-    add("--pairwise-max", type=int, help="longest for the pairwise forms; 0: never")
+    add(
+        "--pairwise-max",
+        type=int,
+        help="longest for the pairwise forms; less than the lengths: never",
+    )
     add("--repeats", type=size, default=5, help="rounds at least")
     add("--min-seconds", type=positive(float), default=0.2, help="spent on the rounds at least")
     add("--threads", type=size, default=2, help="of a cpu")
@@ -113,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     for text in (*crossovers(rows), *flatness(rows)):
         print(text)
     if args.json:
-        settings = {n: v for n, v in vars(args).items() if n != "run"}
+        settings = {n: v for n, v in vars(args).items() if n not in ("run", "json")}
         records = [asdict(row) for row in rows]
         report.write_json(args.json, {"settings": settings, "environment": where, "rows": records})
     wrong = sorted({row.name for row in rows if row.note.startswith("WRONG")})
@@ -154,8 +158,14 @@ def measure(args: argparse.Namespace, length: int, timer: Timer) -> list[Row]:
     for direction in args.direction:
         able = {name: e.entrant for name, e in entries.items() if e.entrant is not None}
         calls = {n: e.forward if direction == "forward" else e.both for n, e in able.items()}
-        seconds = timer.rounds(calls, args.repeats, args.min_seconds, 20.0)
+        seconds, note = {}, ""
+        try:
+            seconds = timer.rounds(calls, args.repeats, args.min_seconds, 20.0)
+        except Exception as error:  # of all together there may be too little memory
+            note = f"not timed: {first_line(error)}"
         for row in rows:
+            if row.direction == direction and row.name in calls:
+                row.note = row.note or note
             if row.direction == direction and row.name in seconds:
                 row.seconds = Spread.of(seconds[row.name])
                 row.per_token = row.seconds.median / (batch * length)
@@ -170,8 +180,7 @@ def contest(args: argparse.Namespace, setting: Setting) -> dict[str, Entry]:
     whole = Inputs.make(Case("softmax", "softmax"), setting)
     narrow = Inputs.make(Case("taylor", "taylor"), replace(setting, head_dim=args.feature_dim))
     narrow = replace(narrow, v=whole.v, do=whole.do)
-    softmax = Entrant(competitors.sdpa("FLASH_ATTENTION", setting), whole, {})
-    entries = {SOFTMAX: Entry(softmax)}
+    entries = {SOFTMAX: tried(Entrant(competitors.sdpa("FLASH_ATTENTION", setting), whole, {}))}
     cosformer = Case("cosformer", "cosformer", {"max_length": max(args.lengths)})
     for case, inputs in ((cosformer, whole), (Case("taylor", "taylor"), narrow)):
         inputs = replace(inputs, params=case.params)
@@ -186,6 +195,15 @@ def contest(args: argparse.Namespace, setting: Setting) -> dict[str, Entry]:
     return entries
 
 
+def tried(entrant: Entrant, error: str = "") -> Entry:
+    """Run once, both ways."""
+    try:
+        entrant.both()
+    except Exception as failure:  # no kernel for it, or no memory: the others go on
+        return Entry(None, error, first_line(failure))
+    return Entry(entrant, error)
+
+
 def ours_in(case: Case, inputs: Inputs, backend: str, setting: Setting) -> Entry:
     """Takes part if its results are right, with and without gradients."""
     pairs, found = Pairs.corners(setting.batch, setting.heads), []
@@ -197,7 +215,7 @@ def ours_in(case: Case, inputs: Inputs, backend: str, setting: Setting) -> Entry
     worst = max(found, key=lambda c: c.worst[1].share)
     if not worst.ok:
         return Entry(None, worst.shown, "WRONG, not timed")
-    return Entry(Entrant(ours(case, backend, True), inputs, {}), worst.shown)
+    return tried(Entrant(ours(case, backend, True), inputs, {}), worst.shown)
 
 
 def theirs(case: Case, inputs: Inputs, factory: Callable[[], Attend], setting: Setting) -> Entry:
@@ -235,19 +253,23 @@ def shown(row: Row) -> str:
 
 
 def crossovers(rows: list[Row]) -> Iterator[str]:
-    """From which of the lengths on a linear form was faster, at all of them."""
+    """From which length on a linear form was faster, at all of them where both should have run."""
     for direction, (variant, pairwise) in product(DIRECTIONS, PAIRWISE.items()):
         for other in (SOFTMAX, pairwise):
-            both = [
-                (row.length, row.ratios[other].median)
-                for row in rows
-                if (row.name, row.direction) == (variant, direction) and other in row.ratios
-            ]
-            slower = [length for length, share in both if share >= 1]
-            faster = [length for length, _ in both if length > max(slower, default=0)]
-            if both:
-                from_there = f"from N = {min(faster)} on" if faster else "at no length here"
-                yield f"{variant}, {direction}: faster than {other} {from_there}"
+            of = {n: {} for n in (variant, other)}
+            for row in rows:
+                if row.direction == direction and row.name in of:
+                    of[row.name][row.length] = row
+            lengths = sorted(of[variant].keys() & of[other].keys())
+            faster: list[int] = []
+            for length in lengths:
+                share = of[variant][length].ratios.get(other)
+                # What could not be timed is no proof.
+                faster = [*faster, length] if share is not None and share.median < 1 else []
+            if lengths:
+                from_there = f"from N = {faster[0]} on" if faster else "up to the longest here"
+                verb = "faster" if faster else "not faster"
+                yield f"{variant}, {direction}: {verb} than {other} {from_there}"
 
 
 def flatness(rows: list[Row]) -> Iterator[str]:

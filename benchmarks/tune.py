@@ -34,6 +34,7 @@ from benchmarks.compile import (
     Cell,
     Compiled,
     compile_cell,
+    few_queries,
     require_compiler,
 )
 from benchmarks.grid import TOKENS
@@ -138,7 +139,9 @@ def run(args: argparse.Namespace) -> int:
         raise Refused("--arch is for a machine without a GPU: on this one it is the GPU's")
     arch = device_arch() if gpu else args.arch or "sm_90"
     cell = Cell(args.kernel, arch, args.dtype, head_dim, args.twin, args.extra)
-    given = candidates(args, normalize == "threshold")
+    few = args.kernel == "decode"
+    rows = max(16, 8 * few_queries(cell)) if few else None
+    given = candidates(args, normalize == "threshold" and not few, rows)
     print(f"{args.kernel}, {cell.config}, {arch}: {len(given)} to compile", flush=True)
     clean = compiled(cell, given, args.jobs)[: args.most]
     timed = timings(cell, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
@@ -161,12 +164,13 @@ def device_arch() -> str:
     return f"sm_{found if found in SHARED else 80}"
 
 
-def candidates(args: argparse.Namespace, mapped: bool) -> list[Tile]:
+def candidates(args: argparse.Namespace, mapped: bool, rows: int | None = None) -> list[Tile]:
+    """``rows``: what the call packs in one tile, where that is no matter of choice."""
     from attnzoo.kernels.configs import Config
 
     tiles = []
-    rows = [16] if args.kernel == "decode" else args.blocks  # those of a call are packed in one
-    for m, n, warps, stages in product(rows, args.blocks, args.warps, args.stages):
+    heights = args.blocks if rows is None else [rows]
+    for m, n, warps, stages in product(heights, args.blocks, args.warps, args.stages):
         for part in (None, *args.parts):
             tiles.append(Tile(Config(m, n, warps, stages, part=part), (m, n) if mapped else None))
     return tiles
@@ -220,10 +224,13 @@ def call_of(cell: Cell, length: int, device: str) -> Callable[[], tuple[Tensor, 
     """The call that a cell describes, at this length: its output and its leaves."""
     kind: dict[str, Any] = {"dtype": DTYPES[cell.dtype], "device": device}
     shape = (max(1, TOKENS // length), HEADS, length, cell.head_dim)
-    few = cell.kernel == "decode"  # one query of a group of eight heads
+    few = cell.kernel == "decode"  # of groups of eight heads, as the gate has them
     shapes = [shape] * 3
     if few:
-        shapes = [(*shape[:2], 1, shape[3]), *[(shape[0], max(1, HEADS // 8), *shape[2:])] * 2]
+        shapes = [
+            (*shape[:2], few_queries(cell), shape[3]),
+            *[(shape[0], max(1, HEADS // 8), *shape[2:])] * 2,
+        ]
     q, k, v = (torch.randn(shape, **kind).requires_grad_() for shape in shapes)
     variant, params = VARIANTS[cell.twin]
     if cell.kernel == "stats":

@@ -144,7 +144,6 @@ FEATURE_BACKENDS = {
     name: {**row, "flash_linear": NO_KERNEL.get(name, row["linear"]), "decode": row["flash"]}
     for name, row in _FEATURES.items()
 }
-FEATURE_BACKENDS["float mask with gradient"]["decode"] = "has no backward"
 
 # Feature × variants which refuse it on every backend: the feature has no meaning for them.
 NO_SCORE = ("cosformer", "taylor")

@@ -170,6 +170,21 @@ def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int, backend:
         assert float((w - exact).abs().max()) <= allowed, name
 
 
+@pytest.mark.parametrize("backend", ["flash", "decode"])
+@pytest.mark.parametrize("variant", ["sparsemax", "entmax", "asentmax"])
+@pytest.mark.parametrize("score", [1e5, -1e5, 3e6, 1e8, -1e9])
+def test_large_equal_scores_share_the_weight(variant: str, score: float, backend: str) -> None:
+    """τ is no number that fp32 has between them and what they are worth."""
+    q, k = torch.ones(1, 1, 1, 1), torch.full((1, 1, 300, 1), score)
+    v = rand(1, 1, 300, 8).float()
+    out = attnzoo.attention(q, k, v, variant, scale=1.0, backend=backend)
+    assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
+    # And where a mask has moved a row by that much.
+    mask = torch.full((1, 300), score)
+    out = attnzoo.attention(q, k * 0, v, variant, attn_mask=mask, backend=backend)
+    assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
+
+
 CLUSTERED = [
     pytest.param("sparsemax", 16, {}, id="sparsemax"),
     pytest.param("entmax", 16, {"is_causal": True}, id="entmax-causal"),

@@ -19,10 +19,10 @@ MOST_ROWS = {2: 64, 4: 32}
 
 
 def unsupported(form: Form, call: Call) -> str | None:
-    if isinstance(form, Pairwise) and call.needs_grad:
-        return "has no backward; flash has"
     if (refusal := flash.unsupported(form, call)) is not None:
         return refusal
+    if call.needs_grad:
+        return "has no backward; flash has"
     rows, most = packed_rows(call)
     if rows > most:
         return f"packs up to {most} rows that read one key, not {rows}; flash takes any"

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from attnzoo.kernels.fold import finish, walk
 from attnzoo.kernels.row_stats import add_scores, store_statistics
-from attnzoo.kernels.threshold import MAX_STEPS, newton
+from attnzoo.kernels.threshold import MAX_STEPS, below, newton
 from attnzoo.kernels.tile import load_rows, load_segments, load_tile, scores, store_tile, times
 
 # Splits that one program merges.
@@ -224,8 +224,9 @@ def decode_threshold(
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None where the shape is α
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """τ of one row: see `threshold`. Below the maximum by 1/(α−1) no score ever has weight: the
-    others, a percent or two, are gathered first, and a solver step is one reduction over those."""
+    """τ of one row: see `threshold`. A score that is below the maximum by 1/(α−1) never has weight.
+    The others are gathered first, a percent or two of Gaussian ones at α = 2 and 1.5, all of them
+    as α → 1; and a step of the solver is one reduction over those."""
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries
     b, h = row // (heads * queries), row // queries % heads
@@ -256,7 +257,7 @@ def decode_threshold(
         j = first * BLOCK_N + n + column
         s = scores(product, i, j, rows, segment, where, size, 1.0, True, True)[0]
         s = tl.where(inside, s, float("-inf"))
-        alive = (s > top - 1.0 / a).to(tl.int32)
+        alive = (s - top > -1.0 / a).to(tl.int32)
         tl.store(few + kept + tl.cumsum(alive, 1) - 1, s - base, mask=alive > 0)
         kept += tl.sum(alive)
         broken = tl.maximum(broken, tl.max((s != s).to(tl.int32)))
@@ -274,5 +275,5 @@ def decode_threshold(
         step += 1
         unsolved = (tl.max(is_open.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # A maximum is over the numbers only: of a row with NaN among its scores τ says so.
-    found = tl.where(broken > 0, float("nan"), tl.reshape(base, [1]) + t)
+    found = tl.where(broken > 0, float("nan"), below(tl.reshape(base, [1]), t, tl.reshape(a, [1])))
     tl.store(tau + row + tl.arange(0, 1), found)

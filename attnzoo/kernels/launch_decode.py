@@ -91,7 +91,9 @@ def _arguments(
     """What all kernels that walk over keys take."""
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many = block_m * q.element_size() > 64
-    load = "heavy" if many or dense_mask(facts) or count_extras(facts) > 1 else ""
+    apart = facts.mask is not None and facts.mask.shape[1] > 1  # an address for each row and key
+    heavy = many or apart or dense_mask(facts) or count_extras(facts) > 1
+    load = "heavy" if heavy else ""
     load = "odd" if align_of(q, k, v) == 1 else load
     config = decode_config(arch, 8 * q.element_size(), dim, load)._replace(block_m=block_m)
     splits = _splits(q, k, facts, config, processors)

@@ -78,7 +78,8 @@ def threshold(
         peak = tl.max(s, 1)
         m = tl.maximum(m, peak)
         broken = tl.maximum(broken, tl.max((s != s).to(tl.int32), 1))
-        alive = tl.max((s > (m - 1.0 / a)[:, None]).to(tl.int32))
+        # Not s > m − 1/(α−1): of a large m the difference may be m itself.
+        alive = tl.max((s - m[:, None] > (-1.0 / a)[:, None]).to(tl.int32))
         tl.store(blocks + kept, n, mask=alive > 0)
         kept += alive
     base = tl.where(m == float("-inf"), 0.0, m)
@@ -107,7 +108,7 @@ def threshold(
         step += 1
         unsolved = (tl.max(open_rows.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
     # A maximum is over the numbers only: of a row with NaN among its scores τ says so.
-    found = tl.where(broken > 0, float("nan"), base + t)
+    found = tl.where(broken > 0, float("nan"), below(base, t, a))
     tl.store(tau + at + index, found, mask=index < queries)
     tl.store(counts + line, kept)
     tl.debug_barrier()
@@ -125,6 +126,18 @@ def newton(t, z, slopes, a):
     change = tl.where(slopes > 0.0, change / tl.where(slopes > 0.0, slopes, 1.0), 0.0)
     t += change
     return t, (tl.abs(excess) > RESIDUAL) & (tl.abs(change) > LAST_PLACES * t)
+
+
+@triton.jit
+def below(base, t, a):
+    """base + t; rounded down where rounding up would take half of what the largest weight has left.
+
+    Beside large scores τ would pass over all that are equal, and no weight would be left. What
+    rounding down adds to all of them the division by their sum takes off again.
+    """
+    found = base + t
+    lost = found - base - t > 0.5 * (1.0 / a - t)
+    return tl.where(lost, found - tl.abs(found) * 1.2e-7, found)
 
 
 @triton.jit(do_not_specialize=["group", "tiles_m", "tiles_n"])
