@@ -1,4 +1,4 @@
-"""``python -m evals``: laws, and the tasks."""
+"""``python -m evals``: laws, the tasks, and a look at pretrained models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from evals import laws, max_retrieval
+from evals import laws, max_retrieval, sharpness
 from evals.cells import Refused, split_list
 from evals.study import Options, run_study
 
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     law = commands.add_parser("laws", help="closed forms against measurement; exit 1 on deviation")
     law.add_argument("--out", type=Path, help="folder for laws.csv and laws.png")
+    sharpness.add_parser(commands)
     for name, task in TASKS.items():
         add = commands.add_parser(name, help=(task.__doc__ or "").splitlines()[0]).add_argument
         add("--preset", choices=tuple(task.PRESETS), default="quick")
@@ -50,6 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     if given.command == "laws":
         return laws.main(given.out)
+    if given.command == sharpness.NAME:
+        try:
+            return sharpness.main(given)
+        except Refused as refusal:
+            print(f"error: {refusal}", file=sys.stderr)
+            return 2
     settings = {name: getattr(given, name) for name in ("steps", "scale")}
     options = Options(
         preset=given.preset,

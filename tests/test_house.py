@@ -142,6 +142,9 @@ def test_variants_import_each_other_for_shared_mathematics_only() -> None:
     assert found == {("entmax", "sparsemax"), ("asentmax", "entmax")}
 
 
+PUBLIC = ("attnzoo", "attnzoo.nn", "attnzoo.integrations.transformers")
+
+
 @pytest.mark.parametrize("folder", ["evals", "benchmarks"])
 def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
     """But for what compiles the kernels, and is there to look inside them."""
@@ -152,10 +155,10 @@ def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name.split(".")[0] == "attnzoo":
-                        assert alias.name in ("attnzoo", "attnzoo.nn"), path
+                        assert alias.name in PUBLIC, path
             elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "attnzoo":
                 kernels = compiles and str(node.module).startswith("attnzoo.kernels")
-                assert kernels or node.module in ("attnzoo", "attnzoo.nn"), path
+                assert kernels or node.module in PUBLIC, path
                 if node.module == "attnzoo":
                     assert {alias.name for alias in node.names} <= public, path
             elif (

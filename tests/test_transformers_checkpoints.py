@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +109,34 @@ def test_half_known_specs_are_refused(change: dict[str, Any] | None, message: st
     config.attnzoo = None if change is None else {**config.attnzoo, **change}
     with pytest.raises(ValueError, match=message):
         from_config(AutoModelForCausalLM, config)
+
+
+def test_two_ranks_agree_with_one() -> None:
+    """FSDP2, and tensor parallelism over heads: outputs and gradients of what is learned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "tests/distributed_models.py"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port)], cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    assert all("agreed" in text for text in said)
+
+
+def test_heads_that_ranks_do_not_divide() -> None:
+    class Mesh:
+        def size(self) -> int:
+            return 3
+
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of 3 ranks"):
+        attnzoo.nn.Attention("ssmax", 4).shard_heads(Mesh())

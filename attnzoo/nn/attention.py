@@ -206,8 +206,29 @@ class Attention(nn.Module):
         return StateCache() if possible and kind != "keys" else keys
 
     def _own(self) -> dict[str, Any]:
-        """The variant's parameters."""
-        return {param.name: getattr(self, param.name) for param in get_variant(self.variant).params}
+        """The variant's parameters; of those that `shard_heads` has spread, this rank's part."""
+        values = {p.name: getattr(self, p.name) for p in get_variant(self.variant).params}
+        return {n: x.to_local() if hasattr(x, "to_local") else x for n, x in values.items()}
+
+    def shard_heads(self, mesh: Any) -> Attention:
+        """For tensor parallelism over heads: rank r of a 1-D mesh gets its part of them, in order.
+
+        Parameters (H,) become `DTensor` s, sharded; q is then to have H / ranks heads. In place.
+        """
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        ranks = mesh.size()
+        if self.num_heads % ranks:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of {ranks} ranks")
+        for module in self.modules():
+            for name, x in list(module.named_parameters(recurse=False)):
+                spread = distribute_tensor(x.detach(), mesh, [Shard(0)])
+                setattr(module, name, nn.Parameter(spread, requires_grad=x.requires_grad))
+            for name, x in list(module.named_buffers(recurse=False)):
+                if x.dim() == 1:
+                    setattr(module, name, distribute_tensor(x, mesh, [Shard(0)]))
+        self.num_heads //= ranks
+        return self
 
     def extra_repr(self) -> str:
         shown = []
