@@ -14,6 +14,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -289,6 +291,15 @@ def test_what_no_variant_has_is_refused(make: Any, what: str) -> None:
     with pytest.raises(ValueError, match=f"attnzoo has no {what}"):
         convert(model, "ssmax")
     assert model.config._attn_implementation == before
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    model = MambaModel(
+        MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    with pytest.raises(ValueError, match="model.*MambaModel"):
+        convert(model, "ssmax")
+    assert not hasattr(model.config, "attnzoo")
 
 
 def test_keywords_that_mean_nothing_are_let_through() -> None:
