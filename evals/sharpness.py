@@ -99,10 +99,10 @@ def main(given: argparse.Namespace) -> int:
     for spec in specs:
         try:
             convert(model, spec.test.name, inputs=smallest, **spec.test.params)
+            seen = {n: states(model, pieces[n]) for n in lengths}
         except (TypeError, ValueError) as error:
             raise Refused(f"{spec}: {error}") from error
-        for n in lengths:
-            found, weights = states(model, pieces[n])
+        for n, (found, weights) in seen.items():
             rows += measured(str(spec), n, weights)
             similar[str(spec), n] = float(
                 torch.nn.functional.cosine_similarity(found, own[n], dim=-1).mean()
@@ -127,7 +127,10 @@ def read(name: str, file: Path) -> tuple[Tensor, Any]:
         model = transformers.AutoModel.from_pretrained(name).eval()
     except (OSError, ValueError) as error:
         raise Refused(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"--text {file}: {error}") from error
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids), model
 
@@ -151,6 +154,8 @@ def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
 def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Last hidden states, and each layer's weights (B, H, N, N)."""
     out = model(input_ids=ids, output_attentions=True)
+    if not out.attentions:
+        raise ValueError(f"{type(model).__name__} returns no attention weights")
     return out.last_hidden_state, list(out.attentions)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrizations
 from torch import Tensor, nn
 
 import attnzoo
@@ -280,6 +281,26 @@ def test_nothing_changes_where_something_is_wrong() -> None:
     assert type(model.layers[0].self_attn) is nn.MultiheadAttention
     with pytest.raises(ValueError, match=r"model has no torch\.nn\.MultiheadAttention: Linear"):
         replace(nn.Linear(2, 2), "ssmax")
+
+
+def test_layers_that_are_not_as_torch_made_them_are_refused() -> None:
+    hooked, normed = nn.MultiheadAttention(16, 4), nn.MultiheadAttention(16, 4)
+    hooked.register_forward_hook(lambda *args: None)
+    torch.nn.utils.parametrizations.weight_norm(normed.out_proj)
+    for layer, message in ((hooked, "has hooks"), (normed, "parametrizations.weight")):
+        with pytest.raises(ValueError, match=message):
+            replace(nn.ModuleList([layer]), "softmax")
+
+
+def test_a_hint_that_is_wrong_gives_what_torch_gives() -> None:
+    """With weights the mask holds, without them the hint."""
+    theirs, ours = pair()
+    given = tensors(theirs, 6, 6)
+    later = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+    later[:, 2] -= 3
+    for need in (True, False):
+        call = {"attn_mask": later, "is_causal": True, "need_weights": need}
+        assert torch.allclose(ours(*given, **call)[0], theirs(*given, **call)[0])
 
 
 def test_it_compiles_whole() -> None:

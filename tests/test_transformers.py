@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    BartModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
@@ -25,7 +27,19 @@ import attnzoo
 from attnzoo.integrations.transformers import convert, revert
 from attnzoo.integrations.transformers.interface import attend, make_mask
 from cases import CASES
-from hf_models import DECODERS, GQA, MODELS, generate, ids, left_padding, llama, outputs, quiet
+from hf_models import (
+    DECODERS,
+    GQA,
+    MODELS,
+    bert,
+    generate,
+    gpt2,
+    ids,
+    left_padding,
+    llama,
+    outputs,
+    quiet,
+)
 
 pytestmark = quiet
 ROOT = Path(__file__).parent.parent
@@ -183,6 +197,11 @@ def test_a_mask_of_ones_own_says_everything_by_itself() -> None:
         want = llama()(ids(), attention_mask=mask).logits
         have = convert(llama(), "softmax")(ids(), attention_mask=mask).logits
         assert torch.allclose(have, want, atol=1e-6)
+    # The least number hides a key as −∞ does, and it is not counted.
+    later = torch.zeros(1, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), -3e38)
+    model = convert(llama(), "ssmax", s=0.9)
+    have = model(ids(), attention_mask=later.expand(2, -1, -1, -1)).logits
+    assert torch.allclose(have, model(ids()).logits, atol=1e-6)
 
 
 def test_packed_sequences_do_not_see_each_other() -> None:
@@ -205,6 +224,16 @@ def test_weights_are_returned_on_demand() -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(have, expected, strict=True))
 
 
+@pytest.mark.parametrize("make", [gpt2, bert], ids=["gpt2", "bert"])
+def test_weights_are_returned_by_models_that_collect_them(make: Any) -> None:
+    expected = make()
+    expected.set_attn_implementation("eager")
+    want = expected(ids(), output_attentions=True).attentions
+    have = convert(make(), "softmax")(ids(), output_attentions=True).attentions
+    assert len(have) == len(want) == 2
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(have, want, strict=True))
+
+
 def test_gradient_checkpointing_changes_no_gradient() -> None:
     found = []
     for checkpointing in (False, True):
@@ -216,9 +245,10 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     assert all(torch.allclose(found[0][n], found[1][n], atol=1e-7) for n in found[0])
 
 
+@pytest.mark.parametrize("layers", [None, [1]])
 @pytest.mark.parametrize("variant", ["ssmax", "cosformer", "entmax"])
-def test_it_compiles_whole(variant: str) -> None:
-    model = convert(llama(), variant, **CASES[variant].params)
+def test_it_compiles_whole(variant: str, layers: list[int] | None) -> None:
+    model = convert(llama(), variant, layers, **CASES[variant].params)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         given = {"input_ids": ids(), "attention_mask": left_padding()}
@@ -291,6 +321,29 @@ def test_what_no_variant_has_is_refused(make: Any, what: str) -> None:
     with pytest.raises(ValueError, match=f"attnzoo has no {what}"):
         convert(model, "ssmax")
     assert model.config._attn_implementation == before
+
+
+def test_distances_from_another_sequence_are_refused() -> None:
+    sizes = {"vocab_size": 99, "d_model": 32, "max_position_embeddings": 64}
+    layers = {f"{who}_{what}": n for who in ("encoder", "decoder")
+              for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    model = BartModel(BartConfig(**sizes, **layers)).eval()
+    convert(model, "cosformer", layers=[-1], max_length=64)
+    with pytest.raises(ValueError, match="cosformer cannot be BartAttention's: 5 queries"):
+        model(input_ids=ids(), decoder_input_ids=ids(5))
+
+
+def test_a_refusal_leaves_sub_configs_as_they_were() -> None:
+    model = llama()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="layers must be"):
+        convert(model, "ssmax", layers=[99])
+    assert model.config._attn_implementation == "eager"
+    convert(model.model, "ssmax")
+    assert revert(model).config._attn_implementation == "eager"
+    convert(model, "ssmax")
+    revert(model.model)
+    assert not any(".attnzoo." in name for name, _ in model.named_parameters())
 
 
 def test_a_model_without_attention_is_refused() -> None:

@@ -86,6 +86,37 @@ def test_what_a_checkpoint_does_not_hold_has_its_initial_value(tmp_path: Path) -
     assert made.config._attn_implementation == "attnzoo"
 
 
+def test_tensors_that_are_given_are_each_layers_own(tmp_path: Path) -> None:
+    """Fixed ones are saved once per layer; what is handed in as a Parameter stays learned."""
+    model = convert(llama(), "entmax", layers=[0], alpha=torch.tensor([1.2, 1.3, 1.4, 1.5]))
+    convert(model, "ssmax", layers=[1], b=torch.nn.Parameter(torch.full((4,), 0.2)))
+    convert(model, "entmax", layers=[0], alpha=torch.tensor([1.2, 1.3, 1.4, 1.6]))
+    model.save_pretrained(tmp_path)
+    again = from_pretrained(AutoModelForCausalLM, tmp_path)
+    first, second = (layer.self_attn.attnzoo for layer in again.model.layers)
+    assert torch.equal(first.alpha, torch.tensor([1.2, 1.3, 1.4, 1.6]))
+    assert {name for name, _ in second.named_parameters()} == {"s", "b"}
+    assert torch.equal(again(ids()).logits, model.eval()(ids()).logits)
+
+
+def test_what_a_config_says_of_another_model_is_not_believed(tmp_path: Path) -> None:
+    convert(llama(), "ssmax", layers=[0]).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # without attnzoo: softmax
+    with pytest.raises(ValueError, match="model was not converted"):
+        revert(plain)
+    convert(plain, "entmax", layers=[1])
+    assert list(plain.config.attnzoo["layers"]) == ["model.layers.1.self_attn"]
+    plain.save_pretrained(tmp_path / "again")
+    again = from_pretrained(AutoModelForCausalLM, tmp_path / "again")
+    assert "attnzoo" not in again.model.layers[0].self_attn._modules
+
+
+@pytest.mark.parametrize("option", [{"output_loading_info": True}, {"variant": "fp16"}])
+def test_options_that_are_not_supported(option: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(option))} is not supported here"):
+        from_pretrained(AutoModelForCausalLM, tmp_path, **option)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -108,7 +108,8 @@ class Attention(nn.Module):
             elif value is REQUIRED:
                 raise TypeError(f"variant {variant!r} requires the parameter {name!r}: {spec.doc}")
             elif isinstance(value, Tensor):
-                self.register_buffer(name, self._tensor(spec, value))
+                # Its own: checkpoints hold no tensor twice.
+                self.register_buffer(name, self._tensor(spec, value).detach().clone())
             elif value is None:
                 setattr(self, name, None)
             else:

@@ -49,8 +49,8 @@ class MultiheadAttention(nn.Module):
 
     Differs: a row whose keys are all blocked is the output's bias, not NaN. ``is_causal`` may stand
     alone and is then the mask; beside a mask it is the hint that the mask is causal, and where
-    queries and keys are as many it is taken at its word. Torch's fused path for encoders is not
-    taken.
+    queries and keys are as many, and no weights are asked for, it is taken at its word. Torch's
+    fused path for encoders is not taken.
     """
 
     # Asked for by torch's encoder layers before they hand their weights to a fused softmax.
@@ -126,7 +126,13 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.MultiheadAttention, variant: str, **options: Any) -> MultiheadAttention:
-        """With the parameters of a layer of torch's: the same ones, not copies."""
+        """With the parameters of a layer of torch's: the same ones, not copies.
+
+        Raises:
+            ValueError: if the layer has hooks, or other parameters than torch gives it.
+        """
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            raise ValueError("layer has hooks, which would be lost: remove them first")
         own = cls(
             layer.embed_dim, layer.num_heads, layer.dropout, layer.in_proj_bias is not None,
             layer.bias_k is not None, layer.add_zero_attn, layer.kdim, layer.vdim,
@@ -135,6 +141,12 @@ class MultiheadAttention(nn.Module):
         weight = layer.out_proj.weight
         # What the variant learns has values of its own, and is made where the weights are.
         own.attend = Attention(variant, layer.num_heads, **options).to(device=weight.device)
+        own_names = {name for name, _ in own.named_parameters() if not name.startswith("attend.")}
+        if (names := {name for name, _ in layer.named_parameters()}) != own_names:
+            raise ValueError(
+                f"layer has parameters {sorted(names)} where torch's has {sorted(own_names)}: what "
+                "is pruned or parametrized cannot be replaced"
+            )
         for name, parameter in layer.named_parameters():
             module, _, leaf = name.rpartition(".")
             setattr(own.get_submodule(module), leaf, parameter)
@@ -170,6 +182,8 @@ class MultiheadAttention(nn.Module):
         q, k, v = self._project(*tensors)  # [B, H, L, D], [B, Hkv, S, D] twice
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
+        if need_weights and attn_mask is not None:
+            is_causal = False  # as in torch, whose weights come of the mask and not of the hint
         mask, causal = self._masks(key_padding_mask, attn_mask, is_causal, q, k)
         k, v = self._extended(k, v)
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}

@@ -125,7 +125,7 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         """Logits of the token after each; with caches ``tokens`` are those after what they hold."""
-        if tokens.dim() != 2 or tokens.is_floating_point():
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"tokens must be int (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
         if caches is not None and len(caches) != len(self.layers):
             raise ValueError(f"caches must be one per layer, {len(self.layers)}, got {len(caches)}")
@@ -205,4 +205,8 @@ def _per_layer(
         raise TypeError(f"{given}: with a variant for each layer, give pairs (name, parameters)")
     if len(variant) != depth:
         raise ValueError(f"variant must be one name, or {depth} of them, got {len(variant)}")
-    return [(entry, {}) if isinstance(entry, str) else (entry[0], entry[1]) for entry in variant]
+    pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in variant]
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], dict):
+            raise ValueError(f"variant must hold names or pairs (name, parameters), got {pair!r}")
+    return [(name, own) for name, own in pairs]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.integrations.transformers.convert import VERSION, attach
+from attnzoo.integrations.transformers.convert import VERSION, attach, spellings
 from attnzoo.integrations.transformers.interface import NAME
 from attnzoo.nn import Attention
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+WHERE = (
+    "revision", "cache_dir", "token", "subfolder", "local_files_only", "force_download", "proxies",
+)  # fmt: skip
 ENTRY = {"variant": str, "num_heads": int, "params": dict}
 
 
@@ -47,14 +51,20 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    where = {n: kwargs[n] for n in ("revision", "cache_dir", "token", "subfolder") if n in kwargs}
-    spec = checked(kwargs.get("config") or AutoConfig.from_pretrained(path, **where))
+    for name in ("output_loading_info", "variant"):
+        if kwargs.get(name):
+            raise ValueError(f"{name} is not supported here, got {kwargs[name]!r}")
+    where = {name: kwargs[name] for name in WHERE if name in kwargs}
+    config = kwargs.get("config")
+    if config is None or isinstance(config, (str, os.PathLike)):
+        config = AutoConfig.from_pretrained(config or path, **where)
+    spec = checked(config)
     # What the class itself does not know of it leaves out, and says so.
     model = _converted(auto_class.from_pretrained(path, **kwargs), spec)
     own = {name: x for name, x in model.state_dict().items() if f".{NAME}." in name}
     found = {}
     for name, tensor in stored(path, where):
-        for fitting in _spellings(model, name):
+        for fitting in spellings(model, name):
             if fitting in own:
                 found[fitting] = tensor
     model.load_state_dict(found, strict=False)
@@ -91,7 +101,7 @@ def checked(config: Any) -> dict[str, Any]:
 def _converted(model: Any, spec: dict[str, Any]) -> Any:
     made = {}
     for name, entry in spec["layers"].items():
-        fitting = [n for n in _spellings(model, name) if _has(model, n)]
+        fitting = [n for n in spellings(model, name) if _has(model, n)]
         if not fitting:
             raise ValueError(f"config.{NAME}: {type(model).__name__} has no module {name!r}")
         params = {
@@ -105,14 +115,6 @@ def _converted(model: Any, spec: dict[str, Any]) -> Any:
     layers = dict(zip(made, spec["layers"].values()))
     setattr(model.config, NAME, {**spec, "layers": layers})
     return model
-
-
-def _spellings(model: Any, name: str) -> Iterator[str]:
-    """A name, with and without the prefix that a head puts before its base model's names."""
-    prefix = f"{model.base_model_prefix}."
-    yield name
-    yield name.removeprefix(prefix)
-    yield prefix + name
 
 
 def _has(model: Any, name: str) -> bool:
@@ -134,8 +136,10 @@ def stored(path: Any, where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             shards: dict[str, str] = json.load(file)["weight_map"]
         names = sorted({shard for key, shard in shards.items() if f".{NAME}." in key})
         files = [cached_file(path, name, **where) for name in names]
+    elif (whole := cached_file(path, WHOLE, **given)) is not None:
+        files = [whole]
     else:
-        files = [cached_file(path, WHOLE, **where)]
+        raise ValueError(f"{path} has no {WHOLE}: save it as safetensors")
     for name in filter(None, files):
         with safe_open(name, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  (it is no mapping)

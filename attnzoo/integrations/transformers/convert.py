@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def convert(
     the scales from weight decay: `attnzoo.nn.parameter_groups`.
     """
     _check_model(model)
-    if calibrate is not None and get_variant(variant).calibrate is None:
+    if get_variant(variant).calibrate is None and calibrate is not None:
         raise ValueError(f"calibrate: {variant!r} has no temperature that could be set to 1")
     found = attention_modules(model, calibrate if inputs is None else inputs)
     chosen = _chosen(found, layers)
@@ -66,20 +66,46 @@ def convert(
         name: Attention(variant, found[name].heads, learn=learn, **own)
         for name, own in given.items()
     }
-    spec = getattr(model.config, NAME, None) or {
-        "version": VERSION, "before": model.config._attn_implementation, "layers": {},
-    }  # fmt: skip
+    # What a config says of layers that have no child is of another model with that config.
+    known = own_layers(model)
+    before = getattr(model.config, NAME)["before"] if known else implementations(model)
     entries = {
         name: {
-            "variant": variant, "num_heads": found[name].heads,
-            "learn": None if learn is None else list(learn),
+            "variant": variant, "num_heads": found[name].heads, "learn": list(made[name].learned),
             "params": {key: plain(value) for key, value in own.items()},
         } for name, own in given.items()
     }  # fmt: skip
     attach(model, made)
     # A new one: configs are copied, and a copy shall not share it.
-    setattr(model.config, NAME, {**spec, "layers": {**spec["layers"], **entries}})
+    spec = {"version": VERSION, "before": before, "layers": {**known, **entries}}
+    setattr(model.config, NAME, spec)
     return model
+
+
+def own_layers(model: Any) -> dict[str, Any]:
+    """What the config says of the layers that have a child, by their names in this model."""
+    spec = getattr(model.config, NAME, None) or {"layers": {}}
+    children = {name for name, module in model.named_modules() if NAME in module._modules}
+    found = {}
+    for name, entry in spec["layers"].items():
+        fitting = [n for n in spellings(model, name) if n in children]
+        found |= dict.fromkeys(fitting[:1], entry)
+    return found
+
+
+def spellings(model: Any, name: str) -> Iterator[str]:
+    """A name, with and without the prefix that a head puts before its base model's names."""
+    prefix = f"{model.base_model_prefix}."
+    yield name
+    yield name.removeprefix(prefix)
+    yield prefix + name
+
+
+def implementations(model: Any) -> dict[str, str]:
+    """As `set_attn_implementation` takes them: the model's own, and those of its sub-configs."""
+    own = {"": model.config._attn_implementation}
+    subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
 
 
 def attach(model: Any, made: Mapping[str, Attention]) -> None:
@@ -87,6 +113,8 @@ def attach(model: Any, made: Mapping[str, Attention]) -> None:
     for name, attention in made.items():
         module = model.get_submodule(name)
         device = next((p.device for p in module.parameters()), model.device)
+        if device.type == "meta":
+            raise ValueError(f"model: the weights of {name} are not loaded, or were moved off")
         module.add_module(NAME, attention.to(device).train(module.training))
     model.set_attn_implementation(NAME)
 
@@ -97,11 +125,12 @@ def revert(model: Any) -> Any:
     Raises:
         ValueError: if it was not converted.
     """
+    owners = [module for module in model.modules() if NAME in module._modules]
     spec = getattr(model.config, NAME, None)
-    if not spec:
+    if not owners or not spec:
         raise ValueError(f"model was not converted: {type(model).__name__}")
-    for name in spec["layers"]:
-        delattr(model.get_submodule(name), NAME)
+    for module in owners:
+        delattr(module, NAME)
     model.set_attn_implementation(spec["before"])
     delattr(model.config, NAME)
     return model
@@ -134,7 +163,7 @@ def _check_model(model: Any) -> None:
 
 def attention_modules(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Seen]:
     """By name, in the order in which the model calls them; the model is left as it was."""
-    before, training = model.config._attn_implementation, model.training
+    before, training = implementations(model), model.training
     given = _smallest(model) if inputs is None else inputs
     try:
         model.set_attn_implementation(NAME)

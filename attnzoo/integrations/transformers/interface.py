@@ -24,7 +24,14 @@ from transformers.masking_utils import (
 
 import attnzoo
 
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # other versions tell each layer what is wanted
+    _active_collector = None
+
 NAME = "attnzoo"
+# Variants for which it matters how far a key stands from a query.
+POSITIONAL = ("cosformer",)
 # What changes the meaning of attention, and is not done here.
 REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache")
 
@@ -68,6 +75,12 @@ def attend(
             who = type(module).__name__
             raise ValueError(f"attnzoo has no {name}, and {who} asks for one")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    own = module._modules.get(NAME)
+    if not causal and query.shape[2] != key.shape[2] and _variant(own) in POSITIONAL:
+        raise ValueError(
+            f"{_variant(own)} cannot be {type(module).__name__}'s: {query.shape[2]} queries have "
+            f"no distances from {key.shape[2]} keys of another sequence"
+        )
     mask, causal, used = _mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
     key, value = key[:, :, :used], value[:, :, :used]
     options: dict[str, Any] = {
@@ -77,18 +90,26 @@ def attend(
     seen = None if torch.compiler.is_compiling() else _seen.get()
     if seen is not None:
         seen.append(Seen(module, query.shape[1], _log_n(query, key, value, options)))
-    own = module._modules.get(NAME) or _softmax(query)
-    wanted = kwargs.get("output_attentions")
-    if wanted is None:
-        wanted = getattr(getattr(module, "config", None), "output_attentions", False)
+    wanted = _weights_wanted(kwargs)
+    if own is None and not wanted:  # a layer that keeps its own attention
+        return attnzoo.attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+    own = own or attnzoo.nn.Attention("softmax", query.shape[1])
     found = own(query, key, value, need_weights=bool(wanted), **options)
     out, weights = found if wanted else (found, None)
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _softmax(query: Tensor) -> nn.Module:
-    """For a layer that keeps its own attention. It has no parameters."""
-    return attnzoo.nn.Attention("softmax", query.shape[1])
+def _variant(own: nn.Module | None) -> str | None:
+    """Also of what PEFT has wrapped."""
+    return None if own is None else getattr(own, "variant", None)
+
+
+def _weights_wanted(kwargs: dict[str, Any]) -> bool:
+    """As the call says; or as what will collect them, where a model keeps that from its layers."""
+    if kwargs.get("output_attentions") is not None:
+        return bool(kwargs["output_attentions"])
+    collected = None if _active_collector is None else _active_collector.get()
+    return any(name.endswith("attentions") for name in collected or ())
 
 
 def _mask(
@@ -100,6 +121,10 @@ def _mask(
         return None, causal and queries > 1, queries if causal else keys
     if mask.dtype == torch.uint8:
         return mask.view(torch.bool), causal and queries > 1, mask.shape[-1]
+    if mask.is_floating_point() and not torch.compiler.is_compiling():
+        # Models fill with the least number where they mean that a key is not to be seen.
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        mask = ~hidden if bool((hidden | (mask == 0)).all()) else mask
     return mask, False, keys
 
 
@@ -150,10 +175,10 @@ def _refuse_positions(config: Any) -> None:
     """In a compiled step of a static cache no key says how far back it stands."""
     layers = (getattr(config, NAME, None) or {}).get("layers", {})
     for name, layer in layers.items():
-        if layer["variant"] == "cosformer":
+        if layer["variant"] in POSITIONAL:
             raise ValueError(
-                f"cosformer ({name}) cannot decode from a compiled static cache, whose keys have "
-                "room behind them: use a dynamic cache"
+                f"{layer['variant']} ({name}) cannot decode from a compiled static cache, whose "
+                "keys have room behind them: use a dynamic cache"
             )
 
 
