@@ -209,7 +209,7 @@ class Attention(nn.Module):
     def _own(self) -> dict[str, Any]:
         """The variant's parameters; of those that `shard_heads` has spread, this rank's part."""
         values = {p.name: getattr(self, p.name) for p in get_variant(self.variant).params}
-        return {n: x.to_local() if hasattr(x, "to_local") else x for n, x in values.items()}
+        return {name: _local(value) for name, value in values.items()}
 
     def shard_heads(self, mesh: Any) -> Attention:
         """For tensor parallelism over heads: rank r of a 1-D mesh gets its part of them, in order.
@@ -278,6 +278,11 @@ def check_sizes(optional: bool = False, **sizes: Any) -> None:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+
+
+def _local(value: Any) -> Any:
+    local = getattr(value, "to_local", None) if isinstance(value, Tensor) else None
+    return value if local is None else local()
 
 
 def _summary(x: Tensor) -> str:
