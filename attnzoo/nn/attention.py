@@ -280,6 +280,17 @@ def check_sizes(optional: bool = False, **sizes: Any) -> None:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
 
 
+def check_heads(num_heads: int, num_kv_heads: int | None, **divided: int) -> int:
+    """The heads of keys and values; H must divide what is ``divided`` among heads, they H."""
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    for name, size in divided.items():
+        if size % num_heads:
+            raise ValueError(f"{name}={size} is not a multiple of num_heads={num_heads}")
+    if num_heads % kv_heads:
+        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+    return kv_heads
+
+
 def _local(value: Any) -> Any:
     local = getattr(value, "to_local", None) if isinstance(value, Tensor) else None
     return value if local is None else local()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.nn.attention import Attention, check_sizes
+from attnzoo.nn.attention import Attention, check_heads, check_sizes
 
 
 class MultiheadAttention(nn.Module):
@@ -78,11 +78,7 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         check_sizes(optional=True, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}")
-        if num_heads % kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+        kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads

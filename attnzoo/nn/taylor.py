@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.cache import Cache
-from attnzoo.nn.attention import Attention, check_sizes
+from attnzoo.nn.attention import Attention, check_heads, check_sizes
 
 
 class Taylor(nn.Module):
@@ -62,9 +62,7 @@ class Taylor(nn.Module):
             raise ValueError(
                 f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: give head_dim"
             )
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads % kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+        kv_heads = check_heads(num_heads, num_kv_heads)
         head_dim = embed_dim // num_heads if head_dim is None else head_dim
         kind: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.attend = Attention("taylor", num_heads)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnzoo.cache import Cache
-from attnzoo.nn.attention import Attention, check_sizes
+from attnzoo.nn.attention import Attention, check_heads, check_sizes
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
 
@@ -81,11 +81,7 @@ class Transformer(nn.Module):
         super().__init__()
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, num_heads=num_heads, depth=depth)
         check_sizes(optional=True, num_kv_heads=num_kv_heads, mlp_dim=mlp_dim, window=window)
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}")
-        if num_heads % kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+        kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
         head_dim = embed_dim // num_heads
