@@ -1,8 +1,6 @@
-"""What a cell is: a variant's spec, a seed, a length and settings; its text, identity and checks.
+"""Specs of variants: their text, what they lack, their checks, and the hash of an identity.
 
 A spec is ``a(x=1)`` (train and test with a) or ``a->b(x=1)`` (train with a, test with b).
-A cell's key is a hash of everything that its figures depend on, so that a run which was killed
-finds its rows again and a changed setting never finds those of another.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -60,25 +58,6 @@ class Spec:
 
     def __str__(self) -> str:
         return f"{self.train}->{self.test}" if self.is_swap else str(self.train)
-
-
-@dataclass(frozen=True)
-class Preset:
-    """Variants, seeds, lengths and settings under one name."""
-
-    variants: tuple[str, ...]
-    seeds: int
-    lengths: tuple[int, ...]
-    settings: Any
-    note: str
-
-
-class Settings(Protocol):
-    """What the identity of a cell needs of a task's settings."""
-
-    def training_identity(self) -> dict[str, object]: ...
-
-    def evaluation_identity(self, length: int) -> dict[str, object]: ...
 
 
 # ------------------------------------------------------------------------------------- parsing
@@ -148,22 +127,54 @@ def parse_specs(texts: list[str]) -> list[Spec]:
     return specs
 
 
+# ------------------------------------------------------------------------------- presets' names
+
+
+def complete(variant: VariantCall, longest: int) -> VariantCall:
+    """The variant with what it requires and was not given, where a task knows it.
+
+    max_length is the most tokens that any preset of the task has (so that cells of different
+    lengths share a training), top_k is 8.
+    """
+    known = {"max_length": longest, "top_k": 8}
+    if variant.name not in attnzoo.list_variants():
+        return variant  # refused later, by name
+    missing = {
+        param.name: known[param.name]
+        for param in attnzoo.get_variant(variant.name).params
+        if param.default is attnzoo.REQUIRED
+        and param.name in known
+        and param.name not in variant.params
+    }
+    return VariantCall(variant.name, tuple(sorted((variant.params | missing).items())))
+
+
+def every_variant(train_length: int) -> list[str]:
+    """A spec of each registered variant: as it is meant to be used, trained or swapped in."""
+    swaps = {
+        "adaptive_temperature": "softmax->adaptive_temperature",
+        "log_n": f"softmax->log_n(train_length={train_length})",
+    }
+    names = sorted(attnzoo.list_variants(), key=lambda name: (name != "softmax", name))
+    return [swaps.get(name, name) for name in names]
+
+
 # -------------------------------------------------------------------------------------- checks
 
 
-def check_spec(spec: Spec, lengths: list[int], head_dim: int, scale: float) -> None:
-    """Refuse what attnzoo would refuse, by one small call per length before anything is trained."""
-    for variant in dict.fromkeys((spec.train, spec.test)):
-        try:
-            module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
-            for length in lengths:
-                q, k = torch.ones(1, 1, 1, head_dim), torch.ones(1, 1, length, head_dim)
-                with torch.no_grad():
-                    module(q, k, k, scale=scale)
-        except (ValueError, TypeError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                continue  # that is a row which says so, not a setting without a meaning
-            raise Refused(f"variant {spec}: {error}") from error
+def objection(variant: VariantCall, lengths: list[int], positions: str) -> str | None:
+    """Why attnzoo would refuse a variant, by one small call per length before any training."""
+    try:
+        module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
+        options = {"alibi": torch.ones(1)} if positions == "alibi" else {}
+        for length in lengths:
+            q, k = torch.ones(1, 1, 1, 8), torch.ones(1, 1, length, 8)
+            with torch.no_grad():
+                module(q, k, k, **options)
+    except (ValueError, TypeError, RuntimeError) as error:
+        # Want of memory is a row which says so, not a setting without a meaning.
+        return None if is_out_of_memory(error) else str(error)
+    return None
 
 
 # ------------------------------------------------------------------------------------ identity
@@ -173,44 +184,6 @@ def key_of(identity: Mapping[str, object]) -> str:
     """Twenty hex digits of the SHA-256 of an identity's canonical JSON."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-@dataclass(frozen=True)
-class Study:
-    """One run's cells: specs, seeds, lengths and what all of them share.
-
-    plugins maps the names of variants that a plugin registered to a hash of its file: another file
-    is another variant.
-    """
-
-    task: str
-    specs: tuple[Spec, ...]
-    seeds: int
-    lengths: tuple[int, ...]
-    settings: Any
-    device: str = "cpu"
-    plugins: Mapping[str, str] | None = None
-
-    def _variant(self, variant: VariantCall) -> dict[str, object]:
-        identity = variant.identity()
-        if self.plugins and variant.name in self.plugins:
-            identity["plugin"] = self.plugins[variant.name]
-        return identity
-
-    def training_key(self, variant: VariantCall, seed: int) -> str:
-        """The key of one training; all swaps of it share it."""
-        shared = self.settings.training_identity() | {"device": self.device.split(":")[0]}
-        return key_of(shared | {"train": self._variant(variant), "seed": seed})
-
-    def row_key(self, spec: Spec, seed: int, length: int) -> str:
-        """The key of one row."""
-        return key_of(
-            {
-                "training": self.training_key(spec.train, seed),
-                "test": self._variant(spec.test),
-                **self.settings.evaluation_identity(length),
-            }
-        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
@@ -16,42 +15,54 @@ import torch
 from torch import nn
 
 from evals.cells import Refused, VariantCall, is_out_of_memory
+from evals.heads import learned
 from evals.metrics import Outcome
 from evals.store import write_whole
-from evals.training import NotFinite
+from evals.task import Settings
+from evals.tasks import TASKS
+from evals.training import NotFinite, evaluate, train
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training (variant, seed) and, for each length, the rows to test on it.
+    """One training and, for each length, the rows to test on it.
 
     tests[length] maps a row's key to the variant swapped in, None for the trained one.
     """
 
+    task: str
     variant: VariantCall
+    positions: str
     seed: int
+    settings: Settings
     training_key: str
     tests: dict[int, dict[str, VariantCall | None]]
 
     def __str__(self) -> str:
-        return f"{self.variant} seed {self.seed}"
+        words = [self.task, str(self.variant), f"seed {self.seed}"]
+        if self.positions != "none":
+            words.insert(2, self.positions)
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all jobs of a run share. models is the folder of finished trainings."""
+    """What all jobs of a run share. Finished trainings are kept in out/<task>/models."""
 
-    task: str  # module name
-    settings: Any
     device: str
     plugin: Path | None
-    models: Path
+    out: Path
+
+    def model(self, job: Job) -> Path:
+        """The file of a finished training."""
+        return self.out / job.task / "models" / f"{job.training_key}.pt"
 
 
-# What a worker says: ("stage", None | length, fraction of the job), ("rows", length, outcomes,
-# training's CPU seconds), ("failed", text), ("done",).
+# What a worker says: ("stage", None | length, fraction of the job), ("loss", step, value),
+# ("rows", length, outcomes, facts of the training), ("failed", text), ("done",).
 Message = tuple[Any, ...]
 Emit = Callable[[Message], None]
+NO_FACTS: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what was never trained
 
 
 def load_plugin(path: Path) -> None:
@@ -90,54 +101,57 @@ def lean_arithmetic() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def obtain_model(job: Job, context: Context, emit: Emit) -> tuple[nn.Module, float]:
-    """The trained model, from the folder if it is there, and its training's CPU seconds."""
-    task = importlib.import_module(context.task)
-    path = context.models / f"{job.training_key}.pt"
+def obtain_model(job: Job, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
+    """The trained model, from the folder if it is there, and the facts of its training."""
+    task, path = TASKS[job.task], context.model(job)
     if path.exists():
         saved = torch.load(path, map_location=context.device, weights_only=True)
-        model = task.Model(job.variant, context.settings).to(context.device)
+        model = task.build(job.variant, job.positions, job.settings).to(context.device)
         model.load_state_dict(saved["state"])
-        return model.eval(), saved["cpu_seconds"]
+        return model.eval(), saved["facts"]
     began = time.process_time()
+    share = _training_share(job)
 
-    def progress(fraction: float) -> None:
-        emit(("stage", None, fraction * _training_share(job, context)))
+    def report(step: int, loss: float, fraction: float) -> None:
+        emit(("stage", None, fraction * share))
+        emit(("loss", step, loss))
 
-    model = task.train(job.variant, job.seed, context.settings, context.device, progress)
-    seconds = time.process_time() - began
+    model = train(task, job.variant, job.positions, job.seed, job.settings, context.device, report)
+    facts = {"train_cpu_seconds": time.process_time() - began, "learned": learned(model)}
     buffer = BytesIO()
-    torch.save({"state": model.state_dict(), "cpu_seconds": seconds}, buffer)
+    torch.save({"state": model.state_dict(), "facts": facts}, buffer)
     write_whole(path, buffer.getvalue())
-    return model, seconds
+    return model, facts
 
 
-def _work(job: Job, context: Context) -> tuple[float, dict[int, float]]:
+def _work(job: Job) -> tuple[float, dict[int, float]]:
     """Estimated work, in items through the network: of training, and of each length's tests."""
-    settings = context.settings
-    return settings.training_work, {n: settings.testing_work(n) for n in job.tests}
+    task, settings = TASKS[job.task], job.settings
+    middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
+    training = 3.0 * settings.steps * settings.share(middle) * middle
+    tests = {n: float(len(task.splits) * settings.sequences(n) * task.tokens(n)) for n in job.tests}
+    return training, tests
 
 
-def _training_share(job: Job, context: Context) -> float:
-    training, testing = _work(job, context)
+def _training_share(job: Job) -> float:
+    training, testing = _work(job)
     return training / (training + sum(testing.values()))
 
 
 def execute(job: Job, context: Context, emit: Emit) -> None:
     """Train or load, then test one length after the other; every result goes to ``emit``."""
-    task = importlib.import_module(context.task)
-    training, testing = _work(job, context)
+    training, testing = _work(job)
     total, done = training + sum(testing.values()), training
     emit(("stage", None, 0.0))
     try:
-        model, seconds = obtain_model(job, context, emit)
+        model, facts = obtain_model(job, context, emit)
     except (NotFinite, MemoryError, RuntimeError) as error:
         if not isinstance(error, NotFinite) and not is_out_of_memory(error):
             raise
         status = "nan" if isinstance(error, NotFinite) else "oom"
         failure = Outcome(status, f"training: {error}".splitlines()[0])
         for length, tests in job.tests.items():
-            emit(("rows", length, dict.fromkeys(tests, failure), 0.0))
+            emit(("rows", length, dict.fromkeys(tests, failure), NO_FACTS))
         return
     for length, tests in job.tests.items():
 
@@ -145,8 +159,8 @@ def execute(job: Job, context: Context, emit: Emit) -> None:
             emit(("stage", length, (done + fraction * testing[length]) / total))
 
         progress(0.0)
-        outcomes = task.evaluate(
-            model, tests, job.seed, length, context.settings, context.device, progress
+        outcomes = evaluate(
+            TASKS[job.task], model, tests, job.seed, length, job.settings, context.device, progress
         )
-        emit(("rows", length, outcomes, seconds))
+        emit(("rows", length, outcomes, facts))
         done += testing[length]

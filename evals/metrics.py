@@ -23,18 +23,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-import attnzoo
 from evals.cells import is_out_of_memory
-
-METRICS = (
-    "accuracy",
-    "hit_rate",
-    "oracle_accuracy",
-    "max_weight",
-    "entropy",
-    "n_eff",
-    "mass",
-)
+from evals.task import Figures
 
 
 def weight_metrics(
@@ -57,13 +47,6 @@ def weight_metrics(
     }
 
 
-def weights_of(attention: attnzoo.nn.Attention, q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """The weights (B, H, Nq, Nk) that an attention module gives, in q's dtype."""
-    names = [param.name for param in attnzoo.get_variant(attention.variant).params]
-    own = {name: getattr(attention, name) for name in names}
-    return attnzoo.attention_weights(q, k, k[..., :1], attention.variant, scale=scale, **own)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """One row's figures, or why there are none: status "ok", "nan" or "oom"."""
@@ -71,32 +54,34 @@ class Outcome:
     status: str
     message: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    best_keys: list[float] = field(default_factory=list)
+    curves: dict[str, list[float]] = field(default_factory=dict)
     cpu_seconds: float = 0.0
 
 
 class Tally:
-    """Sums of one variant's metrics over the chunks of one length, and the CPU time they took."""
+    """Sums of one variant's figures over the chunks of one length, and the CPU time they took."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.best_keys: Tensor | None = None
-        self.rows = 0
+        self.metrics: dict[str, tuple[float, int]] = {}  # sum, count
+        self.curves: dict[str, tuple[Tensor, int]] = {}
         self.cpu_seconds = 0.0
         self.failure: Outcome | None = None
 
-    def add(self, work: Callable[[], tuple[dict[str, Tensor], Tensor]]) -> None:
-        """Add the metrics (B,) and best keys (B, K) of work(), in which memory may run out."""
+    def add(self, work: Callable[[], Figures], prefix: str = "") -> None:
+        """Add the figures of work(), in which memory may run out."""
         if self.failure is not None:
             return
         began = time.process_time()
         try:
-            metrics, best_keys = work()
-            for name, values in metrics.items():
-                self.sums[name] = self.sums.get(name, 0.0) + values.double().sum().item()
-            summed = best_keys.double().sum(dim=0)
-            self.best_keys = summed if self.best_keys is None else self.best_keys + summed
-            self.rows += len(best_keys)
+            figures = work()
+            for name, values in figures.metrics.items():
+                total, count = self.metrics.get(prefix + name, (0.0, 0))
+                total += values.double().sum().item()
+                self.metrics[prefix + name] = total, count + values.numel()
+            for name, rows in figures.curves.items():
+                total, count = self.curves.get(prefix + name, (0.0, 0))
+                total = total + rows.double().sum(dim=0).cpu()
+                self.curves[prefix + name] = total, count + len(rows)
         except (MemoryError, RuntimeError) as error:
             self.fail(error)
         self.cpu_seconds += time.process_time() - began
@@ -108,13 +93,14 @@ class Tally:
         self.failure = Outcome("oom", str(error).splitlines()[0] if str(error) else "out of memory")
 
     def outcome(self) -> Outcome:
-        """Means over all rows, unless something failed or is not finite."""
-        if self.failure is not None or self.best_keys is None:
+        """Means over all there was, unless something failed or is not finite."""
+        if self.failure is not None or not self.metrics:
             failure = self.failure or Outcome("oom", "nothing was evaluated")
             return Outcome(failure.status, failure.message, cpu_seconds=self.cpu_seconds)
-        means = {name: total / self.rows for name, total in self.sums.items()}
-        broken = [name for name, mean in means.items() if not math.isfinite(mean)]
+        metrics = {name: total / count for name, (total, count) in self.metrics.items()}
+        curves = {name: (total / count).tolist() for name, (total, count) in self.curves.items()}
+        broken = [name for name, mean in metrics.items() if not math.isfinite(mean)]
+        broken += [n for n, curve in curves.items() if not all(map(math.isfinite, curve))]
         if broken:
             return Outcome("nan", f"not finite: {', '.join(broken)}", cpu_seconds=self.cpu_seconds)
-        best = [value / self.rows for value in self.best_keys.tolist()]
-        return Outcome("ok", "", means, best, self.cpu_seconds)
+        return Outcome("ok", "", metrics, curves, self.cpu_seconds)

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from evals.laws import KAPPA, Point
-from evals.summary import BASELINE, Summary
+from evals.summary import BASELINE, Group
+from evals.task import Metric
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#882255")
 _STYLES = ("-", "--", "-.", (0, (1, 1.2)))
@@ -108,64 +109,70 @@ def length_axis(axes: Axes, lengths: list[int]) -> None:
     axes.set_xlabel("n, number of keys (log scale)")
 
 
-def metric_plot(
-    summary: Summary,
-    metric: str,
-    title: str,
-    factor: float,
-    log: bool,
-    chance: float | None,
-    train_range: tuple[int, int],
-) -> Figure:
-    """One metric against n: a line per variant, a band of ± one standard error."""
+def task_plots(group: Group) -> dict[str, Figure]:
+    """The pictures of one task, by name: the score, weights on the true key, best keys."""
+    found = {group.task.score.name: metric_plot(group, group.task.score)}
+    for metric in group.task.metrics:
+        if metric.log:
+            found[metric.name] = metric_plot(group, metric)
+    best = heat_map(group)
+    return found if best is None else {**found, "best_keys": best}
+
+
+def metric_plot(group: Group, metric: Metric) -> Figure:
+    """One metric against n: a line per series, a band of ± one standard error."""
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     axes = figure.add_subplot()
-    looks = _looks(summary.variants)
-    lengths = list(summary.study.lengths)
-    ends, lowest = [], 1.0
-    for variant in summary.variants:
-        points = [p for p in summary.of(variant) if metric in p.metrics]
-        points = [p for p in points if p.metrics[metric].mean > 0 or not log]
+    looks = _looks([series.label for series in group.series])
+    is_score = metric is group.task.score
+    ends, values = [], [metric.factor * group.chance] if is_score else []
+    for series in group.series:
+        points = [p for p in group.of(series) if metric.name in p.metrics]
+        points = [p for p in points if p.metrics[metric.name].mean > 0 or not metric.log]
         if not points:
             continue
-        lowest = min(lowest, *(factor * p.metrics[metric].mean for p in points))
         x = [p.length for p in points]
-        y = [factor * p.metrics[metric].mean for p in points]
-        error = [factor * (p.metrics[metric].error or 0.0) for p in points]
-        look = {"linewidth": 1.6, "markersize": 4.5} | looks[variant]
+        y = [metric.factor * p.metrics[metric.name].mean for p in points]
+        error = [metric.factor * (p.metrics[metric.name].error or 0.0) for p in points]
+        look = {"linewidth": 1.6, "markersize": 4.5} | looks[series.label]
         axes.plot(x, y, **look)  # type: ignore[arg-type]
-        lower = [max(v - e, v / 100) if log else v - e for v, e in zip(y, error, strict=True)]
+        lower = [
+            max(v - e, v / 100) if metric.log else v - e for v, e in zip(y, error, strict=True)
+        ]
         upper = [v + e for v, e in zip(y, error, strict=True)]
         axes.fill_between(x, lower, upper, color=str(look["color"]), alpha=0.2, linewidth=0)
-        ends.append((variant, y[-1], str(look["color"])))
-    length_axis(axes, lengths)
-    if log:
+        ends.append((series.label, y[-1], str(look["color"])))
+        values += y
+    length_axis(axes, group.lengths)
+    lowest = min(values, default=1.0)
+    if metric.log:
         axes.set_yscale("log")
         axes.set_ylim(lowest / 1.5, 1.3)  # a band may reach down to 0 and is cut
         axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
     else:
-        axes.set_ylim(0, 1.04 * factor)
-    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.05)
-    if lengths[0] <= train_range[1]:
-        axes.axvspan(lengths[0] / 1.3, train_range[1], color="#eeeeee", zorder=0)
-    if chance is not None:
-        axes.axhline(factor * chance, color="#555555", linewidth=0.9, linestyle=":")
+        axes.set_ylim(0, 104 if metric.factor == 100 else 1.04 * max(values, default=1.0))
+    axes.set_xlim(group.lengths[0] / 1.3, group.lengths[-1] * 1.05)
+    trained = group.settings["train_shortest"], group.settings["train_longest"]
+    axes.axvspan(group.lengths[0] / 1.3, trained[1], color="#eeeeee", zorder=0)
+    if is_score:
+        chance = metric.factor * group.chance
+        axes.axhline(chance, color="#555555", linewidth=0.9, linestyle=":")
         axes.annotate(
-            "chance", (lengths[0], factor * chance), (2, 3), textcoords="offset points", fontsize=8
+            "chance", (group.lengths[0], chance), (2, 3), textcoords="offset points", fontsize=8
         )
     axes.grid(**_GRID)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    seeds = "band: ± one standard error over seeds" if summary.study.seeds > 1 else "one seed"
-    notes = [seeds, f"grey: n of training ({train_range[0]} to {train_range[1]})"]
-    if any(spec.is_swap for spec in summary.study.specs):
+    seeds = "band: ± one standard error over seeds" if len(group.seeds) > 1 else "one seed"
+    notes = [seeds, f"grey: n of training ({trained[0]} to {trained[1]})"]
+    if any("->" in series.variant for series in group.series):
         notes.append("dashed: swapped in at inference")
-    axes.set_title(f"{title}\n", loc="left", fontsize=12)
+    axes.set_title(f"{group.task.name}: {metric.title}\n", loc="left", fontsize=12)
     where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
     axes.text(0, 1.02, "; ".join(notes), **where)
-    name_lines(axes, ends, log)
+    name_lines(axes, ends, metric.log)
     return figure
 
 
@@ -175,31 +182,33 @@ def _short(weight: float) -> str:
     return text.removeprefix("0") or "0"
 
 
-def heat_map(summary: Summary) -> Figure | None:
+def heat_map(group: Group) -> Figure | None:
     """Mean weight of the 16 best keys (rank by value, the true key first), a row for each n."""
     drawn = [
-        (variant, points)
-        for variant in summary.variants
-        if (points := [p for p in summary.of(variant) if p.best_keys])
+        (series.label, points)
+        for series in group.series
+        if (points := [p for p in group.of(series) if p.curves.get("best_keys")])
     ]
     if not drawn:
         return None
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
-    height = 0.9 + 0.2 * len(summary.study.lengths)
+    height = 0.9 + 0.2 * len(group.lengths)
     figure = Figure(figsize=(3.3 * columns + 0.9, height * rows + 0.7), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     image = None
     for axes in grid.flat[len(drawn) :]:
         axes.set_visible(False)
     for axes, (variant, points) in zip(grid.flat, drawn, strict=False):
-        width = max(len(p.best_keys) for p in points)
-        cells = [[*p.best_keys, *[math.nan] * (width - len(p.best_keys))] for p in points]
+        width = max(len(p.curves["best_keys"]) for p in points)
+        cells = [
+            [*(best := p.curves["best_keys"]), *[math.nan] * (width - len(best))] for p in points
+        ]
         image = axes.imshow(
             cells, cmap="cividis", norm=LogNorm(_FAINT, 1, clip=True), aspect="auto"
         )
         for row, point in enumerate(points):
-            value = point.best_keys[0]
+            value = point.curves["best_keys"][0]
             axes.text(
                 0,
                 row,

@@ -11,14 +11,15 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
 
 import torch
 
-from evals.jobs import Context, Job, Message, execute, lean_arithmetic, load_plugin
+from evals.jobs import NO_FACTS, Context, Job, Message, execute, lean_arithmetic, load_plugin
 from evals.metrics import Outcome
 from evals.progress import Progress
 
@@ -47,7 +48,15 @@ def _serve(pipe: Connection, context: Context) -> None:
 # anew costs a third of a test's time. Read by malloc when a process starts; other libcs ignore it.
 _KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 
-OnRow = Callable[[Job, str, int, Outcome, float], None]
+
+class Listener(Protocol):
+    """Who is told of what the jobs do."""
+
+    def row(
+        self, job: Job, key: str, length: int, outcome: Outcome, facts: dict[str, Any]
+    ) -> None: ...
+
+    def loss(self, job: Job, step: int, value: float) -> None: ...
 
 
 class _Worker:
@@ -75,9 +84,9 @@ class _Worker:
 class Pool:
     """Runs jobs on worker processes; failures are kept as texts, and the other jobs go on."""
 
-    def __init__(self, contexts: list[Context], on_row: OnRow, progress: Progress) -> None:
+    def __init__(self, contexts: list[Context], listener: Listener, progress: Progress) -> None:
         self.contexts = contexts  # one per worker
-        self.on_row = on_row
+        self.listener = listener
         self.progress = progress
         self.failures: list[str] = []
         self._deaths: dict[tuple[str, int | None], int] = {}
@@ -125,9 +134,11 @@ class Pool:
             case ("stage", length, fraction):
                 worker.stage = length
                 self.progress.update(str(job), fraction, f"n = {length}" if length else "training")
-            case ("rows", length, outcomes, seconds):
+            case ("loss", step, value):
+                self.listener.loss(job, step, value)
+            case ("rows", length, outcomes, facts):
                 for key, outcome in outcomes.items():
-                    self.on_row(job, key, length, outcome, seconds)
+                    self.listener.row(job, key, length, outcome, facts)
                 tests = {n: t for n, t in job.tests.items() if n != length}
                 worker.job = replace(job, tests=tests)
             case ("failed", text):
@@ -158,7 +169,7 @@ class Pool:
         failure = Outcome("oom", f"process killed twice at {where}, as for want of memory")
         for length in [stage] if stage in job.tests else list(job.tests):
             for key in job.tests[length]:
-                self.on_row(job, key, length, failure, 0.0)
+                self.listener.row(job, key, length, failure, NO_FACTS)
         left = {n: t for n, t in job.tests.items() if stage in job.tests and n != stage}
         if not left:
             self.progress.finish(str(job), "out of memory")
@@ -166,18 +177,21 @@ class Pool:
         return [replace(job, tests=left)]
 
 
-def run_here(jobs: Iterable[Job], context: Context, on_row: OnRow, progress: Progress) -> list[str]:
+def run_here(
+    jobs: Iterable[Job], context: Context, listener: Listener, progress: Progress
+) -> list[str]:
     """Run all jobs in this process (``--workers 0``)."""
     for job in jobs:
 
         def emit(message: Message, job: Job = job) -> None:
-            if message[0] == "stage":
-                _, length, fraction = message
-                progress.update(str(job), fraction, f"n = {length}" if length else "training")
-            else:
-                _, length, outcomes, seconds = message
-                for key, outcome in outcomes.items():
-                    on_row(job, key, length, outcome, seconds)
+            match message:
+                case ("stage", length, fraction):
+                    progress.update(str(job), fraction, f"n = {length}" if length else "training")
+                case ("loss", step, value):
+                    listener.loss(job, step, value)
+                case ("rows", length, outcomes, facts):
+                    for key, outcome in outcomes.items():
+                        listener.row(job, key, length, outcome, facts)
 
         with lean_arithmetic():
             execute(job, context, emit)

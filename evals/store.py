@@ -1,5 +1,8 @@
 """rows.jsonl: one JSON object per line, appended whole, found again by its key.
 
+A shard of a run writes a file of its own, rows-I-of-N.jsonl, since appends of several machines are
+whole on no network file system; a folder is read with all such files in it.
+
 A line is written by one append of all its bytes, so that a kill costs at most that line. A line
 that cannot be read is counted and skipped, and the next one starts on a line of its own.
 """
@@ -54,6 +57,27 @@ class Rows:
         self._ends_open = written != len(line)
         if self._ends_open:
             raise OSError(f"only {written} of {len(line)} bytes were written to {self.path}")
+        self.by_key[row["key"]] = row
+
+
+class Folder:
+    """All rows of a folder; new ones are appended to the shard's own file."""
+
+    def __init__(self, path: Path, shard: tuple[int, int] = (0, 1)) -> None:
+        index, count = shard
+        name = "rows.jsonl" if count == 1 else f"rows-{index}-of-{count}.jsonl"
+        self.path = path
+        self.own = Rows(path / name)
+        self.damaged = self.own.damaged
+        self.by_key: dict[str, Row] = {}
+        for file in sorted(path.glob("rows*.jsonl")):
+            others = self.own if file == self.own.path else Rows(file)
+            self.by_key |= others.by_key
+            self.damaged += 0 if others is self.own else others.damaged
+
+    def append(self, row: Row) -> None:
+        """Write one row."""
+        self.own.append(row)
         self.by_key[row["key"]] = row
 
 

@@ -1,165 +1,227 @@
-"""From rows to a summary: means and standard errors over seeds, and the tables made of them.
+"""From rows to a summary: groups of rows that belong together, and over their seeds means, standard
+errors, bootstrap intervals and paired differences to softmax.
 
 The summary holds nothing that depends on the run (no times, no hosts): two runs of the same cells
-write the same summary.csv, however often one of them was killed.
+write the same summary.csv, however often one of them was killed and whatever their shards.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from evals.cells import Study
-from evals.metrics import METRICS
+import numpy as np
+
+from evals.cells import Refused
 from evals.store import Row
+from evals.task import Metric, Task
+from evals.tasks import TASKS
 
 BASELINE = "softmax"
+CONFIDENCE = 0.95
+_EXACT = 5  # up to this many seeds every resample is counted once
+_DRAWS = 10_000
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over seeds, and its standard error s/√k (None for one seed)."""
+    """Mean over seeds, its standard error s/√k and 95 % bootstrap interval (None for one seed)."""
 
     mean: float
     error: float | None
     count: int
+    interval: tuple[float, float] | None = None
 
     def text(self, factor: float = 1.0, digits: int = 1, sign: bool = False) -> str:
         """Such as "98.6 ±0.1"."""
         mean = f"{factor * self.mean:{'+' if sign else ''}.{digits}f}"
         return mean if self.error is None else f"{mean} ±{factor * self.error:.{digits}f}"
 
+    def span(self, factor: float = 1.0, digits: int = 1) -> str:
+        """The interval, such as "98.1 … 99.0"; nothing for one seed."""
+        if self.interval is None:
+            return ""
+        low, high = (f"{factor * end:.{digits}f}" for end in self.interval)
+        return f"{low} … {high}"
 
-def estimate(values: list[float]) -> Estimate | None:
-    """Mean and standard error of one value per seed."""
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Of one value per seed."""
     if not values:
         return None
     count, mean = len(values), sum(values) / len(values)
     if count == 1:
         return Estimate(mean, None, 1)
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-    return Estimate(mean, math.sqrt(variance / count), count)
+    return Estimate(mean, math.sqrt(variance / count), count, bootstrap(values))
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Percentile interval of the mean over resampled seeds: all resamples, or 10 000 fixed ones."""
+    x, count = np.asarray(values), len(values)
+    if count <= _EXACT:
+        picks = np.array(list(itertools.product(range(count), repeat=count)))
+    else:
+        picks = np.random.Generator(np.random.Philox(count)).integers(count, size=(_DRAWS, count))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(x[picks].mean(axis=1), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+class Series(NamedTuple):
+    """A line of a table: a variant with its position encoding."""
+
+    variant: str
+    positions: str
+
+    @property
+    def label(self) -> str:
+        return self.variant if self.positions == "none" else f"{self.variant} · {self.positions}"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One variant at one length, over the seeds."""
+    """One series at one length, over the seeds."""
 
-    variant: str
+    series: Series
     length: int
     metrics: dict[str, Estimate]
-    versus_baseline: Estimate | None  # of accuracy, paired by seed
-    best_keys: list[float]
+    versus_baseline: Estimate | None  # of the score, paired by seed
+    curves: dict[str, list[float]]
+    rows: list[Row]
     failures: dict[str, int]  # status -> seeds
     messages: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Cost:
-    """CPU seconds of one variant: of its training and of its tests, one number per seed."""
+class Group:
+    """Rows of one task under the same settings, on the same kind of device."""
 
-    variant: str
-    is_swap: bool
-    training: list[float]
-    testing: list[float]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Every point of a study, in the study's order."""
-
-    study: Study
-    points: list[Point]
-    costs: list[Cost]
+    task: Task
+    settings: dict[str, Any]
+    series: list[Series]
+    lengths: list[int]
+    seeds: list[int]
+    points: dict[tuple[Series, int], Point]
+    rows: list[Row]
 
     @property
-    def variants(self) -> list[str]:
-        return [str(spec) for spec in self.study.specs]
+    def chance(self) -> float:
+        return self.rows[0]["chance"]
 
-    def of(self, variant: str) -> list[Point]:
-        """A variant's points, by length."""
-        return [point for point in self.points if point.variant == variant]
+    def of(self, series: Series) -> list[Point]:
+        """A series' points, by length."""
+        return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
+
+    def trained(self, series: Series) -> bool | None:
+        """Whether the score at training's longest length reaches the task's bar; None: no bar."""
+        point = self.points.get((series, self.settings["train_longest"]))
+        if self.task.trained is None or point is None:
+            return None
+        found = point.metrics.get(self.task.score.name)
+        return found is not None and found.mean >= self.task.trained
 
 
-def summarize(study: Study, rows: Mapping[str, Row]) -> Summary:
-    """The summary of those rows that belong to the study; others in the file do not count."""
-    found = {
-        (str(spec), seed, length): rows[key]
-        for spec in study.specs
-        for seed in range(study.seeds)
-        for length in study.lengths
-        if (key := study.row_key(spec, seed, length)) in rows
-    }
-    points = [
-        _point(study, found, str(spec), length) for spec in study.specs for length in study.lengths
-    ]
-    costs = []
-    for spec in study.specs:
-        training, testing = [], []
-        for seed in range(study.seeds):
-            mine = [row for n in study.lengths if (row := found.get((str(spec), seed, n)))]
-            if mine:
-                training.append(max(row["train_cpu_seconds"] for row in mine))
-                testing.append(sum(row["cpu_seconds"] for row in mine))
-        costs.append(Cost(str(spec), spec.is_swap, training, testing))
-    return Summary(study, points, costs)
+def groups(rows: Iterable[Row]) -> list[Group]:
+    """The rows by task and settings, in the order of the tasks."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["task"] not in TASKS:
+            raise Refused(f"unknown task {row['task']!r}; known: {', '.join(TASKS)}")
+        kind = str(row["device"]).split(":")[0]
+        same = json.dumps([row["settings"], kind, row["data"]], sort_keys=True)
+        found.setdefault((row["task"], same), []).append(row)
+    ordered = sorted(found.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
+    return [_group(TASKS[name], mine) for (name, _), mine in ordered]
+
+
+def _group(task: Task, rows: list[Row]) -> Group:
+    at = {(Series(r["variant"], r["positions"]), r["length"], r["seed"]): r for r in rows}
+    series = list(dict.fromkeys(key[0] for key in at))
+    lengths = sorted({key[1] for key in at})
+    seeds = sorted({key[2] for key in at})
+    points = {}
+    for one, length in itertools.product(series, lengths):
+        mine = {seed: at[one, length, seed] for seed in seeds if (one, length, seed) in at}
+        softmax = Series(BASELINE, one.positions)
+        base = {seed: at[softmax, length, seed] for seed in seeds if (softmax, length, seed) in at}
+        points[one, length] = _point(task, one, length, mine, base, len(seeds))
+    return Group(task, rows[0]["settings"], series, lengths, seeds, points, rows)
 
 
 def _point(
-    study: Study, found: Mapping[tuple[str, int, int], Row], variant: str, length: int
+    task: Task, series: Series, length: int, rows: dict[int, Row], base: dict[int, Row], seeds: int
 ) -> Point:
-    every = {
-        s: found[variant, s, length] for s in range(study.seeds) if (variant, s, length) in found
-    }
-    good = {seed: row for seed, row in every.items() if row["status"] == "ok"}
+    good = {seed: row for seed, row in rows.items() if row["status"] == "ok"}
     failures: dict[str, int] = {}
-    for row in every.values():
+    for row in rows.values():
         if row["status"] != "ok":
             failures[row["status"]] = failures.get(row["status"], 0) + 1
-    if missing := study.seeds - len(every):
+    if missing := seeds - len(rows):
         failures["missing"] = missing
     metrics = {}
-    for name in METRICS:
-        if (value := estimate([row[name] for row in good.values()])) is not None:
-            metrics[name] = value
-    paired = []
-    if variant != BASELINE:
-        for seed, row in good.items():
-            base = found.get((BASELINE, seed, length))
-            if base is not None and base["status"] == "ok":
-                paired.append(row["accuracy"] - base["accuracy"])
-    columns = zip(*(row["best_keys"] for row in good.values()), strict=True)
-    best = [sum(column) / len(column) for column in columns]
-    messages = sorted({row["message"] for row in every.values() if row["message"]})
-    return Point(variant, length, metrics, estimate(paired), best, failures, messages)
+    for metric in task.metrics:
+        values = [r["metrics"][metric.name] for r in good.values() if metric.name in r["metrics"]]
+        if (value := estimate(values)) is not None:
+            metrics[metric.name] = value
+    score = task.score.name
+    paired = [
+        row["metrics"][score] - base[seed]["metrics"][score]
+        for seed, row in good.items()
+        if series.variant != BASELINE and seed in base and base[seed]["status"] == "ok"
+    ]
+    curves = {}
+    for name in next(iter(good.values()))["curves"] if good else ():
+        columns = zip(*(row["curves"][name] for row in good.values()), strict=True)
+        curves[name] = [sum(column) / len(column) for column in columns]
+    messages = sorted({row["message"] for row in rows.values() if row["message"]})
+    return Point(
+        series, length, metrics, estimate(paired), curves, list(rows.values()), failures, messages
+    )
 
 
 def _digits(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def csv_text(summary: Summary, task: str, chance: float) -> str:
-    """summary.csv: one line per (variant, length)."""
-    columns = [column for name in METRICS for column in (name, f"{name}_se")]
-    header = ["task", "variant", "length", "seeds", "failed", *columns]
-    header += ["accuracy_minus_softmax", "accuracy_minus_softmax_se"]
-    settings = summary.study.settings
-    constants = {"chance": chance, "steps": settings.steps, "schedule": settings.schedule}
+def _columns(metric: str) -> list[str]:
+    return [metric, f"{metric}_se", f"{metric}_low", f"{metric}_high"]
+
+
+def _cells(found: Estimate | None) -> list[str]:
+    if found is None:
+        return [""] * 4
+    return [_digits(x) for x in (found.mean, found.error, *(found.interval or (None, None)))]
+
+
+def csv_text(group: Group) -> str:
+    """summary.csv of one group: one line per (series, length)."""
+    metrics: tuple[Metric, ...] = group.task.metrics
+    header = ["task", "variant", "positions", "length", "seeds", "failed"]
+    for name in [*(metric.name for metric in metrics), f"{group.task.score.name}_minus_softmax"]:
+        header += _columns(name)
+    settings = group.settings
+    constants = {
+        "chance": f"{group.chance:.6g}", "trained_to": settings["train_longest"],
+        "steps": settings["steps"], "schedule": group.rows[0]["schedule"],
+    }  # fmt: skip
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*header, *constants])
-    for point in summary.points:
-        values: list[object] = []
-        for name in METRICS:
-            value = point.metrics.get(name)
-            values += [_digits(value and value.mean), _digits(value and value.error)]
-        versus = point.versus_baseline
-        values += [_digits(versus and versus.mean), _digits(versus and versus.error)]
-        seeds = point.metrics["accuracy"].count if point.metrics else 0
-        failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
-        start = [task, point.variant, point.length, seeds, failed]
-        writer.writerow([*start, *values, *constants.values()])
+    for series in sorted(group.series):
+        for point in group.of(series):
+            score = point.metrics.get(group.task.score.name)
+            failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
+            line: list[object] = [group.task.name, *series, point.length]
+            line += [score.count if score else 0, failed]
+            for metric in metrics:
+                line += _cells(point.metrics.get(metric.name))
+            line += _cells(point.versus_baseline)
+            writer.writerow([*line, *constants.values()])
     return file.getvalue()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from evals.summary import BASELINE, Cost, Point, Summary
+from evals.summary import BASELINE, Group, Point, Series
+from evals.task import Metric
 
 
 @dataclass(frozen=True)
@@ -28,113 +29,144 @@ class Table:
         return "\n".join(out)
 
 
-@dataclass(frozen=True)
-class Published:
-    """A published table to print beside ours: accuracy in % by variant and length."""
+UNTRAINED = "†"
+PARTIAL = "*"
+LEGEND = {
+    UNTRAINED: "not trained: below {bar:.0%} at training's longest length, {length}",
+    PARTIAL: "some seeds failed or are missing, and are left out of the mean",
+}
 
-    title: str
-    lengths: tuple[int, ...]
-    second_hand: tuple[int, ...]
-    rows: Mapping[str, Sequence[float]]
+
+def name_of(group: Group, series: Series) -> str:
+    """A series' name, marked where its cells count as not trained."""
+    return series.label + (f" {UNTRAINED}" if group.trained(series) is False else "")
+
+
+def legend(group: Group) -> list[str]:
+    """What the marks of a group's tables mean, those that occur."""
+    lines = []
+    if any(group.trained(series) is False for series in group.series):
+        words = LEGEND[UNTRAINED].format(
+            bar=group.task.trained, length=group.settings["train_longest"]
+        )
+        lines.append(f"{UNTRAINED} {words}")
+    if any(point.failures and point.metrics for point in group.points.values()):
+        lines.append(f"{PARTIAL} {LEGEND[PARTIAL]}")
+    return lines
 
 
 def _by_length(
-    summary: Summary, title: str, cell: Callable[[Point], str], skip: tuple[str, ...] = ()
+    group: Group, title: str, cell: Callable[[Point], str], skip: tuple[str, ...] = ()
 ) -> Table:
-    header = ["n", *(str(length) for length in summary.study.lengths)]
+    header = ["n", *(str(length) for length in group.lengths)]
     rows = [
-        [variant, *(cell(point) for point in summary.of(variant))]
-        for variant in summary.variants
-        if variant not in skip
+        [name_of(group, series), *(cell(point) for point in group.of(series))]
+        for series in group.series
+        if series.variant not in skip
     ]
     return Table(title, header, rows)
 
 
-def _metric(name: str, factor: float, digits: int) -> Callable[[Point], str]:
+def _cell(metric: Metric) -> Callable[[Point], str]:
     def cell(point: Point) -> str:
         failed = "+".join(point.failures)
-        if name not in point.metrics:
+        if metric.name not in point.metrics:
             return failed or "—"
-        return point.metrics[name].text(factor, digits) + ("*" if failed else "")
+        shown = point.metrics[metric.name].text(metric.factor, metric.digits)
+        return shown + (PARTIAL if failed else "")
 
     return cell
 
 
-def _difference(point: Point) -> str:
-    versus = point.versus_baseline
-    return "—" if versus is None else versus.text(100, 1, sign=True)
+def chance_text(group: Group) -> str:
+    """The score of blind guessing, as the score is shown."""
+    score = group.task.score
+    return f"{score.factor * group.chance:.{score.digits}f}{' %' * (score.factor == 100)}"
 
 
-def accuracy_tables(summary: Summary, chance: float, published: Published | None) -> list[Table]:
-    """Accuracy, the published figures beside it, and paired differences to softmax."""
-    over = "mean ± standard error over seeds" if summary.study.seeds > 1 else "one seed"
+def score_tables(group: Group) -> list[Table]:
+    """The score, its bootstrap intervals, published figures, and differences to softmax."""
+    score = group.task.score
+    over = "mean ± standard error over seeds" if len(group.seeds) > 1 else "one seed"
     tables = [
-        _by_length(
-            summary,
-            f"Accuracy, % ({over}; chance {chance:.0%})",
-            _metric("accuracy", 100, 1),
-        )
+        _by_length(group, f"{score.title} ({over}; chance {chance_text(group)})", _cell(score))
     ]
-    if published is not None and (beside := _published_table(summary, published)) is not None:
+    if len(group.seeds) > 1:
+        tables.append(_by_length(group, f"{score.title}: 95 % bootstrap interval over seeds",
+                                 lambda point: _span(point, score)))  # fmt: skip
+    if group.task.published is not None and (beside := _published_table(group)) is not None:
         tables.append(beside)
-    if BASELINE in summary.variants and len(summary.variants) > 1:
-        title = "Accuracy minus softmax, points (paired by seed)"
-        tables.append(_by_length(summary, title, _difference, skip=(BASELINE,)))
+    variants = {series.variant for series in group.series}
+    if BASELINE in variants and len(variants) > 1:
+        title = f"{score.title}, minus softmax (paired by seed)"
+        tables.append(
+            _by_length(group, title, lambda point: _difference(point, score), skip=(BASELINE,))
+        )
     return tables
 
 
-def cause_tables(summary: Summary) -> list[Table]:
-    """The metrics that say why: the scorer, the weights, the decoder."""
-    return [
-        _by_length(
-            summary,
-            "Hit rate, %: the largest weight is on the true key (what the scorer allows)",
-            _metric("hit_rate", 100, 1),
-        ),
-        _by_length(
-            summary,
-            "Oracle accuracy, %: the class with the largest summed weight (what the weights allow)",
-            _metric("oracle_accuracy", 100, 1),
-        ),
-        _by_length(summary, "Weight on the true key", _metric("max_weight", 1, 3)),
-    ]
+def _span(point: Point, score: Metric) -> str:
+    found = point.metrics.get(score.name)
+    return (found.span(score.factor, score.digits) if found else "") or "—"
 
 
-def more_tables(summary: Summary) -> list[Table]:
-    """The metrics of sharpness that the report shows below the plots."""
-    return [
-        _by_length(summary, "Entropy of the weights, H / log n", _metric("entropy", 1, 3)),
-        _by_length(summary, "Effective number of keys, 1 / Σ p²", _metric("n_eff", 1, 1)),
-        _by_length(summary, "Mass, Σ w", _metric("mass", 1, 3)),
-    ]
+def _difference(point: Point, score: Metric) -> str:
+    versus = point.versus_baseline
+    return "—" if versus is None else versus.text(score.factor, score.digits, sign=True)
 
 
-def _spread(values: list[float]) -> str:
+def more_tables(group: Group) -> list[Table]:
+    """The metrics beside the score: why it is what it is."""
+    return [_by_length(group, m.title, _cell(m)) for m in group.task.metrics[1:]]
+
+
+def learned_table(group: Group) -> Table | None:
+    """What the variants learned: the mean over heads and seeds, and the range."""
+    rows = []
+    for series in group.series:
+        found: dict[str, list[float]] = {}
+        for row in {r["training"]: r for p in group.of(series) for r in p.rows}.values():
+            for name, values in row["learned"].items():
+                found.setdefault(name, []).extend(values)
+        rows += [[series.label, name, _spread(values, 3)] for name, values in found.items()]
+    title = "What was learned, mean (range) over heads and seeds"
+    return Table(title, ["", "parameter", "value"], rows) if rows else None
+
+
+def _spread(values: list[float], digits: int = 1) -> str:
     if not values:
         return "—"
-    mean = sum(values) / len(values)
-    return (
-        f"{mean:.1f} ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else f"{mean:.1f}"
-    )
+    mean = f"{sum(values) / len(values):.{digits}f}"
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return f"{mean} ({low} to {high})" if len(values) > 1 else mean
 
 
-def cost_table(costs: list[Cost]) -> Table:
+def cost_table(group: Group) -> Table:
     """CPU seconds per cell; a swap rests on the training of its first variant."""
-    rows = [
-        [cost.variant, "shared" if cost.is_swap else _spread(cost.training), _spread(cost.testing)]
-        for cost in costs
-    ]
+    rows = []
+    for series in group.series:
+        training: dict[int, float] = {}
+        testing: dict[int, float] = {}
+        for row in (row for point in group.of(series) for row in point.rows):
+            seed = row["seed"]
+            training[seed] = max(training.get(seed, 0.0), row["train_cpu_seconds"])
+            testing[seed] = testing.get(seed, 0.0) + row["cpu_seconds"]
+        shared = "->" in series.variant
+        spent = "shared" if shared else _spread(list(training.values()))
+        rows.append([series.label, spent, _spread(list(testing.values()))])
     return Table("CPU seconds per cell, mean (range) over seeds", ["", "training", "tests"], rows)
 
 
-def _published_table(summary: Summary, published: Published) -> Table | None:
+def _published_table(group: Group) -> Table | None:
     """Ours beside the published figures, where variants and lengths are the same."""
-    lengths = [n for n in summary.study.lengths if n in published.lengths]
+    published, score = group.task.published, group.task.score
+    assert published is not None
+    lengths = [n for n in group.lengths if n in published.lengths]
     rows = []
     for variant, figures in published.rows.items():
-        points = {point.length: point for point in summary.of(variant)}
+        points = {p.length: p for s in group.series if s.variant == variant for p in group.of(s)}
         if points:
-            ours = [_metric("accuracy", 100, 1)(points[n]) for n in lengths]
+            ours = [_cell(score)(points[n]) for n in lengths]
             theirs = [
                 f"{figures[published.lengths.index(n)]:.1f}{'?' * (n in published.second_hand)}"
                 for n in lengths

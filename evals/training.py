@@ -1,16 +1,23 @@
-"""Training that every task shares: AdamW under a one-cycle cosine schedule, last step kept."""
+"""Training and testing that every task shares: AdamW under a one-cycle cosine schedule, the last
+step kept, and figures summed over chunks of sequences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 import attnzoo
+from evals.cells import VariantCall
+from evals.draws import lengths
+from evals.metrics import Outcome, Tally
+from evals.task import Settings, Task
 
+CHUNK_ITEMS = 2**15  # keys of a chunk of test sequences, all together
 REPORT_EVERY = 25  # steps between two looks at the loss: each look waits for the device
 
 
@@ -18,20 +25,11 @@ class NotFinite(ArithmeticError):
     """Training met a NaN or an infinity."""
 
 
-class Schedule(Protocol):
-    """The settings that `fit` reads."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def warmup(self) -> float: ...
+# (step, loss, fraction of the training)
+Report = Callable[[int, float, float], None]
 
 
-def one_cycle(step: int, schedule: Schedule) -> float:
+def one_cycle(step: int, schedule: Settings) -> float:
     """Learning rate: half a cosine from peak/25 up to the peak, then half a cosine down to 0."""
     peak, warm = schedule.learning_rate, max(1, round(schedule.warmup * schedule.steps))
     if step < warm:
@@ -44,8 +42,8 @@ def one_cycle(step: int, schedule: Schedule) -> float:
 def fit(
     model: nn.Module,
     loss_at: Callable[[int], Tensor],
-    schedule: Schedule,
-    progress: Callable[[float], None],
+    schedule: Settings,
+    report: Report,
 ) -> None:
     """Minimize loss_at(step) over the schedule's steps; the last step is what is tested.
 
@@ -62,6 +60,67 @@ def fit(
             group["lr"] = one_cycle(step, schedule)
         optimizer.step()
         if step % REPORT_EVERY == REPORT_EVERY - 1 or step == schedule.steps - 1:
-            if not math.isfinite(loss.item()):
-                raise NotFinite(f"the training loss is {loss.item()} at step {step + 1}")
-            progress((step + 1) / schedule.steps)
+            value = loss.item()
+            if not math.isfinite(value):
+                raise NotFinite(f"the training loss is {value} at step {step + 1}")
+            report(step + 1, value, (step + 1) / schedule.steps)
+
+
+def train(
+    task: Task,
+    variant: VariantCall,
+    positions: str,
+    seed: int,
+    settings: Settings,
+    device: str,
+    report: Report,
+) -> nn.Module:
+    """The trained model. The seed fixes initial values and data, the same for every variant."""
+    torch.manual_seed(seed)
+    model = task.build(variant, positions, settings).to(device)
+    ceilings = settings.ceilings()
+    chosen = lengths(seed, settings.train_shortest, ceilings, settings.train_stride).tolist()
+    most = settings.share(settings.train_shortest)
+
+    def loss(step: int) -> Tensor:
+        first, length = step * most, chosen[step]
+        last = first + settings.share(length)
+        batch = task.batch(seed, "train", length, first, last, settings)
+        return task.loss(model, batch.to(device))
+
+    fit(model, loss, settings, report)
+    return model.eval()
+
+
+@torch.inference_mode()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    tests: Mapping[str, VariantCall | None],
+    seed: int,
+    length: int,
+    settings: Settings,
+    device: str,
+    progress: Callable[[float], None],
+) -> dict[str, Outcome]:
+    """Every figure of every variant in ``tests`` (None: the trained one) at one length."""
+    count = settings.sequences(length)
+    chunk = max(1, CHUNK_ITEMS // task.tokens(length))
+    tallies = {key: Tally() for key in tests}
+    for number, (prefix, split) in enumerate(task.splits.items()):
+        for start in range(0, count, chunk):
+            stop = min(start + chunk, count)
+            batch = task.batch(seed, split, length, start, stop, settings).to(device)
+            began = time.process_time()
+            try:
+                measure = task.measure(model, batch, split, look=number == start == 0)
+            except (MemoryError, RuntimeError) as error:
+                for tally in tallies.values():
+                    tally.fail(error)
+                continue
+            shared = (time.process_time() - began) / len(tests)
+            for key, swap in tests.items():
+                tallies[key].cpu_seconds += shared
+                tallies[key].add(partial(measure, swap), prefix)
+            progress((number + stop / count) / len(task.splits))
+    return {key: tally.outcome() for key, tally in tallies.items()}

@@ -40,6 +40,7 @@ class Transformer(nn.Module):
     Shapes:
         forward(tokens (B, N) int, attn_mask=None, caches=None) -> logits (B, N, vocab_size).
         attn_mask: bool, True = attend, a mask of keys (B, 1, 1, N), with caches of all keys so far.
+        forward is logits(states(tokens, …)), states (B, N, E).
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
@@ -121,6 +122,16 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         """Logits of the token after each; with caches ``tokens`` are those after what they hold."""
+        return self.logits(self.states(tokens, attn_mask=attn_mask, caches=caches))
+
+    def states(
+        self,
+        tokens: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        """What the logits are made of, (B, N, E): where few of them are wanted, choose first."""
         if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"tokens must be int (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
         if caches is not None and len(caches) != len(self.layers):
@@ -134,7 +145,11 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         for n, layer in enumerate(self.layers):
             x = layer(x, turns, caches[n] if caches else None, options)
-        return F.linear(self.norm(x), self.embed.weight)
+        return self.norm(x)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits (..., vocab_size) of states (..., E)."""
+        return F.linear(states, self.embed.weight)
 
     def new_caches(self, max_length: int) -> list[Cache]:
         """An empty cache for each layer, for sequences up to ``max_length`` tokens."""

@@ -1,0 +1,164 @@
+"""Language model: bytes of the Python standard library's sources, and a needle planted in them.
+
+The text is what every machine has: the .py files of the standard library under which this runs,
+without tests and site-packages, in the order of their names. A file belongs to the test if the
+SHA-256 of its name ends in a digit below 2 (of 16), else to training. Another Python has another
+text, so the text's digest is part of every cell's identity, and rows of two Pythons never mix.
+
+A sequence is N bytes from a random place. Half of training's sequences, and all of the split
+``planted``, have a needle: a line ``#key=dddd`` at a random depth, and at the end ``#key=`` once
+more with the four digits, which are asked for. ``bits`` is the loss in bits per byte over the
+unplanted sequences, and the curve ``bits_by_position`` is that loss along each sixteenth of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from evals.cells import Refused
+from evals.draws import GENERATOR, integers, words
+from evals.sequence import Batch, Sequence, right
+from evals.sequence import Settings as Base
+from evals.task import EVERY, QUICK, Figures, Metric, Preset
+
+LINE = b"\n#key="
+DIGITS = 4
+PLANTED = len(LINE) + DIGITS + 1  # the line with its end
+SHORTEST = 4 * PLANTED
+PIECES = 16  # of a sequence, in the curve of the loss
+
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@cache
+def corpus() -> tuple[dict[str, np.ndarray], str]:
+    """The bytes of "train" and of "test", and the digest of both."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts: dict[str, list[bytes]] = {"train": [], "test": []}
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        name = path.relative_to(root).as_posix()
+        if not _LEFT_OUT & set(name.split("/")):
+            held_out = int(hashlib.sha256(name.encode()).hexdigest()[-1], 16) < 2
+            parts["test" if held_out else "train"].append(path.read_bytes())
+    texts = {split: b"\n".join(found) for split, found in parts.items()}
+    if min(map(len, texts.values())) < 2**18:
+        raise Refused(f"language-model needs the sources of the standard library, not in {root}")
+    digest = hashlib.sha256(texts["train"] + b"\0" + texts["test"]).hexdigest()[:16]
+    return {split: np.frombuffer(text, dtype=np.uint8) for split, text in texts.items()}, digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Of the language model."""
+
+    width: int = 128
+    heads: int = 4
+    learning_rate: float = 2e-3
+
+
+def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
+    """Words: the place in the text, the needle's depth, its digits."""
+    if length < SHORTEST:
+        raise Refused(f"language-model's lengths must be at least {SHORTEST}, got {length}")
+    text = corpus()[0]["train" if split == "train" else "test"]
+    raw = words(seed, split, length, start, stop, 2 + DIGITS)
+    places = integers(raw[:, 0], len(text) - length)
+    whole = text[places[:, None] + np.arange(length + 1)].astype(np.int64)
+    tokens, answers = whole[:, :-1].copy(), whole[:, 1:].copy()
+    for row, index in enumerate(range(start, stop)):
+        if split == "planted" or (split == "train" and index % 2):
+            digits = integers(raw[row, 2:], 10) + ord("0")
+            room = length - 2 * PLANTED
+            depth = int(integers(raw[row, 1:2], room)[0])
+            _plant(tokens[row], answers[row], digits, depth, asked_only=split == "planted")
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
+
+
+def _plant(
+    tokens: np.ndarray, answers: np.ndarray, digits: np.ndarray, depth: int, asked_only: bool
+) -> None:
+    """Write the line at ``depth`` and at the end; each answer stays the token after it."""
+    line = np.frombuffer(LINE, dtype=np.uint8)
+    tokens[depth : depth + PLANTED] = [*line, *digits, ord("\n")]
+    question = len(tokens) - len(line) - DIGITS + 1  # its last digit is an answer alone
+    tokens[question:] = [*line, *digits[:-1]]
+    answers[:-1], answers[-1] = tokens[1:], digits[-1]
+    if asked_only:
+        answers[:-DIGITS] = -1
+
+
+def read(logits: torch.Tensor, batch: Batch) -> Figures:
+    """Of text: bits per byte, and along the sequence. Of a needle: its digits, and all of them."""
+    count = len(batch.tokens)
+    wanted = batch.answers[batch.asked]
+    if len(wanted) == count * DIGITS:
+        hits = right(logits, batch).reshape(count, DIGITS)
+        exact = (hits.amin(dim=-1) == 1).double() + 0 * hits.sum(dim=-1)
+        return Figures({"needle": exact, "digits": hits.flatten()})
+    bits = F.cross_entropy(logits.double(), wanted, reduction="none") / math.log(2)
+    rows = bits.reshape(count, -1)
+    pieces = torch.stack([piece.mean(dim=-1) for piece in rows.tensor_split(PIECES, dim=-1)], -1)
+    last = pieces[:, -PIECES // 4 :].mean(dim=-1)
+    return Figures({"bits": bits, "bits_last": last}, {"bits_by_position": pieces})
+
+
+PRESETS = {
+    "smoke": Preset(
+        variants=EVERY,
+        seeds=1,
+        lengths=(64, 256, 1024),
+        positions=("rope",),
+        settings=Settings(
+            steps=150, batch=16, width=64, train_shortest=64, train_longest=64,
+            test_sequences=16, test_least=4, test_items=2**13,
+        ),
+    ),
+    "quick": Preset(
+        variants=QUICK,
+        seeds=3,
+        lengths=(128, 256, 512, 1024, 2048),
+        positions=("rope",),
+        settings=Settings(steps=3000, batch=64, train_shortest=128, train_longest=128),
+    ),
+    "paper": Preset(
+        variants=QUICK,
+        seeds=3,
+        lengths=(1024, 2048, 4096, 8192, 16384),
+        positions=("none", "rope", "p-rope", "alibi"),
+        settings=Settings(
+            steps=20000, batch=64, width=384, heads=6, depth=6, learning_rate=1e-3,
+            train_shortest=1024, train_longest=1024, test_items=2**21,
+        ),
+    ),
+}  # fmt: skip
+
+TASK = Sequence(
+    name="language-model",
+    about="A byte-level language model of the Python standard library's sources: bits per byte at "
+    "up to 16 times its training length, and the four digits of a needle planted in the text.",
+    generator=f"{GENERATOR}, language model 1",
+    draw=draw,
+    vocabulary=lambda settings: 256,
+    guess=lambda settings: 8.0,
+    presets=PRESETS,
+    read=read,
+    text=lambda: corpus()[1],
+    splits={"": "test", "planted_": "planted"},
+    trained=None,
+    metrics=(
+        Metric("bits", "Bits per byte", digits=2, lower_is_better=True),
+        Metric("bits_last", "Bits per byte, last quarter", digits=2, lower_is_better=True),
+        Metric("planted_needle", "Needle, %: all four digits", 100, 1),
+        Metric("planted_digits", "Needle, %: of its digits", 100, 1),
+    ),
+)

@@ -1,0 +1,90 @@
+"""Max retrieval: find the item with the largest value among n, and say its class.
+
+Item i is [rho_i, onehot(kappa_i)] with rho_i ~ U(0, 1) and kappa_i uniform over ten classes; the
+query is one scalar ~ U(0, 1); the label is the kappa of the item whose rho is the largest. Training
+sees n = 5 .. 16 (one n per batch), the test goes on to thousands: what is measured is how sharply a
+normalizer still finds one key among n (Velickovic et al. 2024, arXiv:2410.01104).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from evals.draws import GENERATOR, integers, uniforms, words
+from evals.retrieval import CLASSES, Batch, Retrieval, Settings
+from evals.task import EVERY, Preset, Published
+
+_QUICK = (
+    "softmax",
+    "softmax->adaptive_temperature",
+    "softmax->log_n(train_length=16)",
+    "ssmax",
+    "sigmoid",
+    "entmax",
+    "asentmax",
+    "cosformer",
+    "taylor",
+)
+PRESETS = {
+    "smoke": Preset(
+        variants=EVERY,
+        seeds=1,
+        lengths=(16, 64, 256),
+        settings=Settings(steps=200, test_sequences=500),
+    ),
+    "quick": Preset(
+        variants=_QUICK,
+        seeds=3,
+        lengths=tuple(2**i for i in range(4, 13)),
+        settings=Settings(steps=2000),
+    ),
+    "paper": Preset(
+        variants=_QUICK,
+        seeds=10,
+        lengths=tuple(2**i for i in range(4, 15)),
+        settings=Settings(steps=10000),
+    ),
+}
+
+# As the project quotes it; its values at 32, 128 and 8192 are second-hand.
+PUBLISHED = Published(
+    title="Accuracy, %, beside Table 1 of arXiv:2410.01104 (ten seeds; ? = quoted second-hand)",
+    lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+    second_hand=(32, 128, 8192),
+    rows={
+        "softmax": (98.6, 97.1, 94.3, 89.7, 81.3, 70.1, 53.8, 35.7, 22.6, 15.7, 12.4),
+        "softmax->adaptive_temperature": (
+            98.6, 97.1, 94.5, 89.9, 82.1, 72.5, 57.7, 39.4, 24.9, 17.5, 14.0,
+        ),
+    },
+)  # fmt: skip
+
+
+def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
+    """The first word of a sequence is its query, each further one an item.
+
+    The upper 24 bits are rho (exact in fp32, so that the label is the argmax of what the model
+    sees), the lower 32 the class.
+    """
+    raw = words(seed, split, length, start, stop, length + 1)
+    uniform = torch.from_numpy(np.ascontiguousarray(uniforms(raw)))
+    return Batch(
+        features=uniform[:, 1:, None].contiguous(),
+        classes=torch.from_numpy(integers(raw[:, 1:], CLASSES)),
+        query=uniform[:, :1].contiguous(),
+        closeness=uniform[:, 1:].contiguous(),
+    )
+
+
+TASK = Retrieval(
+    name="max-retrieval",
+    about="Find the item with the largest value among n, and say its class: the values crowd as n "
+    "grows, so the gap between the best score and the next shrinks (Veličković et al. 2024, "
+    "arXiv:2410.01104).",
+    generator=f"{GENERATOR}, max 1",
+    draw=draw,
+    sizes=(1, 1),
+    presets=PRESETS,
+    published=PUBLISHED,
+)

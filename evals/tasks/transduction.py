@@ -1,0 +1,97 @@
+"""Copy, reverse, sort: read L symbols, then say them again, in their order, backwards or sorted.
+
+A sequence is L symbols, a mark, and the L symbols of the answer (2 L + 1 tokens), of which each is
+asked for at the token before it. ``exact`` counts a sequence as right if every symbol of its answer
+is: the true answer stands in the input, which makes no difference, since a decoder that feeds back
+its own tokens is right throughout just when it is right after each true prefix (tasks as in
+Vasylenko et al. 2025, arXiv:2506.16640: training up to 64, tests at 2 to 64 times that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from evals.draws import GENERATOR, integers, words
+from evals.sequence import ACCURACY, LOSS, Batch, Sequence, Settings, answers, right
+from evals.task import EVERY, QUICK, Figures, Metric, Preset
+
+SYMBOLS = 32
+MARK = SYMBOLS
+
+
+def draw(
+    transform: Callable[[np.ndarray], np.ndarray],
+    seed: int, split: str, length: int, start: int, stop: int, settings: Any,
+) -> Batch:  # fmt: skip
+    """Words: one per symbol."""
+    symbols = integers(words(seed, split, length, start, stop, length), SYMBOLS)
+    said = transform(symbols)
+    mark = np.full((len(symbols), 1), MARK)
+    tokens = np.concatenate([symbols, mark, said], axis=1)
+    wanted = np.full_like(tokens, -1)
+    wanted[:, length:-1] = said
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(wanted))
+
+
+def read(logits: torch.Tensor, batch: Batch) -> Figures:
+    """Exact match beside accuracy and loss."""
+    per_sequence = right(logits, batch).reshape(len(batch.tokens), -1)
+    exact = (per_sequence.amin(dim=-1) == 1).double() + 0 * per_sequence.sum(dim=-1)
+    found = answers(logits, batch)
+    return Figures({"exact": exact, **found.metrics})
+
+
+PRESETS = {
+    "smoke": Preset(
+        variants=EVERY,
+        seeds=1,
+        lengths=(16, 32, 64),
+        positions=("rope",),
+        settings=Settings(
+            steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
+        ),
+    ),
+    "quick": Preset(
+        variants=QUICK,
+        seeds=3,
+        lengths=(16, 32, 64, 128),
+        positions=("rope",),
+        settings=Settings(steps=3000, batch=32, train_shortest=4, train_longest=16),
+    ),
+    "paper": Preset(
+        variants=QUICK,
+        seeds=3,
+        lengths=tuple(64 * 2**i for i in range(7)),
+        positions=("none", "rope", "p-rope", "alibi"),
+        settings=Settings(
+            steps=30000, batch=128, width=256, heads=4, depth=4, learning_rate=3e-4,
+            train_shortest=1, train_longest=64, test_items=2**20,
+        ),
+    ),
+}  # fmt: skip
+
+
+def _task(name: str, words_: str, transform: Callable[[np.ndarray], np.ndarray]) -> Sequence:
+    return Sequence(
+        name=name,
+        about=f"Read symbols and say them again{words_}; the score is the share of sequences of "
+        "which every symbol is right.",
+        generator=f"{GENERATOR}, {name} 1",
+        draw=partial(draw, transform),
+        vocabulary=lambda settings: SYMBOLS + 1,
+        guess=lambda settings: float(SYMBOLS) ** -settings.train_longest,
+        presets=PRESETS,
+        size=lambda length: 2 * length + 1,
+        read=read,
+        metrics=(Metric("exact", "Exact match, %", 100, 1), ACCURACY, LOSS),
+    )
+
+
+COPY = _task("copy", "", lambda symbols: symbols)
+REVERSE = _task("reverse", ", the last one first", lambda symbols: symbols[:, ::-1])
+SORT = _task("sort", " in ascending order", lambda symbols: np.sort(symbols, axis=1))
