@@ -1,10 +1,11 @@
-# make eval    max retrieval over the variants; PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
+# make eval    max retrieval over the variants; TASK=all|…, PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
 # make test    the tests
 # make check   formatting, lint and types
 # make readme  rewrites the generated parts of README.md
 # Each makes .venv first if it is missing or older than pyproject.toml or constraints.txt.
 
 PYTHON ?= python3
+TASK ?= max-retrieval
 PRESET ?= quick
 OUT ?=
 ARGS ?=
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.installed
 .PHONY: eval test check format readme clean
 
 eval: $(STAMP)
-	$(BIN)/python -m evals max-retrieval --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
+	$(BIN)/python -m evals $(TASK) --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)

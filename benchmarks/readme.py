@@ -1,5 +1,5 @@
-"""Rewrites what README.md has from elsewhere: the variants' table from the registry, and the
-kernels' from the results of GPUs in benchmarks/results."""
+"""Rewrites what README.md has from elsewhere: the variants' table from the registry, the kernels'
+from the results of GPUs in benchmarks/results, the evals' from the summaries in docs/evals."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import attnzoo
 from benchmarks.cases import Case
 from benchmarks.kernels_table import kernels_table
 from evals.cells import Refused
+from evals.readme import scores, tasks_table
 
 README = Path(__file__).parent.parent / "README.md"
 # At this length every form has a candidate, and the example of a linear cost is a common width.
@@ -103,4 +104,9 @@ def cost(form: attnzoo.Pairwise | attnzoo.Linear) -> str:
     return "N²·D"
 
 
-BLOCKS = {"variants": variants_table, "kernels": kernels_table}
+BLOCKS = {
+    "variants": variants_table,
+    "kernels": kernels_table,
+    "tasks": tasks_table,
+    "evals": scores,
+}

@@ -1,11 +1,14 @@
-"""Evals of attention normalizers: ``python -m evals laws`` and ``python -m evals max-retrieval``.
+"""Evals of attention normalizers: does it hold up as the length grows?
 
-A task is one module (`max_retrieval`): its settings and presets, its data, its model, ``train`` and
-``evaluate``. All else serves every task:
+A task is one file in ``tasks``, of one of two families: `retrieval` (one head over a set of items)
+and `sequence` (a small transformer over tokens). All else serves every task:
 
-    cells     specs such as a->b(x=1), their checks, the identity of a cell
-    study     one run: options, plan, what is missing, results
-    jobs      one training with its tests;  pool  the processes that run them
-    training  the optimizer and its schedule;  metrics  what is measured on weights
-    store     rows.jsonl;  summary, tables, plots, report  what is shown of it
+    task      what a task is;  draws  numbers that depend on (seed, split, length, index) alone
+    task      what a task is;  draws  numbers from (seed, split, length, index) alone
+    run       one run of studies;  jobs  one training with its tests;  pool  who runs them
+    training  the optimizer, its schedule, the tests;  metrics, heads  what is measured
+    store     rows;  summary  estimates over seeds;  tables, plots, report  what is shown of them
+    compare   two results;  readme  the README's tables;  loggers  TensorBoard and wandb
+    laws      closed forms;  theory  what they say of trained heads;  ranks  what rank can tell
+    sharpness pretrained models
 """

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from evals import laws, sharpness
+from evals import compare, laws, ranks, results, sharpness
 from evals.cells import Refused
 from evals.options import add_arguments, gather
 from evals.run import run
+from evals.study import load_plugins
 from evals.task import NOTES
 from evals.tasks import TASKS
 
@@ -23,11 +24,27 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     everything = commands.add_parser(ALL, help="every task, and one report of all")
     add_arguments(everything, tuple(NOTES), "results/PRESET")
+    words = f"also run {sharpness.NAME} on a pretrained model, with --text"
+    everything.add_argument("--model", metavar="PATH_OR_NAME", help=words)
+    everything.add_argument("--text", type=Path, metavar="FILE", help="what --model reads")
     for name, task in TASKS.items():
         one = commands.add_parser(name, help=task.about.split(";")[0].split(":")[0])
         add_arguments(one, tuple(NOTES), "results/PRESET")
+    page = commands.add_parser("report", help="one HTML page of results that are there")
+    page.add_argument("folders", type=Path, nargs="+", metavar="DIR")
+    page.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first")
+    page.add_argument("--plugin", type=Path, metavar="FILE.py", help="whose variants are in it")
+    versus = commands.add_parser("compare", help="what B gained on A, paired by seed")
+    versus.add_argument("a", type=Path, metavar="A")
+    versus.add_argument("b", type=Path, metavar="B")
+    words = "exit 1 where a gain is below X points, or missing; -1 lets a point be lost"
+    versus.add_argument("--fail-below", type=float, metavar="X", help=words)
     law = commands.add_parser("laws", help="closed forms against measurement; exit 1 on deviation")
     law.add_argument("--out", type=Path, help="folder for laws.csv and laws.png")
+    law.add_argument("--plugin", type=Path, metavar="FILE.py", help="a file with more variants")
+    rank = commands.add_parser("ranks", help="ranks of attention and of mixtures of softmaxes")
+    rank.add_argument("--out", type=Path, help="folder for ranks.csv")
+    rank.add_argument("--seed", type=int, default=0)
     sharpness.add_parser(commands)
     return top
 
@@ -37,14 +54,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     try:
         if given.command == "laws":
-            return laws.main(given.out)
+            return laws.command(given.out, given.plugin)
+        if given.command == "ranks":
+            return ranks.main(given.out, given.seed)
         if given.command == sharpness.NAME:
             return sharpness.main(given)
+        if given.command == "report":
+            load_plugins(given.plugin)
+            return results.main(given.folders, given.out)
+        if given.command == "compare":
+            return compare.main(given.a, given.b, given.fail_below)
         names = list(TASKS) if given.command == ALL else [given.command]
+        pretrained = [vars(given).pop(name, None) for name in ("model", "text")]
+        if pretrained.count(None) == 1:
+            raise Refused("--model and --text go together")
+        if pretrained[1] is not None and not pretrained[1].is_file():
+            raise Refused(f"--text: there is no file {pretrained[1]}")
         options = gather(given, names, list(TASKS))
         shared = options[names[0]]
         out = shared.out or Path("results") / shared.preset
-        return run([TASKS[name] for name in names], options, out)
+        status = run([TASKS[name] for name in names], options, out)
+        if pretrained[0] is not None and not shared.dry_run:
+            model, text = map(str, pretrained)
+            line = [sharpness.NAME, "--model", model, "--text", text]
+            line += ["--out", str(out / sharpness.NAME)]
+            return max(status, sharpness.main(parser().parse_args(line)))
+        return status
     except Refused as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from evals.jobs import Job, lean_arithmetic
 from evals.tasks import TASKS
@@ -31,14 +32,16 @@ def seconds(job: Job, device: str) -> float:
         train_longest=middle,
         batch=settings.share(middle),
     )
-    spent = []
-    for _ in range(2):  # the first one also compiles and allocates
+
+    def trained() -> tuple[nn.Module, float]:
         began = time.process_time()
         model = train(
             task, job.variant, job.positions, job.seed, few, device, lambda step, loss, part: None
         )
-        spent.append(time.process_time() - began)
-    total = min(spent) / STEPS * settings.steps
+        return model, time.process_time() - began
+
+    first, (model, second) = trained()[1], trained()  # the first one also allocates
+    total = min(first, second) / STEPS * settings.steps
     for length, tests in job.tests.items():
         count = settings.sequences(length)
         chunk = min(count, max(1, CHUNK_ITEMS // task.tokens(length)))
@@ -65,5 +68,7 @@ def show(run: Run) -> None:
         print(f"  {job}: {rows} rows, about {known[kind]:.0f} s")
         total += known[kind]
     workers = max(1, min(run.workers, len(run.jobs)))
-    print(f"about {total / workers / 60:.1f} minutes on {workers} worker(s), measured here by "
-          f"{STEPS} steps and a chunk of each test; models that are there already cost less")  # fmt: skip
+    print(
+        f"about {total / workers / 60:.1f} minutes on {workers} worker(s), by {STEPS} steps and a "
+        "chunk of each test timed here; models that are there already cost less"
+    )

@@ -127,7 +127,9 @@ def measure(
     z = soft.log() + lse[..., None]
     seen = soft > 0
     n = seen.sum(-1).clamp(min=2)
-    p = w.abs() / w.abs().sum(-1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
+    total = w.abs().sum(-1)
+    any_weight = total > 0
+    p = w.abs() / total.masked_fill(~any_weight, 1.0)[..., None]
     keys = F.normalize(k[:, :, -MOST_KEYS:], dim=-1)
     count = keys.shape[2]
     cosine = (keys.sum(2).square().sum(-1) - keys.square().sum((2, 3))) / (count * (count - 1))
@@ -136,7 +138,7 @@ def measure(
     found = {
         "peak": w.amax(-1),
         "entropy": -torch.special.xlogy(p, p).sum(-1) / n.log(),
-        "n_eff": 1 / p.square().sum(-1).clamp(min=torch.finfo(p.dtype).tiny),
+        "n_eff": any_weight / p.square().sum(-1).masked_fill(~any_weight, 1.0),
         "mass": w.sum(-1),
         "range": z.masked_fill(~seen, -math.inf).amax(-1) - z.masked_fill(~seen, math.inf).amin(-1),
         "alignment": cosine[..., None].expand_as(lengths),
@@ -163,8 +165,8 @@ def jacobian_norm(scores: Tensor, variant: str, params: dict[str, Any]) -> Tenso
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         n = len(scores)
         z = scores.double().expand(n, n).clone().requires_grad_()
-        one = torch.ones(n, 1, 1, 1, dtype=z.dtype)
+        one = z.new_ones(n, 1, 1, 1)
         k = z[:, None, :, None]
         w = attnzoo.attention_weights(one, k, k, variant, scale=1.0, **params)
-        (jacobian,) = torch.autograd.grad(w[:, 0, 0], z, torch.eye(n, dtype=z.dtype))
+        (jacobian,) = torch.autograd.grad(w[:, 0, 0], z, torch.eye(n).to(z))
     return torch.linalg.matrix_norm(jacobian, 2)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,8 +66,8 @@ Emit = Callable[[Message], None]
 NO_FACTS: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what was never trained
 
 
-def load_plugin(path: Path) -> None:
-    """Import a file that registers variants.
+def load_plugin(path: Path) -> ModuleType:
+    """Import a file that registers variants, and may have LAWS of theirs (`evals.laws.Law`).
 
     Raises:
         Refused: there is no such file, or importing it fails.
@@ -79,6 +80,7 @@ def load_plugin(path: Path) -> None:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a stranger's file may raise, named and passed on
         raise Refused(f"--plugin {path}: {type(error).__name__}: {error}") from error
+    return module
 
 
 # -------------------------------------------------------------------------------- inside a job

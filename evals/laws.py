@@ -1,9 +1,12 @@
-"""The closed forms of each normalizer's largest weight as n grows, against measurement in fp64.
+"""The closed forms of `evals.closed_forms` against measurement in fp64, as n grows.
 
 Fixed gap: one key at Δ, n − 1 keys at 0. The forms are exact; a relative deviation above 1e-6
 fails. Shrinking gap: z_j = κ(j + ½)/n for j = 0 … n − 1, κ = 8: keys that crowd as random draws do.
 The forms are leading terms for n → ∞; more than 5 % off at n ≥ 1024 fails. Entmax's holds only
-while its support is below n. Sigmoid looks at one key at a time: that gap has no law for it.
+while its support is below n. The Jacobian's 2-norm at n scores of 0 is exact, and held to 1e-6.
+
+A variant without closed forms is measured on the same scores; a plugin may state its own as
+``LAWS``, a tuple of `Law`, and is held to them.
 """
 
 from __future__ import annotations
@@ -12,143 +15,55 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import attnzoo
+from evals.cells import Refused, VariantCall, complete
+from evals.closed_forms import LAWS, Law
+from evals.heads import jacobian_norm
+from evals.jobs import lean_arithmetic, load_plugin
 from evals.store import write_whole
 from evals.tables import Table
 
 LENGTHS = tuple(2**i for i in range(4, 17))
+JACOBIAN_LENGTHS = (16, 64, 256)
 GAPS = (0.5, 1.0, 1.5, 3.0, 6.0)
 KAPPA = 8.0
-FIXED_TOLERANCE = 1e-6
+EXACT_TOLERANCE = 1e-6
 SHRINKING_TOLERANCE = 0.05
 SHRINKING_FROM = 1024  # the leading term is held to its tolerance from this n on
-
-
-@dataclass(frozen=True)
-class Law:
-    """A variant with the closed forms of its largest weight.
-
-    fixed(n, Δ) is exact; shrinking(n, κ) is the leading term for n → ∞; holds(n, κ) says whether n
-    is large enough for it to mean anything.
-    """
-
-    variant: str
-    params: dict[str, Any] = field(default_factory=dict)
-    fixed: Callable[[int, float], float] | None = None
-    shrinking: Callable[[int, float], float] | None = None
-    holds: Callable[[int, float], bool] = lambda n, kappa: True
-
-    def __str__(self) -> str:
-        inside = ", ".join(f"{name}={value}" for name, value in self.params.items())
-        return f"{self.variant}({inside})" if inside else self.variant
-
-
-# ----------------------------------------------------------------------------- the closed forms
-
-
-def softmax_fixed(n: int, gap: float) -> float:
-    """1 / (1 + (n − 1) e^{−Δ}) → 0, as e^Δ / n."""
-    return 1 / (1 + (n - 1) * math.exp(-gap))
-
-
-def softmax_shrinking(n: int, kappa: float) -> float:
-    """κ / (n (1 − e^{−κ})); the grid's sum itself is (1 − e^{−κ/n}) / (1 − e^{−κ})."""
-    return kappa / (n * (1 - math.exp(-kappa)))
-
-
-def with_log_gain(form: Callable[[int, float], float], s: float) -> Callable[[int, float], float]:
-    """A softmax law under the gain s log n: Δ and κ become s log n times as large.
-
-    Fixed: 1 / (1 + (n − 1) n^{−sΔ}) → 1 iff sΔ > 1. Shrinking: sκ log n / (n (1 − n^{−sκ})).
-    """
-    return lambda n, size: form(n, s * math.log(n) * size)
-
-
-def sparsemax_fixed(n: int, gap: float) -> float:
-    """1 if Δ ≥ 1, else (1 + (n − 1)Δ) / n → Δ."""
-    return 1.0 if gap >= 1 else (1 + (n - 1) * gap) / n
-
-
-def entmax15_fixed(n: int, gap: float) -> float:
-    """1 if Δ ≥ 2, else (a + u)², a = Δ/2, u = (−a + √(a² + n(1 − a²))) / n → Δ²/4."""
-    a = gap / 2
-    return 1.0 if a >= 1 else (a + (math.sqrt(a * a + n * (1 - a * a)) - a) / n) ** 2
-
-
-def entmax_shrinking(alpha: float) -> Callable[[int, float], float]:
-    """(ακ/n)^{1/α}: the sum over the grid as an integral, n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
-
-    The integral leaves out half of the top key, so that the next term is −p/(2α) of it.
-    """
-    return lambda n, kappa: (alpha * kappa / n) ** (1 / alpha)
-
-
-def entmax_support_below(alpha: float) -> Callable[[int, float], bool]:
-    """Whether the support n p^{α−1} / ((α−1)κ) that the law implies is below n."""
-
-    def holds(n: int, kappa: float) -> bool:
-        return entmax_shrinking(alpha)(n, kappa) ** (alpha - 1) < (alpha - 1) * kappa
-
-    return holds
-
-
-def sigmoid_fixed(n: int, gap: float) -> float:
-    """1 / (1 + n e^{−Δ}) with b = −log n → 0."""
-    return 1 / (1 + n * math.exp(-gap))
-
-
-LAWS = (
-    Law("softmax", {}, softmax_fixed, softmax_shrinking),
-    Law(
-        "ssmax",
-        {"s": 0.43},
-        with_log_gain(softmax_fixed, 0.43),
-        with_log_gain(softmax_shrinking, 0.43),
-    ),
-    Law(
-        "log_n",
-        {"train_length": 16},
-        with_log_gain(softmax_fixed, 1 / math.log(16)),
-        with_log_gain(softmax_shrinking, 1 / math.log(16)),
-    ),
-    Law("sparsemax", {}, sparsemax_fixed, entmax_shrinking(2.0), entmax_support_below(2.0)),
-    Law("entmax", {}, entmax15_fixed, entmax_shrinking(1.5), entmax_support_below(1.5)),
-    Law(
-        "entmax",
-        {"alpha": 1.25},
-        None,
-        entmax_shrinking(1.25),
-        entmax_support_below(1.25),
-    ),
-    Law("sigmoid", {}, sigmoid_fixed),
-)
 
 
 # ------------------------------------------------------------------------------- measurement
 
 
-def top_weight(scores: torch.Tensor, law: Law) -> float:
-    """The largest weight that a variant gives to these scores (n,), in fp64."""
-    k = scores.double()[None, None, :, None]
-    weights = attnzoo.attention_weights(
-        torch.ones(1, 1, 1, 1, dtype=torch.float64), k, k, law.variant, scale=1.0, **law.params
-    )
-    return weights.max().item()
+def top_weights(scores: Tensor, variant: str, params: Mapping[str, Any]) -> Tensor:
+    """The largest weights (B, H) that a variant gives to scores (B, H, n), in fp64.
+
+    A parameter is a number, or a tensor (H,).
+    """
+    k = scores.double()[..., None]
+    q = torch.ones(*k.shape[:2], 1, 1, dtype=k.dtype)
+    return attnzoo.attention_weights(q, k, k, variant, scale=1.0, **params).amax((-2, -1))
 
 
-def fixed_scores(n: int, gap: float) -> torch.Tensor:
+def top_weight(scores: Tensor, law: Law) -> float:
+    """The largest weight that a law's variant gives to scores (n,)."""
+    return top_weights(scores[None, None], law.variant, law.params).item()
+
+
+def fixed_scores(n: int, gap: float) -> Tensor:
     """One key at Δ, the others at 0."""
     return torch.zeros(n, dtype=torch.float64).index_fill_(0, torch.tensor([n // 2]), gap)
 
 
-def shrinking_scores(n: int, kappa: float) -> torch.Tensor:
+def shrinking_scores(n: int, kappa: float) -> Tensor:
     """κ(j + ½)/n, j = 0 … n − 1."""
     return kappa * (torch.arange(n, dtype=torch.float64) + 0.5) / n
 
@@ -157,7 +72,7 @@ def shrinking_scores(n: int, kappa: float) -> torch.Tensor:
 class Point:
     """One comparison; held says whether its tolerance counts."""
 
-    gap: str  # "fixed" or "shrinking"
+    gap: str  # "fixed", "shrinking" or "uniform"
     size: float  # Δ or κ
     law: Law
     n: int
@@ -169,6 +84,8 @@ class Point:
     @property
     def deviation(self) -> float:
         """|measured / predicted − 1|."""
+        if self.predicted == 0:
+            return 0.0 if self.measured == 0 else math.inf
         return abs(self.measured / self.predicted - 1)
 
     @property
@@ -177,18 +94,23 @@ class Point:
 
 
 def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> list[Point]:
-    """Every law at every n, for each Δ and for κ."""
+    """Every law at every n: for each Δ, for κ, and of the Jacobian."""
     points = []
     for law in laws:
         if law.fixed is not None:
             for gap, n in itertools.product(GAPS, lengths):
                 found = law.fixed(n, gap), top_weight(fixed_scores(n, gap), law)
-                points.append(Point("fixed", gap, law, n, *found, FIXED_TOLERANCE, True))
+                points.append(Point("fixed", gap, law, n, *found, EXACT_TOLERANCE, True))
         if law.shrinking is not None:
             for n in lengths:
                 found = law.shrinking(n, KAPPA), top_weight(shrinking_scores(n, KAPPA), law)
                 held = n >= SHRINKING_FROM and law.holds(n, KAPPA)
                 points.append(Point("shrinking", KAPPA, law, n, *found, SHRINKING_TOLERANCE, held))
+        if law.uniform is not None:
+            for n in JACOBIAN_LENGTHS:
+                norm = jacobian_norm(torch.zeros(n), law.variant, law.params).item()
+                found = law.uniform(n), norm
+                points.append(Point("uniform", 0.0, law, n, *found, EXACT_TOLERANCE, True))
     return points
 
 
@@ -221,14 +143,28 @@ def _shrinking_table(law: Law, points: list[Point]) -> Table:
     return Table(title, ["n", "measured", "law", "off", "not held to it"], rows)
 
 
+def _jacobian_table(points: list[Point]) -> Table:
+    """All laws, a pair of columns per n."""
+    header = ["", *(text for n in JACOBIAN_LENGTHS for text in (f"n={n}", "law")), "worst"]
+    rows = []
+    for name in dict.fromkeys(str(point.law) for point in points):
+        mine = [point for point in points if str(point.law) == name]
+        pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
+        rows.append([name, *pairs, f"{max(point.deviation for point in mine):.0e}"])
+    title = "Jacobian at n scores of 0, ‖∂w/∂z‖₂ (exact; entmax-α: n^(α−2), softmax is α = 1)"
+    return Table(title, header, rows)
+
+
 def tables(points: list[Point]) -> list[Table]:
-    """One table per law and gap."""
+    """One table per law and gap, and one of all Jacobians."""
     found = []
     for make, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking")):
         for name in dict.fromkeys(str(point.law) for point in points):
             mine = [p for p in points if str(p.law) == name and p.gap == gap]
             if mine:
                 found.append(make(mine[0].law, mine))
+    if uniform := [point for point in points if point.gap == "uniform"]:
+        found.append(_jacobian_table(uniform))
     return found
 
 
@@ -245,11 +181,106 @@ def csv_text(points: list[Point]) -> str:
     return file.getvalue()
 
 
-def main(out: Path | None = None, laws: Sequence[Law] = LAWS) -> int:
-    """Measure, print and, with ``out``, write laws.csv and laws.png; 1 if a law is broken."""
-    points = measure(laws)
-    for table in tables(points):
-        print(f"{table.text()}\n")
+# ------------------------------------------------------------------- variants without a law
+
+
+def growth(lengths: Sequence[int], values: Sequence[float]) -> float | None:
+    """The exponent g of a value ∝ n^g, between the two largest n; None where one is not > 0."""
+    (n1, n2), (v1, v2) = lengths[-2:], values[-2:]
+    return math.log(v2 / v1) / math.log(n2 / n1) if v1 > 0 and v2 > 0 else None
+
+
+def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Table:
+    """What a variant without closed forms gives: largest weights, Jacobian norm, their growth.
+
+    Raises:
+        ValueError, TypeError: the variant refuses such a call.
+    """
+    columns = {
+        f"Δ={gap:g}": [
+            top_weights(fixed_scores(n, gap)[None, None], variant.name, variant.params).item()
+            for n in lengths
+        ]
+        for gap in GAPS
+    }
+    columns[f"κ={KAPPA:g}"] = [
+        top_weights(shrinking_scores(n, KAPPA)[None, None], variant.name, variant.params).item()
+        for n in lengths
+    ]
+    norms = {
+        n: jacobian_norm(torch.zeros(n), variant.name, variant.params).item()
+        for n in JACOBIAN_LENGTHS
+    }
+    rows = [
+        [
+            str(n),
+            *(f"{values[i]:.6f}" for values in columns.values()),
+            f"{norms[n]:.6f}" if n in norms else "",
+        ]
+        for i, n in enumerate(lengths)
+    ]
+    slopes = [growth(lengths, values) for values in columns.values()]
+    slopes.append(growth(list(norms), list(norms.values())))
+    rows.append(["growth", *("—" if slope is None else f"{slope:.3f}" for slope in slopes)])
+    title = (
+        f"{variant}: no closed form, measured. One key at Δ, the others at 0; keys at κ(j + ½)/n; "
+        "‖∂w/∂z‖₂ at n scores of 0; growth: the exponent in n between the two largest n"
+    )
+    return Table(title, ["n", *columns, "Jacobian"], rows)
+
+
+def _print_measured(variant: VariantCall) -> None:
+    try:
+        print(f"{measured_table(variant).text()}\n")
+    except (ValueError, TypeError, RuntimeError) as error:
+        print(f"{variant}: no closed form, and it refuses these scores: {error}\n")
+
+
+def without_law(laws: Sequence[Law]) -> list[VariantCall]:
+    """All registered variants that no law is of, with what they require."""
+    lawful = {law.variant for law in laws}
+    names = [name for name in sorted(attnzoo.list_variants()) if name not in lawful]
+    return [complete(VariantCall(name), max(LENGTHS)) for name in names]
+
+
+def stated(module: object) -> tuple[Law, ...]:
+    """The laws that a plugin states as ``LAWS``; none if it states none.
+
+    Raises:
+        Refused: they are no tuple of `Law`, or of a variant that is not registered.
+    """
+    laws = getattr(module, "LAWS", ())
+    if not isinstance(laws, tuple | list) or not all(isinstance(law, Law) for law in laws):
+        raise Refused(f"a plugin's LAWS must be a tuple of evals.laws.Law, got {laws!r}")
+    for law in laws:
+        if law.variant not in attnzoo.list_variants():
+            raise Refused(f"a plugin's LAWS: there is no variant {law.variant!r}")
+    return tuple(laws)
+
+
+# ------------------------------------------------------------------------------------ command
+
+
+def command(out: Path | None = None, plugin: Path | None = None) -> int:
+    """``laws [--out DIR] [--plugin FILE.py]``: all laws, a plugin's too, and who has none."""
+    module = None if plugin is None else load_plugin(plugin)
+    laws = (*LAWS, *stated(module))
+    return main(out, laws, without_law(laws))
+
+
+def main(
+    out: Path | None = None, laws: Sequence[Law] = LAWS, variants: Sequence[VariantCall] = ()
+) -> int:
+    """Measure, print and, with ``out``, write laws.csv and laws.png; 1 if a law is broken.
+
+    ``variants``: those without closed forms, which are measured and held to nothing.
+    """
+    with lean_arithmetic():
+        points = measure(laws)
+        for table in tables(points):
+            print(f"{table.text()}\n")
+        for variant in variants:
+            _print_measured(variant)
     if out is not None:
         from evals.plots import laws_plot, png
 
@@ -258,8 +289,9 @@ def main(out: Path | None = None, laws: Sequence[Law] = LAWS) -> int:
         print(f"written: {out}/laws.csv, laws.png")
     failed = [point for point in points if point.failed]
     for p in failed:
+        at = "Jacobian at equal scores" if p.gap == "uniform" else f"{p.gap} gap {p.size:g}"
         print(
-            f"broken: {p.law}, {p.gap} gap {p.size:g}, n = {p.n}: measured {p.measured:.8g}, "
+            f"broken: {p.law}, {at}, n = {p.n}: measured {p.measured:.8g}, "
             f"law {p.predicted:.8g}, off by {p.deviation:.2g} (allowed {p.tolerance:g})"
         )
     held = sum(point.held for point in points)

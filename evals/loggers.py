@@ -6,6 +6,7 @@ A run is one training with its tests: its loss by step, and each metric with the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,9 +50,7 @@ class Wandb:
     """
 
     def __init__(self, out: Path) -> None:
-        import wandb
-
-        self._wandb, self._out = wandb, out
+        self._wandb, self._out = import_module("wandb"), out
         self._runs: dict[str, Any] = {}
 
     def scalar(self, run: str, name: str, value: float, step: int) -> None:

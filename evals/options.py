@@ -8,11 +8,19 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from evals.cells import Refused, split_list
 
 LOGGERS = ("tensorboard", "wandb")
+
+
+class Shard(NamedTuple):
+    """The index-th of count parts; local_rank is torchrun's, of a process among those of a host."""
+
+    index: int = 0
+    count: int = 1
+    local_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Options:
     settings: Mapping[str, Any] = field(default_factory=dict)
     plugin: Path | None = None
     workers: int | None = None
-    shard: tuple[int, int] = (0, 1)
+    shard: Shard = Shard()
     out: Path | None = None
     device: str = "cpu"
     log: Sequence[str] = ()
@@ -60,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where
     add("--plugin", type=Path, metavar="FILE.py", help="a file that registers variants")
     add("--workers", type=int, help="processes (default: one per core or GPU; 0: none)")
     add("--shard", type=_shard, metavar="I/N",
-        help="the I-th of N parts, from 0; env: as torchrun or a SLURM array say")  # fmt: skip
+        help="the I-th of N parts, from 0; env: as torchrun or a SLURM array say; under torchrun "
+        "--device cuda is then each process's own GPU")  # fmt: skip
     add("--out", type=Path, help=f"results folder (default: {where})")
     add("--device", help="cpu, cuda or cuda:N")
     add("--log", type=split_list, help=f"loggers: {', '.join(LOGGERS)} (default: none)")
@@ -87,9 +96,11 @@ def _setting(text: str) -> tuple[str, Any]:
         return name.strip(), value.strip()
 
 
-def _shard(text: str) -> tuple[int, int]:
+def _shard(text: str) -> Shard:
     """I/N; "env" asks torchrun's RANK and WORLD_SIZE, then a SLURM array's."""
+    local_rank = None
     if text == "env":
+        local_rank = os.environ.get("LOCAL_RANK")
         pairs = (
             ("RANK", "WORLD_SIZE", "0"),
             ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
@@ -106,7 +117,7 @@ def _shard(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     if not index.isdigit() or not count.isdigit() or not int(index) < int(count):
         raise argparse.ArgumentTypeError(f"expected I/N with 0 <= I < N, or env, got {text!r}")
-    return int(index), int(count)
+    return Shard(int(index), int(count), None if local_rank is None else int(local_rank))
 
 
 def gather(
@@ -129,8 +140,19 @@ def gather(
         for layer in (shared, file.get(task, {}), line):
             settings = {**options.settings, **layer.get("settings", {})}
             options = replace(options, **{**layer, "settings": settings})
-        found[task] = options
+        found[task] = _of_rank(options)
     return found
+
+
+def _of_rank(options: Options) -> Options:
+    """Under torchrun a process has one GPU, or one worker, unless it is said otherwise."""
+    rank = options.shard.local_rank
+    if rank is None:
+        return options
+    device = f"cuda:{rank}" if options.device == "cuda" else options.device
+    return replace(
+        options, device=device, workers=1 if options.workers is None else options.workers
+    )
 
 
 def _read(path: Path, tasks: Sequence[str]) -> dict[str, Any]:

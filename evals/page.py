@@ -15,7 +15,7 @@ body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
 h1 { font-size: 1.75rem; line-height: 1.2; font-weight: 650; margin: 0 0 .4rem; }
 h2 { font-size: 1.4rem; line-height: 1.25; font-weight: 650; margin: 0 0 .5rem; }
 h3 { font-size: 1.02rem; font-weight: 650; margin: 2.2rem 0 .5rem; }
-p { margin: .4rem 0; } p, ul { max-width: 48rem; }
+p { margin: .4rem 0; } p, ul, summary { max-width: 48rem; }
 a { color: var(--blue); text-decoration-thickness: 1px; text-underline-offset: .15em; }
 section { border-top: 2px solid var(--ink); margin-top: 4rem; padding-top: 1.1rem; }
 .soft { color: var(--soft); font-size: .88rem; }
@@ -31,20 +31,20 @@ thead th { border-bottom: 1.5px solid var(--ink); vertical-align: bottom; font-w
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; z-index: 1;
                                  background: #fff; padding-left: 0; }
 tfoot td, tfoot th { color: var(--soft); border-bottom: 0; }
-td.text { text-align: left; } td small { display: block; color: var(--soft); font-size: .76rem; }
+.text { text-align: left; } td small { display: block; color: var(--soft); font-size: .9em; }
 td a { color: inherit; text-decoration-color: #b9b9b4; }
-td[style] { background: linear-gradient(to right, var(--tint) var(--part), transparent 0); }
+td[style] { background: linear-gradient(to right, var(--tint) var(--part), transparent 0)
+                        0 3px / 100% calc(100% - 6px) no-repeat; }
 tr:target > * { background: #fff4cf; } tr:hover > * { border-bottom-color: #8a8a85; }
 th button { font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer;
             text-align: inherit; }
 th button::after { content: "\\2195"; color: #b5b5b0; font-weight: 400; margin-left: .25rem; }
 th[aria-sort=descending] button::after { content: "\\2193"; color: var(--ink); }
 th[aria-sort=ascending] button::after { content: "\\2191"; color: var(--ink); }
-th small { display: block; font-weight: 400; color: var(--soft); font-size: .76rem; }
+th small { display: block; font-weight: 400; color: var(--soft); font-size: .9em; }
 :focus-visible { outline: 2px solid #0072B2; outline-offset: 2px; }
 details { margin: .2rem 0; max-width: 100%; }
 summary { cursor: pointer; font-size: .92rem; padding: .18rem 0; }
-details[open] > summary { font-weight: 600; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1.4rem; font-size: .86rem;
      margin: .4rem 0 1rem; font-variant-numeric: tabular-nums; }
 dt { color: var(--soft); } dd { margin: 0; }
@@ -54,7 +54,9 @@ figure { margin: .4rem 0 1rem; }
 .curves[hidden] { display: none; }
 .controls { grid-column: 1 / -1; display: flex; flex-wrap: wrap; gap: .4rem 1.2rem;
             font-size: .86rem; }
-.controls label { display: flex; gap: .4rem; align-items: center; max-width: 100%; }
+.controls label { display: flex; gap: .4rem; align-items: center; max-width: 100%;
+                  white-space: nowrap; }
+.to { white-space: nowrap; }
 select, .pick button { font: inherit; font-size: .86rem; color: inherit; background: #fff;
   border: 1px solid #a9a9a4; border-radius: 3px; padding: .12rem .4rem; max-width: 100%;
   min-width: 0; }
@@ -91,14 +93,14 @@ select, .pick button { font: inherit; font-size: .86rem; color: inherit; backgro
   .curves { grid-template-columns: minmax(0, 1fr); } .legend { max-height: none; }
   dl { grid-template-columns: minmax(0, 1fr); } dd { margin-bottom: .35rem; }
   th, td { padding: .32rem .5rem; }
-  th:first-child, td:first-child { max-width: 8.5rem; white-space: normal;
+  th:first-child, td:first-child { min-width: 8.5rem; white-space: normal;
                                    border-right: 1px solid var(--line); }
   .legend button { padding: .4rem .25rem; } summary { padding: .35rem 0; }
 }
 @media print {
   @page { size: A4 landscape; margin: 12mm; }
   * { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
-  body { max-width: none; padding: 0; font-size: 10pt; }
+  html { font-size: 10pt; } body { max-width: none; padding: 0; font-size: 1rem; }
   .controls, .pick, .rows, th button::after, .plot output, .plot .guide { display: none; }
   .wide, .legend { overflow: visible; max-height: none; }
   table { font-size: 7.6pt; } th, td { white-space: normal; padding: .15rem .3rem; }
@@ -147,7 +149,7 @@ function sortable(table) {
 function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((one) => one * power >= rough) * power, found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-9); k++) found.push(k * step);
+  for (let k = Math.ceil(low / step); k * step <= high; k++) found.push(k * step);
   return found;
 }
 
@@ -181,11 +183,10 @@ function curves(figure) {
   function draw() {
     const metric = data.metrics[metricPick.value], log = metric.log, factor = metric.factor;
     const width = svg.clientWidth || 720, height = Math.min(430, Math.max(280, width * 0.55));
-    const left = 46, right = width - 12, top = 20, bottom = height - 40;
+    const left = 46, right = width - 18, top = 20, bottom = height - 40;
     const values = data.series.filter((_, i) => shown(i))
       .flatMap((one) => one.values[metricPick.value]).filter((v) => v && (!log || v[0] > 0))
       .flatMap((v) => log ? [v[0]] : v).map((y) => y * factor);
-    if (metric.chance !== null && !(log && metric.chance <= 0)) values.push(metric.chance * factor);
     let low = Math.min(...values, Infinity), high = Math.max(...values, -Infinity);
     if (!values.length) [low, high] = log ? [0.1, 1] : [0, 1];
     if (log) [low, high] = [low / 1.4, high * 1.2];
@@ -195,17 +196,20 @@ function curves(figure) {
       high += (high - low || 1) * 0.05;
     }
     const lengths = data.lengths, log2 = Math.log2;
-    const first = log2(Math.min(lengths[0], data.train[1]) / 1.35), last = log2(lengths.at(-1) * 1.08);
-    const x = (n) => left + (right - left) * Math.min(1, Math.max(0, (log2(n) - first) / (last - first)));
+    const first = log2(Math.min(lengths[0], data.train[1]) / 1.35);
+    const span = log2(lengths.at(-1) * 1.08) - first, within = (p) => Math.min(1, Math.max(0, p));
+    const x = (n) => left + (right - left) * within((log2(n) - first) / span);
     const part = (y) => log ? Math.log(y / low) / Math.log(high / low) : (y - low) / (high - low);
-    const y = (value) => bottom - (bottom - top) * Math.min(1, Math.max(0, part(value)));
+    const y = (value) => bottom - (bottom - top) * within(part(value));
 
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.style.height = `${height}px`;
     add(svg, "rect", {class: "train", x: left, y: top, width: x(data.train[1]) - left,
                       height: bottom - top});
-    add(svg, "text", {x: left, y: top - 7}, `grey: n of training, ${data.train.join(" to ")}`);
+    const trained = [...new Set(data.train)].join(" to "), wide = width > 560;
+    const title = metric.title + (wide ? ` (grey: n of training, ${trained})` : "");
+    add(svg, "text", {x: left, y: top - 7}, title);
     for (const tick of log ? logTicks(low, high) : ticks(low, high, 5)) {
       add(svg, "line", {class: "grid", x1: left, x2: right, y1: y(tick), y2: y(tick)});
       add(svg, "text", {x: left - 6, y: y(tick) + 4, "text-anchor": "end"}, +tick.toPrecision(4));
@@ -215,29 +219,32 @@ function curves(figure) {
     for (const n of lengths) {
       const half = String(n).length * 3.6 + 3;
       add(svg, "line", {class: "axis", x1: x(n), x2: x(n), y1: bottom, y2: bottom + 4});
-      if (x(n) - half < free || x(n) + half > width) continue;
+      if (x(n) - half < free || x(n) + half > width + 3) continue;
       free = x(n) + half;
       add(svg, "text", {x: x(n), y: bottom + 17, "text-anchor": "middle"}, n);
     }
     add(svg, "text", {x: (left + right) / 2, y: height - 6, "text-anchor": "middle"},
         "length n (log scale)");
     spots = [];
+    const crowd = legend.filter((_, i) => shown(i)).length;
     data.series.forEach((one, i) => {
       if (!shown(i)) return;
       const found = one.values[metricPick.value].map((v, k) => v && (!log || v[0] > 0)
         && {i, k, v, x: x(lengths[k]), y: y(v[0] * factor)}).filter(Boolean);
       const group = add(svg, "g", {class: "series", "data-series": i});
       const banded = found.filter((p) => p.v.length > 1);
-      const edge = (p, e) => `${p.x},${y(p.v[e] * factor)}`;
-      if (banded.length > 1) add(group, "polygon", {fill: one.colour, opacity: 0.14,
-        points: [...banded.map((p) => edge(p, 2)), ...banded.reverse().map((p) => edge(p, 1))].join(" ")});
+      const edge = (e) => banded.map((p) => `${p.x},${y(p.v[e] * factor)}`);
+      const band = [...edge(1), ...edge(2).reverse()].join(" ");
+      const opacity = crowd > 6 ? 0.08 : 0.15;
+      if (banded.length > 1) add(group, "polygon", {fill: one.colour, opacity, points: band});
       add(group, "polyline", {points: found.map((p) => `${p.x},${p.y}`).join(" "), fill: "none",
         stroke: one.colour, "stroke-width": one.wide ? 2.4 : 1.6, "stroke-dasharray": one.dash});
       for (const p of found) add(group, "path", {d: one.marker, fill: one.colour, stroke: "#fff",
         "stroke-width": 0.8, transform: `translate(${p.x} ${p.y})`});
       spots.push(...found);
     });
-    if (metric.chance !== null && y(metric.chance * factor) <= bottom) {
+    const chance = metric.chance === null ? NaN : part(metric.chance * factor);
+    if (chance >= 0 && chance <= 1) {  // it may be far from all that was measured
       const at = y(metric.chance * factor), above = at < top + 18 ? 14 : -5;
       add(svg, "line", {class: "chance", x1: left, x2: right, y1: at, y2: at});
       add(svg, "text", {x: right, y: at + above, "text-anchor": "end"}, "chance");
@@ -257,8 +264,9 @@ function curves(figure) {
     });
     place = spot;
     light(spot ? spot.i : null);
-    said.textContent = spot ? `${data.series[spot.i].name}, n = ${n}: ${words(metric, spot.v)}` : "";
+    said.textContent = "";
     if (!spot) return;
+    said.textContent = `${data.series[spot.i].name}, n = ${n}: ${words(metric, spot.v)}`;
     const share = spot.x / width, below = spot.y < 60;
     said.style.left = `${100 * share}%`;
     said.style.top = `${spot.y + (below ? 12 : -12)}px`;
@@ -285,12 +293,13 @@ function curves(figure) {
   svg.addEventListener("blur", () => point(null));
   svg.addEventListener("focus", () => go(place || spots.find((p) => p.k === +lengthPick.value)));
   svg.addEventListener("keydown", (event) => {
-    const move = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]}[event.key];
-    if (!move || !place) return;
+    const step = {ArrowLeft: -1, ArrowRight: 1, ArrowUp: -1, ArrowDown: 1}[event.key];
+    if (!step || !place) return;
     event.preventDefault();
-    const line = spots.filter((p) => (move[0] ? p.i === place.i : p.k === place.k));
-    if (move[1]) line.sort((a, b) => a.y - b.y);
-    go(line[line.indexOf(place) + move[0] + move[1]]);
+    const along = /Left|Right/.test(event.key);
+    const line = spots.filter((p) => (along ? p.i === place.i : p.k === place.k));
+    if (!along) line.sort((a, b) => a.y - b.y);
+    go(line[line.indexOf(place) + step]);
   });
   legend.forEach((button, i) => {
     button.addEventListener("click", () => {

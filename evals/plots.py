@@ -24,7 +24,7 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#
 _STYLES = ("-", "--", "-.", (0, (1, 1.2)))
 _MARKERS = "osD^vP*X<>"
 _FAINT = 1e-3  # the darkest colour of the heat map is a weight of this or less
-_GRID = {"color": "#dddddd", "linewidth": 0.6}
+GRID = {"color": "#dddddd", "linewidth": 0.6}
 
 
 def png(figure: Figure, dpi: int = 150) -> bytes:
@@ -35,11 +35,11 @@ def png(figure: Figure, dpi: int = 150) -> bytes:
     return buffer.getvalue()
 
 
-def _looks(variants: list[str]) -> dict[str, dict[str, object]]:
+def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
     """Colour, style and marker of each variant; softmax is black and solid."""
     colours, markers, looks, used = cycle(_COLOURS), cycle(_MARKERS), {}, 0
     for variant in variants:
-        if variant == BASELINE:
+        if variant.split(" · ")[0] == BASELINE:
             looks[variant] = {"color": "black", "linestyle": "-", "marker": "o", "linewidth": 2.2}
             continue
         style = _STYLES[1] if "->" in variant else _STYLES[0]
@@ -123,7 +123,7 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     """One metric against n: a line per series, a band of ± one standard error."""
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     axes = figure.add_subplot()
-    looks = _looks([series.label for series in group.series])
+    looks = looks_of([series.label for series in group.series])
     is_score = metric is group.task.score
     ends, values = [], [metric.factor * group.chance] if is_score else []
     for series in group.series:
@@ -162,7 +162,7 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
         axes.annotate(
             "chance", (group.lengths[0], chance), (2, 3), textcoords="offset points", fontsize=8
         )
-    axes.grid(**_GRID)
+    axes.grid(**GRID)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     seeds = "band: ± one standard error over seeds" if len(group.seeds) > 1 else "one seed"
@@ -241,7 +241,7 @@ def laws_plot(points: list[Point]) -> Figure:
     figure = Figure(figsize=(13.5, 4.6), layout="constrained")
     grid = figure.subplots(1, 3)
     names = list(dict.fromkeys(str(point.law) for point in points))
-    looks = _looks(names)
+    looks = looks_of(names)
     for axes, (gap, size), title in zip(grid, panels, titles, strict=True):
         for name in names:
             mine = [p for p in points if (str(p.law), p.gap, p.size) == (name, gap, size)]
@@ -256,7 +256,7 @@ def laws_plot(points: list[Point]) -> Figure:
         length_axis(axes, [16, 256, 4096, 65536])
         axes.set_yscale("log")
         axes.set_title(title, loc="left", fontsize=10.5)
-        axes.grid(**_GRID)
+        axes.grid(**GRID)
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel("weight of the largest key")
     figure.suptitle("Laws (lines) and measurement in fp64 (marks)", x=0.01, ha="left")

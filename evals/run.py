@@ -101,7 +101,7 @@ class Run:
                   f"{study.seeds} seeds × {len(study.lengths)} lengths = {total} rows, {there} of "
                   f"them there already")  # fmt: skip
             print(f"  schedule: {study.settings.schedule}")
-            index, count = self.options.shard
+            index, count = self.options.shard[:2]
             part = f" (shard {index} of {count})" if count > 1 else ""
             print(f"  to do{part}: {trainings} trainings, {missing} rows on {self.workers} "
                   f"worker(s), in {self.out / name}")  # fmt: skip
@@ -196,7 +196,7 @@ def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path) -> int
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     lacks = this.missing()
-    if lacks and shared.shard[1] > 1 and not failures:
+    if lacks and shared.shard.count > 1 and not failures:
         left = ", ".join(f"{name} {count}" for name, count in lacks.items())
         print(f"rows of other shards are missing ({left}): the last one writes the results")
         return 0

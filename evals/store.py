@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from evals.cells import Refused
 
 Row = dict[str, Any]
 
@@ -63,8 +67,8 @@ class Rows:
 class Folder:
     """All rows of a folder; new ones are appended to the shard's own file."""
 
-    def __init__(self, path: Path, shard: tuple[int, int] = (0, 1)) -> None:
-        index, count = shard
+    def __init__(self, path: Path, shard: tuple[int, ...] = (0, 1)) -> None:
+        index, count = shard[:2]
         name = "rows.jsonl" if count == 1 else f"rows-{index}-of-{count}.jsonl"
         self.path = path
         self.own = Rows(path / name)
@@ -79,6 +83,33 @@ class Folder:
         """Write one row."""
         self.own.append(row)
         self.by_key[row["key"]] = row
+
+
+_NEEDED = ("task", "variant", "positions", "seed", "length", "status", "metrics", "curves",
+           "settings", "chance")  # fmt: skip
+
+
+def read_rows(folders: Sequence[Path]) -> list[Row]:
+    """The rows of results: of each folder, and of the tasks' folders in it; each key once.
+
+    Raises:
+        Refused: a folder has no rows, or rows that are not of an eval of this version.
+    """
+    found: dict[str, Row] = {}
+    for folder in folders:
+        mine: dict[str, Row] = {}
+        for place in (folder, *sorted(path for path in folder.glob("*") if path.is_dir())):
+            read = Folder(place)
+            mine |= read.by_key
+            if read.damaged:
+                print(f"{read.damaged} unreadable line(s) of {place} skipped", file=sys.stderr)
+        if not mine:
+            raise Refused(f"{folder} has no results: there is no rows.jsonl in it")
+        for row in mine.values():
+            if lacking := [name for name in _NEEDED if name not in row]:
+                raise Refused(f"{folder} has rows of another version: no {', '.join(lacking)}")
+        found |= mine
+    return list(found.values())
 
 
 def write_whole(path: Path, data: str | bytes) -> None:

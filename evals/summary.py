@@ -70,7 +70,8 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     else:
         picks = np.random.Generator(np.random.Philox(count)).integers(count, size=(_DRAWS, count))
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(x[picks].mean(axis=1), [tail, 1 - tail])
+    means = x[picks].mean(axis=1)
+    low, high = np.quantile(means, [tail, 1 - tail], method="inverted_cdf")
     return float(low), float(high)
 
 
@@ -177,13 +178,34 @@ def _point(
         if series.variant != BASELINE and seed in base and base[seed]["status"] == "ok"
     ]
     curves = {}
-    for name in next(iter(good.values()))["curves"] if good else ():
-        columns = zip(*(row["curves"][name] for row in good.values()), strict=True)
-        curves[name] = [sum(column) / len(column) for column in columns]
+    for name in dict.fromkeys(name for row in good.values() for name in row["curves"]):
+        mine = [row["curves"][name] for row in good.values() if name in row["curves"]]
+        curves[name] = [sum(column) / len(column) for column in zip(*mine, strict=True)]
     messages = sorted({row["message"] for row in rows.values() if row["message"]})
     return Point(
         series, length, metrics, estimate(paired), curves, list(rows.values()), failures, messages
     )
+
+
+def failures(group: Group) -> list[str]:
+    """Every point that lacks seeds, in words."""
+    found = []
+    for point in group.points.values():
+        for status, seeds in point.failures.items():
+            said = "; ".join(point.messages) if status != "missing" else "no row"
+            where = f"{point.series.label}, n = {point.length}"
+            found.append(f"failed: {where}: {said or status} ({status}, {seeds} seed(s))")
+    return found
+
+
+def mixtures(rows: Iterable[Row]) -> list[str]:
+    """Warnings where rows of several commits or versions stand side by side."""
+    found, every = [], list(rows)
+    for name in ("commit", "torch", "attnzoo"):
+        values = sorted({str(row[name]) for row in every})
+        if len(values) > 1:
+            found.append(f"warning: rows of several values of {name}: {', '.join(values)}")
+    return found
 
 
 def _digits(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Specs, refusals, the store and what is shown."""
+"""Specs, what is refused, keys, shards, options, the store and the progress."""
 
 from __future__ import annotations
 
@@ -6,24 +6,33 @@ import io
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from evals import max_retrieval as task
-from evals.__main__ import main
-from evals.cells import Refused, Study, parse_spec, parse_specs, split_list
+import attnzoo
+from evals import options
+from evals.__main__ import main, parser
+from evals.cells import Refused, complete, every_variant, parse_spec, parse_specs, split_list
+from evals.options import Options, gather
 from evals.plots import length_axis, name_lines
 from evals.progress import Progress, clock
-from evals.report import report_html
-from evals.store import Rows, write_whole
-from evals.summary import estimate
-from evals.tables import Table
+from evals.retrieval import Settings
+from evals.store import Folder, Rows, write_whole
+from evals.study import Place, Study, plan_study
+from evals.tasks import TASKS
+
+TASK = TASKS["max-retrieval"]
 
 
 def study(*specs: str, **settings: object) -> Study:
-    chosen = task.Settings(**settings)  # type: ignore[arg-type]
-    return Study(task.NAME, tuple(parse_specs(list(specs))), 1, (16,), chosen)
+    chosen = Settings(**{"steps": 3000, **settings})  # type: ignore[arg-type]
+    return Study(TASK, tuple(parse_specs(list(specs))), ("none",), 1, (16,), chosen)
+
+
+def key(of: Study, seed: int = 0, length: int = 16, positions: str = "none") -> str:
+    return of.row_key(Place(of.specs[0], positions, seed, length))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +73,11 @@ REFUSED = {
     "unknown variant": (["--variants", "nosuch"], "unknown variant 'nosuch'; known: .*softmax"),
     "unknown swap": (["--variants", "softmax->nosuch"], "unknown variant 'nosuch'"),
     "unknown parameter": (["--variants", "ssmax(t=1)"], "no parameter 't'; it has: s, b"),
-    "missing parameter": (["--variants", "cosformer"], "requires the parameter 'max_length'"),
     "bad value": (["--variants", "entmax(alpha=9)"], "alpha must be"),
+    "scale": (["--set", "scale=cube"], "scale must be sqrt or none, got 'cube'"),
+    "setting": (["--set", "scala=none"], "max-retrieval has no setting 'scala'; it has: steps"),
+    "positions": (["--positions", "rope"], "--positions of max-retrieval must be among none"),
+    "config": (["--config", "no/such.toml"], "--config no/such.toml: .*No such file"),
     "too short": (["--variants", "cosformer(max_length=32)", "--lengths", "64"], "max_length"),
     "twice": (["--variants", "softmax,softmax"], "listed twice"),
     "not a spec": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
@@ -92,7 +104,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    "options", [["--preset", "huge"], ["--lengths", "many"], ["--nosuch"], ["--scale", "cube"]]
+    "options", [["--preset", "huge"], ["--lengths", "many"], ["--nosuch"], ["--set", "cube"]]
 )
 def test_unknown_options_end_with_usage(
     options: list[str], capsys: pytest.CaptureFixture[str]
@@ -117,7 +129,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "out"
     assert main(["max-retrieval", "--dry-run", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "9 variants × 3 seeds × 9 lengths = 243 rows, 0 of them" in text
+    assert "9 variants × 1 positions × 3 seeds × 9 lengths = 243 rows, 0 of them" in text
     assert "21 trainings, 243 rows" in text  # seven trainings per seed serve nine variants
     assert "one-cycle cosine, 2000 steps" in text
     assert not out.exists()
@@ -126,25 +138,175 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_key_changes_with_whatever_the_figures_depend_on() -> None:
     base = study("softmax")
     swap = study("softmax->adaptive_temperature")
-    (spec,), (swapped,) = base.specs, swap.specs
     keys = {
-        base.row_key(spec, 0, 16),
-        base.row_key(spec, 1, 16),
-        base.row_key(spec, 0, 32),
-        swap.row_key(swapped, 0, 16),
-        study("softmax", steps=7).row_key(spec, 0, 16),
-        study("softmax", scale="none").row_key(spec, 0, 16),
-        study("softmax", sequences_to_1024=9).row_key(spec, 0, 16),
-        Study(base.task, base.specs, 1, (16,), base.settings, "cuda:1").row_key(spec, 0, 16),
-        Study(base.task, base.specs, 1, (16,), base.settings, "cpu", {"softmax": "f00"}).row_key(
-            spec, 0, 16
-        ),
+        key(base),
+        key(base, seed=1),
+        key(base, length=32),
+        key(base, positions="rope"),
+        key(swap),
+        key(study("softmax", steps=7)),
+        key(study("softmax", scale="none")),
+        key(study("softmax", test_sequences=9)),
+        key(replace(base, device="cuda:1")),
+        key(replace(base, plugins={"softmax": "f00"})),
+        key(replace(base, task=TASKS["needle"])),
     }
-    assert len(keys) == 9
-    assert base.training_key(spec.train, 0) == swap.training_key(swapped.train, 0)
+    assert len(keys) == 11
+    train = base.specs[0].train
+    assert base.training_key(train, "none", 0) == swap.training_key(train, "none", 0)
+    assert base.training_key(train, "none", 0) == study("softmax", test_sequences=9).training_key(
+        train, "none", 0
+    )
     # More seeds, lengths or variants leave a cell what it was.
-    wider = Study(base.task, (*base.specs, *swap.specs), 5, (16, 99), base.settings)
-    assert wider.row_key(spec, 0, 16) == base.row_key(spec, 0, 16)
+    wider = replace(base, specs=(*base.specs, *swap.specs), seeds=5, lengths=(16, 99))
+    assert key(wider) == key(base)
+
+
+def test_shards_together_are_the_whole() -> None:
+    whole = replace(study("softmax", "ssmax", "softmax->log_n(train_length=16)"), seeds=3)
+    parts = [whole.jobs({}, (index, 4)) for index in range(4)]
+    every = [job.training_key for job in whole.jobs({})]
+    assert len(every) == 6  # a swap rests on softmax's training
+    assert sorted(job.training_key for part in parts for job in part) == sorted(every)
+    assert [len(part) for part in parts] == [2, 2, 1, 1]
+    # What is done already does not move the rest to another shard.
+    done = {key: {} for test in parts[0][0].tests.values() for key in test}
+    assert [j.training_key for j in whole.jobs(done, (1, 4))] == [j.training_key for j in parts[1]]
+
+
+def test_the_length_of_training_is_always_tested_and_what_a_task_knows_is_filled_in() -> None:
+    given = Options(preset="smoke", lengths=[64], variants=["cosformer", "topk", "topk(top_k=3)"])
+    planned = plan_study(TASK, given, {})
+    assert planned.lengths == (16, 64)
+    names = [str(spec) for spec in planned.specs]
+    assert names == ["cosformer(max_length=16384)", "topk(top_k=8)", "topk(top_k=3)"]
+    assert complete(parse_spec("nosuch").train, 9).name == "nosuch"  # refused elsewhere
+
+
+def test_every_variant_is_every_registered_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = every_variant(16)
+    assert found[0] == "softmax"
+    assert {parse_spec(text).test.name for text in found} == set(attnzoo.list_variants())
+    assert "softmax->adaptive_temperature" in found
+    assert "softmax->log_n(train_length=16)" in found
+
+
+def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_refused() -> None:
+    given = Options(preset="smoke", variants=["softmax", "cosformer"], positions=["rope", "alibi"])
+    planned = plan_study(TASKS["mqar"], given, {})
+    assert [(str(s), p) for s, p in planned.left_out or {}] == [
+        ("cosformer(max_length=4096)", "alibi")
+    ]
+    assert len(list(planned.places())) == 3 * len(planned.lengths)
+    with pytest.raises(Refused, match="cosformer.*alibi"):
+        plan_study(TASKS["mqar"], replace(given, positions=["alibi"]), {})
+
+
+CONFIG = """
+preset = "smoke"
+seeds = 2
+variants = ["softmax", "ssmax(s=1)"]
+[settings]
+width = 32
+[mqar]
+lengths = [64, 128]
+[mqar.settings]
+density = 8
+"""
+
+
+def gathered(tmp_path: Path, text: str, *line: str, task: str = "mqar") -> Options:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return gather(parser().parse_args([task, "--config", str(file), *line]), [task], [*TASKS])[task]
+
+
+def test_a_file_gives_options_and_the_command_line_has_the_last_word(tmp_path: Path) -> None:
+    found = gathered(tmp_path, CONFIG, "--seeds", "1", "--set", "width=48", "--set", "steps=9")
+    assert (found.preset, found.seeds, found.lengths) == ("smoke", 1, [64, 128])
+    assert found.settings == {"width": 48, "density": 8, "steps": 9}
+    settings = plan_study(TASKS["mqar"], found, {}).settings
+    assert (settings.width, settings.steps, settings.batch) == (48, 9, 16)
+    assert gathered(tmp_path, CONFIG, task="copy").lengths is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("presett = 'smoke'", "unknown key 'presett'; known: preset, variants"),
+        ("[mqar]\nout = 'x'", r"\[mqar\] unknown key 'out'"),
+        ("[nosuch]\nseeds = 1", "unknown key 'nosuch'"),
+        ("mqar = 3", "must begin a table"),
+        ("seeds = 'two'", "seeds must be int, got 'two'"),
+        ("seeds = true", "seeds must be int, got True"),
+        ("lengths = ['a']", "lengths must hold int"),
+        ("shard = '3/2'", "shard: expected I/N"),
+        ("seeds = ", "Invalid value"),
+        ("[settings]\nwidht = 3", "mqar has no setting 'widht'; it has: steps, batch"),
+        ("[settings]\nwidth = 3.5", "setting width must be of int, got 3.5"),
+        ("[settings]\nwidth = 0", "setting width must be at least 1"),
+        ("[settings]\ncurriculum = 2", "curriculum must be in"),
+        ("[settings]\ntrain_stride = 7", "train_stride must divide"),
+        ("preset = 'huge'", "--preset must be one of smoke, quick, paper, got 'huge'"),
+        ("log = ['paper']", "--log must be among tensorboard, wandb, got 'paper'"),
+        ("lengths = [65]", "multiples of 4"),
+        ("positions = ['up']", "--positions of mqar must be among none, rope"),
+    ],
+)
+def test_a_file_that_says_what_cannot_be_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "out"
+    file.write_text(text if "preset" in text else f"preset = 'smoke'\n{text}")
+    assert main(["mqar", "--config", str(file), "--out", str(out)]) == 2
+    assert re.search(rf"^error: .*{message}.*\n\Z", capsys.readouterr().err)
+    assert not out.exists()
+
+
+def test_a_shard_comes_from_the_command_line_or_from_who_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def shard(text: str) -> tuple[int, ...]:
+        return tuple(parser().parse_args(["copy", "--shard", text]).shard[:2])
+
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "SLURM_ARRAY_TASK_ID",
+        "SLURM_ARRAY_TASK_COUNT",
+        "LOCAL_RANK",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    assert shard("1/3") == (1, 3)
+    for wrong in ("3/3", "1", "-1/2", "a/b", "env"):
+        with pytest.raises(SystemExit):
+            shard(wrong)
+    for name, value in (("ID", "5"), ("COUNT", "4"), ("MIN", "3")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    assert shard("env") == (2, 4)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert shard("env") == (0, 8)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    line = ["copy", "--shard", "env", "--device", "cuda"]
+    found = gather(parser().parse_args(line), ["copy"], [*TASKS])["copy"]
+    assert (found.device, found.workers) == ("cuda:3", 1)
+    found = gather(parser().parse_args([*line[:3], "--workers", "5"]), ["copy"], [*TASKS])["copy"]
+    assert (found.device, found.workers) == ("cpu", 5)
+
+
+def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) -> None:
+    for index in range(2):
+        Folder(tmp_path, (index, 2)).append({"key": f"k{index}"})
+    with (tmp_path / "rows-0-of-2.jsonl").open("ab") as file:
+        file.write(b'{"key": "torn')
+    whole = Folder(tmp_path)
+    assert (sorted(whole.by_key), whole.damaged) == (["k0", "k1"], 1)
+    whole.append({"key": "k2"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "rows-0-of-2.jsonl", "rows-1-of-2.jsonl", "rows.jsonl"
+    ]  # fmt: skip
+    assert set(options.LOGGERS) == {"tensorboard", "wandb"}
 
 
 def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
@@ -172,34 +334,6 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
         write_whole(tmp_path / "file", text)
     assert (tmp_path / "file").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_estimates() -> None:
-    found = estimate([0.5, 0.7, 0.9])
-    assert found is not None
-    assert found.text(100) == "70.0 ±11.5"  # s = 0.2, √3 seeds
-    single = estimate([0.25])
-    assert single is not None
-    assert single.text(100, 1, sign=True) == "+25.0"
-    assert estimate([]) is None
-
-
-def test_a_table_is_aligned() -> None:
-    table = Table("T", ["n", "16", "1024"], [["softmax", "9.5", "10"], ["x", "—", "1"]])
-    assert table.text() == "T\nn         16  1024\nsoftmax  9.5    10\nx          —     1"
-
-
-def test_the_report_escapes_text_and_needs_no_other_file() -> None:
-    evil = "<script>alert('x')</script>&\""
-    table = Table(evil, ["n", evil], [[evil, evil]])
-    page = report_html(evil, [evil], [table], {evil: b"\x89PNG"}, [table], {evil: evil})
-    assert "<script" not in page
-    assert page.count("&lt;script&gt;") >= 9
-    assert "width=device-width" in page
-    for value in re.findall(r"(?:src|href)\s*=\s*['\"]?([^'\" >]*)", page):
-        assert value.startswith("data:image/png;base64,")
-    assert "url(" not in page
-    assert "@import" not in page
 
 
 class Screen(io.StringIO):

@@ -14,20 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from evals import max_retrieval as task
+from evals import jobs
 from evals.__main__ import main
-from evals.metrics import METRICS
+from evals.retrieval import METRICS
 from evals.training import NotFinite
 
 ROOT = Path(__file__).parents[1]
 SPECS = "softmax,softmax->log_n(train_length=16),ssmax"
 SMALL = ["max-retrieval", "--preset", "smoke", "--variants", SPECS, "--seeds", "2"]
 SMALL += ["--steps", "20", "--lengths", "16,32,64"]
+TASK = "max-retrieval"
 ROWS = 3 * 2 * 3
 
 
 def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (out / TASK / "rows.jsonl").read_text().splitlines()]
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
@@ -61,37 +62,41 @@ def test_a_run_leaves_rows_summary_plots_and_report(undisturbed: Path) -> None:
         assert row["status"] == "ok"
         assert row["task"] == "max-retrieval"
         assert row["schedule"].startswith("one-cycle cosine, 20 steps")
-        assert (row["steps"], row["dtype"], row["sequences"]) == (20, "float32", 500)
-        assert all(isinstance(row[name], float) for name in METRICS)
+        assert (row["settings"]["steps"], row["sequences"]) == (20, 500)
+        assert all(isinstance(row["metrics"][metric.name], float) for metric in METRICS)
         assert row["cpu_seconds"] > 0
         assert row["train_cpu_seconds"] > 0
         assert row["torch"]
         assert row["commit"]
-        assert len(row["best_keys"]) == 16
+        assert len(row["curves"]["best_keys"]) == 16
+        assert len(row["curves"]["head_peak"]) == 1
+        assert ("s" in row["learned"]) == (row["variant"] == "ssmax")
     assert {(row["variant"], row["seed"], row["length"]) for row in rows} == {
         (variant, seed, length)
         for variant in SPECS.split(",")
         for seed in (0, 1)
         for length in (16, 32, 64)
     }
-    assert len(list((undisturbed / "models").iterdir())) == 4  # a swap has no training of its own
-    with (undisturbed / "summary.csv").open() as file:
+    assert (
+        len(list((undisturbed / TASK / "models").iterdir())) == 4
+    )  # a swap has no training of its own
+    with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
     assert len(summary) == ROWS / 2
-    mean = sum(r["accuracy"] for r in rows if (r["variant"], r["length"]) == ("ssmax", 32)) / 2
+    found = [r["metrics"]["accuracy"] for r in rows if (r["variant"], r["length"]) == ("ssmax", 32)]
+    mean = sum(found) / 2
     line = next(s for s in summary if (s["variant"], s["length"]) == ("ssmax", "32"))
     assert float(line["accuracy"]) == pytest.approx(mean, rel=1e-5)
     assert (line["seeds"], line["failed"], line["chance"]) == ("2", "", "0.1")
     base = next(s for s in summary if (s["variant"], s["length"]) == ("softmax", "32"))
     gain = float(line["accuracy"]) - float(base["accuracy"])
     assert float(line["accuracy_minus_softmax"]) == pytest.approx(gain, abs=1e-5)
-    for name in ("accuracy.png", "weight.png", "best_keys.png"):
-        assert (undisturbed / name).read_bytes()[:4] == b"\x89PNG"
-    page = (undisturbed / "report.html").read_text()
-    assert page.count("src='data:image/png;base64,") == 3
-    for value in re.findall(r"(?:src|href)\s*=\s*['\"]?([^'\" >]*)", page):
-        assert value.startswith("data:")
-    assert "one-cycle cosine, 20 steps" in page
+    assert [float(line[f"accuracy_{end}"]) for end in ("low", "high")] == pytest.approx(
+        [min(found), max(found)], rel=1e-5
+    )  # of two seeds, a quarter of the resamples is twice the one, a quarter twice the other
+    for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
+        assert (undisturbed / TASK / name).read_bytes()[:4] == b"\x89PNG"
+    assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -99,21 +104,21 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_summary(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = start([*SMALL, "--workers", "1", "--out", str(tmp_path)])
-    file, deadline = tmp_path / "rows.jsonl", time.monotonic() + 60
+    file, deadline = tmp_path / TASK / "rows.jsonl", time.monotonic() + 60
     while time.monotonic() < deadline and not (file.exists() and file.read_bytes().count(b"\n")):
         time.sleep(0.01)
     process.kill()
     process.communicate()
     before = lines(tmp_path)
     assert 0 < len(before) < ROWS
-    assert not (tmp_path / "summary.csv").exists()
+    assert not (tmp_path / TASK / "summary.csv").exists()
     assert main([*SMALL, "--workers", "0", "--out", str(tmp_path)]) == 0
     assert f"{ROWS} rows, {len(before)} of them there already" in capsys.readouterr().out
     after = lines(tmp_path)
     assert after[: len(before)] == before
     assert len({row["key"] for row in after}) == len(after) == ROWS
-    same = (tmp_path / "summary.csv").read_bytes()
-    assert same == (undisturbed / "summary.csv").read_bytes()
+    same = (tmp_path / TASK / "summary.csv").read_bytes()
+    assert same == (undisturbed / TASK / "summary.csv").read_bytes()
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -125,12 +130,12 @@ def test_a_torn_last_line_costs_one_row_and_no_training(
 ) -> None:
     out = tmp_path / "torn"
     shutil.copytree(undisturbed, out)
-    rows, wanted = (out / "rows.jsonl"), (out / "summary.csv").read_bytes()
+    rows, wanted = (out / TASK / "rows.jsonl"), (out / TASK / "summary.csv").read_bytes()
     rows.write_bytes(rows.read_bytes()[:-20])
-    (out / "summary.csv").unlink()
-    monkeypatch.setattr(task, "train", None)  # the trained model is there
+    (out / TASK / "summary.csv").unlink()
+    monkeypatch.setattr(jobs, "train", None)  # the trained model is there
     assert main([*SMALL, "--workers", "0", "--out", str(out)]) == 0
-    assert (out / "summary.csv").read_bytes() == wanted
+    assert (out / TASK / "summary.csv").read_bytes() == wanted
     text = capsys.readouterr().out
     assert f"{ROWS} rows, {ROWS - 1} of them there already" in text
     assert "0 trainings, 1 rows" in text
@@ -148,8 +153,8 @@ def test_the_console_shows_tables_schedule_chance_cost_and_the_papers_figures(
     text = capsys.readouterr().out
     assert re.search(r"softmax, paper +98\.6 +97\.1\?\n", text)
     assert re.search(r"softmax->adaptive_temperature, here +\d+\.\d +\d+\.\d\n", text)
-    assert "Accuracy minus softmax" in text
-    assert "chance 10%" in text
+    assert "Accuracy, %, minus softmax" in text
+    assert "chance 10.0 %" in text
     assert "schedule: one-cycle cosine, 2 steps" in text
     assert re.search(r"softmax->adaptive_temperature +shared +\d+\.\d", text)
 
@@ -158,23 +163,23 @@ def test_the_console_shows_tables_schedule_chance_cost_and_the_papers_figures(
 def test_training_to_nan_is_rows_that_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = task.train
+    train = jobs.train
 
-    def broken(variant, seed, *rest):
+    def broken(task, variant, positions, seed, *rest):
         if (variant.name, seed) == ("ssmax", 1):
             raise NotFinite("the training loss is nan at step 25")
-        return train(variant, seed, *rest)
+        return train(task, variant, positions, seed, *rest)
 
-    monkeypatch.setattr(task, "train", broken)
+    monkeypatch.setattr(jobs, "train", broken)
     options = ["--variants", "softmax,ssmax", "--lengths", "16", "--steps", "2", "--workers", "0"]
     run = [*SMALL, *options, "--out", str(tmp_path)]
     assert main(run) == 0
     bad = next(row for row in lines(tmp_path) if (row["variant"], row["seed"]) == ("ssmax", 1))
-    assert (bad["status"], bad["accuracy"]) == ("nan", None)
+    assert (bad["status"], bad["metrics"]) == ("nan", {})
     assert bad["message"] == "training: the training loss is nan at step 25"
     text = capsys.readouterr().out
     assert "failed: ssmax, n = 16: training: the training loss is nan at step 25" in text
-    with (tmp_path / "summary.csv").open() as file:
+    with (tmp_path / TASK / "summary.csv").open() as file:
         line = next(line for line in csv.DictReader(file) if line["variant"] == "ssmax")
     assert (line["seeds"], line["failed"], line["accuracy_se"]) == ("1", "nan:1", "")
     assert main(run) == 0  # it is not tried again
@@ -187,12 +192,28 @@ def test_a_run_of_failures_alone_is_shown_as_well(
     def broken(*_):
         raise MemoryError
 
-    monkeypatch.setattr(task, "train", broken)
+    monkeypatch.setattr(jobs, "train", broken)
     options = ["--variants", "softmax", "--lengths", "16,32", "--workers", "0"]
     assert main([*SMALL, *options, "--out", str(tmp_path)]) == 0
     assert {row["status"] for row in lines(tmp_path)} == {"oom"}
-    assert re.search(r"softmax +oom +oom", capsys.readouterr().out)
-    assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+    assert re.search(r"softmax † +oom +oom", capsys.readouterr().out)
+    assert (tmp_path / TASK / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_two_shards_are_one_whole_run(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(2):
+        shard = [*SMALL, "--workers", "0", "--shard", f"{index}/2", "--out", str(tmp_path)]
+        assert main(shard) == 0
+        text = capsys.readouterr().out
+        assert f"to do (shard {index} of 2)" in text
+        assert ("rows of other shards are missing" in text) == (index == 0)
+    names = {path.name for path in (tmp_path / TASK).glob("rows*")}
+    assert names == {"rows-0-of-2.jsonl", "rows-1-of-2.jsonl"}
+    summary = (tmp_path / TASK / "summary.csv").read_bytes()
+    assert summary == (undisturbed / TASK / "summary.csv").read_bytes()
 
 
 PLUGIN = """
@@ -244,12 +265,14 @@ def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) ->
         ("softmax->my_greedy", 48): "ok",
         ("my_defect", 16): "ok",
     }
-    assert found["my_relu", 16]["mass"] > 0
+    assert found["my_relu", 16]["metrics"]["mass"] > 0
     assert "not finite" in found["softmax->my_holes", 48]["message"]
     assert "process killed twice at n = 32" in found["softmax->my_greedy", 32]["message"]
     assert "failed: softmax->my_greedy, n = 32: process killed twice" in text
     # A defect is no result: it has no row, the other cells run, and the status says so.
     assert process.returncode == 1
-    assert errors.startswith("failed: my_defect seed 0: Traceback")  # and no bars off a terminal
+    assert errors.startswith(
+        "failed: max-retrieval my_defect seed 0: Traceback"
+    )  # and no bars off a terminal
     assert "KeyError: 'a defect'" in errors
-    assert re.search(r"my_defect +\d+\.\d +missing +missing", text)
+    assert re.search(r"my_defect † +\d+\.\d +missing +missing", text)

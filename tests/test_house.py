@@ -188,9 +188,17 @@ def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 400
 
 
-def test_tests_are_short_too() -> None:
-    for path in (ROOT / "tests").glob("*.py"):
+@pytest.mark.parametrize("folder", ["tests", "evals", "benchmarks"])
+def test_other_files_are_short_too(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
         assert len(path.read_text().splitlines()) < 400, path
+
+
+def test_evals_need_only_what_their_extra_names() -> None:
+    """Each task is found, and none needs more than torch, numpy, einops and attnzoo to be run."""
+    known = {"torch", "numpy", "einops", "attnzoo", "evals", *sys.stdlib_module_names}
+    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "jobs.py"]:
+        assert {name.split(".")[0] for name in at_import(path)} <= known, path
 
 
 def test_every_variant_is_one_file_and_every_file_one_variant() -> None:

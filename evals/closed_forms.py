@@ -1,0 +1,150 @@
+"""The closed forms: of a normalizer's largest weight, and of its Jacobian at equal scores.
+
+Fixed gap: one key at Δ, n − 1 keys at 0. Shrinking gap: z_j = κ(j + ½)/n for j = 0 … n − 1: keys
+that crowd as random draws do. Uniform: n scores of 0. Sigmoid looks at one key at a time: the
+shrinking gap has no law of its own for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Form = Callable[[int, float], float]
+
+
+@dataclass(frozen=True)
+class Law:
+    """A variant with its closed forms; None where it has none.
+
+    fixed(n, Δ) of the largest weight is exact; shrinking(n, κ) is its leading term for n → ∞;
+    holds(n, κ) says whether n is large enough for that to mean anything. uniform(n), exact, is
+    ‖∂w/∂z‖₂ at n ≥ 2 scores of 0.
+    """
+
+    variant: str
+    params: dict[str, Any] = field(default_factory=dict)
+    fixed: Form | None = None
+    shrinking: Form | None = None
+    holds: Callable[[int, float], bool] = lambda n, kappa: True
+    uniform: Callable[[int], float] | None = None
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{name}={value}" for name, value in self.params.items())
+        return f"{self.variant}({inside})" if inside else self.variant
+
+
+def softmax_fixed(n: int, gap: float) -> float:
+    """1 / (1 + (n − 1) e^{−Δ}) → 0, as e^Δ / n."""
+    return 1 / (1 + (n - 1) * math.exp(-gap))
+
+
+def softmax_shrinking(n: int, kappa: float) -> float:
+    """κ / (n (1 − e^{−κ})); the grid's sum itself is (1 − e^{−κ/n}) / (1 − e^{−κ})."""
+    return kappa / (n * (1 - math.exp(-kappa)))
+
+
+def with_log_gain(form: Form, s: float) -> Form:
+    """A softmax law under the gain s log n: Δ and κ become s log n times as large.
+
+    Fixed: 1 / (1 + (n − 1) n^{−sΔ}) → 1 iff sΔ > 1. Shrinking: sκ log n / (n (1 − n^{−sκ})).
+    """
+    return lambda n, size: form(n, s * math.log(n) * size)
+
+
+def sparsemax_fixed(n: int, gap: float) -> float:
+    """1 if Δ ≥ 1, else (1 + (n − 1)Δ) / n → Δ."""
+    return 1.0 if gap >= 1 else (1 + (n - 1) * gap) / n
+
+
+def entmax15_fixed(n: int, gap: float) -> float:
+    """1 if Δ ≥ 2, else (a + u)², a = Δ/2, u = (−a + √(a² + n(1 − a²))) / n → Δ²/4."""
+    a = gap / 2
+    return 1.0 if a >= 1 else (a + (math.sqrt(a * a + n * (1 - a * a)) - a) / n) ** 2
+
+
+def entmax_shrinking(alpha: float) -> Form:
+    """(ακ/n)^{1/α}: the sum over the grid as an integral, n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
+
+    The integral leaves out half of the top key, so that the next term is −p/(2α) of it.
+    """
+    return lambda n, kappa: (alpha * kappa / n) ** (1 / alpha)
+
+
+def entmax_support_below(alpha: float) -> Callable[[int, float], bool]:
+    """Whether the support n p^{α−1} / ((α−1)κ) that the law implies is below n."""
+
+    def holds(n: int, kappa: float) -> bool:
+        return entmax_shrinking(alpha)(n, kappa) ** (alpha - 1) < (alpha - 1) * kappa
+
+    return holds
+
+
+def sigmoid_fixed(n: int, gap: float) -> float:
+    """1 / (1 + n e^{−Δ}) with b = −log n → 0."""
+    return 1 / (1 + n * math.exp(-gap))
+
+
+def entmax_uniform(alpha: float) -> Callable[[int], float]:
+    """n^{α−2}: J = diag(u) − uuᵀ/Σu, u = p^{2−α} = n^{α−2}, is n^{α−2} (I − 11ᵀ/n).
+
+    So 1/n for softmax (α = 1; there u = p and J = diag(p) − ppᵀ), n^{−1/2} for α = 1.5, and 1 for
+    sparsemax (α = 2).
+    """
+    return lambda n: n ** (alpha - 2.0)
+
+
+def log_gain_uniform(s: float) -> Callable[[int], float]:
+    """s log n / n: softmax's 1/n times the gain."""
+    return lambda n: s * math.log(n) / n
+
+
+def sigmoid_uniform(n: int) -> float:
+    """p(1 − p) with p = 1/(1 + n): J is diagonal."""
+    return n / (1 + n) ** 2
+
+
+LAWS = (
+    Law("softmax", {}, softmax_fixed, softmax_shrinking, uniform=entmax_uniform(1.0)),
+    Law(
+        "ssmax",
+        {"s": 0.43},
+        with_log_gain(softmax_fixed, 0.43),
+        with_log_gain(softmax_shrinking, 0.43),
+        uniform=log_gain_uniform(0.43),
+    ),
+    Law(
+        "log_n",
+        {"train_length": 16},
+        with_log_gain(softmax_fixed, 1 / math.log(16)),
+        with_log_gain(softmax_shrinking, 1 / math.log(16)),
+        uniform=log_gain_uniform(1 / math.log(16)),
+    ),
+    Law(
+        "sparsemax",
+        {},
+        sparsemax_fixed,
+        entmax_shrinking(2.0),
+        entmax_support_below(2.0),
+        entmax_uniform(2.0),
+    ),
+    Law(
+        "entmax",
+        {},
+        entmax15_fixed,
+        entmax_shrinking(1.5),
+        entmax_support_below(1.5),
+        entmax_uniform(1.5),
+    ),
+    Law(
+        "entmax",
+        {"alpha": 1.25},
+        None,
+        entmax_shrinking(1.25),
+        entmax_support_below(1.25),
+        entmax_uniform(1.25),
+    ),
+    Law("sigmoid", {}, sigmoid_fixed, uniform=sigmoid_uniform),
+)
