@@ -8,19 +8,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from evals.cells import Refused, split_list
+from evals.store import WHOLE, Shard
 
 LOGGERS = ("tensorboard", "wandb")
-
-
-class Shard(NamedTuple):
-    """The index-th of count parts; local_rank is torchrun's, of a process among those of a host."""
-
-    index: int = 0
-    count: int = 1
-    local_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class Options:
     settings: Mapping[str, Any] = field(default_factory=dict)
     plugin: Path | None = None
     workers: int | None = None
-    shard: Shard = Shard()
+    shard: Shard = WHOLE
     out: Path | None = None
     device: str = "cpu"
     log: Sequence[str] = ()

@@ -101,8 +101,8 @@ class Run:
                   f"{study.seeds} seeds × {len(study.lengths)} lengths = {total} rows, {there} of "
                   f"them there already")  # fmt: skip
             print(f"  schedule: {study.settings.schedule}")
-            index, count = self.options.shard[:2]
-            part = f" (shard {index} of {count})" if count > 1 else ""
+            shard = self.options.shard
+            part = f" (shard {shard.index} of {shard.count})" if shard.count > 1 else ""
             print(f"  to do{part}: {trainings} trainings, {missing} rows on {self.workers} "
                   f"worker(s), in {self.out / name}")  # fmt: skip
             for (spec, positions), reason in (study.left_out or {}).items():

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,24 @@ class Rows:
         self.by_key[row["key"]] = row
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The index-th of count parts; local_rank is torchrun's, of a process among those of a host."""
+
+    index: int
+    count: int
+    local_rank: int | None = None
+
+
+WHOLE = Shard(0, 1)
+
+
 class Folder:
     """All rows of a folder; new ones are appended to the shard's own file."""
 
-    def __init__(self, path: Path, shard: tuple[int, ...] = (0, 1)) -> None:
-        index, count = shard[:2]
-        name = "rows.jsonl" if count == 1 else f"rows-{index}-of-{count}.jsonl"
+    def __init__(self, path: Path, shard: Shard = WHOLE) -> None:
+        part = f"rows-{shard.index}-of-{shard.count}.jsonl"
+        name = part if shard.count > 1 else "rows.jsonl"
         self.path = path
         self.own = Rows(path / name)
         self.damaged = self.own.damaged

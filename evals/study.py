@@ -27,7 +27,7 @@ from evals.cells import (
 )
 from evals.jobs import Job, load_plugin
 from evals.options import Options
-from evals.store import Row
+from evals.store import WHOLE, Row, Shard
 from evals.task import EVERY, Settings, Task
 
 
@@ -106,7 +106,7 @@ class Study:
         keys = map(self.row_key, self.places())
         return [by_key[key] for key in keys if key in by_key]
 
-    def jobs(self, by_key: Mapping[str, Row], shard: tuple[int, ...] = (0, 1)) -> list[Job]:
+    def jobs(self, by_key: Mapping[str, Row], shard: Shard = WHOLE) -> list[Job]:
         """The shard's trainings that rows are missing of, each with all that is missing."""
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for place in self.places():
@@ -115,8 +115,7 @@ class Study:
             if key not in by_key:
                 swap = place.spec.test if place.spec.is_swap else None
                 cell.setdefault(place.length, {})[key] = swap
-        index, count = shard[:2]
-        mine = list(tests.items())[index::count]
+        mine = list(tests.items())[shard.index :: shard.count]
         return [
             Job(self.task.name, variant, positions, seed, self.settings,
                 self.training_key(variant, positions, seed), missing)

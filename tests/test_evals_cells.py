@@ -19,7 +19,7 @@ from evals.options import Options, gather
 from evals.plots import length_axis, name_lines
 from evals.progress import Progress, clock
 from evals.retrieval import Settings
-from evals.store import Folder, Rows, write_whole
+from evals.store import Folder, Rows, Shard, write_whole
 from evals.study import Place, Study, plan_study
 from evals.tasks import TASKS
 
@@ -164,14 +164,16 @@ def test_a_key_changes_with_whatever_the_figures_depend_on() -> None:
 
 def test_shards_together_are_the_whole() -> None:
     whole = replace(study("softmax", "ssmax", "softmax->log_n(train_length=16)"), seeds=3)
-    parts = [whole.jobs({}, (index, 4)) for index in range(4)]
+    parts = [whole.jobs({}, Shard(index, 4)) for index in range(4)]
     every = [job.training_key for job in whole.jobs({})]
     assert len(every) == 6  # a swap rests on softmax's training
     assert sorted(job.training_key for part in parts for job in part) == sorted(every)
     assert [len(part) for part in parts] == [2, 2, 1, 1]
     # What is done already does not move the rest to another shard.
     done = {key: {} for test in parts[0][0].tests.values() for key in test}
-    assert [j.training_key for j in whole.jobs(done, (1, 4))] == [j.training_key for j in parts[1]]
+    assert [j.training_key for j in whole.jobs(done, Shard(1, 4))] == [
+        j.training_key for j in parts[1]
+    ]
 
 
 def test_the_length_of_training_is_always_tested_and_what_a_task_knows_is_filled_in() -> None:
@@ -266,8 +268,9 @@ def test_a_file_that_says_what_cannot_be_is_refused(
 def test_a_shard_comes_from_the_command_line_or_from_who_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def shard(text: str) -> tuple[int, ...]:
-        return tuple(parser().parse_args(["copy", "--shard", text]).shard[:2])
+    def shard(text: str) -> tuple[int, int]:
+        found = parser().parse_args(["copy", "--shard", text]).shard
+        return found.index, found.count
 
     for name in (
         "RANK",
@@ -297,7 +300,7 @@ def test_a_shard_comes_from_the_command_line_or_from_who_launched(
 
 def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) -> None:
     for index in range(2):
-        Folder(tmp_path, (index, 2)).append({"key": f"k{index}"})
+        Folder(tmp_path, Shard(index, 2)).append({"key": f"k{index}"})
     with (tmp_path / "rows-0-of-2.jsonl").open("ab") as file:
         file.write(b'{"key": "torn')
     whole = Folder(tmp_path)
