@@ -52,6 +52,7 @@ def task_scores(name: str, lines: list[Line]) -> str:
     series = dict.fromkeys((line["variant"], line["positions"]) for line in lines)
     cells = {(line["variant"], line["positions"], int(line["length"])): line for line in lines}
     trained_to, first = int(lines[0]["trained_to"]), lines[0]
+    seeds = max(int(line["seeds"]) for line in lines)
 
     def mean(one: tuple[str, str], length: int) -> float:
         return float(cells[*one, length][score.name] or "nan")
@@ -60,20 +61,19 @@ def task_scores(name: str, lines: list[Line]) -> str:
     order = sorted(series, key=lambda one: mean(one, lengths[-1]), reverse=best_first)
     rows: list[tuple[str, ...]] = [("variant", *(f"n = {n}" for n in lengths))]
     for variant, positions in order:
-        bar = task.trained
-        untrained = bar is not None and not mean((variant, positions), trained_to) >= bar
+        untrained = int(cells[variant, positions, trained_to]["untrained"])
         label = f"`{variant}`" + (f" {positions}" if positions != "none" else "")
-        shown = [_cell(cells[variant, positions, n], score) for n in lengths]
-        rows.append((label + f" {UNTRAINED}" * untrained, *shown))
-    seeds = max(int(line["seeds"]) for line in lines)
+        label += f" {UNTRAINED} {untrained}/{seeds}" if untrained else ""
+        rows.append((label, *(_cell(cells[variant, positions, n], score) for n in lengths)))
     chance = score.factor * float(first["chance"])
     title = (
         f"**{name}**: {score.title}, mean of {seeds} seeds (95 % bootstrap interval); trained to "
         f"n = {trained_to}, chance {chance:.{score.digits}f}; {first['schedule']}.\n\n"
     )
-    marked = any(UNTRAINED in row[0] for row in rows[1:])
-    note = f"\n{UNTRAINED} not trained: below {task.trained:.0%} at n = {trained_to}.\n"
-    return title + _table(rows) + (note if marked else "")
+    if not any(UNTRAINED in row[0] for row in rows[1:]):
+        return title + _table(rows)
+    words = f"not trained in so many of the seeds: below {task.trained:.0%} at n = {trained_to}"
+    return title + _table(rows) + f"\n{UNTRAINED} {words}.\n"
 
 
 def _cell(line: Line, score: Metric) -> str:

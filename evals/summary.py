@@ -120,13 +120,14 @@ class Group:
         """A series' points, by length."""
         return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
 
-    def trained(self, series: Series) -> bool | None:
-        """Whether the score at training's longest length reaches the task's bar; None: no bar."""
+    def untrained(self, series: Series) -> int:
+        """Seeds whose score at training's longest length is below the task's bar, or missing."""
         point = self.points.get((series, self.settings["train_longest"]))
         if self.task.trained is None or point is None:
-            return None
-        found = point.metrics.get(self.task.score.name)
-        return found is not None and found.mean >= self.task.trained
+            return 0
+        name = self.task.score.name
+        scores = [row["metrics"][name] for row in point.rows if row["status"] == "ok"]
+        return len(self.seeds) - sum(score >= self.task.trained for score in scores)
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
@@ -225,7 +226,7 @@ def _cells(found: Estimate | None) -> list[str]:
 def csv_text(group: Group) -> str:
     """summary.csv of one group: one line per (series, length)."""
     metrics: tuple[Metric, ...] = group.task.metrics
-    header = ["task", "variant", "positions", "length", "seeds", "failed"]
+    header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
     for name in [*(metric.name for metric in metrics), f"{group.task.score.name}_minus_softmax"]:
         header += _columns(name)
     settings = group.settings
@@ -241,7 +242,7 @@ def csv_text(group: Group) -> str:
             score = point.metrics.get(group.task.score.name)
             failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
             line: list[object] = [group.task.name, *series, point.length]
-            line += [score.count if score else 0, failed]
+            line += [score.count if score else 0, failed, group.untrained(series)]
             for metric in metrics:
                 line += _cells(point.metrics.get(metric.name))
             line += _cells(point.versus_baseline)

@@ -36,20 +36,22 @@ class Table:
 UNTRAINED = "†"
 PARTIAL = "*"
 LEGEND = {
-    UNTRAINED: "not trained: below {bar:.0%} at training's longest length, {length}",
+    UNTRAINED: "not trained, in so many of the seeds: below {bar:.0%} at training's own length, "
+    "{length}",
     PARTIAL: "some seeds failed or are missing, and are left out of the mean",
 }
 
 
 def name_of(group: Group, series: Series) -> str:
-    """A series' name, marked where its cells count as not trained."""
-    return series.label + (f" {UNTRAINED}" if group.trained(series) is False else "")
+    """A series' name, marked with how many of its seeds count as not trained."""
+    count = group.untrained(series)
+    return series.label + (f" {UNTRAINED} {count}/{len(group.seeds)}" if count else "")
 
 
 def legend(group: Group) -> list[str]:
     """What the marks of a group's tables mean, those that occur."""
     lines = []
-    if any(group.trained(series) is False for series in group.series):
+    if any(map(group.untrained, group.series)):
         words = LEGEND[UNTRAINED].format(
             bar=group.task.trained, length=group.settings["train_longest"]
         )

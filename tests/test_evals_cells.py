@@ -127,10 +127,13 @@ def test_a_plugin_that_fails_or_registers_nothing_is_refused(
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["max-retrieval", "--dry-run", "--out", str(out)]) == 0
+    few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
+    assert main(["max-retrieval", *few, "--dry-run", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "9 variants × 1 positions × 3 seeds × 9 lengths = 243 rows, 0 of them" in text
-    assert "21 trainings, 243 rows" in text  # seven trainings per seed serve nine variants
+    assert "3 variants × 1 positions × 3 seeds × 2 lengths = 18 rows, 0 of them" in text
+    assert "6 trainings, 18 rows" in text  # two trainings per seed serve three variants
+    assert re.search(r"  max-retrieval ssmax seed 2: 2 rows, about \d+ s\n", text)
+    assert re.search(r"about \d+\.\d minutes on \d+ worker", text)
     assert "one-cycle cosine, 2000 steps" in text
     assert not out.exists()
 
@@ -183,6 +186,18 @@ def test_the_length_of_training_is_always_tested_and_what_a_task_knows_is_filled
     names = [str(spec) for spec in planned.specs]
     assert names == ["cosformer(max_length=16384)", "topk(top_k=8)", "topk(top_k=3)"]
     assert complete(parse_spec("nosuch").train, 9).name == "nosuch"  # refused elsewhere
+
+
+@pytest.mark.parametrize("preset", ["smoke", "quick", "paper"])
+@pytest.mark.parametrize("name", TASKS)
+def test_every_preset_can_be_planned(name: str, preset: str) -> None:
+    planned = plan_study(TASKS[name], Options(preset=preset), {})
+    assert planned.settings.train_longest in planned.lengths
+    assert planned.seeds == {"smoke": 1}.get(preset, planned.seeds)
+    assert len({planned.row_key(place) for place in planned.places()}) == len([*planned.places()])
+    assert {
+        reason for reason in (planned.left_out or {}).values() if "alibi" not in reason
+    } == set()
 
 
 def test_every_variant_is_every_registered_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,14 +81,17 @@ def test_differences_are_paired_by_seed_and_position() -> None:
 def test_a_cell_counts_as_trained_from_the_bar_on() -> None:
     rows = [row("softmax", 0.95), row("ssmax", 0.949), row("ssmax", 1.0, length=64)]
     (group,) = groups(rows)
-    assert group.trained(SOFTMAX) is True
-    assert group.trained(SSMAX) is False
+    assert group.untrained(SOFTMAX) == 0
+    assert group.untrained(SSMAX) == 1
     shown = score_tables(group)[0]
-    assert [line[0] for line in shown.rows] == ["softmax", "ssmax †"]
+    assert [line[0] for line in shown.rows] == ["softmax", "ssmax † 1/1"]
     assert "chance 10.0 %" in shown.title
-    assert legend(group) == ["† not trained: below 95% at training's longest length, 16"]
+    (line,) = legend(group)
+    assert line.endswith("below 95% at training's own length, 16")
+    seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
+    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed is not a trained one
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
-    assert text.trained(Series("softmax", "rope")) is None
+    assert text.untrained(Series("softmax", "rope")) == 0
 
 
 def test_tables_show_intervals_differences_costs_and_what_was_learned() -> None:
@@ -96,11 +99,11 @@ def test_tables_show_intervals_differences_costs_and_what_was_learned() -> None:
     rows += [row("ssmax", 0.7, seed=seed, learned={"s": [0.2, 0.4]}) for seed in range(2)]
     (group,) = groups(rows)
     score, spans, published, versus = score_tables(group)
-    assert score.rows[0] == ["softmax †", "55.0 ±5.0"]
+    assert score.rows[0] == ["softmax † 2/2", "55.0 ±5.0"]
     assert spans.rows[0][1] == "50.0 … 60.0"
     assert published.rows[0] == ["softmax, here", "55.0 ±5.0"]
     assert published.rows[1] == ["softmax, paper", "98.6"]
-    assert versus.rows == [["ssmax †", "+15.0 ±5.0"]]
+    assert versus.rows == [["ssmax † 2/2", "+15.0 ±5.0"]]
     assert cost_table(group).rows[0] == ["softmax", "2.0 (2.0 to 2.0)", "1.0 (1.0 to 1.0)"]
     learned = learned_table(group)
     assert learned is not None

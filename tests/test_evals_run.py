@@ -196,7 +196,7 @@ def test_a_run_of_failures_alone_is_shown_as_well(
     options = ["--variants", "softmax", "--lengths", "16,32", "--workers", "0"]
     assert main([*SMALL, *options, "--out", str(tmp_path)]) == 0
     assert {row["status"] for row in lines(tmp_path)} == {"oom"}
-    assert re.search(r"softmax † +oom +oom", capsys.readouterr().out)
+    assert re.search(r"softmax † 2/2 +oom +oom", capsys.readouterr().out)
     assert (tmp_path / TASK / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -275,4 +275,4 @@ def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) ->
         "failed: max-retrieval my_defect seed 0: Traceback"
     )  # and no bars off a terminal
     assert "KeyError: 'a defect'" in errors
-    assert re.search(r"my_defect † +\d+\.\d +missing +missing", text)
+    assert re.search(r"my_defect † 1/1 +\d+\.\d +missing +missing", text)
