@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from evals import estimate
+from evals import costs
 from evals.cells import Refused
 from evals.jobs import Context, Job
 from evals.loggers import Logger, open_loggers
@@ -190,7 +190,7 @@ def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path) -> int
     this = Run(studies, shared, out)
     this.show_plan()
     if shared.dry_run:
-        estimate.show(this)
+        costs.show(this)
         return 0
     failures = this.execute()
     for failure in failures:

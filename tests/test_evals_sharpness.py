@@ -105,3 +105,19 @@ def test_wrong_use(
     assert main([*GIVEN, "--lengths", "16", "--out", str(out), *args]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_all_looks_at_a_pretrained_model_where_one_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("evals.__main__.run", lambda tasks, options, out: 0)
+    seen = []
+    monkeypatch.setattr(sharpness, "main", lambda given: seen.append(vars(given)) or 1)
+    line = ["all", "--preset", "smoke", "--out", str(tmp_path)]
+    assert main(line) == 0
+    assert seen == []
+    assert main([*line, *GIVEN[1:]]) == 1
+    assert (seen[0]["model"], seen[0]["out"]) == (MINILM, tmp_path / "sharpness")
+    assert main([*line, "--model", MINILM]) == 2
+    assert "--model and --text go together" in capsys.readouterr().err
+    assert main([*line, "--model", MINILM, "--text", "nowhere"]) == 2
