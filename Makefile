@@ -1,4 +1,4 @@
-# make eval    max retrieval over the variants; TASK=all|…, PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
+# make eval    max-retrieval, or TASK=all|…; PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
 # make test    the tests
 # make check   formatting, lint and types
 # make readme  rewrites the generated parts of README.md

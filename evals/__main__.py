@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 (something deviates or failed), 2 (refused)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without × or † still gets figures
     given = parser().parse_args(arguments)
     try:
         if given.command == "laws":
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise Refused("--model and --text go together")
         if pretrained[1] is not None and not pretrained[1].is_file():
             raise Refused(f"--text: there is no file {pretrained[1]}")
-        options = gather(given, names, list(TASKS))
+        options = gather(given, names)
         shared = options[names[0]]
         out = shared.out or Path("results") / shared.preset
         status = run([TASKS[name] for name in names], options, out)
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             line += ["--out", str(out / sharpness.NAME)]
             return max(status, sharpness.main(parser().parse_args(line)))
         return status
-    except Refused as refusal:
+    except (Refused, OSError) as refusal:  # a file that cannot be read or written, too
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -91,7 +91,7 @@ def _parse_call(text: str, whole: str) -> VariantCall:
     for keyword in tree.keywords:
         try:
             value = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError):
             value = ...
         if keyword.arg is None or not isinstance(value, Value):
             raise Refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class Change:
 
     def fails(self, below: float) -> bool:
         """Whether the gain, in the metric's units, lies below; what B lacks always does."""
-        return self.gain is None or self.metric.factor * self.gain.mean < below
+        return self.gain is None or not self.metric.factor * self.gain.mean >= below
 
 
 def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
@@ -90,20 +91,31 @@ def table(task: str, found: Sequence[Change]) -> Table:
     return Table(title, ["", "n", "A", "B", "gain"], rows)
 
 
+def _facts(group: Group) -> dict[str, object]:
+    """What may differ between two results of a task."""
+    facts: dict[str, object] = dict(group.settings)
+    for name in ("data", "device", "torch", "attnzoo"):
+        facts[name] = ", ".join(sorted({str(row[name]) for row in group.rows}))
+    facts["test sequences"] = {row["length"]: row["sequences"] for row in group.rows}
+    return facts
+
+
 def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
-    """Settings that are not the same in both, in words."""
-    theirs = {group.task.name: group.settings for group in after}
+    """Settings, text and versions that are not the same in both, in words."""
+    theirs = {group.task.name: _facts(group) for group in after}
     return [
-        f"note: {group.task.name} has {name} = {value!r} in A and {other[name]!r} in B"
+        f"note: {group.task.name} has {name} = {value} in A and {other[name]} in B"
         for group in before
         if (other := theirs.get(group.task.name)) is not None
-        for name, value in group.settings.items()
+        for name, value in _facts(group).items()
         if name in other and other[name] != value
     ]
 
 
 def main(a: Path, b: Path, fail_below: float | None = None) -> int:
     """Print what changed; 1 if a gain lies below ``fail_below``."""
+    if fail_below is not None and not math.isfinite(fail_below):
+        raise Refused(f"--fail-below must be a number, got {fail_below}")
     before, after = groups(read_rows([a])), groups(read_rows([b]))
     found = changes(before, after)
     if not found:

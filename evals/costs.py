@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from evals.cells import is_out_of_memory
 from evals.jobs import Job, lean_arithmetic
 from evals.tasks import TASKS
 from evals.training import CHUNK_ITEMS, evaluate, train
@@ -52,6 +53,16 @@ def seconds(job: Job, device: str) -> float:
     return total
 
 
+def _seconds_if_it_fits(job: Job, device: str) -> float:
+    try:
+        return seconds(job, device)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"  {job}: memory runs out here, and its rows would say so")
+        return 0.0
+
+
 def show(run: Run) -> None:
     """Print every job, and what all of them would take on the run's workers."""
     known: dict[tuple[str, str, str], float] = {}
@@ -61,7 +72,7 @@ def show(run: Run) -> None:
         kind = (job.task, str(job.variant), job.positions)
         if kind not in known:
             with lean_arithmetic():
-                known[kind] = seconds(job, device)
+                known[kind] = _seconds_if_it_fits(job, device)
             if device != "cpu":
                 torch.cuda.empty_cache()
         rows = sum(map(len, job.tests.values()))

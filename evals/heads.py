@@ -1,16 +1,18 @@
 """What each attention head does: how sharply it attends, and what the laws of sharpness rest on.
 
 Of the last rows of a call, each of which sees n keys, with z = scale · q·k + bias (no gain) and the
-weights w in fp64; p = |w| / Σ|w|:
+weights w in fp64; p = |w| / Σ|w|. Each is a mean over rows and sequences:
 
     peak        the largest weight
     entropy     H(p) / log n
     n_eff       1 / Σ p²
     mass        Σ w
-    range       δ = max z − min z: softmax of these scores gives no key more than e^δ / n
+    range       δ = max z − min z
+    bound       min(1, e^δ / n): softmax of these scores gives no key more
     alignment   ρ, the mean cosine between the keys of two tokens
     strength    β / log n, β = scale · |q| · mean |k|: what the critical gain is compared with
-    jacobian    2-norm of ∂w/∂z, where n is at most 256
+    jacobian    2-norm of ∂w/∂z in the last row of a few sequences, where n is at most 256 and the
+                weights are a function of z alone (not cosFormer's)
 """
 
 from __future__ import annotations
@@ -26,14 +28,12 @@ from torch import Tensor, nn
 
 import attnzoo
 from evals.cells import VariantCall
+from evals.task import Look
 
 ROWS = 4  # rows of each sequence that are looked at
-SEQUENCES = 8  # of the first batch
 MOST_KEYS = 4096  # that the cosine between keys is taken over
 JACOBIAN_KEYS = 256
-FIGURES = ("peak", "entropy", "n_eff", "mass", "range", "alignment", "strength", "jacobian")
-
-_PASSED = ("is_causal", "alibi", "window", "scale", "enable_gqa")
+_PASSED = ("is_causal", "alibi", "scale")
 
 
 def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def swapped(model: nn.Module, call: VariantCall | None) -> Iterator[None]:
 class Watch:
     """Measures the heads of all attention that a model computes meanwhile, layer after layer."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, look: Look) -> None:
+        self.model, self.look = model, look
         self.layers: list[dict[str, Tensor]] = []
         self._hooks: list[Any] = []
 
@@ -99,8 +99,10 @@ class Watch:
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, attnzoo.nn.Attention)
         q, k, v = args
+        other = {n for n, x in kwargs.items() if n not in _PASSED and x not in (None, False)}
+        assert not other, f"heads are measured without {other}"
         options = {name: kwargs[name] for name in _PASSED if name in kwargs}
-        self.layers.append(measure(module, q[:SEQUENCES], k[:SEQUENCES], v[:SEQUENCES], options))
+        self.layers.append(measure(module, q, k, v, options, self.look))
 
     def curves(self) -> dict[str, Tensor]:
         """Figures (rows, layers · heads) by name, as "head_peak"."""
@@ -110,22 +112,31 @@ class Watch:
         }
 
 
+def scores(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """z (B, H, R, N) of the last R rows, and which keys each of them sees: (R, N)."""
+    z = (options.get("scale") or q.shape[-1] ** -0.5) * q @ k.transpose(-1, -2)
+    rows, keys = z.shape[-2:]
+    back = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)  # from row i to key j
+    if options.get("alibi") is not None:
+        z = z - options["alibi"].to(z)[:, None, None] * back.abs().to(z)
+    seen = back >= 0 if options.get("is_causal") else torch.ones_like(back, dtype=torch.bool)
+    return z, seen.to(z.device)
+
+
 @torch.no_grad()
 def measure(
-    attention: attnzoo.nn.Attention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    attention: attnzoo.nn.Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    look: Look,
 ) -> dict[str, Tensor]:
     """Figures (rows, H) of one call."""
-    q, k = q[:, :, -ROWS:].double(), k.double()
-    v = v[..., :1].double()
+    q, k, v = (x[: look.sequences].double() for x in (q[:, :, -ROWS:], k, v[..., :1]))
     own = own_parameters(attention)
     w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **own)
-    # A weight of softmax is exp(z − lse), whatever positions add to z: what cannot be seen is −∞.
-    soft, lse = (
-        attnzoo.attention_weights(q, k, v, "softmax", **options),
-        attnzoo.attention(q, k, v, "softmax", return_lse=True, **options)[1],
-    )
-    z = soft.log() + lse[..., None]
-    seen = soft > 0
+    z, seen = scores(q, k, options)
     n = seen.sum(-1).clamp(min=2)
     total = w.abs().sum(-1)
     any_weight = total > 0
@@ -134,22 +145,37 @@ def measure(
     count = keys.shape[2]
     cosine = (keys.sum(2).square().sum(-1) - keys.square().sum((2, 3))) / (count * (count - 1))
     lengths = q.norm(dim=-1) * k.norm(dim=-1).mean(-1, keepdim=True)
-    scale = options.get("scale") or q.shape[-1] ** -0.5
+    spread = z.masked_fill(~seen, -math.inf).amax(-1) - z.masked_fill(~seen, math.inf).amin(-1)
     found = {
         "peak": w.amax(-1),
         "entropy": -torch.special.xlogy(p, p).sum(-1) / n.log(),
         "n_eff": any_weight / p.square().sum(-1).masked_fill(~any_weight, 1.0),
         "mass": w.sum(-1),
-        "range": z.masked_fill(~seen, -math.inf).amax(-1) - z.masked_fill(~seen, math.inf).amin(-1),
+        "range": spread,
+        "bound": (spread - n.log()).exp().clamp(max=1),
         "alignment": cosine[..., None].expand_as(lengths),
-        "strength": scale * lengths / n.log(),
+        "strength": (options.get("scale") or q.shape[-1] ** -0.5) * lengths / n.log(),
     }
     figures = {name: value.transpose(1, 2).flatten(0, 1) for name, value in found.items()}
-    if k.shape[2] <= JACOBIAN_KEYS:
-        last = z[0, :, -1].masked_fill(~seen[0, :, -1], z.min())
-        norms = [jacobian_norm(row, attention.variant, head(own, h)) for h, row in enumerate(last)]
-        figures["jacobian"] = torch.stack(norms)[None]
+    if look.jacobians and k.shape[2] <= JACOBIAN_KEYS:
+        last = (slice(look.jacobians), slice(None), -1, seen[-1])
+        norms = _jacobians(z[last], w[last], attention.variant, own)
+        if norms is not None:
+            figures["jacobian"] = norms
     return figures
+
+
+def _jacobians(z: Tensor, w: Tensor, variant: str, own: dict[str, Any]) -> Tensor | None:
+    """Norms (B, H) at scores z (B, H, n); None where z alone does not give the weights w."""
+    params = [head(own, index) for index in range(z.shape[1])]
+    for index, mine in enumerate(params):
+        if not torch.allclose(weights_at(z[:, index], variant, mine), w[:, index], atol=1e-6):
+            return None
+    norms = [
+        [jacobian_norm(row, variant, mine) for row, mine in zip(rows, params, strict=True)]
+        for rows in z
+    ]
+    return torch.tensor(norms, dtype=torch.float64)
 
 
 def head(own: dict[str, Any], index: int) -> dict[str, Any]:
@@ -160,13 +186,17 @@ def head(own: dict[str, Any], index: int) -> dict[str, Any]:
     }
 
 
-def jacobian_norm(scores: Tensor, variant: str, params: dict[str, Any]) -> Tensor:
+def weights_at(z: Tensor, variant: str, params: dict[str, Any]) -> Tensor:
+    """The weights (B, n) that a variant gives to scores (B, n): of q = 1 and k = z."""
+    k = z[:, None, :, None]
+    one = z.new_ones(len(z), 1, 1, 1)
+    return attnzoo.attention_weights(one, k, k, variant, scale=1.0, **params)[:, 0, 0]
+
+
+def jacobian_norm(scores: Tensor, variant: str, params: dict[str, Any]) -> float:
     """‖∂w/∂z‖₂ of a variant's weights at scores (n,), from one backward pass over n copies."""
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
         n = len(scores)
         z = scores.double().expand(n, n).clone().requires_grad_()
-        one = z.new_ones(n, 1, 1, 1)
-        k = z[:, None, :, None]
-        w = attnzoo.attention_weights(one, k, k, variant, scale=1.0, **params)
-        (jacobian,) = torch.autograd.grad(w[:, 0, 0], z, torch.eye(n).to(z))
-    return torch.linalg.matrix_norm(jacobian, 2)
+        (jacobian,) = torch.autograd.grad(weights_at(z, variant, params), z, torch.eye(n).to(z))
+    return torch.linalg.matrix_norm(jacobian, 2).item()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
@@ -107,10 +109,15 @@ def obtain_model(job: Job, context: Context, emit: Emit) -> tuple[nn.Module, dic
     """The trained model, from the folder if it is there, and the facts of its training."""
     task, path = TASKS[job.task], context.model(job)
     if path.exists():
-        saved = torch.load(path, map_location=context.device, weights_only=True)
         model = task.build(job.variant, job.positions, job.settings).to(context.device)
-        model.load_state_dict(saved["state"])
-        return model.eval(), saved["facts"]
+        try:
+            saved = torch.load(path, map_location=context.device, weights_only=True)
+            model.load_state_dict(saved["state"])
+            return model.eval(), saved["facts"]
+        except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
+            if is_out_of_memory(error):
+                raise
+            print(f"{path} cannot be read, and is trained again", file=sys.stderr)
     began = time.process_time()
     share = _training_share(job)
 

@@ -108,7 +108,7 @@ def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> lis
                 points.append(Point("shrinking", KAPPA, law, n, *found, SHRINKING_TOLERANCE, held))
         if law.uniform is not None:
             for n in JACOBIAN_LENGTHS:
-                norm = jacobian_norm(torch.zeros(n), law.variant, law.params).item()
+                norm = jacobian_norm(torch.zeros(n), law.variant, law.params)
                 found = law.uniform(n), norm
                 points.append(Point("uniform", 0.0, law, n, *found, EXACT_TOLERANCE, True))
     return points
@@ -208,8 +208,7 @@ def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Ta
         for n in lengths
     ]
     norms = {
-        n: jacobian_norm(torch.zeros(n), variant.name, variant.params).item()
-        for n in JACOBIAN_LENGTHS
+        n: jacobian_norm(torch.zeros(n), variant.name, variant.params) for n in JACOBIAN_LENGTHS
     }
     rows = [
         [

@@ -12,6 +12,7 @@ from typing import Any
 
 from evals.cells import Refused, split_list
 from evals.store import WHOLE, Shard
+from evals.tasks import TASKS
 
 LOGGERS = ("tensorboard", "wandb")
 
@@ -34,6 +35,7 @@ class Options:
     device: str = "cpu"
     log: Sequence[str] = ()
     dry_run: bool = False
+    retry_failed: bool = False
 
 
 # Of one task; all others are of the run.
@@ -41,7 +43,7 @@ OF_A_TASK = ("variants", "positions", "seeds", "lengths", "steps", "settings")
 _TYPES: dict[str, Any] = {
     "preset": str, "variants": list, "positions": list, "seeds": int, "lengths": list,
     "steps": int, "settings": dict, "plugin": str, "workers": int, "shard": str, "out": str,
-    "device": str, "log": list, "dry_run": bool,
+    "device": str, "log": list, "dry_run": bool, "retry_failed": bool,
 }  # fmt: skip
 
 
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where
     add("--out", type=Path, help=f"results folder (default: {where})")
     add("--device", help="cpu, cuda or cuda:N")
     add("--log", type=split_list, help=f"loggers: {', '.join(LOGGERS)} (default: none)")
+    add("--retry-failed", action="store_true", help="run again what ended as nan or oom")
     add("--dry-run", action="store_true", help="say what would be run and what it would cost")
 
 
@@ -94,47 +97,72 @@ def _shard(text: str) -> Shard:
     local_rank = None
     if text == "env":
         local_rank = os.environ.get("LOCAL_RANK")
-        pairs = (
-            ("RANK", "WORLD_SIZE", "0"),
-            ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
-        )
-        for rank, size, least in pairs:
-            if rank in os.environ and size in os.environ:
-                first = int(os.environ.get(least, least if least.isdigit() else "0"))
-                text = f"{int(os.environ[rank]) - first}/{os.environ[size]}"
-                break
-        else:
-            raise argparse.ArgumentTypeError(
-                "env: neither RANK and WORLD_SIZE nor SLURM_ARRAY_TASK_ID and _COUNT are set"
-            )
+        text = _of_environment()
     index, _, count = text.partition("/")
-    if not index.isdigit() or not count.isdigit() or not int(index) < int(count):
+    decimal = all(part.isascii() and part.isdecimal() for part in (index, count))
+    if not decimal or not int(index) < int(count):
         raise argparse.ArgumentTypeError(f"expected I/N with 0 <= I < N, or env, got {text!r}")
     return Shard(int(index), int(count), None if local_rank is None else int(local_rank))
 
 
-def gather(
-    given: argparse.Namespace, tasks: Sequence[str], known: Sequence[str]
-) -> dict[str, Options]:
-    """The options of each of the tasks: what the file says, then the command line.
+def _of_environment() -> str:
+    """I/N of this process: torchrun's, or a SLURM array's, whose indices may begin and step."""
+    found = os.environ
+    if "RANK" in found and "WORLD_SIZE" in found:
+        return f"{found['RANK']}/{found['WORLD_SIZE']}"
+    array = "SLURM_ARRAY_TASK_"
+    if f"{array}ID" in found and f"{array}COUNT" in found:
+        first, step = int(found.get(f"{array}MIN", 0)), int(found.get(f"{array}STEP", 1))
+        return f"{(int(found[f'{array}ID']) - first) // step}/{found[f'{array}COUNT']}"
+    raise argparse.ArgumentTypeError(
+        f"env: neither RANK and WORLD_SIZE nor {array}ID and {array}COUNT are set"
+    )
 
-    In the file, a table of a task's name holds that task's own; ``[settings]`` its settings.
+
+def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
+    """The options of each named task: what the file says, then the command line.
+
+    In the file, a table of a task's name holds that task's own; ``[settings]`` its settings. With
+    several tasks, what only some of them have (a setting, position encodings) is for those.
 
     Raises:
         Refused: the file cannot be read, or says what no option is called.
     """
     line = {name: value for name, value in vars(given).items() if name not in ("command", "config")}
     line["settings"] = dict(line.get("settings", []))
-    file = _read(given.config, known) if "config" in given else {}
-    shared = {name: value for name, value in file.items() if name not in known}
+    file = _read(given.config) if "config" in given else {}
+    shared = {name: value for name, value in file.items() if name not in TASKS}
+    several = len(names) > 1
+    for layer in (shared, line):
+        for name in layer.get("settings", {}):
+            if several and not any(name in settings_of(task) for task in names):
+                raise Refused(f"no task has a setting {name!r}")
     found = {}
-    for task in tasks:
+    for task in names:
         options = Options()
         for layer in (shared, file.get(task, {}), line):
+            if several and layer is not file.get(task):
+                layer = _of_task(task, layer)
             settings = {**options.settings, **layer.get("settings", {})}
             options = replace(options, **{**layer, "settings": settings})
         found[task] = _of_rank(options)
     return found
+
+
+def settings_of(task: str) -> set[str]:
+    """The names of a task's settings."""
+    return {entry.name for entry in fields(TASKS[task].presets["smoke"].settings)}
+
+
+def _of_task(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a layer for several tasks is for one of them."""
+    mine = dict(layer)
+    if "settings" in mine:
+        known = settings_of(task)
+        mine["settings"] = {name: x for name, x in mine["settings"].items() if name in known}
+    if TASKS[task].positions == ("none",):
+        mine.pop("positions", None)
+    return mine
 
 
 def _of_rank(options: Options) -> Options:
@@ -148,19 +176,23 @@ def _of_rank(options: Options) -> Options:
     )
 
 
-def _read(path: Path, tasks: Sequence[str]) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Refused(f"--config {path}: {error}") from error
-    tables = {name: content.pop(name) for name in tasks if name in content}
-    for table in tables.values():
+    tables = {name: content.pop(name) for name in TASKS if name in content}
+    found: dict[str, Any] = _checked(path, "", content, [entry.name for entry in fields(Options)])
+    for task, table in tables.items():
         if not isinstance(table, dict):
             raise Refused(f"--config {path}: a task's name must begin a table of its options")
-    names = tuple(option.name for option in fields(Options))
-    found: dict[str, Any] = _checked(path, "", content, names)
-    for task, table in tables.items():
         found[task] = _checked(path, f"[{task}] ", table, OF_A_TASK)
+        for name in found[task].get("settings", {}):
+            if name not in (known := settings_of(task)):
+                known_names = ", ".join(sorted(known))
+                raise Refused(
+                    f"--config {path}: {task} has no setting {name!r}; it has: {known_names}"
+                )
     return found
 
 
@@ -176,7 +208,7 @@ def _checked(
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             raise Refused(f"--config {path}: {where}{name} must be {kind.__name__}, got {value!r}")
         of = int if name == "lengths" else str
-        if kind is list and not all(type(entry) is of for entry in value):
+        if kind is list and not (value and all(type(entry) is of for entry in value)):
             raise Refused(f"--config {path}: {where}{name} must hold {of.__name__}, got {value!r}")
         if name in ("plugin", "out"):
             found[name] = Path(value)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from evals.tables import UNTRAINED
+from evals.tables import FEW_SEEDS, LEGEND, MANY, PARTIAL, UNTRAINED
 from evals.task import Metric
 from evals.tasks import TASKS
 
@@ -70,10 +70,15 @@ def task_scores(name: str, lines: list[Line]) -> str:
         f"**{name}**: {score.title}, mean of {seeds} seeds (95 % bootstrap interval); trained to "
         f"n = {trained_to}, chance {chance:.{score.digits}f}; {first['schedule']}.\n\n"
     )
-    if not any(UNTRAINED in row[0] for row in rows[1:]):
-        return title + _table(rows)
-    words = f"not trained in so many of the seeds: below {task.trained:.0%} at n = {trained_to}"
-    return title + _table(rows) + f"\n{UNTRAINED} {words}.\n"
+    notes = []
+    if any(UNTRAINED in row[0] for row in rows[1:]):
+        words = LEGEND[UNTRAINED].format(bar=task.trained, length=trained_to)
+        notes.append(f"{UNTRAINED} {words}.")
+    if any(PARTIAL in cell for row in rows[1:] for cell in row[1:]):
+        notes.append(f"{PARTIAL} {LEGEND[PARTIAL]}.")
+    if 1 < seeds < MANY:
+        notes.append(f"({FEW_SEEDS.format(count=seeds)}.)")
+    return title + _table(rows) + (f"\n{' '.join(notes)}\n" if notes else "")
 
 
 def _cell(line: Line, score: Metric) -> str:
@@ -84,4 +89,4 @@ def _cell(line: Line, score: Metric) -> str:
     text = f"{score.factor * float(mean):.{digits}f}"
     if low:
         text += f" ({score.factor * float(low):.{digits}f}–{score.factor * float(high):.{digits}f})"
-    return text + ("*" if line["failed"] else "")
+    return text + (PARTIAL if line["failed"] else "")

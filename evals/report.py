@@ -107,7 +107,7 @@ def _what_was_run(groups: Sequence[Group]) -> str:
 
 def _notes(groups: Sequence[Group], note: str) -> str:
     lines = [f"<p class='note'>{escape(note)}</p>"] if note else []
-    warnings = mixtures([row for group in groups for row in group.rows])
+    warnings = mixtures(groups)
     lines += [f"<p class='note warning'>{escape(warning)}</p>" for warning in warnings]
     return "".join(lines)
 

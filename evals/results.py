@@ -47,5 +47,5 @@ def _show(group: Group, laws: Sequence[Table]) -> None:
     for table in [*score_tables(group), *laws, cost_table(group)]:
         print(f"\n{table.text()}")
     print(f"\nschedule: {group.rows[0]['schedule']}")
-    for line in [*legend(group), *failures(group), *mixtures(group.rows)]:
+    for line in [*legend(group), *failures(group), *mixtures([group])]:
         print(line)

@@ -20,11 +20,10 @@ import attnzoo
 from evals import heads
 from evals.cells import VariantCall
 from evals.metrics import weight_metrics
-from evals.task import Figures, Measure, Metric, Preset, Published, Task
+from evals.task import Figures, Look, Measure, Metric, Preset, Published, Task
 from evals.task import Settings as Base
 
 CLASSES = 10
-LOOK = 64  # sequences of which the head is looked at
 BEST_KEYS = 16  # columns of the heat map: mean weight of the 16 keys that come closest
 
 METRICS = (
@@ -171,6 +170,7 @@ class Retrieval(Task):
     sizes: tuple[int, int]
     presets: Mapping[str, Preset]
     published: Published | None = None
+    looked_at: int = 256
     trained: float | None = 0.95
     positions: tuple[str, ...] = ("none",)
     metrics: tuple[Metric, ...] = METRICS
@@ -196,7 +196,7 @@ class Retrieval(Task):
     def loss(self, model: Model, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch.items(), batch.query), batch.label)
 
-    def measure(self, model: Model, batch: Batch, split: str, look: bool) -> Measure:
+    def measure(self, model: Model, batch: Batch, look: Look) -> Measure:
         """q, k and v are computed once for all variants.
 
         Logits come from attention in fp32 as it is trained; the weights that the other metrics are
@@ -220,10 +220,8 @@ class Retrieval(Task):
             right = (logits.argmax(dim=-1) == label).double()
             found["accuracy"] = right + 0 * logits.sum(dim=-1)
             curves = {"best_keys": weights.gather(1, order)}
-            if look:
-                seen = heads.measure(
-                    attention, q[:LOOK], k[:LOOK], v[:LOOK], {"scale": model.scale}
-                )
+            if look.sequences:
+                seen = heads.measure(attention, *exact, {"scale": model.scale}, look)
                 curves |= {f"head_{name}": rows for name, rows in seen.items()}
             return Figures(found, curves)
 

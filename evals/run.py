@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from evals import costs
-from evals.cells import Refused
+from evals.cells import Refused, Spec
 from evals.jobs import Context, Job
 from evals.loggers import Logger, open_loggers
 from evals.metrics import Outcome
-from evals.options import Options
+from evals.options import LOGGERS, Options
 from evals.pool import Pool, default_workers, run_here, worker_devices
 from evals.progress import Progress
 from evals.results import write_results
@@ -61,7 +61,7 @@ class Run:
         self.jobs = [
             job
             for name, study in self.studies.items()
-            for job in study.jobs(self.folders[name].by_key, options.shard)
+            for job in study.jobs(self.folders[name].by_key, options.shard, options.retry_failed)
         ]
         self.loggers: list[Logger] = []
 
@@ -117,6 +117,7 @@ class Run:
             return []
         context = Context(self.options.device, self.options.plugin, self.out)
         self.loggers = open_loggers(self.options.log, self.out)
+        self.out.mkdir(parents=True, exist_ok=True)  # here, and not after a training
         progress = Progress(len(self.jobs))
         try:
             if self.workers == 0:
@@ -168,7 +169,8 @@ def _row(
         "learned": facts["learned"] if swapped is None else {},
         "chance": study.task.chance(settings),
         "sequences": settings.sequences(length),
-        "settings": asdict(settings),
+        "settings": settings.identity(),
+        "version": study.version(Spec(job.variant, swapped or job.variant)),
         "schedule": settings.schedule,
         "data": study.task.data(),
         "device": study.device,
@@ -198,12 +200,14 @@ def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path) -> int
     lacks = this.missing()
     if lacks and shared.shard.count > 1 and not failures:
         left = ", ".join(f"{name} {count}" for name, count in lacks.items())
-        print(f"rows of other shards are missing ({left}): the last one writes the results")
+        print(f"rows are missing, of other shards or failed ({left}): results are written by the "
+              "run that finds all of them")  # fmt: skip
         return 0
     rows = this.rows()
     if rows:
         write_results(groups(rows), out, NOTES[shared.preset])
-    return 1 if failures else 0
+    nothing = all(row["status"] != "ok" for row in rows)
+    return 1 if failures or nothing else 0
 
 
 def _check(options: Options, tasks: Sequence[Task], out: Path) -> None:
@@ -215,5 +219,8 @@ def _check(options: Options, tasks: Sequence[Task], out: Path) -> None:
             raise Refused(f"--preset must be one of {known}, got {options.preset!r}")
     if out.exists() and not out.is_dir():
         raise Refused(f"--out must be a folder, got {str(out)!r}")
+    for name in options.log:
+        if name not in LOGGERS:
+            raise Refused(f"--log must be among {', '.join(LOGGERS)}, got {name!r}")
     if options.workers is not None and options.workers < 0:
         raise Refused(f"--workers must be at least 0, got {options.workers}")

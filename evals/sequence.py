@@ -18,7 +18,7 @@ from torch import Tensor
 from attnzoo.nn import Transformer
 from evals.cells import VariantCall
 from evals.heads import Watch, swapped
-from evals.task import Figures, Measure, Metric, Preset, Published, Task
+from evals.task import Figures, Look, Measure, Metric, Preset, Published, Task
 from evals.task import Settings as Base
 
 POSITIONS = ("none", "rope", "p-rope", "alibi")
@@ -103,6 +103,7 @@ class Sequence(Task):
     text: Callable[[], str] | None = None
     metrics: tuple[Metric, ...] = (ACCURACY, LOSS)
     splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
+    looked_at: int = 32
     trained: float | None = 0.95
     positions: tuple[str, ...] = POSITIONS
     published: Published | None = None
@@ -138,13 +139,13 @@ class Sequence(Task):
             model.logits(model.states(batch.tokens)[asked]), batch.answers[asked]
         )
 
-    def measure(self, model: Transformer, batch: Batch, split: str, look: bool) -> Measure:
+    def measure(self, model: Transformer, batch: Batch, look: Look) -> Measure:
         asked = batch.asked
 
         def figures(swap: VariantCall | None) -> Figures:
             with ExitStack() as stack:
                 stack.enter_context(swapped(model, swap))
-                watch = stack.enter_context(Watch(model)) if look else None
+                watch = stack.enter_context(Watch(model, look)) if look.sequences else None
                 states = model.states(batch.tokens)
             found = self.read(model.logits(states[asked]), batch)
             if watch is None:

@@ -41,7 +41,7 @@ class Rows:
     def _take(self, line: bytes) -> None:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict) and isinstance(row.get("key"), str):
             self.by_key[row["key"]] = row
@@ -98,8 +98,11 @@ class Folder:
         self.by_key[row["key"]] = row
 
 
-_NEEDED = ("task", "variant", "positions", "seed", "length", "status", "metrics", "curves",
-           "settings", "chance")  # fmt: skip
+_NEEDED = (
+    "task", "variant", "positions", "seed", "length", "status", "message", "metrics", "curves",
+    "learned", "chance", "sequences", "settings", "version", "schedule", "data", "device", "torch",
+    "attnzoo", "commit", "cpu_seconds", "train_cpu_seconds", "training",
+)  # fmt: skip
 
 
 def read_rows(folders: Sequence[Path]) -> list[Row]:

@@ -7,7 +7,8 @@ its rows again and a changed setting never finds those of another.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,9 @@ from evals.jobs import Job, load_plugin
 from evals.options import Options
 from evals.store import WHOLE, Row, Shard
 from evals.task import EVERY, Settings, Task
+
+EVALUATION = 2  # of what is measured on a model: part of every row's identity
+MOST, MOST_LENGTH = 2**31, 2**22  # of a number among the settings: what is beyond is a slip
 
 
 class Place(NamedTuple):
@@ -98,21 +102,31 @@ class Study:
                 "test": self._variant(spec.test),
                 "length": length,
                 "sequences": self.settings.sequences(length),
+                "evaluation": EVALUATION,
             }
         )
+
+    def version(self, spec: Spec) -> str:
+        """A hash of what a variant's name stands for: defaults, and a plugin's file."""
+        return key_of({"train": self._variant(spec.train), "test": self._variant(spec.test)})
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
         """Those of the rows that belong to this study, in its order."""
         keys = map(self.row_key, self.places())
         return [by_key[key] for key in keys if key in by_key]
 
-    def jobs(self, by_key: Mapping[str, Row], shard: Shard = WHOLE) -> list[Job]:
-        """The shard's trainings that rows are missing of, each with all that is missing."""
+    def jobs(
+        self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
+    ) -> list[Job]:
+        """The shard's trainings that rows are missing of, each with all that is missing.
+
+        retry: what failed counts as missing too.
+        """
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for place in self.places():
             cell = tests.setdefault((place.seed, place.positions, place.spec.train), {})
             key = self.row_key(place)
-            if key not in by_key:
+            if key not in by_key or (retry and by_key[key]["status"] != "ok"):
                 swap = place.spec.test if place.spec.is_swap else None
                 cell.setdefault(place.length, {})[key] = swap
         mine = list(tests.items())[shard.index :: shard.count]
@@ -125,10 +139,7 @@ class Study:
 
 
 def load_plugins(path: Path | None) -> dict[str, str]:
-    """Load a plugin; the names of what it registered, each with the file's hash.
-
-    A plugin that this process has loaded before (`all`, tests) has registered already.
-    """
+    """Load a plugin; the names of what it registered, each with the file's hash."""
     if path is None:
         return {}
     before = set(attnzoo.list_variants())
@@ -144,13 +155,12 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     preset = task.presets[options.preset]
     _check_device(options.device)
     seeds = preset.seeds if options.seeds is None else options.seeds
-    _positive("--seeds", seeds)
+    _within("--seeds", seeds)
     settings = _settings(task, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
     for length in asked:
-        _positive("--lengths", length, 2)
-    if len(set(asked)) < len(asked):
-        raise Refused(f"--lengths names a length twice: {asked}")
+        _within("--lengths", length, 2)
+    _once("--lengths", asked)
     lengths = tuple(sorted({settings.train_longest, *asked}))  # in distribution, always
     positions = preset.positions if options.positions is None else tuple(options.positions)
     if options.positions is not None and not set(positions) <= set(task.positions):
@@ -158,8 +168,14 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
             f"--positions of {task.name} must be among {', '.join(task.positions)}, "
             f"got {', '.join(positions)}"
         )
+    _once("--positions", positions)
     for length in (settings.train_shortest, *lengths):  # a task refuses lengths that it cannot have
         task.batch(0, "test", length, 0, 1, settings)
+    for encoding in positions:
+        try:
+            task.build(VariantCall("softmax"), encoding, settings)
+        except (ValueError, TypeError) as error:
+            raise Refused(f"settings: {error}") from error
     if options.variants is None:
         texts = list(preset.variants)
         if preset.variants == EVERY:
@@ -172,6 +188,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
         Spec(complete(spec.train, longest), complete(spec.test, longest))
         for spec in parse_specs(texts)
     )
+    _once("--variants", list(map(str, specs)))
     sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
     left_out = _left_out(specs, positions, sizes)
     return Study(
@@ -215,9 +232,13 @@ def _settings(task: Task, preset: Settings, options: Options) -> Settings:
         raise Refused(f"setting {error}") from error
     for name, value in vars(settings).items():
         if isinstance(value, int) and not isinstance(value, bool):
-            _positive("--steps" if name == "steps" else f"setting {name}", value)
-    if not 0 <= settings.curriculum <= 1:
-        raise Refused(f"setting curriculum must be in [0, 1], got {settings.curriculum}")
+            _within("--steps" if name == "steps" else f"setting {name}", value)
+    for name, most in (("curriculum", 1.0), ("warmup", 1.0), ("weight_decay", math.inf)):
+        if not 0 <= getattr(settings, name) <= most or math.isinf(getattr(settings, name)):
+            raise Refused(f"setting {name} must be in [0, {most}], got {getattr(settings, name)}")
+    if not 0 < settings.learning_rate < math.inf:
+        raise Refused(f"setting learning_rate must be above 0, got {settings.learning_rate}")
+    _within("setting train_longest", settings.train_longest, 2)
     if settings.train_longest < settings.train_shortest:
         raise Refused(f"setting train_longest must be at least {settings.train_shortest}")
     if (settings.train_longest - settings.train_shortest) % settings.train_stride:
@@ -238,6 +259,15 @@ def _check_device(device: str) -> None:
             raise Refused(f"--device {device}: torch sees {count} CUDA devices")
 
 
-def _positive(name: str, value: int, least: int = 1) -> None:
+def _within(name: str, value: int, least: int = 1) -> None:
     if value < least:
         raise Refused(f"{name} must be at least {least}, got {value}")
+    most = MOST_LENGTH if "length" in name or "longest" in name or "shortest" in name else MOST
+    if value > most:
+        raise Refused(f"{name} must be at most {most}, got {value}")
+
+
+def _once(name: str, values: Sequence[object]) -> None:
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise Refused(f"{name} names {twice[0]} twice")

@@ -111,6 +111,7 @@ class Group:
     seeds: list[int]
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
+    left_out: list[str]  # rows that others have taken the place of, in words
 
     @property
     def chance(self) -> float:
@@ -143,8 +144,27 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     return [_group(TASKS[name], mine) for (name, _), mine in ordered]
 
 
-def _group(task: Task, rows: list[Row]) -> Group:
-    at = {(Series(r["variant"], r["positions"]), r["length"], r["seed"]): r for r in rows}
+def _series(row: Row) -> Series:
+    return Series(row["variant"], row["positions"])
+
+
+def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
+    """Of each series the rows of its latest version, of each place the latest row; and what is not
+    among them, since a mean over several versions would be a mean of different things."""
+    version = {_series(row): row["version"] for row in rows}
+    same = [row for row in rows if row["version"] == version[_series(row)]]
+    found = {(_series(row), row["length"], row["seed"]): row for row in same}
+    words = []
+    for series in version:
+        old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in found)
+        if old:
+            words.append(f"{series.label}: {old} row(s) of other versions or test sizes left out")
+    return list(found.values()), words
+
+
+def _group(task: Task, every: list[Row]) -> Group:
+    rows, left_out = _latest(every)
+    at = {(_series(row), row["length"], row["seed"]): row for row in rows}
     series = list(dict.fromkeys(key[0] for key in at))
     lengths = sorted({key[1] for key in at})
     seeds = sorted({key[2] for key in at})
@@ -154,7 +174,7 @@ def _group(task: Task, rows: list[Row]) -> Group:
         softmax = Series(BASELINE, one.positions)
         base = {seed: at[softmax, length, seed] for seed in seeds if (softmax, length, seed) in at}
         points[one, length] = _point(task, one, length, mine, base, len(seeds))
-    return Group(task, rows[0]["settings"], series, lengths, seeds, points, rows)
+    return Group(task, rows[0]["settings"], series, lengths, seeds, points, rows, left_out)
 
 
 def _point(
@@ -199,9 +219,10 @@ def failures(group: Group) -> list[str]:
     return found
 
 
-def mixtures(rows: Iterable[Row]) -> list[str]:
-    """Warnings where rows of several commits or versions stand side by side."""
-    found, every = [], list(rows)
+def mixtures(groups: Sequence[Group]) -> list[str]:
+    """Warnings where rows of several commits or versions stand side by side, or were left out."""
+    found = [f"warning: {group.task.name}: {words}" for group in groups for words in group.left_out]
+    every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo"):
         values = sorted({str(row[name]) for row in every})
         if len(values) > 1:

@@ -35,6 +35,8 @@ class Table:
 
 UNTRAINED = "†"
 PARTIAL = "*"
+MANY = 6  # seeds, from which on a bootstrap over them covers about what it says
+FEW_SEEDS = "a bootstrap over {count} seeds is narrow: it covers the true mean in fewer than 95 %"
 LEGEND = {
     UNTRAINED: "not trained, in so many of the seeds: below {bar:.0%} at training's own length, "
     "{length}",
@@ -58,6 +60,8 @@ def legend(group: Group) -> list[str]:
         lines.append(f"{UNTRAINED} {words}")
     if any(point.failures and point.metrics for point in group.points.values()):
         lines.append(f"{PARTIAL} {LEGEND[PARTIAL]}")
+    if 1 < len(group.seeds) < MANY:
+        lines.append(FEW_SEEDS.format(count=len(group.seeds)))
     return lines
 
 

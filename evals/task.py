@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -39,7 +39,6 @@ class Settings:
     test_sequences: int
     test_least: int
     test_items: int = 2**21
-    dtype: str = "float32"
 
     @property
     def schedule(self) -> str:
@@ -67,7 +66,8 @@ class Settings:
 
     def identity(self) -> dict[str, object]:
         """What a training depends on."""
-        return {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
+        mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
+        return {**mine, "dtype": "float32"}
 
 
 EVERY = ("every",)  # for variants: all that are registered, a plugin's too
@@ -130,6 +130,14 @@ class Figures:
     curves: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Look(NamedTuple):
+    """Of how many sequences of a batch, the first ones, heads are measured (`evals.heads`), and of
+    how many of these their Jacobians too."""
+
+    sequences: int
+    jacobians: int
+
+
 # Figures with the attention as it was trained (None) or with another variant's in its place.
 Measure = Callable[[VariantCall | None], Figures]
 
@@ -144,7 +152,8 @@ class Task(ABC):
         positions: the position encodings that it can be crossed with.
         metrics: what its rows hold; the first is the score.
         splits: what is tested, a prefix of the metrics' names for each split of the data.
-        trained: the score at the shortest length below which a cell counts as not trained.
+        looked_at: sequences of each length of which the heads are measured too.
+        trained: the score at training's longest length below which a cell counts as not trained.
         published: figures of a paper.
     """
 
@@ -154,6 +163,7 @@ class Task(ABC):
     positions: tuple[str, ...]
     metrics: tuple[Metric, ...]
     splits: Mapping[str, str]
+    looked_at: int
     trained: float | None
     published: Published | None
 
@@ -188,8 +198,5 @@ class Task(ABC):
         """What training minimizes."""
 
     @abstractmethod
-    def measure(self, model: Any, batch: Any, split: str, look: bool) -> Measure:
-        """Do what all variants share, and return what measures one of them.
-
-        ``look``: also measure what each head does (`evals.heads`).
-        """
+    def measure(self, model: Any, batch: Any, look: Look) -> Measure:
+        """Do what all variants share, and return what measures one of them."""

@@ -14,7 +14,7 @@ what is measured, and of no law. Softmax falls as 1/n under both once n ≫ κ, 
 tell the two apart no more.
 
 Bounds. Softmax of scores in a range δ = max z − min z gives no key more than e^δ/n, hence none a
-half beyond n = 2e^δ. δ is measured as a mean over rows, so of means this holds nearly.
+half beyond n = 2e^δ. The bound is taken row by row, so that its mean bounds the mean weight.
 
 Gain. See `critical_gain`.
 """
@@ -41,11 +41,6 @@ SAME = 0.005, 0.05  # errors of log weight nearer than this, or this part, do no
 
 
 # ----------------------------------------------------------------------------------- bounds
-
-
-def dispersion_bound(n: int, spread: float) -> float:
-    """e^δ / n: the most that softmax of scores in a range δ can give one of n keys."""
-    return _exp(spread) / n
 
 
 def half_length(spread: float) -> float:
@@ -254,7 +249,7 @@ def _fit_table(group: Group, found: Sequence[Heads]) -> Table:
 
 
 def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
-    header = ["", "head", "n", "largest weight", "δ", "e^δ/n", "2e^δ", "β/log n", "γ_c",
+    header = ["", "head", "n", "largest weight", "δ", "bound", "2e^δ", "β/log n", "γ_c",
               "‖∂w/∂z‖₂"]  # fmt: skip
     rows = []
     for heads in found:
@@ -266,11 +261,10 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
             if "head_jacobian" in point.curves
         ]
         for name, i in zip(heads.names, heads.indices, strict=True):
-            if "head_range" not in curves:
+            if "head_bound" not in curves:
                 continue
-            spread = curves["head_range"][i]
-            bound = dispersion_bound(n, spread)
-            cells = [f"{bound:.3g}" if bound < 1 else "≥ 1", f"{half_length(spread):.3g}"]
+            spread, bound = curves["head_range"][i], curves["head_bound"][i]
+            cells = [f"{bound:.3g}", f"{half_length(spread):.3g}"]
             cells += [f"{curves['head_strength'][i]:.3g}"]
             cells += [f"{critical_gain(curves['head_alignment'][i]):.3g}"]
             cells += [f"{jacobians[-1][0][i]:.3g} at {jacobians[-1][1]}" if jacobians else "—"]
@@ -278,9 +272,10 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
             start = [name_of(group, heads.series), name, str(n), peak, f"{spread:.3g}"]
             rows.append([*start, *cells])
     note = (
-        "e^δ/n is the most that softmax could give a key with these scores, 2e^δ the n from which "
-        "it gives no key a half; β/log n, the query's strength, stands beside the critical gain "
-        "γ_c = 1/(1 − ρ); the Jacobian is at its longest n"
+        "Means over rows. min(1, e^δ/n) is the most that softmax could give a key with a row's "
+        "scores, 2e^δ at the mean δ the n from which it gives no key a half; β/log n, the query's "
+        "strength, stands beside the critical gain γ_c = 1/(1 − ρ); the Jacobian is at its longest "
+        "n, where the weights are a function of the scores alone"
     )
     title = "Bounds at the longest n"
     return Table(title, header, rows, note + _shown(found))

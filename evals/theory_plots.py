@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from evals.plots import GRID, length_axis, looks_of, name_lines
 from evals.summary import BASELINE, Group
-from evals.theory import Heads, dispersion_bound, fitted
+from evals.theory import Heads, fitted
 
 _LOWEST = 0.7  # of the smallest weight: where the axis ends
 
@@ -49,12 +49,8 @@ def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | 
             curve = heads.curve(best, 0, dense)
             axes.plot(dense, curve, color=colour, linewidth=1.4)
         if heads.series.variant == BASELINE:
-            points = [point for point in group.of(heads.series) if point.curves.get("head_range")]
-            spreads = [point.curves["head_range"][heads.indices[0]] for point in points]
-            bound = [
-                min(1.0, dispersion_bound(n, spread))
-                for n, spread in zip(heads.keys, spreads, strict=True)
-            ]
+            points = [point for point in group.of(heads.series) if point.curves.get("head_bound")]
+            bound = [point.curves["head_bound"][heads.indices[0]] for point in points]
             axes.plot(heads.keys, bound, color=colour, linewidth=1.1, linestyle=(0, (4, 3)))
     if not weights:
         return None

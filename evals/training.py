@@ -15,8 +15,9 @@ import attnzoo
 from evals.cells import VariantCall
 from evals.draws import lengths
 from evals.metrics import Outcome, Tally
-from evals.task import Settings, Task
+from evals.task import Look, Settings, Task
 
+JACOBIANS = 4  # sequences of each length
 CHUNK_ITEMS = 2**15  # keys of a chunk of test sequences, all together
 REPORT_EVERY = 25  # steps between two looks at the loss: each look waits for the device
 
@@ -111,9 +112,12 @@ def evaluate(
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             batch = task.batch(seed, split, length, start, stop, settings).to(device)
+            # So many of all, however they are cut into chunks.
+            most = (0, 0) if number else (task.looked_at, JACOBIANS)
+            look = Look(*(min(max(count - start, 0), stop - start) for count in most))
             began = time.process_time()
             try:
-                measure = task.measure(model, batch, split, look=number == start == 0)
+                measure = task.measure(model, batch, look)
             except (MemoryError, RuntimeError) as error:
                 for tally in tallies.values():
                     tally.fail(error)

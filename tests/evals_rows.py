@@ -31,7 +31,7 @@ def row(
         "message": "out of memory" if score is None else "",
         "metrics": metrics, "curves": {}, "learned": {}, "chance": 0.1, "sequences": 8,
         "settings": SETTINGS, "schedule": "one-cycle cosine, 10 steps", "data": "made by hand",
-        "device": "cpu", "torch": "2", "attnzoo": "0", "commit": "abc",
+        "device": "cpu", "version": variant, "torch": "2", "attnzoo": "0", "commit": "abc",
         "cpu_seconds": 1.0, "train_cpu_seconds": 2.0, "training": f"{variant} {seed}",
         **more,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Specs, what is refused, keys, shards, options, the store and the progress."""
+"""Specs, what is refused, keys, shards, the store and the progress."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 import attnzoo
-from evals import options
-from evals.__main__ import main, parser
+from evals.__main__ import main
 from evals.cells import Refused, complete, every_variant, parse_spec, parse_specs, split_list
-from evals.options import Options, gather
+from evals.options import Options
 from evals.plots import length_axis, name_lines
 from evals.progress import Progress, clock
 from evals.retrieval import Settings
@@ -80,6 +79,10 @@ REFUSED = {
     "config": (["--config", "no/such.toml"], "--config no/such.toml: .*No such file"),
     "too short": (["--variants", "cosformer(max_length=32)", "--lengths", "64"], "max_length"),
     "twice": (["--variants", "softmax,softmax"], "listed twice"),
+    "twice, completed": (["--variants", "topk,topk(top_k=8)"], "names topk.* twice"),
+    "a value of its own kind": (["--variants", "ssmax(s={[]: 1})"], "cannot read variant"),
+    "log": (["--log", "paper", "--dry-run"], "--log must be among tensorboard, wandb"),
+    "out": (["--out", "/proc/nosuch"], "/proc/nosuch"),
     "not a spec": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
     "seeds": (["--seeds", "0"], "--seeds must be at least 1, got 0"),
     "steps": (["--steps", "0"], "--steps must be at least 1"),
@@ -219,100 +222,6 @@ def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_re
         plan_study(TASKS["mqar"], replace(given, positions=["alibi"]), {})
 
 
-CONFIG = """
-preset = "smoke"
-seeds = 2
-variants = ["softmax", "ssmax(s=1)"]
-[settings]
-width = 32
-[mqar]
-lengths = [64, 128]
-[mqar.settings]
-density = 8
-"""
-
-
-def gathered(tmp_path: Path, text: str, *line: str, task: str = "mqar") -> Options:
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    return gather(parser().parse_args([task, "--config", str(file), *line]), [task], [*TASKS])[task]
-
-
-def test_a_file_gives_options_and_the_command_line_has_the_last_word(tmp_path: Path) -> None:
-    found = gathered(tmp_path, CONFIG, "--seeds", "1", "--set", "width=48", "--set", "steps=9")
-    assert (found.preset, found.seeds, found.lengths) == ("smoke", 1, [64, 128])
-    assert found.settings == {"width": 48, "density": 8, "steps": 9}
-    settings = plan_study(TASKS["mqar"], found, {}).settings
-    assert (settings.width, settings.steps, settings.batch) == (48, 9, 16)
-    assert gathered(tmp_path, CONFIG, task="copy").lengths is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("presett = 'smoke'", "unknown key 'presett'; known: preset, variants"),
-        ("[mqar]\nout = 'x'", r"\[mqar\] unknown key 'out'"),
-        ("[nosuch]\nseeds = 1", "unknown key 'nosuch'"),
-        ("mqar = 3", "must begin a table"),
-        ("seeds = 'two'", "seeds must be int, got 'two'"),
-        ("seeds = true", "seeds must be int, got True"),
-        ("lengths = ['a']", "lengths must hold int"),
-        ("shard = '3/2'", "shard: expected I/N"),
-        ("seeds = ", "Invalid value"),
-        ("[settings]\nwidht = 3", "mqar has no setting 'widht'; it has: steps, batch"),
-        ("[settings]\nwidth = 3.5", "setting width must be of int, got 3.5"),
-        ("[settings]\nwidth = 0", "setting width must be at least 1"),
-        ("[settings]\ncurriculum = 2", "curriculum must be in"),
-        ("[settings]\ntrain_stride = 7", "train_stride must divide"),
-        ("preset = 'huge'", "--preset must be one of smoke, quick, paper, got 'huge'"),
-        ("log = ['paper']", "--log must be among tensorboard, wandb, got 'paper'"),
-        ("lengths = [65]", "multiples of 4"),
-        ("positions = ['up']", "--positions of mqar must be among none, rope"),
-    ],
-)
-def test_a_file_that_says_what_cannot_be_is_refused(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, out = tmp_path / "run.toml", tmp_path / "out"
-    file.write_text(text if "preset" in text else f"preset = 'smoke'\n{text}")
-    assert main(["mqar", "--config", str(file), "--out", str(out)]) == 2
-    assert re.search(rf"^error: .*{message}.*\n\Z", capsys.readouterr().err)
-    assert not out.exists()
-
-
-def test_a_shard_comes_from_the_command_line_or_from_who_launched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def shard(text: str) -> tuple[int, int]:
-        found = parser().parse_args(["copy", "--shard", text]).shard
-        return found.index, found.count
-
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "SLURM_ARRAY_TASK_ID",
-        "SLURM_ARRAY_TASK_COUNT",
-        "LOCAL_RANK",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    assert shard("1/3") == (1, 3)
-    for wrong in ("3/3", "1", "-1/2", "a/b", "env"):
-        with pytest.raises(SystemExit):
-            shard(wrong)
-    for name, value in (("ID", "5"), ("COUNT", "4"), ("MIN", "3")):
-        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    assert shard("env") == (2, 4)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert shard("env") == (0, 8)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    line = ["copy", "--shard", "env", "--device", "cuda"]
-    found = gather(parser().parse_args(line), ["copy"], [*TASKS])["copy"]
-    assert (found.device, found.workers) == ("cuda:3", 1)
-    found = gather(parser().parse_args([*line[:3], "--workers", "5"]), ["copy"], [*TASKS])["copy"]
-    assert (found.device, found.workers) == ("cpu", 5)
-
-
 def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) -> None:
     for index in range(2):
         Folder(tmp_path, Shard(index, 2)).append({"key": f"k{index}"})
@@ -324,7 +233,6 @@ def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "rows-0-of-2.jsonl", "rows-1-of-2.jsonl", "rows.jsonl"
     ]  # fmt: skip
-    assert set(options.LOGGERS) == {"tensorboard", "wandb"}
 
 
 def test_rows_survive_a_torn_line(tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ def test_evaluation_does_not_depend_on_chunks_and_swaps_share_the_model(
         assert whole[name].metrics == pytest.approx(pieces[name].metrics, abs=1e-7)
         best = whole[name].curves["best_keys"]
         assert best == pytest.approx(pieces[name].curves["best_keys"], abs=1e-7)
+        for curve, values in whole[name].curves.items():
+            assert values == pytest.approx(pieces[name].curves[curve], abs=1e-6), curve
         assert sum(best) == pytest.approx(1)  # n = 16: all keys are the best 16
     # log n / log 16 is 1 at n = 16: the swap is softmax itself.
     assert whole["own"].metrics == pytest.approx(whole["swap"].metrics, abs=1e-6)

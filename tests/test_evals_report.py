@@ -51,6 +51,7 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
     ok = score is not None
     return {
         "key": f"{task}-{variant}-{length}-{seed}", "task": task, "variant": variant,
+        "version": variant,
         "positions": positions, "seed": seed, "length": length, "status": "ok" if ok else "nan",
         "message": "" if ok else f"not finite: {EVIL}", "metrics": metrics if ok else {},
         "curves": curves if ok else {}, "learned": {}, "sequences": 500,

@@ -86,7 +86,7 @@ def test_a_cell_counts_as_trained_from_the_bar_on() -> None:
     shown = score_tables(group)[0]
     assert [line[0] for line in shown.rows] == ["softmax", "ssmax † 1/1"]
     assert "chance 10.0 %" in shown.title
-    (line,) = legend(group)
+    line = legend(group)[0]
     assert line.endswith("below 95% at training's own length, 16")
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
     assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed is not a trained one
@@ -129,7 +129,21 @@ def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
 
 def test_rows_of_several_versions_are_said() -> None:
     rows = [row("softmax", 0.5), row("softmax", 0.5, seed=1, torch="3")]
-    assert mixtures(rows) == ["warning: rows of several values of torch: 2, 3"]
+    assert mixtures(groups(rows)) == ["warning: rows of several values of torch: 2, 3"]
+
+
+def test_two_versions_of_a_variant_are_never_averaged() -> None:
+    """As when a plugin's file changed between two runs into one folder: the latest counts."""
+    rows = [row("mine", 0.1, seed=seed, version="old") for seed in (0, 1)]
+    rows += [row("mine", 0.9, seed=0, version="new", key="other")]
+    rows += [row("softmax", 0.3), row("softmax", 0.4, key="more sequences", sequences=99)]
+    (group,) = groups(rows)
+    assert group.points[Series("mine", "none"), 16].metrics["accuracy"].mean == 0.9
+    assert group.points[SOFTMAX, 16].metrics["accuracy"].mean == 0.4
+    assert [line.split("warning: max-retrieval: ")[1] for line in mixtures([group])] == [
+        "mine: 2 row(s) of other versions or test sizes left out",
+        "softmax: 1 row(s) of other versions or test sizes left out",
+    ]
 
 
 # ---- results on disk
@@ -182,6 +196,15 @@ def test_compare_shows_gains_and_fails_below_a_bound(
     text = capsys.readouterr().out
     assert "below -3.5: max-retrieval, softmax, n = 16: -4.0" in text
     assert "1 of 2 are not below -3.5" in text
+
+
+def test_a_bound_that_is_no_number_is_refused_and_nan_is_no_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", float("nan"), data="other")])
+    assert main(["compare", *folders, "--fail-below", "nan"]) == 2
+    assert main(["compare", *folders, "--fail-below", "-100"]) == 1
+    assert "has data = made by hand in A and other in B" in capsys.readouterr().out
 
 
 def test_a_lower_loss_is_a_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

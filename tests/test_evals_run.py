@@ -194,10 +194,41 @@ def test_a_run_of_failures_alone_is_shown_as_well(
 
     monkeypatch.setattr(jobs, "train", broken)
     options = ["--variants", "softmax", "--lengths", "16,32", "--workers", "0"]
-    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 0
+    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 1  # nothing at all succeeded
     assert {row["status"] for row in lines(tmp_path)} == {"oom"}
     assert re.search(r"softmax † 2/2 +oom +oom", capsys.readouterr().out)
     assert (tmp_path / TASK / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.undo()
+    again = [*SMALL, *options, "--out", str(tmp_path), "--retry-failed"]
+    assert main(again) == 0
+    assert [row["status"] for row in lines(tmp_path)] == ["oom"] * 4 + ["ok"] * 4
+    assert "failed" not in (tmp_path / TASK / "summary.csv").read_text().splitlines()[1]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_model_that_cannot_be_read_is_trained_again(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(undisturbed / TASK / "models", tmp_path / TASK / "models")
+    wrong = [b"", b"no model", (undisturbed / TASK / "rows.jsonl").read_bytes()]
+    for path, content in zip(sorted((tmp_path / TASK / "models").iterdir()), wrong, strict=False):
+        path.write_bytes(content)
+    assert main([*SMALL, "--workers", "0", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("cannot be read, and is trained again") == 3
+    same = (tmp_path / TASK / "summary.csv").read_bytes()
+    assert same == (undisturbed / TASK / "summary.csv").read_bytes()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_other_test_sizes_in_the_same_folder_are_another_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--variants", "softmax", "--lengths", "16,64", "--workers", "0", "--out", str(tmp_path)]
+    for items in ("100000", "640"):
+        assert main([*SMALL, *few, "--set", "test_least=4", "--set", f"test_items={items}"]) == 0
+        with (tmp_path / TASK / "summary.csv").open() as file:
+            assert [line["length"] for line in csv.DictReader(file)] == ["16", "64"]
+    assert "to do: 0 trainings" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -209,7 +240,7 @@ def test_two_shards_are_one_whole_run(
         assert main(shard) == 0
         text = capsys.readouterr().out
         assert f"to do (shard {index} of 2)" in text
-        assert ("rows of other shards are missing" in text) == (index == 0)
+        assert ("rows are missing, of other shards" in text) == (index == 0)
     names = {path.name for path in (tmp_path / TASK).glob("rows*")}
     assert names == {"rows-0-of-2.jsonl", "rows-1-of-2.jsonl"}
     summary = (tmp_path / TASK / "summary.csv").read_bytes()

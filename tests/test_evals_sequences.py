@@ -16,6 +16,7 @@ import attnzoo
 from evals.cells import Refused, VariantCall, parse_spec
 from evals.heads import Watch, learned, swapped
 from evals.sequence import Batch, Sequence, Settings
+from evals.task import Look
 from evals.tasks import TASKS, flip_flop, language_model, mqar
 from evals.tasks.language_model import DIGITS, corpus
 from evals.training import evaluate, train
@@ -117,7 +118,11 @@ def test_training_reads_other_text_and_every_second_sequence_has_a_needle() -> N
     texts, digest = corpus()
     assert len(digest) == 16
     assert min(map(len, texts.values())) > 2**18
-    assert texts["train"][:4096].tobytes() not in texts["test"].tobytes()
+    train, test = (texts[split].tobytes() for split in ("train", "test"))
+    known = {train[i : i + 64] for i in range(0, len(train) - 64, 4)}
+    pieces = [test[i + j : i + j + 64] for i in range(0, len(test) - 68, 256) for j in range(4)]
+    shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)  # one of four would align
+    assert 0 < shared < 0.03
     batch = language_model.draw(0, "train", 128, 0, 40, None)
     found = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
     assert found == [0, 2] * 20
@@ -317,7 +322,7 @@ def test_heads_of_hand_worked_scores() -> None:
     """One head, one row: keys with scores 0, 1 and 3."""
     attention = attnzoo.nn.Attention("softmax", 1)
     q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
-    with Watch(attention) as watch:
+    with Watch(attention, Look(1, 1)) as watch:
         attention(q, scores[None, None, :, None], torch.zeros(1, 1, 3, 1), scale=1.0)
     found = {name: rows.item() for name, rows in watch.curves().items()}
     p = torch.softmax(scores.double(), 0)
@@ -325,16 +330,42 @@ def test_heads_of_hand_worked_scores() -> None:
     assert found["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
     assert found["head_entropy"] == pytest.approx(-(p * p.log()).sum().item() / math.log(3))
     assert found["head_range"] == pytest.approx(3)
+    assert found["head_bound"] == 1  # e³ / 3, of 1
     assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
     jacobian = torch.diag(p) - torch.outer(p, p)
     assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
     assert found["head_alignment"] == pytest.approx(1 / 3)  # cosines 0, 0 and 1
 
 
+@pytest.mark.parametrize("positions", ["none", "alibi"])
+def test_softmax_never_passes_its_bound_and_every_visible_key_counts(positions: str) -> None:
+    q, k = torch.randn(2, 3, 2, 300, 8, generator=torch.Generator().manual_seed(0))
+    slopes = {"alibi": torch.tensor([4.0, 0.5])} if positions == "alibi" else {}
+    attention = attnzoo.nn.Attention("softmax", 2)
+    with Watch(attention, Look(2, 1)) as watch:
+        attention(q, k, k, is_causal=True, scale=0.3, **slopes)
+    found = watch.curves()
+    assert (found["head_peak"] <= found["head_bound"]).all()
+    assert found["head_peak"].shape == (2 * 4, 2)  # of two sequences the last four rows
+    assert (found["head_bound"] < 1).any() == (positions == "none")
+    if positions == "alibi":  # though fp64 holds no weight of the farthest key
+        assert (found["head_range"][:, 0] > 4 * 290).all()
+    assert "head_jacobian" not in found  # beyond 256 keys
+
+
+def test_a_jacobian_is_of_weights_that_the_scores_alone_give() -> None:
+    q = torch.rand(1, 1, 1, 4)
+    for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9})):
+        attention = attnzoo.nn.Attention(variant, 1, **params)
+        with Watch(attention, Look(1, 1)) as watch:
+            attention(q, torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4))
+        assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
+
+
 def test_a_row_that_attends_to_nothing_has_no_effective_keys() -> None:
     attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
     k = -torch.ones(1, 1, 3, 2)  # no feature is positive
-    with Watch(attention) as watch:
+    with Watch(attention, Look(1, 1)) as watch:
         attention(torch.ones(1, 1, 1, 2), k, k)
     found = watch.curves()
     assert found["head_mass"].item() == found["head_n_eff"].item() == 0
