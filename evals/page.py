@@ -15,6 +15,7 @@ body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
 h1 { font-size: 1.75rem; line-height: 1.2; font-weight: 650; margin: 0 0 .4rem; }
 h2 { font-size: 1.4rem; line-height: 1.25; font-weight: 650; margin: 0 0 .5rem; }
 h3 { font-size: 1.02rem; font-weight: 650; margin: 2.2rem 0 .5rem; }
+img { max-width: 100%; height: auto; }
 p { margin: .4rem 0; } p, ul, summary { max-width: 48rem; }
 a { color: var(--blue); text-decoration-thickness: 1px; text-underline-offset: .15em; }
 section { border-top: 2px solid var(--ink); margin-top: 4rem; padding-top: 1.1rem; }

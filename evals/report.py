@@ -8,6 +8,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
 from html import escape
+from typing import NamedTuple
 
 from evals import theory
 from evals.drawings import WEIGHTS, curves, heat_maps, name_html
@@ -30,17 +31,25 @@ _FEW = 12  # so many failed cells are listed openly
 _VERSIONS = ("schedule", "data", "torch", "attnzoo", "commit", "device")
 
 
-def report_html(
-    groups: Sequence[Group], note: str, heads: Sequence[Sequence[theory.Heads]] | None = None
-) -> str:
-    """The page; every text is escaped. heads: what `evals.theory` fitted to each group."""
-    fitted = [theory.fitted(group) for group in groups] if heads is None else heads
+class Laws(NamedTuple):
+    """What `evals.theory` says of a group: its heads, fitted, and a picture of them (PNG)."""
+
+    heads: Sequence[theory.Heads]
+    picture: bytes | None = None
+
+
+def report_html(groups: Sequence[Group], note: str, laws: Sequence[Laws] | None = None) -> str:
+    """The page; every text is escaped. laws: one for each group, made here where not given."""
+    laws = [Laws(theory.fitted(group)) for group in groups] if laws is None else laws
     names = _idents(groups)
     tasks = list(dict.fromkeys(group.task.name for group in groups))
     title = "Attention normalizers as length grows" + f": {tasks[0]}" * (len(tasks) == 1)
     hashed = b64encode(sha256(SCRIPT.encode()).digest()).decode()
     # Should an escape ever be missed, the browser still runs only our script and fetches nothing.
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{hashed}'"
+    )
     body = [
         f"<header><h1>{escape(title)}</h1>{_what_was_run(groups)}{_notes(groups, note)}",
         _overview(groups, names),
@@ -48,7 +57,7 @@ def report_html(
         "</header><main>",
         *(
             _section(group, name, heading, mine)
-            for group, (name, heading), mine in zip(groups, names, fitted)
+            for group, (name, heading), mine in zip(groups, names, laws)
         ),
         "</main>",
     ]
@@ -236,7 +245,7 @@ def _heading(text: str, ident: str) -> str:
     return f"<h3>{escape(text)}<a class='rows' href='#{ident}-rows'>rows</a></h3>"
 
 
-def _section(group: Group, ident: str, heading: str, heads: Sequence[theory.Heads]) -> str:
+def _section(group: Group, ident: str, heading: str, laws: Laws) -> str:
     score, order = group.task.score, ranked(group)
     better = "lower" if score.lower_is_better else "higher"
     means = (
@@ -257,7 +266,7 @@ def _section(group: Group, ident: str, heading: str, heads: Sequence[theory.Head
             marks,
             _heading("Length curves", ident),
             curves(group, order),
-            _theory(group, ident, heads),
+            _theory(group, ident, laws),
             _maps(group, ident, order),
             _tables(group, ident),
             f"<h3>Settings, versions and rows</h3>{_settings(group)}{_rows(group, ident)}",
@@ -266,8 +275,14 @@ def _section(group: Group, ident: str, heading: str, heads: Sequence[theory.Head
     )
 
 
-def _theory(group: Group, ident: str, heads: Sequence[theory.Heads]) -> str:
-    shown = "".join(map(_table, theory.tables(group, heads)))
+def _theory(group: Group, ident: str, laws: Laws) -> str:
+    shown = "".join(map(_table, theory.tables(group, laws.heads)))
+    if laws.picture is not None:
+        words = (
+            "The largest weight of each series' sharpest head against n, and the law fitted to it"
+        )
+        data = b64encode(laws.picture).decode()
+        shown += f"<p><img alt='{escape(words, True)}' src='data:image/png;base64,{data}'></p>"
     return f"{_heading('Theory beside measurement', ident)}{shown}" if shown else ""
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from base64 import b64encode
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.select import Select
 
-from evals.report import report_html
+from evals.report import Laws, report_html
 from evals.store import Row
 from evals.summary import groups
 from evals.tasks import TASKS
@@ -146,7 +147,8 @@ def test_hostile_texts_stay_texts(html: str, page: Page) -> None:
 
 def test_nothing_is_fetched(page: Page) -> None:
     for _, attrs in page.tags:
-        assert not {"src", "srcset", "action", "data", "poster", "xlink:href"} & set(attrs)
+        assert not {"srcset", "action", "data", "poster", "xlink:href"} & set(attrs)
+        assert str(attrs.get("src", "data:")).startswith("data:")
         assert str(attrs.get("href", "#")).startswith("#")
         assert "url(" not in str(attrs.get("style", ""))
     style = "".join(page.styles)
@@ -155,7 +157,7 @@ def test_nothing_is_fetched(page: Page) -> None:
     assert "http" not in page.scripts[-1]
     policy = next(attrs["content"] for tag, attrs in page.tags if tag == "meta" and len(attrs) == 2
                   and "http-equiv" in attrs)  # fmt: skip
-    assert str(policy).startswith("default-src 'none';")
+    assert str(policy).startswith("default-src 'none'; img-src data:;")
 
 
 def test_the_embedded_numbers_are_the_measured_ones(page: Page) -> None:
@@ -341,3 +343,10 @@ def test_in_a_browser(browser: webdriver.Chrome, tmp_path: Path) -> None:
         assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 50
 
     assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
+
+
+def test_the_picture_of_the_laws_is_part_of_the_page() -> None:
+    found = groups([row("needle", "softmax", 16, 0, 0.5, 16)])
+    page = report_html(found, "", [Laws([], b"\x89PNG")])
+    assert b64encode(b"\x89PNG").decode() in page
+    assert "<img" not in report_html(found, "", [Laws([])])
