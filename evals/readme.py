@@ -77,7 +77,7 @@ def task_scores(name: str, lines: list[Line]) -> str:
     if any(PARTIAL in cell for row in rows[1:] for cell in row[1:]):
         notes.append(f"{PARTIAL} {LEGEND[PARTIAL]}.")
     if 1 < seeds < MANY:
-        notes.append(f"({FEW_SEEDS.format(count=seeds)}.)")
+        notes.append(f"{FEW_SEEDS.format(count=seeds)}.")
     return title + _table(rows) + (f"\n{' '.join(notes)}\n" if notes else "")
 
 

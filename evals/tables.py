@@ -36,7 +36,7 @@ class Table:
 UNTRAINED = "†"
 PARTIAL = "*"
 MANY = 6  # seeds, from which on a bootstrap over them covers about what it says
-FEW_SEEDS = "a bootstrap over {count} seeds is narrow: it covers the true mean in fewer than 95 %"
+FEW_SEEDS = "A bootstrap over {count} seeds is narrow: it covers the true mean in fewer than 95 %"
 LEGEND = {
     UNTRAINED: "not trained, in so many of the seeds: below {bar:.0%} at training's own length, "
     "{length}",

@@ -11,6 +11,7 @@ import pytest
 
 from evals.__main__ import main
 from evals.cells import Refused
+from evals.readme import scores as scores_table
 from evals.store import read_rows
 from evals.summary import Series, bootstrap, csv_text, estimate, failures, groups, mixtures
 from evals.tables import Table, cost_table, learned_table, legend, score_tables
@@ -144,6 +145,25 @@ def test_two_versions_of_a_variant_are_never_averaged() -> None:
         "mine: 2 row(s) of other versions or test sizes left out",
         "softmax: 1 row(s) of other versions or test sizes left out",
     ]
+
+
+def test_the_readmes_table_is_the_summary(tmp_path: Path) -> None:
+    rows = [row(v, s, seed=i, length=n) for v, n, scores in (
+        ("softmax", 16, (0.96, 0.98)), ("softmax", 64, (0.5, 0.5)),
+        ("ssmax", 16, (0.9, 0.96)), ("ssmax", 64, (0.6, None)),
+    ) for i, s in enumerate(scores)]  # fmt: skip
+    assert scores_table(tmp_path) == "Nothing has been measured yet.\n"
+    (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(rows)[0]))
+    text = scores_table(tmp_path)
+    assert "**max-retrieval**: Accuracy, %, mean of 2 seeds (95 % bootstrap interval); " in text
+    assert "trained to n = 16, chance 10.0" in text
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    assert lines == [
+        "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* |",
+        "| `softmax` | 97.0 (96.0–98.0) | 50.0 (50.0–50.0) |",
+    ]
+    assert "† not trained, in so many of the seeds: below 95%" in text
+    assert "* some seeds failed" in text
 
 
 # ---- results on disk
