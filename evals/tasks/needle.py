@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from evals.draws import GENERATOR, integers, words
-from evals.retrieval import CLASSES, Batch, Retrieval, Settings
-from evals.task import EVERY, Preset
-from evals.tasks.max_retrieval import PRESETS as MAX_RETRIEVAL
+from evals.retrieval import CLASSES, Batch, Retrieval
+from evals.tasks.max_retrieval import PRESETS
 
 KEYS = 16
 
@@ -36,17 +35,6 @@ def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
         closeness=(keys_ == asked_[:, None]).float(),
     )
 
-
-PRESETS = {
-    "smoke": Preset(
-        variants=EVERY,
-        seeds=1,
-        lengths=(16, 64, 256),
-        settings=Settings(steps=200, test_sequences=500),
-    ),
-    "quick": MAX_RETRIEVAL["quick"],
-    "paper": MAX_RETRIEVAL["paper"],
-}
 
 TASK = Retrieval(
     name="needle",
