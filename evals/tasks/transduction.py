@@ -61,7 +61,7 @@ PRESETS = {
         seeds=3,
         lengths=(16, 32, 64, 128),
         positions=("rope",),
-        settings=Settings(steps=6000, batch=32, train_shortest=4, train_longest=16),
+        settings=Settings(steps=3000, batch=32, train_shortest=4, train_longest=16),
     ),
     "paper": Preset(
         variants=QUICK,
