@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where
     add("--variants", type=split_list, help="a,b(x=1),a->b(x=1): a->b trains a, tests b")
     add("--positions", type=split_list, help="position encodings to cross with: none,rope,…")
     add("--seeds", type=int, help="number of seeds, 0 .. N-1")
-    add("--lengths", type=_lengths, help="lengths to test, as 16,64,256; training's own is added")
+    add("--lengths", type=numbers, help="lengths to test, as 16,64,256; training's own is added")
     add("--steps", type=int, help="training steps")
     add("--set", action="append", type=_setting, metavar="NAME=VALUE", dest="settings",
         help="a setting of the task, as in its Settings; may be given again")  # fmt: skip
@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where
     add("--dry-run", action="store_true", help="say what would be run and what it would cost")
 
 
-def _lengths(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Numbers with commas between them, for an argument parser."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

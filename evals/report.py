@@ -295,10 +295,7 @@ def _maps(group: Group, ident: str, order: Sequence[Series]) -> str:
         return [str(i + 1) for i in range(count)]
 
     def head_names(count: int) -> list[str]:
-        per_layer = group.settings.get("heads", count)
-        if per_layer >= count:
-            return ranks(count)
-        return [f"{i // per_layer + 1}.{i % per_layer + 1}" for i in range(count)]
+        return theory.head_names(count, group.settings.get("heads", count))
 
     over = ", mean over seeds" * (len(group.seeds) > 1)
     found = [

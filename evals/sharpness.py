@@ -21,6 +21,7 @@ from torch import Tensor
 
 import attnzoo
 from evals.cells import Refused, parse_spec, split_list
+from evals.options import numbers
 from evals.store import write_whole
 
 NAME = "sharpness"
@@ -52,20 +53,12 @@ def add_parser(commands: Any) -> None:
         help=f"swapped in without training; default: {DEFAULT}")  # fmt: skip
     add(
         "--lengths",
-        type=_lengths,
+        type=numbers,
         metavar="N,N,…",
         help="default: 16, 32 and on, as far as it goes",
     )
     add("--samples", type=int, default=4, help="pieces of the text at each length")
     add("--out", type=Path, default=Path("results") / NAME, help="folder for csv and png")
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        message = f"expected lengths such as 16,64,256, got {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def main(given: argparse.Namespace) -> int:

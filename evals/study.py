@@ -159,7 +159,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     settings = _settings(task, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
     for length in asked:
-        _within("--lengths", length, 2)
+        _within("--lengths", length, 2, MOST_LENGTH)
     _once("--lengths", asked)
     lengths = tuple(sorted({settings.train_longest, *asked}))  # in distribution, always
     positions = preset.positions if options.positions is None else tuple(options.positions)
@@ -232,7 +232,8 @@ def _settings(task: Task, preset: Settings, options: Options) -> Settings:
         raise Refused(f"setting {error}") from error
     for name, value in vars(settings).items():
         if isinstance(value, int) and not isinstance(value, bool):
-            _within("--steps" if name == "steps" else f"setting {name}", value)
+            most = MOST_LENGTH if name in ("train_shortest", "train_longest") else MOST
+            _within("--steps" if name == "steps" else f"setting {name}", value, most=most)
     for name, most in (("curriculum", 1.0), ("warmup", 1.0), ("weight_decay", math.inf)):
         if not 0 <= getattr(settings, name) <= most or math.isinf(getattr(settings, name)):
             raise Refused(f"setting {name} must be in [0, {most}], got {getattr(settings, name)}")
@@ -259,10 +260,9 @@ def _check_device(device: str) -> None:
             raise Refused(f"--device {device}: torch sees {count} CUDA devices")
 
 
-def _within(name: str, value: int, least: int = 1) -> None:
+def _within(name: str, value: int, least: int = 1, most: int = MOST) -> None:
     if value < least:
         raise Refused(f"{name} must be at least {least}, got {value}")
-    most = MOST_LENGTH if "length" in name or "longest" in name or "shortest" in name else MOST
     if value > most:
         raise Refused(f"{name} must be at most {most}, got {value}")
 

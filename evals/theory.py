@@ -136,7 +136,7 @@ class Heads:
         ]
 
 
-def _names(total: int, per_layer: int) -> list[str]:
+def head_names(total: int, per_layer: int) -> list[str]:
     """1 … H, or layer.head."""
     if per_layer >= total or total % per_layer:
         return [str(i + 1) for i in range(total)]
@@ -175,7 +175,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
                 every = torch.tensor(values, dtype=torch.float64)
                 blank = every[indices].expand(len(seeds), -1).clone()
                 learned.setdefault(name, blank)[seed] = every[indices]
-    names = _names(len(last), group.settings.get("heads", len(last)))
+    names = head_names(len(last), group.settings.get("heads", len(last)))
     keys = [group.task.tokens(point.length) for point in points]
     found = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
                   learned)  # fmt: skip
