@@ -251,10 +251,14 @@ def test_every_variant_has_its_row() -> None:
 
 def test_text_around_the_table_is_kept() -> None:
     kernels = "c\n<!-- kernels: begin -->\n<!-- kernels: end -->\nd\n"
-    text = f"a\n<!-- variants: begin -->\nold\n<!-- variants: end -->\nb\n{kernels}"
+    evals = "".join(
+        f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in ("tasks", "evals")
+    )
+    text = f"a\n<!-- variants: begin -->\nold\n<!-- variants: end -->\nb\n{evals}{kernels}"
     new = readme.rendered(text)
     assert new.startswith("a\n<!-- variants: begin -->\n| variant")
-    assert "|\n<!-- variants: end -->\nb\nc\n<!-- kernels: begin -->\n" in new
+    assert "|\n<!-- variants: end -->\nb\n<!-- tasks: begin -->\n- `max-retrieval`" in new
+    assert "<!-- evals: end -->\nc\n<!-- kernels: begin -->\n" in new
     assert new.endswith("\n<!-- kernels: end -->\nd\n")
     assert readme.rendered(new) == new
     with pytest.raises(ValueError, match="one pair"):

@@ -61,7 +61,7 @@ PRESETS = {
         variants=QUICK,
         seeds=3,
         lengths=(64, 128, 256, 512, 1024),
-        positions=("rope",),
+        positions=("rope", "alibi"),
         settings=Settings(
             steps=1500, batch=32, train_shortest=8, train_longest=64, train_stride=4,
             test_sequences=500, test_least=64, test_items=2**17,
