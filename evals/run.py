@@ -100,12 +100,12 @@ class Run:
             print(f"{name}: {len(study.specs)} variants × {len(study.positions)} positions × "
                   f"{study.seeds} seeds × {len(study.lengths)} lengths = {total} rows, {there} of "
                   f"them there already")  # fmt: skip
-            print(f"  schedule: {study.settings.schedule}")
+            print(f"  positions: {', '.join(study.positions)}; schedule: {study.settings.schedule}")
             shard = self.options.shard
             part = f" (shard {shard.index} of {shard.count})" if shard.count > 1 else ""
             print(f"  to do{part}: {trainings} trainings, {missing} rows on {self.workers} "
                   f"worker(s), in {self.out / name}")  # fmt: skip
-            for (spec, positions), reason in (study.left_out or {}).items():
+            for (spec, positions), reason in study.left_out.items():
                 print(f"  left out: {spec} with positions {positions}: {reason}")
             if damaged := self.folders[name].damaged:
                 print(f"  {damaged} unreadable line(s) of {name}'s rows skipped")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,21 +60,21 @@ class Study:
     lengths: tuple[int, ...]
     settings: Settings
     device: str = "cpu"
-    plugins: Mapping[str, str] | None = None
-    left_out: Mapping[tuple[Spec, str], str] | None = None
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def places(self) -> Iterator[Place]:
         """Every row, seed by seed, so that early results are comparable."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
-                    if (spec, positions) not in (self.left_out or {}):
+                    if (spec, positions) not in self.left_out:
                         for length in self.lengths:
                             yield Place(spec, positions, seed, length)
 
     def _variant(self, variant: VariantCall) -> dict[str, object]:
         identity = variant.identity()
-        if self.plugins and variant.name in self.plugins:
+        if variant.name in self.plugins:
             identity["plugin"] = self.plugins[variant.name]
         return identity
 
@@ -217,7 +217,7 @@ def _settings(task: Task, preset: Settings, options: Options) -> Settings:
     given = dict(options.settings)
     if options.steps is not None:
         given["steps"] = options.steps
-    known = {name: value for name, value in vars(preset).items() if name != "dtype"}
+    known = vars(preset)
     for name, value in given.items():
         if name not in known:
             raise Refused(f"{task.name} has no setting {name!r}; it has: {', '.join(known)}")

@@ -21,6 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.select import Select
 
+import evals_rows
 from evals.report import Laws, report_html
 from evals.store import Row
 from evals.summary import groups
@@ -50,18 +51,13 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
         curves["head_peak"] = [peak * 16 / length for peak in peaks]
         curves |= {f"head_{name}": [0.5, 0.4] for name in ("range", "strength", "alignment")}
     ok = score is not None
-    return {
-        "key": f"{task}-{variant}-{length}-{seed}", "task": task, "variant": variant,
-        "version": variant,
-        "positions": positions, "seed": seed, "length": length, "status": "ok" if ok else "nan",
-        "message": "" if ok else f"not finite: {EVIL}", "metrics": metrics if ok else {},
-        "curves": curves if ok else {}, "learned": {}, "sequences": 500,
-        "chance": 0.1 if task == "needle" else 8.0,
-        "settings": {"steps": 20, "train_shortest": 5, "train_longest": longest},
-        "schedule": "one-cycle cosine", "data": "hand 1", "device": "cpu", "torch": "2",
-        "attnzoo": "0", "commit": "abc", "cpu_seconds": 0.1, "train_cpu_seconds": 1.0,
-        "training": f"{variant}-{seed}",
-    }  # fmt: skip
+    return evals_rows.row(
+        variant, score, task=task, positions=positions, seed=seed, length=length,
+        status="ok" if ok else "nan", message="" if ok else f"not finite: {EVIL}",
+        metrics=metrics if ok else {}, curves=curves if ok else {},
+        chance=0.1 if task == "needle" else 8.0,
+        settings={"steps": 20, "train_shortest": 5, "train_longest": longest},
+    )  # fmt: skip
 
 
 def rows() -> list[Row]:
@@ -207,7 +203,7 @@ def test_every_link_leads_somewhere(page: Page) -> None:
 def test_every_row_is_shown(html: str) -> None:
     body = html[html.index("id='needle-rows'") :].split("</table>")[0]
     assert body.count("<tr") - 1 == len([r for r in rows() if r["task"] == "needle"])
-    assert "needle-softmax-64-1" in body
+    assert "needle softmax none 1 64" in body
 
 
 def test_failed_and_missing_cells_are_listed(html: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
+import evals_rows
 from evals import ranks, theory, theory_plots
 from evals.cells import VariantCall, parse_spec
 from evals.closed_forms import entmax15_fixed, softmax_fixed
@@ -21,7 +22,6 @@ from evals.summary import Group, groups
 KEYS = (16, 64, 256, 1024)
 SOFTMAX = VariantCall("softmax")
 FIGURES = ("peak", "range", "bound", "alignment", "strength")
-SETTINGS = {"train_shortest": 5, "train_longest": 16, "steps": 1}
 
 
 def column(*values: float) -> Tensor:
@@ -33,13 +33,8 @@ def row(variant: str, length: int, seed: int = 0, **more: Any) -> dict[str, Any]
     curves = {f"head_{name}": [0.5] for name in FIGURES} | {
         name: values for name, values in more.items() if name.startswith("head_")
     }
-    made = {
-        "task": "needle", "variant": variant, "version": variant,
-        "positions": "none", "seed": seed, "length": length,
-        "status": "ok", "message": "", "metrics": {"accuracy": 1.0}, "curves": curves,
-        "learned": {}, "chance": 0.1, "settings": SETTINGS, "data": "made", "device": "cpu",
-    }  # fmt: skip
-    return made | {name: value for name, value in more.items() if name not in curves}
+    more = {"curves": curves, **{n: x for n, x in more.items() if n not in curves}}
+    return evals_rows.row(variant, 1.0, task="needle", seed=seed, length=length, **more)
 
 
 def group_of(rows: list[dict[str, Any]]) -> Group:
@@ -192,7 +187,12 @@ def test_the_sharpest_eight_heads_are_shown() -> None:
     many = {f"head_{name}": [0.5] * 10 for name in FIGURES}
     peaks = [[0.01 * (h + 1) for h in range(10)], [0.001 * (h + 1) for h in range(10)]]
     rows = [
-        row("softmax", n, settings=SETTINGS | {"heads": 5}, **(many | {"head_peak": peak}))
+        row(
+            "softmax",
+            n,
+            settings=evals_rows.SETTINGS | {"heads": 5},
+            **(many | {"head_peak": peak}),
+        )
         for n, peak in zip((16, 64), peaks, strict=True)
     ]
     fits, bounds = theory.tables(group_of(rows))
