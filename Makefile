@@ -1,5 +1,6 @@
 # make eval    max-retrieval, or TASK=all|…; PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
-# make test    the tests
+# make test    the tests, without those marked slow
+# make test-all  every test
 # make check   formatting, lint and types
 # make readme  rewrites the generated parts of README.md
 # Each makes .venv first if it is missing or older than pyproject.toml or constraints.txt.
@@ -17,12 +18,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Written last: a .venv without it is half-made, and is made anew.
 STAMP := $(VENV)/.installed
 
-.PHONY: eval test check format readme clean
+.PHONY: eval test test-all check format readme clean
 
 eval: $(STAMP)
 	$(BIN)/python -m evals $(TASK) --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(STAMP)
