@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from agreement import by_backend, complaints, make, of_this_output, plain, reference
+from agreement import disagreements, make
 from cases import CASES
 from coverage_table import CONSTANT_PARAMETERS, NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
 from covering import covering, label
@@ -90,9 +90,4 @@ def long_cells() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("variant", "row", "seed"), [*cells(), *long_cells()])
 def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
-    inputs = make(variant, row, seed=10 * seed)
-    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
-    found = by_backend(variant, "flash", inputs)
-    exact = of_this_output(variant, inputs, found, exact)
-    said = complaints(variant, "flash", found, exact, naive, inputs)
-    assert not said, "\n".join(said)
+    assert disagreements(variant, "flash", make(variant, row, seed=10 * seed)) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,10 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor, Tensor | None]:
     """The weights after dropout, and lse where the call asks for it."""
+    # Upcast once: gradients of several uses are then added up in fp32.
+    q, k = q.to(call.dtype), k.to(call.dtype)
+    if call.mask is not None and call.mask.is_floating_point():
+        call = replace(call, mask=call.mask.to(call.dtype))
     w = form.weights(q, k, call, **form.params)
     w = torch.nn.functional.dropout(w, call.dropout_p)
     if not call.return_lse:
