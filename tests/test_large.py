@@ -35,11 +35,11 @@ def by_rows(variant: str, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tenso
     leaves, arguments = inputs.arguments(dtype)
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, variant, arguments)
-    call = replace(ready.call, whole_counts=ready.call.counts)
+    call, form = replace(ready.call, whole_counts=ready.call.counts), ready.definition
     parts = []
     for run in RUNS:
         part, keys = call.block(slice(0, 1), slice(0, HEADS), run)
-        w = ready.variant.weights(q[:, :, run], k[:, :, keys], part, **ready.params)
+        w = form.weights(q[:, :, run], k[:, :, keys], part, **form.params)
         parts.append(w @ v[:, :, keys])
     return results(torch.cat(parts, dim=2), leaves, inputs.do[:, :, ROWS].to(dtype))
 
