@@ -61,12 +61,15 @@ class Call:
 
     @property
     def counts(self) -> Tensor:
-        """n_i, the number of keys that row i may see, broadcastable to (B, H, Nq)."""
+        """n_i, the number of keys that row i may see, broadcastable to (B, H, Nq).
+
+        Against scores (B, H, Nq, Nk) write ``call.counts[..., None]``.
+        """
         return count_visible(self) if self.whole_counts is None else self.whole_counts
 
     @property
     def log_n(self) -> Tensor:
-        """log max(n_i, 1)."""
+        """log max(n_i, 1), in the shape of ``counts``."""
         return self.counts.clamp(min=1).log()
 
     @property
@@ -133,7 +136,7 @@ class Call:
         return lse.masked_fill(~self.visible.any(-1), float("-inf"))
 
     def row(self, value: Tensor | float) -> Tensor:
-        """A row as a 3-dim tensor."""
+        """A row as a tensor that broadcasts to (B, H, Nq)."""
         if isinstance(value, Tensor):
             return value
         return torch.full((1, 1, 1), value, dtype=self.dtype, device=self.device)

@@ -73,6 +73,13 @@ class Prepared(NamedTuple):
     params: dict[str, Any]
     refusal: str | None
 
+    @property
+    def definition(self) -> Definition:
+        """The variant's definition, its parameters shaped as `Variant` says."""
+        params = {n: x[..., None] if isinstance(x, Tensor) else x for n, x in self.params.items()}
+        zoo = self.variant
+        return Definition(zoo.name, zoo.weights, zoo.scores, params)
+
 
 def attention(
     q: Tensor,
@@ -180,8 +187,7 @@ def attention_weights(
     ready = prepare(q, k, v, variant, arguments)
     raise_refusal(ready)
     with in_full_precision(ready.call.device):
-        form = _definition(ready)
-        w, lse = eager.weights(ready.q, ready.k, ready.call, form)
+        w, lse = eager.weights(ready.q, ready.k, ready.call, ready.definition)
     w = w.to(ready.call.input_dtype)
     return (w, lse) if ready.call.return_lse else w
 
@@ -264,10 +270,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _definition(ready: Prepared) -> Definition:
-    return Definition(ready.variant.weights, ready.variant.scores, ready.params)
-
-
 def raise_refusal(ready: Prepared) -> None:
     if ready.refusal is not None:
         raise ValueError(ready.refusal)
@@ -281,7 +283,7 @@ def _check_backend(backend: str | None) -> None:
 def _candidates(ready: Prepared) -> Iterator[Candidate]:
     """(backend, form, objection) in the order of preference, each asked when its turn comes."""
     name = ready.variant.name
-    forms: tuple[Form, ...] = (*ready.variant.forms(ready.call, **ready.params), _definition(ready))
+    forms: tuple[Form, ...] = (*ready.variant.forms(ready.call, **ready.params), ready.definition)
     kinds = {form.kind for form in forms}
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
     forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)

@@ -115,6 +115,7 @@ class Linear:
 class Definition:
     """The form every variant has: its dense weights, with the parameters of this call bound."""
 
+    name: str
     weights: Callable[..., Tensor]
     scores: Callable[..., Tensor] | None
     params: dict[str, Any]
@@ -171,6 +172,9 @@ class Variant:
     scores(q, k, call, **params) -> (B, H, Nq, Nk), −∞ where w = 0 by rule: given when the weights
         are a softmax of them (up to a sink), which is what ``return_lse`` needs.
     refuse(call, **params) -> why this call has no meaning for the variant, or None.
+    Parameters of kind "row" come as a float, or as a tensor that broadcasts: (1, H, 1, 1) or
+        (B, H, Nq, 1) in ``weights`` and ``scores``, against scores; (1, H, 1) or (B, H, Nq) in
+        ``forms`` and ``refuse``, against per-query vectors as `Call.log_n`.
     normalized: every row with a visible key sums to 1.
     calibrate(log_n) -> parameters with which the gain is 1 on average over rows whose log n_i is
         ``log_n`` on average: a model that was trained with softmax begins close to itself.

@@ -165,13 +165,13 @@ def reference(variant: str, inputs: Inputs, keep: Tensor | float = 1.0) -> dict[
     """The definition in fp64, and its gradients by torch's autograd."""
     leaves, arguments = inputs.arguments(torch.float64)
     problem = prepared(variant, "eager", arguments, inputs, keep)
-    call, q, k, v = problem.call, problem.q, problem.k, problem.v
-    w = problem.variant.weights(q, k, call, **problem.params) * keep
+    call, form, q, k, v = problem.call, problem.definition, problem.q, problem.k, problem.v
+    w = form.weights(q, k, call, **form.params) * keep
     out = w @ problem.of_queries(v)
     if not call.return_lse:
         return differentiate(out, leaves, inputs)
-    assert problem.variant.scores is not None
-    lse = call.logsumexp(problem.variant.scores(q, k, call, **problem.params))
+    assert form.scores is not None
+    lse = call.logsumexp(form.scores(q, k, call, **form.params))
     return differentiate((out, lse), leaves, inputs)
 
 

@@ -26,7 +26,7 @@ from approx import Approx
 from attnzoo.activations import IDENTITY
 from attnzoo.backends.threshold import solve_threshold
 from attnzoo.call import Call
-from attnzoo.forms import FromStatistics, Linear, Pairwise, Statistics
+from attnzoo.forms import Definition, FromStatistics, Linear, Pairwise, Statistics
 
 EVALUATION = 8
 # torch's fused CPU kernel takes an exp that is good to 20 units in the last place.
@@ -43,11 +43,12 @@ FP32 = torch.finfo(torch.float32).eps
 class Problem:
     """One call in fp64, and what is known of the implementation that is judged.
 
-    params: as the variant's functions take them. q, k, v, do, dlse: fp64. keep: the factors that
+    params: as the variant's forms take them. q, k, v, do, dlse: fp64. keep: the factors that
     dropout drew for the weights. dtype: that of the inputs.
     """
 
     variant: attnzoo.Variant
+    definition: Definition
     backend: str
     call: Call
     params: dict[str, Any]

@@ -180,7 +180,7 @@ def relu2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     )
 
     def weights(q: Tensor, k: Tensor, call: Any, strength: Any) -> Tensor:
-        s = call.row(strength)[..., None] * call.scores(q, k) + call.bias
+        s = strength * call.scores(q, k) + call.bias
         w = s.relu().square().masked_fill(~call.visible, 0.0)
         total = w.sum(-1, keepdim=True)
         return w / total.masked_fill(total == 0, 1.0)
@@ -302,7 +302,7 @@ def test_a_parameter_of_a_gain_from_statistics_is_learned(
         with torch.no_grad():
             p = call.softmax(z)
             entropy = torch.special.entr(p).sum(-1)
-        return call.softmax(gain(entropy, call.row(strength))[..., None] * z)
+        return call.softmax(gain(entropy[..., None], strength) * z)
 
     def forms(call: Any, strength: Any) -> tuple:
         def row(found: attnzoo.Statistics) -> Tensor:

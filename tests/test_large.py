@@ -35,13 +35,13 @@ def expected(
     """The definition on the blocks of rows, which know their places and counts; and its bounds."""
     leaves, arguments = inputs.arguments(torch.float64)
     whole = prepared(variant, backend, arguments, inputs, 1.0)
-    call = replace(whole.call, whole_counts=whole.call.counts)
+    call, form = replace(whole.call, whole_counts=whole.call.counts), whole.definition
     parts, out_bounds = [], []
     allowed = {"d" + name: torch.zeros_like(x, dtype=torch.float64) for name, x in leaves.items()}
     for run in RUNS:
         part, keys = call.block(slice(0, 1), slice(0, HEADS), run)
         q, k, v, do = whole.q[:, :, run], whole.k[:, :, keys], whole.v[:, :, keys], whole.do
-        parts.append(whole.variant.weights(q, k, part, **whole.params) @ v)
+        parts.append(form.weights(q, k, part, **form.params) @ v)
         problem = replace(whole, call=part, q=q, k=k, v=v, do=do[:, :, run])
         found = bounds_of(problem, leaves)
         out_bounds.append(found.pop("out"))

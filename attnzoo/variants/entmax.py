@@ -55,7 +55,6 @@ def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
     """
     if call.keys == 0:
         return s
-    alpha = alpha[..., None]
     s = s - call.hide(s).amax(-1, keepdim=True).detach()
     s = call.hide(s, fill=0.0)  # finite; masked out of every sum below
     s = torch.maximum(s, -2 / (alpha.detach() - 1))  # no weight there, and far below s is −∞
