@@ -67,12 +67,25 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     return call.mask.masked_fill(empty, 0.0), empty
 
 
+def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
+    """The same products with a scale above 0, for which q takes the sign: an exact change.
+
+    Torch's fused CPU kernel hides a causal key by −∞ before it scales. A negative scale would make
+    that +∞, and 0 would make it NaN; so would a scale that is 0 in the kernel's precision.
+    """
+    scale = abs(call.scale)
+    if scale < torch.finfo(call.dtype).tiny:
+        return (call.scale * q.to(call.dtype)).to(call.input_dtype), 1.0
+    return (-q if call.scale < 0 else q), scale
+
+
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     gain = with_rows(form, q, k, call).gain
     assert not isinstance(gain, FromStatistics)
     if isinstance(gain, Tensor) or gain != 1.0:
         q = (call.row(gain)[..., None] * q.to(call.dtype)).to(call.input_dtype)
+    q, scale = _positive_scale(q, call)
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
@@ -86,7 +99,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         v,
         attn_mask=mask,
         is_causal=is_causal,
-        scale=call.scale,
+        scale=scale,
         enable_gqa=call.group > 1,
         dropout_p=call.dropout_p,
     )
