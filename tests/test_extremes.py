@@ -1,4 +1,4 @@
-"""Scales and gains that are negative or 0, and scores that are NaN or infinite, in every backend."""
+"""Scales and gains of 0 or below, and scores that are NaN or infinite, in every backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnzoo
 from cases import CASES, rand
-from coverage_table import FORWARD_ONLY, PAIRS, TRAINED, precise
+from coverage_table import FORWARD_ONLY, PAIRS, precise
 
 N = 12
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
@@ -104,3 +104,104 @@ def test_a_scale_below_what_fp32_can_tell_is_zero(variant: str) -> None:
     for scale in (1e-46, -1e-50):
         out = attnzoo.attention(q, k, v, variant, scale=scale, **options)
         assert torch.allclose(out, zero, atol=1e-6)
+
+
+# ---- scores that are NaN or infinite ----------------------------------------------------------
+
+SETTINGS = [
+    pytest.param(*pair.values, params, marks=pair.marks, id=f"{pair.id}-{i}")
+    for pair in PAIRS
+    for i, params in enumerate([CASES[pair.values[0]].params, *CASES[pair.values[0]].settings])
+    if i == 0 or pair.values[1] in ("eager", "tiled")
+]
+every_setting = pytest.mark.parametrize(("variant", "backend", "params"), SETTINGS)
+
+
+def spoil(x: Tensor, head: int, token: int, value: float) -> Tensor:
+    x = x.clone()
+    x[:, head, token] = value
+    return x
+
+
+def only_these_are_nan(out: Tensor, clean: Tensor, rows: Tensor) -> bool:
+    """NaN throughout the rows (bool [B, H, Nq]), and the others as they are without it.
+
+    Up to rounding: rows are solved for a threshold together, until the last one is solved.
+    """
+    atol = 1e-12 if out.dtype == torch.float64 else 1e-6
+    others = torch.allclose(out[~rows], clean[~rows], rtol=0, atol=atol)
+    return bool(out[rows].isnan().all()) and others
+
+
+@every_setting
+def test_nan_in_gives_nan_out(variant: str, backend: str, params: dict[str, Any]) -> None:
+    """In the row of the query that is NaN, and in every row that sees a key that is."""
+    q, k, v = qkv(precise(backend))
+    options = {"is_causal": True, "backend": backend, **params}
+    clean = attnzoo.attention(q, k, v, variant, **options)
+    rows = torch.zeros(1, 2, N, dtype=torch.bool)
+    rows[:, 0, 4] = rows[:, 1, 5:] = True
+    one = spoil(q, 0, 4, torch.nan), spoil(k, 1, 5, torch.nan), v
+    assert only_these_are_nan(attnzoo.attention(*one, variant, **options), clean, rows)
+    # The first row sees no other key.
+    first = attnzoo.attention(q, spoil(k, 1, 0, torch.nan), v, variant, **options)
+    assert only_these_are_nan(
+        first, clean, torch.tensor([False, True]).view(1, 2, 1).expand(1, 2, N)
+    )
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "tiled"])
+@pytest.mark.parametrize("keys", [1, 3, 17])
+def test_nan_in_gives_nan_out_at_any_length(keys: int, backend: str) -> None:
+    """Vectors of torch's fused CPU kernel and their remainders treat NaN differently."""
+    mask = torch.ones(keys, keys, dtype=torch.bool).tril()
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        q, k, v = (rand(1, 2, keys, 8, seed=seed).to(dtype) for seed in (1, 2, 3))
+        for options in ({}, {"is_causal": True}, {"attn_mask": mask}):
+            call = {"backend": backend, **options}
+            clean = attnzoo.attention(q, k, v, **call)
+            for token in {0, keys - 1}:
+                rows = torch.zeros(1, 2, keys, dtype=torch.bool)
+                rows[:, 0, token] = True
+                spoiled = attnzoo.attention(spoil(q, 0, token, torch.nan), k, v, **call)
+                assert only_these_are_nan(spoiled, clean, rows)
+                spoiled = attnzoo.attention(spoil(q, 0, token, torch.inf), k, v, **call)
+                assert only_these_are_nan(spoiled, clean, rows)
+                rows = torch.zeros(1, 2, keys, dtype=torch.bool)
+                rows[:, 1, (token if options else 0) :] = True
+                spoiled = attnzoo.attention(q, spoil(k, 1, token, torch.nan), v, **call)
+                assert only_these_are_nan(spoiled, clean, rows)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "tiled"])
+def test_a_key_that_is_hidden_spoils_no_row(backend: str) -> None:
+    q, k, v = qkv(torch.float32)
+    for mask in (torch.arange(N).view(1, 1, 1, N) != 3, torch.arange(N).expand(1, 1, N, N) != 3):
+        clean = attnzoo.attention(q, k, v, attn_mask=mask, backend=backend)
+        spoiled = attnzoo.attention(
+            q, spoil(k, 0, 3, torch.nan), v, attn_mask=mask, backend=backend
+        )
+        assert torch.equal(spoiled, clean)
+    # A row without any key is 0, whatever its query is.
+    mask = torch.ones(1, 1, N, N, dtype=torch.bool)
+    mask[:, :, 4] = False
+    out = attnzoo.attention(spoil(q, 0, 4, torch.nan), k, v, attn_mask=mask, backend=backend)
+    assert torch.equal(out[:, :, 4], torch.zeros(1, 2, 8))
+
+
+@every_setting
+def test_an_infinite_score_raises_nothing(
+    variant: str, backend: str, params: dict[str, Any]
+) -> None:
+    """Weights with a normalizer are ∞/∞ = NaN, as torch's softmax has it; σ(∞) is 1."""
+    q, k, v = (x.abs() + 0.5 for x in qkv(precise(backend)))
+    options = {"is_causal": True, "backend": backend, **params}
+    out = attnzoo.attention(q, spoil(k, 1, 5, torch.inf), v, variant, **options)
+    clean = attnzoo.attention(q, k, v, variant, **options)
+    rows = torch.zeros(1, 2, N, dtype=torch.bool)
+    rows[:, 1, 5:] = True
+    if variant == "sigmoid":
+        assert bool(out.isfinite().all())
+        assert torch.equal(out[~rows], clean[~rows])
+    else:
+        assert only_these_are_nan(out, clean, rows)
