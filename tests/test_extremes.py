@@ -205,3 +205,82 @@ def test_an_infinite_score_raises_nothing(
         assert torch.equal(out[~rows], clean[~rows])
     else:
         assert only_these_are_nan(out, clean, rows)
+
+
+# ---- masks at the end of the range ------------------------------------------------------------
+
+LEAST = torch.finfo(torch.float32).min
+kernels = pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        "tiled",
+        *(pytest.param(x, marks=pytest.mark.interpreter) for x in ("flash", "decode")),
+    ],
+)
+
+
+@kernels
+def test_lse_of_a_row_at_the_least_float(backend: str) -> None:
+    """Beside it no score has a digit; in the units of the kernels, log2 e, it is no float."""
+    q, k, v = qkv(torch.float32)
+    mask = torch.zeros(1, 1, N, N)
+    mask[:, :, 3] = LEAST
+    mask[:, :, 5] = -torch.inf
+    out, lse = attnzoo.attention(q, k, v, attn_mask=mask, backend=backend, return_lse=True)
+    assert torch.equal(lse[:, :, 3], torch.full((1, 2), LEAST))
+    assert torch.equal(lse[:, :, 5], torch.full((1, 2), -torch.inf))
+    assert torch.allclose(out[:, :, 3], v.mean(2), atol=1e-6)
+    others = [i for i in range(N) if i not in (3, 5)]
+    assert torch.allclose(lse[:, :, others], (q @ k.mT * 8**-0.5).logsumexp(-1)[:, :, others])
+
+
+@pytest.mark.interpreter
+def test_gradients_of_lse_with_a_row_at_the_least_float() -> None:
+    mask = torch.zeros(1, 1, N, N)
+    mask[:, :, 3] = LEAST
+    found = []
+    for backend in ("eager", "flash"):
+        leaves = [x.requires_grad_() for x in qkv(torch.float32)]
+        _, lse = attnzoo.attention(*leaves, attn_mask=mask, backend=backend, return_lse=True)
+        others = torch.arange(N) != 3
+        found.append(torch.autograd.grad(lse[:, :, others].sum(), leaves[:2]))
+        (gradient,) = torch.autograd.grad(
+            attnzoo.attention(*leaves, attn_mask=mask, backend=backend, return_lse=True)[1].sum(),
+            leaves[:1],
+        )
+        assert bool(gradient.isfinite().all())
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_the_entropy_of_a_row_at_the_least_float(backend: str, differentiable: bool) -> None:
+    """33 equal scores: the logarithm of their sum is no power of two, and has no digit beside."""
+    q, k, v = (rand(1, 2, 33, 8, seed=i, dtype=torch.float32) for i in (1, 2, 3))
+    mask = torch.zeros(1, 1, 33, 33)
+    mask[:, :, 7] = LEAST
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = {"backend": backend, "differentiable": differentiable}
+    out = attnzoo.attention(*leaves, "adaptive_temperature", attn_mask=mask, **options)
+    assert torch.allclose(out[:, :, 7], v.mean(2), atol=1e-6)
+    found = torch.autograd.grad(out.sum(), leaves)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    bare = attnzoo.attention(*exact, "adaptive_temperature", **options)
+    rows = torch.arange(33) != 7
+    assert torch.allclose(out[:, :, rows].double(), bare[:, :, rows], atol=1e-5)
+    assert all(bool(x.isfinite().all()) for x in found)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("variant", CASES)
+def test_a_mask_without_queries(variant: str, backend: str) -> None:
+    for keys in (0, 1, 5):
+        for mask_keys in {1, keys}:
+            q, k, v = (rand(2, 2, n, 8, seed=n).float().requires_grad_() for n in (0, keys, keys))
+            mask = torch.ones(1, 1, 0, mask_keys, dtype=torch.bool)
+            options = {"attn_mask": mask, "backend": backend, **CASES[variant].params}
+            out = attnzoo.attention(q, k, v, variant, **options)
+            assert out.shape == (2, 2, 0, 8)
+            out.sum().backward()
