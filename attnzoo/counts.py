@@ -15,6 +15,8 @@ _ROWS = 256  # rows of a dense mask counted at a time
 
 def count_visible(call: Call) -> Tensor:
     """n_i as fp32 (fp64 for fp64 inputs), broadcastable to (B, H, Nq)."""
+    if call.queries == 0:
+        return torch.zeros(1, 1, 0, dtype=call.dtype, device=call.device)
     if call.mask is not None and call.mask.shape[2] > 1:
         return _count_dense(call)
     first, last = _bounds(call)

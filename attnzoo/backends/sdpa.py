@@ -15,6 +15,7 @@ from attnzoo.backends.statistics import with_rows
 from attnzoo.call import Call
 from attnzoo.counts import visible_entries
 from attnzoo.forms import Form, FromStatistics, NoForm, Pairwise
+from attnzoo.values import is_readable
 
 
 def unsupported(form: Form, call: Call) -> str | None:
@@ -67,12 +68,50 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     return call.mask.masked_fill(empty, 0.0), empty
 
 
+def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
+    """The same products with a scale above 0, for which q takes the sign: an exact change.
+
+    Torch's fused CPU kernel hides a causal key by −∞ before it scales. A negative scale would make
+    that +∞, and 0 would make it NaN; so would a scale that is 0 in the kernel's precision.
+    """
+    scale = abs(call.scale)
+    if scale < torch.finfo(call.dtype).tiny:
+        return (call.scale * q.to(call.dtype)).to(call.input_dtype), 1.0
+    return (-q if call.scale < 0 else q), scale
+
+
+def _take_out_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q and k without NaN, and the rows [B, H, Nq, 1] that had it among their visible scores.
+
+    Torch's fused CPU kernel may take a row whose scores are all NaN for one without keys, and it
+    hides a key by adding −∞, after which NaN is still NaN. A sum over q and k is the cheapest sign
+    that there may be NaN.
+    """
+    if call.device.type != "cpu":
+        return q, k, None
+    if is_readable(q) and is_readable(k) and bool((q.sum() + k.sum()).isfinite()):
+        return q, k, None
+    queries = (q * 0).isnan().any(-1, keepdim=True)  # no score of an infinite query is finite
+    keys = k.isnan().any(-1, keepdim=True)
+    q, k = q.masked_fill(queries, 0.0), k.masked_fill(keys, 0.0)
+    keys = keys.repeat_interleave(call.group, dim=1)  # [B, H, Nk, 1]
+    if call.mask is not None:
+        seen = (visible_entries(call.mask) & keys.mT).any(-1, keepdim=True)
+    elif call.right == 0 and call.queries > 1:
+        seen = keys.cumsum(2) > 0
+    else:
+        seen = keys.any(2, keepdim=True)
+    return q, k, queries | seen
+
+
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     gain = with_rows(form, q, k, call).gain
     assert not isinstance(gain, FromStatistics)
     if isinstance(gain, Tensor) or gain != 1.0:
         q = (call.row(gain)[..., None] * q.to(call.dtype)).to(call.input_dtype)
+    q, scale = _positive_scale(q, call)
+    q, k, spoiled = _take_out_nan(q, k, call)
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
@@ -86,8 +125,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         v,
         attn_mask=mask,
         is_causal=is_causal,
-        scale=call.scale,
+        scale=scale,
         enable_gqa=call.group > 1,
         dropout_p=call.dropout_p,
     )
+    if spoiled is not None:
+        out = out.masked_fill(spoiled, torch.nan)
     return (out if empty is None else out.masked_fill(empty, 0.0)), None

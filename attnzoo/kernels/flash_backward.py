@@ -15,6 +15,7 @@ from attnzoo.kernels.flash_forward import RUNTIME as FORWARD
 from attnzoo.kernels.tile import (
     activate,
     dot,
+    in_unit,
     key_blocks,
     load_rows,
     load_segments,
@@ -71,7 +72,7 @@ def flash_dq(
         per_z = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
     if dlse is not None:
         lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
-        lse_i = tl.where(lse_i == float("-inf"), 0.0, lse_i * UNIT)
+        lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
         dlse_i = tl.load(dlse + at + i, mask=i < queries, other=0.0)
 
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
@@ -275,7 +276,7 @@ def flash_dkdv(
         ds = slope * dp
         if dlse is not None:
             lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
-            lse_i = tl.where(lse_i == float("-inf"), 0.0, lse_i * UNIT)
+            lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
             ds += tl.exp2(s - lse_i) * tl.load(dlse + at + i, mask=i < queries, other=0.0)
         if gain is not None:
             ds *= tl.load(gain + at + i, mask=i < queries, other=0.0)

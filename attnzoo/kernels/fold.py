@@ -11,7 +11,7 @@ at 65504 and a polynomial does not.
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.tile import activate, dot, load_tile, scores, times
+from attnzoo.kernels.tile import activate, dot, load_tile, out_of_unit, scores, times
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def finish(
     inside = index < queries
     if ONLINE:
         if lse is not None:  # −∞ for a row without keys
-            tl.store(lse + at + index, (m + tl.log2(z)) / UNIT, mask=inside)
+            tl.store(lse + at + index, out_of_unit(m + tl.log2(z), UNIT), mask=inside)
         if sink is not None:
             last = tl.load(sink + at + index, mask=inside, other=0.0) * UNIT
             top = tl.maximum(m, last)

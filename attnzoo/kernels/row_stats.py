@@ -13,6 +13,7 @@ from attnzoo.kernels.tile import (
     load_rows,
     load_segments,
     load_tile,
+    out_of_unit,
     query_tile,
     scores,
     times,
@@ -101,6 +102,6 @@ def add_scores(m, z, t, s):
 @triton.jit
 def store_statistics(m, z, t, lse, entropy, inside):
     log_z = tl.log2(z)
-    tl.store(lse, (m + log_z) * LN2, mask=inside)
+    tl.store(lse, out_of_unit(m + log_z, 1.0 / LN2), mask=inside)
     spread = tl.where(z > 0.0, log_z - t / tl.where(z > 0.0, z, 1.0), 0.0)
     tl.store(entropy, spread * LN2, mask=inside)

@@ -162,6 +162,19 @@ def scores(
 
 
 @triton.jit
+def in_unit(x, UNIT: tl.constexpr):
+    """x times the unit, finite where x is: the least fp32, a usual mask, times log2 e is not."""
+    return tl.minimum(tl.maximum(x * UNIT, -3e38), 3e38)
+
+
+@triton.jit
+def out_of_unit(x, UNIT: tl.constexpr):
+    """x over the unit, where the ends of `in_unit` are again those of fp32."""
+    found = tl.where((x <= -3e38) & (x > float("-inf")), -3.4028234663852886e38, x / UNIT)
+    return tl.where((x >= 3e38) & (x < float("inf")), 3.4028234663852886e38, found)
+
+
+@triton.jit
 def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
     mask, mask_at, mask_m, mask_n, k_segments, _ = where
     queries, keys, left, right = size
@@ -186,8 +199,7 @@ def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
         else:
             added = tl.load(entries, mask=inside, other=float("-inf")).to(tl.float32)
             seen = seen & (added != float("-inf"))
-            # A finite entry stays finite: the least fp32, a usual fill, times log2 e does not.
-            s = s + tl.minimum(tl.maximum(added * UNIT, -3e38), 3e38)
+            s = s + in_unit(added, UNIT)
     if k_segments is not None:
         seen = seen & (segment == tl.load(k_segments + j, mask=j < keys, other=0))
     return tl.where(seen, s, float("-inf")), seen

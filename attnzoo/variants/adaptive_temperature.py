@@ -19,6 +19,7 @@ from attnzoo.call import Call
 from attnzoo.forms import Form, FromStatistics, Pairwise, Param, Statistics, Variant
 
 POLYNOMIAL = (-0.037, 0.481, -2.3, 4.917, -1.791)  # highest power first
+FLOOR = -1e4
 
 
 def beta(entropy: Tensor) -> Tensor:
@@ -28,13 +29,26 @@ def beta(entropy: Tensor) -> Tensor:
     return torch.where(entropy > 0.5, value.clamp(min=1.0), torch.ones_like(entropy))
 
 
+def entropy_of(s: Tensor, call: Call) -> Tensor:
+    """H of softmax(s) over the visible keys, 0 for a row without any.
+
+    With x = s − max s, Z = Σ e^x and T = Σ x e^x: H = log Z − T/Z. The maximum is taken off first,
+    for beside scores that are all far from 0 the entropy would have no digit.
+    """
+    if call.keys == 0:
+        return s.sum(-1)
+    x = s - call.hide(s).amax(-1, keepdim=True).detach()
+    # Below FLOOR e^x is 0 in fp32 and fp64, so a score clamped there drops out of both sums.
+    x = call.hide(x, fill=FLOOR).clamp(min=FLOOR)
+    e = x.exp()
+    total = e.sum(-1)
+    entropy = total.log() - (x * e).sum(-1) / total
+    return entropy.masked_fill(~call.visible.any(-1), 0.0)
+
+
 def scores(q: Tensor, k: Tensor, call: Call, differentiable: bool) -> Tensor:
     z = call.scores(q, k)
-    biased = z + call.bias
-    p = call.softmax(biased)
-    lse = call.logsumexp(biased)
-    # H = lse − Σ p z; a row without keys has lse = −inf and needs no temperature.
-    entropy = lse.masked_fill(lse == float("-inf"), 0.0) - (p * biased).sum(-1)
+    entropy = entropy_of(z + call.bias, call)
     gain = beta(entropy if differentiable else entropy.detach())
     return gain[..., None] * z + call.bias
 

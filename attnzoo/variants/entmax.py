@@ -32,7 +32,7 @@ def project15(s: Tensor, call: Call) -> Tensor:
         spread = (ranked**2).cumsum(-1) - rank * mean**2
         tau = mean - ((1 - spread) / rank).clamp(min=0).sqrt()
         size = (tau <= ranked).sum(-1, keepdim=True)
-        support = x >= ranked.gather(-1, size - 1)
+        support = x >= ranked.gather(-1, size.clamp(min=1) - 1)  # 0 in a row with NaN
     # Σ (x − τ)² = 1 over the support, whose smaller root is τ.
     count = support.sum(-1, keepdim=True)
     mean = (x * support).sum(-1, keepdim=True) / count
@@ -42,7 +42,7 @@ def project15(s: Tensor, call: Call) -> Tensor:
 
 
 def q_exp(x: Tensor, alpha: Row) -> Tensor:
-    inside = 1 + (alpha - 1) * x > 0
+    inside = ~(1 + (alpha - 1) * x <= 0)  # NaN stays NaN
     x = torch.where(inside, x, torch.zeros_like(x))
     return torch.exp(torch.log1p((alpha - 1) * x) / (alpha - 1)) * inside
 

@@ -23,7 +23,7 @@ def project(s: Tensor, call: Call) -> Tensor:
         ranked = s.sort(dim=-1, descending=True).values
         rank = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
         size = (1 + rank * ranked > ranked.cumsum(-1)).sum(-1, keepdim=True)
-        support = s >= ranked.gather(-1, size - 1)
+        support = s >= ranked.gather(-1, size.clamp(min=1) - 1)  # 0 in a row with NaN
     tau = ((s * support).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
     return (s - tau).relu().masked_fill(~call.visible, 0.0)
 
