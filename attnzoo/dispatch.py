@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 import attnzoo.variants  # noqa: F401  (registers the zoo)
 from attnzoo.backends import decode, eager, flash, flash_linear, linear, sdpa, tiled
 from attnzoo.bind import bind
-from attnzoo.call import Call
+from attnzoo.call import Call, in_full_precision
 from attnzoo.checks import Segments, Window, check_call
 from attnzoo.forms import Definition, Form, Linear, NoForm, Variant
 from attnzoo.preference import linear_work, preference
@@ -305,13 +304,3 @@ def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:
     raise ValueError(
         f"backend {backend!r} cannot run {ready.variant.name!r} here: {'; '.join(reasons)}"
     )
-
-
-@contextmanager
-def in_full_precision(device: torch.device) -> Iterator[None]:
-    """Without autocast, which would take the fp32 scores down to 16 bits."""
-    if torch.amp.is_autocast_available(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
