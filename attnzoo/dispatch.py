@@ -210,7 +210,7 @@ def explain(
     _check_backend(backend)
     if ready.refusal is not None:
         return Plan(variant, None, (), ready.refusal)
-    found = tuple(_candidates(ready))
+    found = tuple(_with_note(candidate, ready.call) for candidate in _candidates(ready))
     able = [c.backend for c in found if c.objection is None and backend in (None, c.backend)]
     return Plan(variant, able[0] if able else None, found)
 
@@ -278,17 +278,22 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _candidates(ready: Prepared) -> Iterator[Candidate]:
-    """(backend, form, objection) in the order of preference, each asked when its turn comes."""
+    """In the order of preference, each asked when its turn comes; without notes."""
     name = ready.variant.name
     forms: tuple[Form, ...] = (*ready.variant.forms(ready.call, **ready.params), _definition(ready))
     kinds = {form.kind for form in forms}
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
     forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
     for backend, form in preference(forms, ready.call):
-        note = ""
-        if backend in ("linear", "flash_linear") and isinstance(form, Linear):
-            note = f": {linear_work(form, ready.call):.2g} × the work of all pairs"
-        yield Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call), note)
+        yield Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call))
+
+
+def _with_note(candidate: Candidate, call: Call) -> Candidate:
+    # For `explain` only: in a compiled call the work is a symbol, which no format takes.
+    form = candidate.form
+    if candidate.backend not in ("linear", "flash_linear") or not isinstance(form, Linear):
+        return candidate
+    return candidate._replace(note=f": {linear_work(form, call):.2g} × the work of all pairs")
 
 
 def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:

@@ -29,7 +29,6 @@ DIFFERENTIABLE = ("q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "si
 _BY_KEY: WeakValueDictionary[str, Activation] = WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result
 def key_of(activation: Activation) -> str:
     """The activation's name, with a number behind it where another one has the name already."""
     if not hasattr(activation, "name"):  # what a compiler knows of an object of its own making
@@ -43,6 +42,10 @@ def key_of(activation: Activation) -> str:
             return key
     raise AssertionError("count() does not end")
 
+
+# A compiler calls it and takes the string for a constant. This is all that
+# torch.compiler.assume_constant_result does, which would import the compiler with attnzoo.
+key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # Their keys are their names in every process, for a program that is exported in one and run in
 # another.

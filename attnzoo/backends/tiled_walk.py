@@ -160,11 +160,11 @@ def gradients(
 
 
 def _kept(s: Tensor, top_k: int | None) -> Tensor:
-    """The top_k largest of each row, ties to the lowest index."""
+    """The top_k largest of each row, ties to the lowest index; a NaN is always kept."""
     assert top_k is not None
     top_k = min(top_k, s.shape[-1])
     kth = s.topk(top_k, dim=-1).values[..., -1:]
-    above, tied = s > kth, s == kth
+    above, tied = ~(s <= kth), s == kth  # "not below or equal": NaN, too, is above
     room = top_k - above.sum(-1, keepdim=True)
     return above | (tied & (tied.cumsum(-1) <= room))
 

@@ -46,7 +46,7 @@ def features(x: Tensor, positions: Tensor) -> Tensor:
 def forms(call: Call, order: int) -> tuple[Form, ...]:
     pairwise = Pairwise(TAYLOR[order], "sum")
     if order != 2:
-        return pairwise, NoForm("linear", f"only order 2 has a linear form, this is {order}")
+        return pairwise, NoForm("linear", "only order 2 has a linear form")
     return pairwise, Linear(features, size=lambda d: 1 + d + d * (d + 1) // 2)
 
 
