@@ -228,7 +228,7 @@ def evaluate(x, shape, phi, slope, ACT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 TWINS = [activations.EXP, activations.SIGMOID, activations.SPARSEMAX, activations.ENTMAX15]
-TWINS += [activations.taylor(2), activations.taylor(4)]
+TWINS += [activations.TAYLOR[2], activations.TAYLOR[4]]
 TWINS += [(activations.Q_EXP, alpha) for alpha in (1.001, 1.1, 1.5, 1.9, 2.0)]
 
 
