@@ -173,7 +173,7 @@ class Attention(nn.Module):
         # one changes the module's class, and such a module cannot be pickled.
         if BOUNDED not in self._modules:
             self.add_module(BOUNDED, nn.ModuleDict())
-        self._modules[BOUNDED][spec.name] = _Bounded(what, *spec.between, start)
+        self._bounded()[spec.name] = _Bounded(what, *spec.between, start)
 
     def reset_parameters(self, names: Iterable[str] | None = None) -> None:
         """Back to the initial values; also after ``to_empty`` of a module made on another device.
@@ -181,8 +181,7 @@ class Attention(nn.Module):
         Args:
             names: of the variant's parameters that are tensors here; None is all of them.
         """
-        bounded = self._modules.get(BOUNDED) or {}
-        held = self.held()
+        bounded, held = self._bounded(), self.held()
         with torch.no_grad():
             for name in held if names is None else names:
                 start = self._initial[name]
@@ -190,18 +189,21 @@ class Attention(nn.Module):
 
     def held(self) -> dict[str, Tensor]:
         """The tensors of the state dict, by the names of the variant's parameters."""
-        bounded = self._modules.get(BOUNDED) or {}
+        bounded = self._bounded()
         return {n: bounded[n].original if n in bounded else getattr(self, n) for n in self._initial}
 
+    def _bounded(self) -> dict[str, Any]:
+        """The learned values that are kept inside an interval."""
+        held = self.__dict__.get("_modules", {}).get(BOUNDED)
+        return {} if held is None else held._modules
+
     def __getattr__(self, name: str) -> Any:
-        bounded = self.__dict__.get("_modules", {}).get(BOUNDED)
-        if bounded is not None and name in bounded:
-            return bounded[name]()
-        return super().__getattr__(name)
+        bounded = self._bounded()
+        return bounded[name]() if name in bounded else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        bounded = self.__dict__.get("_modules", {}).get(BOUNDED)
-        if bounded is None or name not in bounded:
+        bounded = self._bounded()
+        if name not in bounded:
             return super().__setattr__(name, value)
         with torch.no_grad():
             bounded[name].original.copy_(bounded[name].inverse(value))
