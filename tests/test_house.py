@@ -56,6 +56,7 @@ def layer(name: str) -> str:
 # What each layer may import of the others: forms, call ← activations ← variants, and
 # forms, call, kernels ← backends; the two sides meet in dispatch alone; dispatch ← nn.
 MAY_IMPORT: dict[str, set[str]] = {
+    "values": set(),
     "forms": set(),
     "counts": set(),
     "call": {"counts"},
@@ -78,8 +79,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "registry",
     },
     "recurrent": {"backends", "call", "dispatch", "forms", "preference", "registry"},
-    "cache": {"dispatch", "recurrent"},
-    "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry"},
+    "cache": {"dispatch", "recurrent", "values"},
+    "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry", "values"},
     "integrations": {"attnzoo", "dispatch", "integrations", "nn", "registry"},
     "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},
 }

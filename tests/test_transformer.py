@@ -131,6 +131,9 @@ def test_it_learns(variant: str) -> None:
         ({"window": 0}, ValueError, "window must be an int of at least 1, got 0"),
         ({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\)"),
         ({"rope_share": 2}, ValueError, r"rope_share must be in \[0, 1\]"),
+        ({"rope_base": 0}, ValueError, "rope_base must be from 1 to .*, got 0"),
+        ({"rope_base": float("nan")}, ValueError, "rope_base must be from 1 to .*, got nan"),
+        ({"rope_base": 10**400}, ValueError, "rope_base must be from 1 to "),
         ({"variant": ["ssmax"]}, ValueError, "variant must be one name, or 2 of them, got 1"),
         ({"variant": ["ssmax"] * 2, "s": 1.0}, TypeError, "give pairs"),
         ({"variant": "cosformer"}, TypeError, "max_length"),
@@ -146,5 +149,10 @@ def test_bad_calls() -> None:
     made = model()
     with pytest.raises(ValueError, match=r"tokens must be int \(B, N\), got torch.float32"):
         made(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match=r"tokens must be an int tensor \(B, N\), got list"):
+        made([[1, 2]])
+    for wrong in (-1, 20):
+        with pytest.raises(ValueError, match=f"tokens must be from 0 to 19, .*, got {wrong}"):
+            made(torch.tensor([[3, wrong, 4]]))
     with pytest.raises(ValueError, match="caches must be one per layer, 2, got 1"):
         made(tokens(), caches=made.new_caches(8)[:1])

@@ -45,4 +45,5 @@ VARIANT = Variant(
     forms=forms,
     scores=scores,
     calibrate=lambda log_n: {"s": 1 / log_n},
+    identity={"s": 0.0, "b": 1.0},
 )
