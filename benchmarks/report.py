@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+import attnzoo
 from benchmarks.correctness import Check
 from benchmarks.timing import Spread
 from evals.cells import Refused
@@ -118,6 +120,29 @@ def commit() -> str | None:
 
     head = git("rev-parse", "--short=12", "HEAD")
     return head and head + ("+" if git("status", "--porcelain") else "")
+
+
+def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
+    """``--plugin``, which `benchmarks.__main__` loads before the command runs."""
+    words = f"a file that registers more variants{words}"
+    parser.add_argument("--plugin", type=Path, metavar="FILE.py", help=words)
+
+
+def load_plugin(path: Path) -> attnzoo.Plugin:
+    """The plugin of ``--plugin FILE.py``; refuses one that cannot be loaded or has no variant."""
+    try:
+        plugin = attnzoo.load_plugin(path)
+    except ValueError as error:
+        raise Refused(f"--{error}") from error
+    if not plugin.variants:
+        raise Refused(f"--plugin {path} registered no variant")
+    return plugin
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a command, as its JSON file has them."""
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "json")}
+    return {name: str(x) if isinstance(x, Path) else x for name, x in given.items()}
 
 
 def check_target(option: str, path: str | None) -> None:

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from evals.jobs import NO_FACTS, Context, Job, Message, execute, lean_arithmetic, load_plugin
+from evals.cells import load_plugin
+from evals.jobs import NO_FACTS, Context, Job, Message, execute, lean_arithmetic
 from evals.metrics import Outcome
 from evals.progress import Progress
 

@@ -118,16 +118,6 @@ def test_unknown_options_end_with_usage(
     assert "error:" in capsys.readouterr().err
 
 
-def test_a_plugin_that_fails_or_registers_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for text, message in (("1 / 0", "ZeroDivisionError"), ("", "registered no variant")):
-        plugin = tmp_path / "plugin.py"
-        plugin.write_text(text)
-        assert main(["max-retrieval", "--plugin", str(plugin), "--out", str(tmp_path / "o")]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]

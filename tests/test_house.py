@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": {"call"},
     "bind": {"call", "checks", "forms"},
     "registry": {"forms"},
+    "plugins": {"registry"},
     "activations": {"forms"},
     "variants": {"activations", "call", "forms", "registry", "variants"},
     "kernels": {"kernels"},
@@ -81,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"dispatch", "recurrent"},
     "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry"},
     "integrations": {"attnzoo", "dispatch", "integrations", "nn", "registry"},
-    "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},
+    "attnzoo": {"nn", "dispatch", "forms", "plugins", "recurrent", "registry"},
 }
 
 
