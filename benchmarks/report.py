@@ -19,6 +19,7 @@ import attnzoo
 from benchmarks.correctness import Check
 from benchmarks.timing import Spread
 from evals.cells import Refused
+from evals.store import write_whole
 
 
 @dataclass
@@ -162,9 +163,4 @@ def check_target(option: str, path: str | None) -> None:
 
 def write_json(path: str, document: dict[str, Any]) -> None:
     """All or nothing: a reader never sees half a file."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(document, indent=1) + "\n"
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    part.write_text(text)
-    os.replace(part, target)
+    write_whole(Path(path), json.dumps(document, indent=1) + "\n")

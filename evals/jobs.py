@@ -60,7 +60,8 @@ class Context:
 
 
 # What a worker says: ("stage", None | length, fraction of the job), ("loss", step, value),
-# ("rows", length, outcomes, facts of the training), ("failed", text), ("done",).
+# ("rows", length, outcomes, facts of the training), ("failed", text), ("done",), and ("stopped",
+# text) where a file could not be written.
 Message = tuple[Any, ...]
 Emit = Callable[[Message], None]
 NO_FACTS: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what was never trained
