@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnzoo.kernels.configs import LINEAR_KERNELS
-from benchmarks import report
+from benchmarks import plugin_twins, report
 from evals.cells import Refused
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -90,6 +90,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--arch", default=",".join(ARCHITECTURES), metavar="sm_80,…")
     parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)), metavar="D,D,…")
     parser.add_argument("--kernels", default=",".join(KERNELS), metavar="NAME,…")
+    report.add_plugin(parser, "; the kernels of its activations alone are compiled")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", metavar="FILE", help="written when all is compiled")
     parser.set_defaults(run=run)
@@ -123,8 +124,12 @@ def run(args: argparse.Namespace) -> int:
     print(_line(header), flush=True)
     rows, wrong = [], 0
     jobs = [cell for cell in cells(archs, dims) if cell.kernel in kernels]
+    if args.plugin is not None:
+        own = product(archs, dims, enlist(args.plugin), plugin_twins.KERNELS)
+        jobs = [Cell(k, arch, "bf16", d, twin) for arch, d, twin, k in own if k in kernels]
     # A fresh process each: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+    spawned: dict[str, Any] = {"initializer": enlist, "initargs": (args.plugin,)}
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), **spawned) as pool:
         for cell, row in zip(jobs, pool.map(compile_cell, jobs), strict=True):
             if isinstance(row, str):
                 wrong += 1
@@ -140,6 +145,11 @@ def run(args: argparse.Namespace) -> int:
         report.write_json(args.json, {**document, "rows": [asdict(row) for row in rows]})
     print(f"{len(jobs)} compiled, {wrong} of them outside the limits")
     return 1 if wrong else 0
+
+
+def enlist(plugin: Path | None) -> list[str]:
+    """Make the twins of a plugin known in this process; their names."""
+    return [] if plugin is None else plugin_twins.enlist(plugin, TWINS)
 
 
 def require_compiler(what: str) -> None:
@@ -246,7 +256,7 @@ def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
         "shape": row if twin == "q_exp" else None,
         "sink": row if lse else None,
     }
-    form = kernels.Form(f"attnzoo.kernels.activations:{twin}", unit, vanishes, normalize)
+    form = kernels.Form(plugin_twins.function(twin), unit, vanishes, normalize)
     return Described(kernels.Facts(0.1, left, 0, mask, of_q, of_k, alibi), form, rows, lse)
 
 

@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": {"call"},
     "bind": {"call", "checks", "forms"},
     "registry": {"forms"},
+    "plugins": {"registry"},
     "activations": {"forms"},
     "variants": {"activations", "call", "forms", "registry", "variants"},
     "kernels": {"kernels"},
@@ -82,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"dispatch", "recurrent", "values"},
     "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry", "values"},
     "integrations": {"attnzoo", "dispatch", "integrations", "nn", "registry"},
-    "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},
+    "attnzoo": {"nn", "dispatch", "forms", "plugins", "recurrent", "registry"},
 }
 
 
