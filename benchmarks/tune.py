@@ -25,19 +25,9 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks.attention import positive
-from benchmarks.compile import (
-    ARCHITECTURES,
-    DTYPES,
-    EXTRAS,
-    KERNELS,
-    TWINS,
-    Cell,
-    Compiled,
-    compile_cell,
-    few_queries,
-    require_compiler,
-)
+from benchmarks.compile import Compiled, compile_cell, few_queries, require_compiler
 from benchmarks.grid import TOKENS
+from benchmarks.kernel_cells import ARCHITECTURES, DTYPES, EXTRAS, KERNELS, TWINS, Cell
 from benchmarks.timing import CudaEvents, Spread, Timer, ratio
 from evals.cells import Refused
 
@@ -124,7 +114,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_compiler("tune")
     normalize, head_dim = TWINS[args.twin][0], args.head_dim
     if head_dim > 256:
         raise Refused(f"--head-dim must be from 1 to 256, got {head_dim}")
@@ -137,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if gpu and args.arch is not None:
         raise Refused("--arch is for a machine without a GPU: on this one it is the GPU's")
+    require_compiler("tune")
     arch = device_arch() if gpu else args.arch or "sm_90"
     cell = Cell(args.kernel, arch, args.dtype, head_dim, args.twin, args.extra)
     few = args.kernel == "decode"
