@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 import attnzoo
@@ -122,3 +124,16 @@ def quick_rows(
 @cache
 def _both(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ...]:
     return covering(factors, lambda row: takes(row) and allowed(row))
+
+
+def quick_variants(
+    variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
+) -> list[ParameterSet]:
+    """All of them as a test's values, slow but for the first that has an activation."""
+    known, values = set(), []
+    for variant in variants:
+        path = path_of(Level(variant, "default"), kinds)
+        seen = (path.kind, path.normalize, path.activation)
+        values.append(pytest.param(variant, marks=[pytest.mark.slow] if seen in known else []))
+        known.add(seen)
+    return values

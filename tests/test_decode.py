@@ -20,12 +20,12 @@ from attnzoo.kernels import launch, launch_decode
 from cases import CASES, rand
 from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
 from covering import covering, label
-from kernel_paths import Level, quick_rows
+from kernel_paths import Level, quick_rows, quick_variants
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
 DECODE = [variant for variant, row in VARIANT_BACKENDS.items() if row["decode"] is RUNS]
-every_variant = pytest.mark.parametrize("variant", DECODE)
+every_variant = pytest.mark.parametrize("variant", quick_variants(DECODE))
 
 FACTORS = {
     "shape": ((1, 1), (1, 200), (3, 150), (5, 33), (10, 7)),
