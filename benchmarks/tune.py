@@ -27,20 +27,9 @@ from torch import Tensor
 import attnzoo
 from benchmarks import plugin_twins, report
 from benchmarks.attention import positive
-from benchmarks.compile import (
-    ARCHITECTURES,
-    DTYPES,
-    EXTRAS,
-    KERNELS,
-    TWINS,
-    Cell,
-    Compiled,
-    compile_cell,
-    enlist,
-    few_queries,
-    require_compiler,
-)
+from benchmarks.compile import Compiled, compile_cell, enlist, few_queries, require_compiler
 from benchmarks.grid import TOKENS
+from benchmarks.kernel_cells import ARCHITECTURES, DTYPES, EXTRAS, KERNELS, TWINS, Cell
 from benchmarks.timing import CudaEvents, Spread, Timer, ratio
 from evals.cells import Refused
 
@@ -129,7 +118,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_compiler("tune")
     enlist(args.plugin)
     if args.twin not in TWINS:
         raise Refused(f"--twin must be one of {', '.join(TWINS)}, got {args.twin!r}")
@@ -145,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if gpu and args.arch is not None:
         raise Refused("--arch is for a machine without a GPU: on this one it is the GPU's")
+    require_compiler("tune")
     arch = device_arch() if gpu else args.arch or "sm_90"
     cell = Cell(args.kernel, arch, args.dtype, head_dim, args.twin, args.extra)
     few = args.kernel == "decode"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from attnzoo.forms import Activation
 from attnzoo.kernels.launch import Form
 from cases import rand
 from coverage_table import NO_LSE
+from kernel_paths import quick_variants
 from test_flash import FLASH, factors
 from test_threshold import ALPHAS, SCORES, bisected
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
-every_variant = pytest.mark.parametrize("variant", FLASH)
+every_variant = pytest.mark.parametrize("variant", quick_variants(FLASH))
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int, backend:
 
 
 @pytest.mark.parametrize("backend", ["flash", "decode"])
-@pytest.mark.parametrize("variant", ["sparsemax", "entmax", "asentmax"])
+@pytest.mark.parametrize("variant", quick_variants(["sparsemax", "entmax", "asentmax"]))
 @pytest.mark.parametrize("score", [1e5, -1e5, 3e6, 1e8, -1e9])
 def test_large_equal_scores_share_the_weight(variant: str, score: float, backend: str) -> None:
     """τ is no number that fp32 has between them and what they are worth."""
@@ -178,11 +180,12 @@ def test_large_equal_scores_share_the_weight(variant: str, score: float, backend
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 CLUSTERED = [
-    pytest.param("sparsemax", 16, {}, id="sparsemax"),
     pytest.param("entmax", 16, {"is_causal": True}, id="entmax-causal"),
-    pytest.param("asentmax", 16, {"window": (150, 20)}, id="asentmax-window"),
-    pytest.param("entmax", 128, {"alpha": torch.tensor([1.3, 1.6])}, id="alphas-small-tiles"),
+    slow("sparsemax", 16, {}, id="sparsemax"),
+    slow("asentmax", 16, {"window": (150, 20)}, id="asentmax-window"),
+    slow("entmax", 128, {"alpha": torch.tensor([1.3, 1.6])}, id="alphas-small-tiles"),
 ]
 
 

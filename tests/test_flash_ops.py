@@ -101,7 +101,11 @@ def results(function: Any, attend: Attention, n: int, **options: Any) -> list[Te
 
 # torch traces an autograd.Function by making one, which torch itself warns about.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("variant", ["ssmax", "entmax", "sigmoid", "adaptive_temperature"])
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=pytest.mark.slow) for v in ("ssmax", "sigmoid", "adaptive_temperature")]
+    + ["entmax"],
+)
 def test_compiles_whole_and_agrees_at_every_length(variant: str) -> None:
     torch.compiler.reset()
     names = () if variant in ("entmax", "adaptive_temperature") else None

@@ -17,6 +17,8 @@ import attnzoo
 from agreement import Inputs, bounds_of, complaints, prepared
 from cases import CASES, VARIANTS, learned, rand
 
+pytestmark = pytest.mark.slow
+
 N, HEADS, DIM = 2048, 2, 16
 RUNS = slice(0, 43), slice(1201, 1243), slice(N - 43, N)
 ROWS = torch.cat([torch.arange(run.start, run.stop) for run in RUNS])

@@ -45,7 +45,7 @@ def propagated(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
     logging.set_verbosity_error()
 
 
-@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+@pytest.mark.parametrize("shards", [pytest.param("1GB", marks=pytest.mark.slow), "20KB"])
 def test_trained_saved_and_loaded_in_a_fresh_process(tmp_path: Path, shards: str) -> None:
     """The same tokens."""
     model = convert(llama(), "ssmax", layers=[0])
@@ -257,6 +257,7 @@ def test_half_known_specs_are_refused(change: dict[str, Any] | None, message: st
         from_config(AutoModelForCausalLM, config)
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_one() -> None:
     """FSDP2, and tensor parallelism over heads: outputs and gradients of what is learned."""
     with socket.socket() as probe:
