@@ -56,12 +56,13 @@ def layer(name: str) -> str:
 # What each layer may import of the others: forms, call ← activations ← variants, and
 # forms, call, kernels ← backends; the two sides meet in dispatch alone; dispatch ← nn.
 MAY_IMPORT: dict[str, set[str]] = {
-    "forms": set(),
+    "values": set(),
+    "forms": {"values"},
     "counts": set(),
     "call": {"counts"},
-    "checks": {"call"},
-    "bind": {"call", "checks", "forms"},
-    "registry": {"forms"},
+    "checks": {"call", "values"},
+    "bind": {"call", "checks", "forms", "values"},
+    "registry": {"bind", "checks", "forms", "values"},
     "activations": {"forms"},
     "variants": {"activations", "call", "forms", "registry", "variants"},
     "kernels": {"kernels"},
@@ -76,8 +77,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checks",
         "forms",
         "registry",
+        "values",
     },
-    "recurrent": {"backends", "call", "dispatch", "forms", "preference", "registry"},
+    "recurrent": {"backends", "call", "checks", "dispatch", "forms", "preference", "values"},
     "cache": {"dispatch", "recurrent"},
     "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry"},
     "integrations": {"attnzoo", "dispatch", "integrations", "nn", "registry"},
