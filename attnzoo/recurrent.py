@@ -105,7 +105,7 @@ def has_state(variant: str, params: dict[str, Any], heads: int) -> bool:
 
 def _length(state: Any) -> int:
     if not isinstance(state, LinearState):
-        raise TypeError(f"state must be a LinearState or None, got {shown(state)}")
+        raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")
     if not is_int(state.length):
         raise TypeError(f"state.length must be an int, got {shown(state.length)}")
     if not 0 <= state.length < 2**62:

@@ -300,8 +300,8 @@ X = rand(3, 2, 4, 6, 8).float().unbind()
 SUMS = attnzoo.linear_attention(*X, "taylor")[1].sums
 
 WRONG_STATES: list[tuple[Any, type[Exception], str]] = [
-    (1, TypeError, "state must be a LinearState or None, got 1"),
-    ((SUMS, 6), TypeError, "state must be a LinearState or None, got "),
+    (1, TypeError, "state must be a LinearState or None, got int"),
+    ((SUMS, 6), TypeError, "state must be a LinearState or None, got tuple"),
     (LinearState(SUMS, "6"), TypeError, "state.length must be an int, got '6'"),  # type: ignore
     (LinearState(SUMS, True), TypeError, "state.length must be an int, got True"),
     (LinearState(SUMS, 6.0), TypeError, "state.length must be an int, got 6.0"),  # type: ignore
