@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.call import Call, score_dtype
+from attnzoo.values import (
+    DTYPES,
+    check_dense,
+    is_finite,
+    is_int,
+    is_number,
+    is_readable,
+    plain,
+    shown,
+)
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Window = int | tuple[int, int] | None
 Segments = Tensor | tuple[Tensor, Tensor] | None
@@ -37,9 +45,7 @@ def check_call(
     batch, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     _check_heads(heads, kv_heads, enable_gqa)
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    is_causal, return_lse = _flag("is_causal", is_causal), _flag("return_lse", return_lse)
     dtype = score_dtype(q)
     left, right = _bounds(window, is_causal)
     # Wider than everything is no bound, and stays within int64.
@@ -53,7 +59,7 @@ def check_call(
         keys=keys,
         head_dim=head_dim,
         value_dim=v.shape[-1],
-        scale=_scale(scale, head_dim),
+        scale=_scale(scale, head_dim, dtype),
         dtype=dtype,
         input_dtype=q.dtype,
         device=q.device,
@@ -61,17 +67,20 @@ def check_call(
         left=left,
         right=right,
         mask=_mask(attn_mask, (batch, heads, queries, keys), q, dtype),
-        alibi=_alibi(alibi, heads, q),
+        alibi=_alibi(alibi, heads, q, dtype),
         segments=_segments(segment_ids, batch, queries, keys, q.device),
         dropout_p=_dropout(dropout_p),
         return_lse=return_lse,
     )
 
 
+# What a call takes beside tensors and parameters, by name.
+ARGUMENTS = frozenset(signature(check_call).parameters) - frozenset("qkv")
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(x.shape)}")
         if x.dtype not in DTYPES:
@@ -99,61 +108,69 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
-    if not isinstance(enable_gqa, bool):
-        raise TypeError(f"enable_gqa must be a bool, got {type(enable_gqa).__name__}")
-    if heads == kv_heads:
-        return
-    if not enable_gqa:
+    if not _flag("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
             f"q has {heads} heads and k has {kv_heads}: pass enable_gqa=True to share heads of k"
         )
-    if kv_heads == 0 or heads % kv_heads:
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"enable_gqa: q's {heads} heads are not a multiple of k's {kv_heads}")
 
 
-def is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+def _flag(name: str, flag: Any) -> bool:
+    flag = plain(flag)
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be a bool, got {shown(flag)}")
+    return flag
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
+def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
+    scale = plain(scale)
     if scale is None:
         return head_dim**-0.5
-    if not is_number(scale) or not abs(scale) < math.inf:
-        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    if not is_number(scale):
+        raise TypeError(f"scale must be a finite number or None, got {shown(scale)}")
+    if not is_finite(scale, dtype):
+        raise ValueError(
+            f"scale must be a finite number or None, got {shown(scale)}; scores are in {dtype}, up "
+            f"to {torch.finfo(dtype).max:.3g}"
+        )
     return float(scale)
 
 
-def _dropout(dropout_p: float) -> float:
-    if not is_number(dropout_p) or not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
+def _dropout(dropout_p: Any) -> float:
+    dropout_p = plain(dropout_p)
+    if not is_number(dropout_p):
+        raise TypeError(f"dropout_p must be a number in [0, 1), got {shown(dropout_p)}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be a number in [0, 1), got {shown(dropout_p)}")
     return float(dropout_p)
 
 
-def _is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def _bounds(window: Window, is_causal: bool) -> tuple[int | None, int | None]:
+def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
     """How many positions a row sees to its left and to its right."""
     right = 0 if is_causal else None
     if window is None:
         return None, right
-    if isinstance(window, int) and not isinstance(window, bool):
+    window = plain(window)
+    if is_int(window):
         if not is_causal:
             raise ValueError(
-                f"window={window} is an int, which needs is_causal=True; otherwise pass "
+                f"window={shown(window)} is an int, which needs is_causal=True; otherwise pass "
                 "(left, right)"
             )
         if window < 1:
-            raise ValueError(f"window must be at least 1 (the row's own key), got {window}")
+            raise ValueError(f"window must be at least 1 (the row's own key), got {shown(window)}")
         return window - 1, 0
-    if not isinstance(window, Sequence) or len(window) != 2 or not all(map(_is_int, window)):
-        raise TypeError(f"window must be an int or a pair (left, right) of ints, got {window!r}")
+    pair = [plain(x) for x in window] if isinstance(window, (tuple, list)) else []
+    if len(pair) != 2 or not all(map(is_int, pair)):
+        raise TypeError(
+            f"window must be an int or a pair (left, right) of ints, got {shown(window)}"
+        )
     if is_causal:
-        raise ValueError(f"window={window!r} is a pair: with is_causal=True pass an int")
-    if min(window) < 0:
-        raise ValueError(f"window=(left, right) must not be negative, got {window!r}")
-    return window[0], window[1]
+        raise ValueError(f"window={shown(window)} is a pair: with is_causal=True pass an int")
+    if min(pair) < 0:
+        raise ValueError(f"window=(left, right) must not be negative, got {shown(window)}")
+    return pair[0], pair[1]
 
 
 def _mask(
@@ -161,12 +178,10 @@ def _mask(
 ) -> Tensor | None:
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
+    check_dense("attn_mask", mask)
     if mask.dtype not in (torch.bool, q.dtype, dtype):
-        raise TypeError(
-            f"attn_mask must be bool (True = attend) or q's {q.dtype} or {dtype}, got {mask.dtype}"
-        )
+        floats = " or ".join(dict.fromkeys((str(q.dtype), str(dtype))))
+        raise TypeError(f"attn_mask must be bool (True = attend) or {floats}, got {mask.dtype}")
     if mask.device != q.device:
         raise ValueError(f"attn_mask must be on q's device {q.device}, got {mask.device}")
     fits = 1 <= mask.dim() <= 4 and all(
@@ -180,18 +195,20 @@ def _mask(
     return mask.expand(*mask.shape[:3], shape[-1])
 
 
-def _alibi(alibi: Tensor | None, heads: int, q: Tensor) -> Tensor | None:
+def _alibi(alibi: Any, heads: int, q: Tensor, dtype: torch.dtype) -> Tensor | None:
     if alibi is None:
         return None
-    if not isinstance(alibi, Tensor) or not alibi.is_floating_point():
-        kind = alibi.dtype if isinstance(alibi, Tensor) else type(alibi).__name__
-        raise TypeError(f"alibi must be a float tensor of slopes, got {kind}")
+    check_dense("alibi", alibi)
+    if alibi.dtype not in DTYPES:
+        raise TypeError(f"alibi must be fp16, bf16, fp32 or fp64, got {alibi.dtype}")
     if alibi.shape != (heads,):
         raise ValueError(
             f"alibi must have one slope per query head, shape ({heads},), got {tuple(alibi.shape)}"
         )
     if alibi.device != q.device:
         raise ValueError(f"alibi must be on q's device {q.device}, got {alibi.device}")
+    if is_readable(alibi) and not bool(alibi.detach().to(dtype).isfinite().all()):
+        raise ValueError(f"alibi must be finite in {dtype}, got {alibi.tolist()}")
     return alibi.view(1, heads, 1)
 
 
@@ -201,13 +218,18 @@ def _segments(
     if ids is None:
         return None
     pair = (ids, ids) if isinstance(ids, Tensor) else ids
-    if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise TypeError("segment_ids must be an int tensor (B, N) or a pair for queries and keys")
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(
+            "segment_ids must be an int tensor (B, N), or a pair of them for queries and keys, got "
+            f"{shown(ids)}"
+        )
     checked = []
     for x, length, whose in zip(pair, (queries, keys), ("queries", "keys")):
-        if not isinstance(x, Tensor) or x.dtype not in ID_DTYPES:
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"segment_ids must be an int tensor, got {kind}")
+        check_dense(f"segment_ids of the {whose}", x)
+        if x.dtype not in ID_DTYPES:
+            raise TypeError(
+                f"segment_ids must be uint8, int8, int16, int32 or int64, got {x.dtype}"
+            )
         if x.shape != (batch, length):
             raise ValueError(
                 f"segment_ids of the {whose} must have shape ({batch}, {length}), got "

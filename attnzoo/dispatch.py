@@ -11,12 +11,13 @@ from torch import Tensor
 
 import attnzoo.variants  # noqa: F401  (registers the zoo)
 from attnzoo.backends import decode, eager, flash, flash_linear, linear, sdpa, tiled
-from attnzoo.bind import bind
+from attnzoo.bind import bind, check_rows
 from attnzoo.call import Call, in_full_precision
-from attnzoo.checks import Segments, Window, check_call
-from attnzoo.forms import Definition, Form, Linear, NoForm, Variant
+from attnzoo.checks import ARGUMENTS, Segments, Window, check_call
+from attnzoo.forms import Definition, Form, Linear, NoForm, Pairwise, Variant
 from attnzoo.preference import linear_work, preference
-from attnzoo.registry import ARGUMENTS, get_variant
+from attnzoo.registry import get_variant
+from attnzoo.values import shown
 
 BACKENDS = {
     "sdpa": sdpa,
@@ -78,6 +79,20 @@ class Prepared(NamedTuple):
         params = {n: x[..., None] if isinstance(x, Tensor) else x for n, x in self.params.items()}
         zoo = self.variant
         return Definition(zoo.name, zoo.weights, zoo.scores, params)
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The variant's forms for this call, checked: they may be a user's own."""
+        forms = self.variant.forms(self.call, **self.params)
+        what = f"forms of variant {self.variant.name!r}"
+        if not isinstance(forms, tuple) or not all(isinstance(x, Form) for x in forms):
+            raise TypeError(
+                f"{what} must be a tuple of Pairwise, Linear or NoForm, got {shown(forms)}"
+            )
+        for form in forms:
+            if isinstance(form, Pairwise):
+                check_rows(what, form, self.call)
+        return forms
 
 
 def attention(
@@ -182,7 +197,9 @@ def attention_weights(
         True
     """
     if backend not in (None, "eager"):
-        raise ValueError(f"backend of attention_weights must be None or 'eager', got {backend!r}")
+        raise ValueError(
+            f"backend of attention_weights must be None or 'eager', got {shown(backend)}"
+        )
     ready = prepare(q, k, v, variant, arguments)
     raise_refusal(ready)
     with in_full_precision(ready.call.device):
@@ -247,6 +264,10 @@ def prepare(
     with in_full_precision(call.device):
         bound = bind(zoo, call, params)
         refusal = zoo.refuse(call, **bound)
+        if refusal is not None and not isinstance(refusal, str):
+            raise TypeError(
+                f"refuse of variant {zoo.name!r} must be a str or None, got {shown(refusal)}"
+            )
         if refusal is None and call.return_lse and zoo.scores is None:
             refusal = f"return_lse: {variant} is no softmax of scores, it has no log-sum-exp"
     inputs = [q, k, v, call.alibi, call.mask, *bound.values()]
@@ -276,13 +297,15 @@ def raise_refusal(ready: Prepared) -> None:
 
 def _check_backend(backend: str | None) -> None:
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
-        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(
+            f"backend must be None or one of {', '.join(BACKENDS)}, got {shown(backend)}"
+        )
 
 
 def _candidates(ready: Prepared) -> Iterator[Candidate]:
     """In the order of preference, each asked when its turn comes; without notes."""
     name = ready.variant.name
-    forms: tuple[Form, ...] = (*ready.variant.forms(ready.call, **ready.params), ready.definition)
+    forms: tuple[Form, ...] = (*ready.forms, ready.definition)
     kinds = {form.kind for form in forms}
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
     forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from attnzoo.values import is_int, shown
+
 if TYPE_CHECKING:
     from attnzoo.call import Call
 
@@ -82,10 +84,20 @@ class Pairwise:
     kind = "pairwise"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.activation, Activation):
+            raise TypeError(f"activation must be an Activation, got {shown(self.activation)}")
         name, how = self.activation.name, self.normalize
         takes = {"none": "offset", "sum": "sink", "threshold": "", "select": "keep"}
-        if how not in takes:
-            raise ValueError(f"normalize must be one of {', '.join(takes)}, got {how!r}")
+        if not isinstance(how, str) or how not in takes:
+            raise ValueError(f"normalize must be one of {', '.join(takes)}, got {shown(how)}")
+        if not isinstance(self.gain, (Tensor, float, int, FromStatistics)):
+            raise TypeError(f"gain must be a row or FromStatistics, got {shown(self.gain)}")
+        for field in ("offset", "shape", "sink"):
+            row = getattr(self, field)
+            if row is not None and not isinstance(row, (Tensor, float, int)):
+                raise TypeError(f"{field} must be a row, a float or a tensor, got {shown(row)}")
+        if self.keep is not None and not (is_int(self.keep) and self.keep >= 1):
+            raise ValueError(f"keep must be an int of at least 1, got {shown(self.keep)}")
         for field in ("offset", "sink", "keep"):
             if getattr(self, field) is not None and takes[how] != field:
                 raise ValueError(f"normalize={how!r} takes no {field}")

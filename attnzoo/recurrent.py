@@ -11,10 +11,11 @@ from torch import Tensor
 from attnzoo.backends import flash_linear, linear
 from attnzoo.backends.linear import LinearState
 from attnzoo.call import Call
+from attnzoo.checks import ARGUMENTS
 from attnzoo.dispatch import in_full_precision, prepare, raise_refusal
 from attnzoo.forms import Linear, NoForm
 from attnzoo.preference import preference
-from attnzoo.registry import ARGUMENTS
+from attnzoo.values import check_dense, is_int, shown
 
 SCANS: dict[str, Any] = {"linear": linear, "flash_linear": flash_linear}
 # Fewer are a part of a chunk, for which torch's few operations do.
@@ -63,7 +64,7 @@ def linear_attention(
         >>> torch.allclose(last, whole[:, :, 9:], atol=1e-5), state.length
         (True, 10)
     """
-    for name in ARGUMENTS.intersection(params):
+    for name in {"backend", *ARGUMENTS}.intersection(params):
         raise TypeError(f"linear_attention takes no {name}: it is causal, over all keys so far")
     arguments = dict(
         attn_mask=attn_mask, is_causal=True, scale=scale, enable_gqa=enable_gqa, **params
@@ -74,7 +75,7 @@ def linear_attention(
     call = ready.call
     if call.queries != call.keys:
         raise ValueError(f"q and k must hold the same tokens, got {call.queries} and {call.keys}")
-    form = _linear_form(ready.variant.forms(call, **ready.params), variant)
+    form = _linear_form(ready.forms, variant)
     if (objection := linear.unsupported(form, call)) is not None:
         raise ValueError(f"linear_attention {objection}")
     sums = None if state is None else _sums(state, call, form)
@@ -99,12 +100,17 @@ def has_state(variant: str, params: dict[str, Any], heads: int) -> bool:
     devices = [x.device for x in params.values() if isinstance(x, Tensor)]
     x = torch.empty(1, heads, 1, 1, device=devices[0] if devices else None)
     ready = prepare(x, x, x, variant, {"is_causal": True, **params})
-    return any(isinstance(f, Linear) for f in ready.variant.forms(ready.call, **ready.params))
+    return any(isinstance(f, Linear) for f in ready.forms)
 
 
 def _length(state: Any) -> int:
     if not isinstance(state, LinearState):
         raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")
+    if not is_int(state.length):
+        raise TypeError(f"state.length must be an int, got {shown(state.length)}")
+    if not 0 <= state.length < 2**62:
+        raise ValueError(f"state.length must be from 0 to 2^62, got {shown(state.length)}")
+    check_dense("state.sums", state.sums)
     return state.length
 
 

@@ -1,9 +1,35 @@
-"""Whether Python code may look at the values of a tensor."""
+"""What counts as a number, a tensor to compute with, and what an error says of a value."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def plain(x: Any) -> Any:
+    """A number or bool of numpy as Python's own of the same value; anything else as it is."""
+    return x.item() if isinstance(x, np.generic) else x
+
+
+def is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def is_finite(x: float, dtype: torch.dtype = torch.float64) -> bool:
+    """Whether a number, which may be an int beyond any float, is finite in the dtype."""
+    return abs(x) <= torch.finfo(dtype).max
 
 
 def is_readable(x: Tensor) -> bool:
@@ -12,5 +38,34 @@ def is_readable(x: Tensor) -> bool:
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not isinstance(x, torch._subclasses.FakeTensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not is_functorch_wrapped_tensor(x)
     )
+
+
+def check_dense(what: str, x: Any) -> None:
+    """A tensor that is neither nested nor sparse."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{what} must be a dense tensor, got a {kind} one")
+
+
+def shown(x: Any) -> str:
+    """What came, for an error: short, whatever it is."""
+    if isinstance(x, Tensor):
+        return "a nested tensor" if x.is_nested else f"a tensor of shape {tuple(x.shape)}"
+    try:
+        text = repr(x)
+    except ValueError:  # an int with more digits than Python prints
+        return f"{type(x).__name__} of too many digits"
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the known one nearest to it, if any is near."""
+    names = {one.lower(): one for one in known}
+    near = get_close_matches(name.lower(), names, n=1)
+    parts = [x for x in names if min(len(x), len(name)) > 2 and (x in name or name in x)]
+    found = near or parts
+    return f"; did you mean {names[found[0]]!r}?" if found else ""

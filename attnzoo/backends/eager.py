@@ -22,28 +22,29 @@ def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor,
     if call.mask is not None and call.mask.is_floating_point():
         call = replace(call, mask=call.mask.to(call.dtype))
     w = form.weights(q, k, call, **form.params)
-    _check(w, call, form.name)
+    _check(w, call, f"weights of variant {form.name!r}")
     w = torch.nn.functional.dropout(w, call.dropout_p)
     if not call.return_lse:
         return w, None
     assert form.scores is not None  # dispatch has refused
-    return w, call.logsumexp(form.scores(q, k, call, **form.params))
+    scores = form.scores(q, k, call, **form.params)
+    _check(scores, call, f"scores of variant {form.name!r}")
+    return w, call.logsumexp(scores)
 
 
-def _check(w: Tensor, call: Call, name: str) -> None:
+def _check(x: Tensor, call: Call, what: str) -> None:
     shape = (call.batch, call.heads, call.queries, call.keys)
-    if not isinstance(w, Tensor):
-        raise TypeError(f"weights of variant {name!r} must be a tensor, got {type(w).__name__}")
-    if w.shape != shape:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(x).__name__}")
+    if x.shape != shape:
         raise ValueError(
-            f"weights of variant {name!r} must have shape (B, H, Nq, Nk) = {shape}, got "
-            f"{tuple(w.shape)}; against scores, call.counts and call.log_n need [..., None], and "
+            f"{what} must have shape (B, H, Nq, Nk) = {shape}, got "
+            f"{tuple(x.shape)}; against scores, call.counts and call.log_n need [..., None], and "
             "tensor parameters need nothing"
         )
-    if w.dtype != call.dtype:
+    if x.dtype != call.dtype:
         raise TypeError(
-            f"weights of variant {name!r} must be in the dtype of call.scores(q, k), {call.dtype}, "
-            f"got {w.dtype}"
+            f"{what} must be in the dtype of call.scores(q, k), {call.dtype}, got {x.dtype}"
         )
 
 
