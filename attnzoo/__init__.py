@@ -19,6 +19,7 @@ from attnzoo.forms import (
     Statistics,
     Variant,
 )
+from attnzoo.plugins import Plugin, load_plugin
 from attnzoo.recurrent import LinearState, linear_attention
 from attnzoo.registry import get_variant, list_variants, register_variant
 
@@ -34,6 +35,7 @@ __all__ = [
     "Pairwise",
     "Param",
     "Plan",
+    "Plugin",
     "Statistics",
     "Variant",
     "attention",
@@ -42,6 +44,7 @@ __all__ = [
     "get_variant",
     "linear_attention",
     "list_variants",
+    "load_plugin",
     "nn",
     "register_variant",
 ]

@@ -85,7 +85,7 @@ def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
 Q_EXP = Activation("q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope, triton=TWINS + "q_exp")
 
 
-def taylor(order: int) -> Activation:
+def _taylor(order: int) -> Activation:
     """Σ_{p ≤ order} s^p / p!, which is positive for even orders only."""
 
     def value(s: Tensor, shape: Tensor | None, top: int = order) -> Tensor:
@@ -104,3 +104,8 @@ def taylor(order: int) -> Activation:
         vanishes=False,
         triton=f"{TWINS}taylor{order}" if order in (2, 4) else None,
     )
+
+
+# By their orders; 171! is beyond a float. Made here and not by the call, because a compiled call
+# cannot hand on an activation that it makes itself.
+TAYLOR = {order: _taylor(order) for order in range(2, 171, 2)}

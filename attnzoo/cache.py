@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnzoo.dispatch import attention
 from attnzoo.recurrent import LinearState, linear_attention
+from attnzoo.values import is_readable
 
 # Keywords of `attention` that a state has no use for, and what they are when they say nothing.
 NEUTRAL = {
@@ -93,7 +94,7 @@ class KVCache:
 
     def reorder(self, index: Tensor) -> None:
         """Sequence i becomes a copy of what sequence ``index[i]`` was: (B',), int."""
-        _check_index(index)
+        _check_index(index, None if self._held is None else self._held[0].shape[0])
         if self._held is not None:
             keys, values = self._held
             self._held = keys.index_select(0, index), values.index_select(0, index)
@@ -196,7 +197,7 @@ class StateCache:
 
     def reorder(self, index: Tensor) -> None:
         """Sequence i becomes a copy of what sequence ``index[i]`` was: (B',), int."""
-        _check_index(index)
+        _check_index(index, None if self.state is None else self.state.sums.shape[0])
         if self.state is not None:
             sums = self.state.sums.index_select(0, index)
             self.state = LinearState(sums, self.state.length)
@@ -234,9 +235,16 @@ def _cropped(length: int, held: int) -> int:
     return length
 
 
-def _check_index(index: Tensor) -> None:
+def _check_index(index: Tensor, batch: int | None) -> None:
+    """``batch``: how many sequences are held; None where nothing is held yet."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int32 or int64 tensor, got {kind}")
     if index.dim() != 1:
         raise ValueError(f"index must have shape (B,), got {tuple(index.shape)}")
+    if batch is not None and is_readable(index):
+        wrong = index[(index < 0) | (index >= batch)]
+        if len(wrong):
+            raise ValueError(
+                f"index must hold numbers of sequences, from 0 to {batch - 1}, got {int(wrong[0])}"
+            )

@@ -7,6 +7,8 @@ cannot tell a block from a call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +20,21 @@ from attnzoo.counts import count_visible, visible_entries
 def cut(tensor: Tensor, *slices: slice) -> Tensor:
     """Slice the leading dimensions; a dimension of size 1 broadcasts and is left alone."""
     return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(slices, tensor.shape))]
+
+
+def score_dtype(q: Tensor) -> torch.dtype:
+    """Of scores, statistics and sums: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def in_full_precision(device: torch.device) -> Iterator[None]:
+    """Without autocast, which would take the fp32 scores down to 16 bits."""
+    if torch.amp.is_autocast_available(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +78,15 @@ class Call:
 
     @property
     def counts(self) -> Tensor:
-        """n_i, the number of keys that row i may see, broadcastable to (B, H, Nq)."""
+        """n_i, the number of keys that row i may see, broadcastable to (B, H, Nq).
+
+        Against scores (B, H, Nq, Nk) write ``call.counts[..., None]``.
+        """
         return count_visible(self) if self.whole_counts is None else self.whole_counts
 
     @property
     def log_n(self) -> Tensor:
-        """log max(n_i, 1)."""
+        """log max(n_i, 1), in the shape of ``counts``."""
         return self.counts.clamp(min=1).log()
 
     @property
@@ -133,7 +153,7 @@ class Call:
         return lse.masked_fill(~self.visible.any(-1), float("-inf"))
 
     def row(self, value: Tensor | float) -> Tensor:
-        """A row as a 3-dim tensor."""
+        """A row as a tensor that broadcasts to (B, H, Nq)."""
         if isinstance(value, Tensor):
             return value
         return torch.full((1, 1, 1), value, dtype=self.dtype, device=self.device)

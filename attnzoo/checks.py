@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.call import Call
+from attnzoo.call import Call, score_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -40,7 +40,7 @@ def check_call(
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = score_dtype(q)
     left, right = _bounds(window, is_causal)
     # Wider than everything is no bound, and stays within int64.
     left = None if left is None or left >= keys + queries else left

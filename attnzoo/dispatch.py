@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 import attnzoo.variants  # noqa: F401  (registers the zoo)
 from attnzoo.backends import decode, eager, flash, flash_linear, linear, sdpa, tiled
 from attnzoo.bind import bind
-from attnzoo.call import Call
+from attnzoo.call import Call, in_full_precision
 from attnzoo.checks import Segments, Window, check_call
 from attnzoo.forms import Definition, Form, Linear, NoForm, Variant
 from attnzoo.preference import linear_work, preference
@@ -72,6 +71,13 @@ class Prepared(NamedTuple):
     variant: Variant
     params: dict[str, Any]
     refusal: str | None
+
+    @property
+    def definition(self) -> Definition:
+        """The variant's definition, its parameters shaped as `Variant` says."""
+        params = {n: x[..., None] if isinstance(x, Tensor) else x for n, x in self.params.items()}
+        zoo = self.variant
+        return Definition(zoo.name, zoo.weights, zoo.scores, params)
 
 
 def attention(
@@ -180,8 +186,7 @@ def attention_weights(
     ready = prepare(q, k, v, variant, arguments)
     raise_refusal(ready)
     with in_full_precision(ready.call.device):
-        form = _definition(ready)
-        w, lse = eager.weights(ready.q, ready.k, ready.call, form)
+        w, lse = eager.weights(ready.q, ready.k, ready.call, ready.definition)
     w = w.to(ready.call.input_dtype)
     return (w, lse) if ready.call.return_lse else w
 
@@ -211,7 +216,7 @@ def explain(
     _check_backend(backend)
     if ready.refusal is not None:
         return Plan(variant, None, (), ready.refusal)
-    found = tuple(_candidates(ready))
+    found = tuple(_with_note(candidate, ready.call) for candidate in _candidates(ready))
     able = [c.backend for c in found if c.objection is None and backend in (None, c.backend)]
     return Plan(variant, able[0] if able else None, found)
 
@@ -264,10 +269,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _definition(ready: Prepared) -> Definition:
-    return Definition(ready.variant.weights, ready.variant.scores, ready.params)
-
-
 def raise_refusal(ready: Prepared) -> None:
     if ready.refusal is not None:
         raise ValueError(ready.refusal)
@@ -279,17 +280,22 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _candidates(ready: Prepared) -> Iterator[Candidate]:
-    """(backend, form, objection) in the order of preference, each asked when its turn comes."""
+    """In the order of preference, each asked when its turn comes; without notes."""
     name = ready.variant.name
-    forms: tuple[Form, ...] = (*ready.variant.forms(ready.call, **ready.params), _definition(ready))
+    forms: tuple[Form, ...] = (*ready.variant.forms(ready.call, **ready.params), ready.definition)
     kinds = {form.kind for form in forms}
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
     forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
     for backend, form in preference(forms, ready.call):
-        note = ""
-        if backend in ("linear", "flash_linear") and isinstance(form, Linear):
-            note = f": {linear_work(form, ready.call):.2g} × the work of all pairs"
-        yield Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call), note)
+        yield Candidate(backend, form, BACKENDS[backend].unsupported(form, ready.call))
+
+
+def _with_note(candidate: Candidate, call: Call) -> Candidate:
+    # For `explain` only: in a compiled call the work is a symbol, which no format takes.
+    form = candidate.form
+    if candidate.backend not in ("linear", "flash_linear") or not isinstance(form, Linear):
+        return candidate
+    return candidate._replace(note=f": {linear_work(form, call):.2g} × the work of all pairs")
 
 
 def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:
@@ -305,13 +311,3 @@ def _choose(ready: Prepared, backend: str | None) -> tuple[str, Form]:
     raise ValueError(
         f"backend {backend!r} cannot run {ready.variant.name!r} here: {'; '.join(reasons)}"
     )
-
-
-@contextmanager
-def in_full_precision(device: torch.device) -> Iterator[None]:
-    """Without autocast, which would take the fp32 scores down to 16 bits."""
-    if torch.amp.is_autocast_available(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield

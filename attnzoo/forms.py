@@ -118,6 +118,7 @@ class Linear:
 class Definition:
     """The form every variant has: its dense weights, with the parameters of this call bound."""
 
+    name: str
     weights: Callable[..., Tensor]
     scores: Callable[..., Tensor] | None
     params: dict[str, Any]
@@ -174,9 +175,16 @@ class Variant:
     scores(q, k, call, **params) -> (B, H, Nq, Nk), −∞ where w = 0 by rule: given when the weights
         are a softmax of them (up to a sink), which is what ``return_lse`` needs.
     refuse(call, **params) -> why this call has no meaning for the variant, or None.
+    Parameters of kind "row" come as a float, or as a tensor that broadcasts: (1, H, 1, 1) or
+        (B, H, Nq, 1) in ``weights`` and ``scores``, against scores; (1, H, 1) or (B, H, Nq) in
+        ``forms`` and ``refuse``, against per-query vectors as `Call.log_n`.
     normalized: every row with a visible key sums to 1.
+    positional: weights depend on how far a key stands from a query.
     calibrate(log_n) -> parameters with which the gain is 1 on average over rows whose log n_i is
-        ``log_n`` on average: a model that was trained with softmax begins close to itself.
+        ``log_n`` on average. Rows with few keys then have a gain below 1 and rows with many keys
+        one above 1, so a model that was trained with softmax still changes.
+    identity: parameters with which the variant is softmax, for any number of keys; None where no
+        parameters do that. A model that was trained with softmax then begins as what it was.
     """
 
     name: str
@@ -188,4 +196,6 @@ class Variant:
     scores: Callable[..., Tensor] | None = None
     refuse: Callable[..., str | None] = no_refusal
     normalized: bool = True
+    positional: bool = False
     calibrate: Callable[[float], dict[str, Any]] | None = None
+    identity: dict[str, Any] | None = None

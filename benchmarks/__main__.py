@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, compile, decode, gpu, linear, memory, readme, tune
+from benchmarks import attention, compile, decode, gpu, linear, memory, readme, report, tune
 from evals.cells import Refused
 
 COMMANDS = (attention, linear, decode, compile, tune, gpu, readme, memory)
@@ -18,8 +18,10 @@ def main(argv: list[str] | None = None) -> int:
         module.add_parser(commands)
     args = parser.parse_args(argv)
     try:
+        if getattr(args, "plugin", None) is not None:
+            report.load_plugin(args.plugin)
         return args.run(args)
-    except Refused as refusal:
+    except (Refused, OSError) as refusal:  # a file that cannot be read or written, too
         print(f"{parser.prog}: {refusal}", file=sys.stderr)
         return 2
 

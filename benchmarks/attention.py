@@ -26,7 +26,6 @@ from benchmarks.grid import INPUTS, MASKS
 from benchmarks.report import Row
 from benchmarks.timing import Spread, interleave, ratio
 from evals.cells import Refused, split_list
-from evals.jobs import load_plugin
 
 # Its whole score matrix is held several times over, and one call takes seconds.
 PACKAGE_ROUNDS = 3
@@ -88,7 +87,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--device", choices=list(DEFAULTS), default="cpu")
     add("--variants", help="a,b(parameter=value); default: every registered variant")
-    add("--plugin", type=Path, metavar="FILE.py", help="registers further variants")
+    report.add_plugin(parser)
     add("--lengths", type=lengths, metavar="N,N,…")
     add("--direction", choices=["forward", "backward", "both"],
         help="both: on a cpu forward and backward, timed as one; on a GPU each")  # fmt: skip
@@ -136,8 +135,6 @@ def settle(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     settle(args)
     if args.device == "cuda":
-        if args.plugin is not None:
-            load_plugin(args.plugin)
         return gpu_attention.run(args)
     if args.direction == "backward":
         raise Refused("--direction backward is timed apart with --device cuda only")
@@ -146,8 +143,6 @@ def run(args: argparse.Namespace) -> int:
     (args.head_dim,) = args.head_dim
     if args.learned and args.direction != "both":
         raise Refused("--learned needs --direction both")
-    if args.plugin is not None:
-        load_plugin(args.plugin)
     torch.set_num_threads(args.threads)
     specs = split_list(args.variants) if args.variants else attnzoo.list_variants()
     cases = [Case.parse(spec, max(args.lengths)) for spec in specs]
@@ -177,8 +172,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append(row)
             print(report.row_line(row), flush=True)
     if args.json:
-        settings = {n: v for n, v in vars(args).items() if n not in ("run", "plugin", "json")}
-        settings["plugin"] = args.plugin and str(args.plugin)
+        settings = report.settings(args)
         records = [row.record() for row in rows]
         report.write_json(args.json, {"settings": settings, "environment": where, "rows": records})
     wrong = [r for r in rows if r.check is not None and not r.check.ok]

@@ -67,6 +67,10 @@ class Case:
             x, x, x, self.variant, is_causal=True, backend=backend, **self.params
         )  # fmt: skip
 
+    def has_form(self, kind: type) -> bool:
+        """Whether it offers a form of this kind."""
+        return any(isinstance(candidate.form, kind) for candidate in self.plan().candidates)
+
     @property
     def has_threshold(self) -> bool:
         """Whether a form of it is solved for a threshold, by iteration to a residual."""

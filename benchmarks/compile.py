@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -23,46 +22,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnzoo.kernels.configs import LINEAR_KERNELS
-from benchmarks import report
+from benchmarks import plugin_twins, report
+from benchmarks.kernel_cells import (
+    ARCHITECTURES,
+    BARE,
+    DTYPES,
+    EXTRAS,
+    FEATURES,
+    HEAD_DIMS,
+    KERNELS,
+    STAGES,
+    TWINS,
+    Cell,
+    cells,
+    quick_cells,
+)
 from evals.cells import Refused
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-HEAD_DIMS = (64, 96, 128, 256)
-KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode")
-# Of linear forms: Taylor's 153 at D = 16, filled up to eights.
-FEATURES = 160
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# normalize, unit and whether φ vanishes at −∞, for each twin in attnzoo.kernels.activations.
-TWINS = {
-    "exp": ("online", 1.4426950408889634, True),
-    "sigmoid": ("none", 1.4426950408889634, True),
-    "taylor2": ("sum", 1.0, False),
-    "entmax15": ("threshold", 1.0, True),
-    "q_exp": ("threshold", 1.0, True),
-}
-EXTRAS = ("window", "alibi", "segments", "keys", "mask")
-# Of `decode` beside the walk itself, by the stage's name in place of a twin.
-STAGES = ("products", "statistics", "solver", "merge")
 # In the machine code: wgmma of Hopper, tcgen05 of Blackwell, mma of all others.
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")
-
-
-class Cell(NamedTuple):
-    """One kernel with everything that its compilation depends on."""
-
-    kernel: str
-    arch: str
-    dtype: str
-    head_dim: int
-    twin: str
-    # One of EXTRAS, or "all" with a sink and the gradient of lse on top; then "odd" for strides
-    # that no wide load divides.
-    extra: str = ""
-
-    @property
-    def config(self) -> str:
-        return f"{self.twin} D={self.head_dim} {self.dtype} {self.extra}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -85,52 +63,46 @@ class Compiled:
         return None
 
 
+_DIMS = ",".join(map(str, HEAD_DIMS))
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("compile", help="compile all kernels", description=__doc__)
     parser.add_argument("--arch", default=",".join(ARCHITECTURES), metavar="sm_80,…")
-    parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)), metavar="D,D,…")
+    parser.add_argument("--head-dims", metavar="D,D,…", help=f"default: {_DIMS}")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only what most calls use: bf16, D = 64 and 128, causal or full, with or without a "
+        "gain, forward, backward, decode and linear",
+    )
     parser.add_argument("--kernels", default=",".join(KERNELS), metavar="NAME,…")
+    report.add_plugin(parser, "; the kernels of its activations alone are compiled")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", metavar="FILE", help="written when all is compiled")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    jobs = wanted(args)
     require_compiler("compile")
     import triton
 
     from attnzoo.kernels.configs import SHARED
 
-    if args.jobs < 1:
-        raise Refused(f"--jobs must be at least 1, got {args.jobs}")
-    report.check_target("--json", args.json)
-    known = {f"sm_{arch}": limit for arch, limit in SHARED.items()}
-    archs = args.arch.split(",")
-    for arch in archs:
-        if arch not in known:
-            raise Refused(f"--arch must be of {', '.join(known)}, got {arch!r}")
-    try:
-        dims = [int(d) for d in args.head_dims.split(",")]
-    except ValueError:
-        raise Refused(f"--head-dims must be numbers, got {args.head_dims!r}") from None
-    if not all(1 <= d <= 256 for d in dims):
-        raise Refused(f"--head-dims must be from 1 to 256, got {args.head_dims!r}")
-    kernels = args.kernels.split(",")
-    if not set(kernels) <= set(KERNELS):
-        raise Refused(f"--kernels must be of {', '.join(KERNELS)}, got {args.kernels!r}")
     print(f"triton {triton.__version__}")
     header = ("kernel", "config", "arch", "registers", "spill", "shared", "tensor core", "")
     print(_line(header), flush=True)
     rows, wrong = [], 0
-    jobs = [cell for cell in cells(archs, dims) if cell.kernel in kernels]
     # A fresh process each: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+    spawned: dict[str, Any] = {"initializer": enlist, "initargs": (args.plugin,)}
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), **spawned) as pool:
         for cell, row in zip(jobs, pool.map(compile_cell, jobs), strict=True):
             if isinstance(row, str):
                 wrong += 1
                 print(f"{cell.kernel}, {cell.config}, {cell.arch} does not compile: {row}")
                 continue
-            said = row.objection(cell.dtype != "fp32", known[cell.arch])
+            said = row.objection(cell.dtype != "fp32", SHARED[int(cell.arch.removeprefix("sm_"))])
             wrong += said is not None
             rows.append(row)
             figures = (row.registers, row.spill_bytes, row.shared_bytes, row.tensor_core or "–")
@@ -140,6 +112,38 @@ def run(args: argparse.Namespace) -> int:
         report.write_json(args.json, {**document, "rows": [asdict(row) for row in rows]})
     print(f"{len(jobs)} compiled, {wrong} of them outside the limits")
     return 1 if wrong else 0
+
+
+def enlist(plugin: Path | None) -> list[str]:
+    """Make the twins of a plugin known in this process; their names."""
+    return [] if plugin is None else plugin_twins.enlist(plugin, TWINS)
+
+
+def wanted(args: argparse.Namespace) -> list[Cell]:
+    """The cells that the options ask for; an option that is wrong is refused here."""
+    if args.jobs < 1:
+        raise Refused(f"--jobs must be at least 1, got {args.jobs}")
+    report.check_target("--json", args.json)
+    archs = args.arch.split(",")
+    for arch in archs:
+        if arch not in ARCHITECTURES:
+            raise Refused(f"--arch must be of {', '.join(ARCHITECTURES)}, got {arch!r}")
+    if args.quick and args.head_dims is not None:
+        raise Refused("--quick has its own head dimensions: leave --head-dims out")
+    try:
+        dims = [int(d) for d in (_DIMS if args.head_dims is None else args.head_dims).split(",")]
+    except ValueError:
+        raise Refused(f"--head-dims must be numbers, got {args.head_dims!r}") from None
+    if not all(1 <= d <= 256 for d in dims):
+        raise Refused(f"--head-dims must be from 1 to 256, got {args.head_dims!r}")
+    kernels = args.kernels.split(",")
+    if not set(kernels) <= set(KERNELS):
+        raise Refused(f"--kernels must be of {', '.join(KERNELS)}, got {args.kernels!r}")
+    if args.plugin is not None:
+        own = product(archs, dims, enlist(args.plugin), plugin_twins.KERNELS)
+        return [Cell(k, arch, "bf16", d, twin) for arch, d, twin, k in own if k in kernels]
+    table = quick_cells(archs) if args.quick else cells(archs, dims)
+    return [cell for cell in table if cell.kernel in kernels]
 
 
 def require_compiler(what: str) -> None:
@@ -152,69 +156,8 @@ def require_compiler(what: str) -> None:
 
 
 def _line(cells: tuple[Any, ...]) -> str:
-    widths = (10, 26, 7, 9, 6, 7, 11, 0)
+    widths = (10, 28, 7, 9, 6, 7, 11, 0)
     return "  ".join(str(c).ljust(w) for c, w in zip(cells, widths)).rstrip()
-
-
-def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
-    """Causal calls with a gain, enough of them to meet every row of the table: every twin plain,
-    some with all extras, exp with each of them. A dimension that is no power of two takes other
-    rows than the next power of two does only where it is plain."""
-    for arch in archs:
-        for dim in dims:
-            if dim in (64, 128):
-                for dtype, name in product(
-                    ("bf16", "fp32") if dim == 64 else ("bf16",), LINEAR_KERNELS
-                ):
-                    yield Cell("linear", arch, dtype, dim, name)
-            yield from decode_cells(arch, dim)
-            if dim & (dim - 1):
-                for twin in ("exp", "sigmoid", "entmax15"):
-                    for kernel in ("forward", "dq", "dkdv"):
-                        yield Cell(kernel, arch, "bf16", dim, twin)
-                continue
-            for twin, (normalize, *_) in TWINS.items():
-                kernels = ["forward", "dq", "dkdv"]
-                kernels += ["stats"] if twin == "exp" else []
-                kernels += ["threshold"] if normalize == "threshold" else []
-                for kernel in kernels:
-                    if twin == "taylor2":  # like exp, but for a maximum that fp16 alone needs
-                        if kernel == "forward" or dim == 128:
-                            yield Cell(kernel, arch, "fp16", dim, twin)
-                        continue
-                    yield Cell(kernel, arch, "bf16", dim, twin)
-                    if twin in ("exp", "entmax15"):
-                        yield Cell(kernel, arch, "fp32", dim, twin)
-                    if twin in ("exp", "q_exp"):
-                        yield Cell(kernel, arch, "bf16", dim, twin, "all")
-                    if twin == "entmax15" or (twin, dim) in (("exp", 128), ("exp", 256)):
-                        yield Cell(kernel, arch, "fp32", dim, twin, "all")
-                    if twin == "exp" and dim >= 128:
-                        yield Cell(kernel, arch, "bf16", dim, twin, "all odd")
-                        if dim == 256:
-                            yield Cell(kernel, arch, "fp32", dim, twin, "all odd")
-                    if twin == "exp" and kernel != "stats":
-                        all_of_them = (dim, arch) == (128, "sm_90")
-                        for extra in EXTRAS if all_of_them else ("segments",):
-                            yield Cell(kernel, arch, "bf16", dim, twin, extra)
-
-
-def decode_cells(arch: str, dim: int) -> Iterator[Cell]:
-    """With each number of rows in a tile; a mask of keys is one for all heads, or one for each."""
-    for dtype in ("bf16", "fp32"):
-        for twin, extra in product(("exp", "products"), ("", "keys", "heads", "window", "all")):
-            yield Cell("decode", arch, dtype, dim, twin, extra)
-        yield Cell("decode", arch, dtype, dim, "sigmoid")
-        yield Cell("decode", arch, dtype, dim, "entmax15", "all")
-    yield Cell("decode", arch, "fp16", dim, "taylor2")
-    for dtype in ("bf16", "fp32"):
-        yield Cell("decode", arch, dtype, dim, "exp", "all odd")
-    if dim == 64:  # the others read no head dimension
-        for stage in ("statistics", "solver"):
-            yield Cell("decode", arch, "fp32", dim, stage)
-        yield Cell("decode", arch, "fp32", dim, "solver", "all")
-    yield Cell("decode", arch, "fp32", dim, "merge")
-    yield Cell("decode", arch, "fp32", dim, "merge", "all")
 
 
 class Described(NamedTuple):  # what a cell says of a call, in terms of attnzoo.kernels.launch
@@ -229,6 +172,7 @@ def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
 
     normalize, unit, vanishes = TWINS[twin]
     row, queries, all_extras = kernels.new_row(q), q.shape[2], cell.extra.startswith("all")
+    bare = cell.extra if cell.extra in BARE else ""
     extras = EXTRAS if all_extras else (cell.extra,)
     of_q, of_k = (
         q.new_empty(1, n, dtype=torch.int64) if "segments" in extras else None
@@ -241,17 +185,18 @@ def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
     left, alibi = 256 if "window" in extras else None, row if "alibi" in extras else None
     lse = all_extras and normalize == "online"
     rows = {
-        "gain": row,
+        "gain": None if "no gain" in bare else row,
         "tau": row if normalize in ("none", "threshold") else None,
         "shape": row if twin == "q_exp" else None,
         "sink": row if lse else None,
     }
-    form = kernels.Form(f"attnzoo.kernels.activations:{twin}", unit, vanishes, normalize)
-    return Described(kernels.Facts(0.1, left, 0, mask, of_q, of_k, alibi), form, rows, lse)
+    form = kernels.Form(plugin_twins.function(twin), unit, vanishes, normalize)
+    right = None if "full" in bare else 0
+    return Described(kernels.Facts(0.1, left, right, mask, of_q, of_k, alibi), form, rows, lse)
 
 
 def describe(cell: Cell) -> Any:
-    """The launch of a causal call with a gain, on tensors that hold nothing."""
+    """The launch of the call that a cell stands for, on tensors that hold nothing."""
     from attnzoo.kernels import launch as kernels
 
     if cell.kernel == "linear":
@@ -272,7 +217,7 @@ def describe(cell: Cell) -> Any:
     if cell.kernel == "threshold":
         alpha = None if cell.twin == "q_exp" else 1.5
         return kernels.describe_threshold(q, q, q, facts, form, rows, alpha, arch)[0]
-    wanted = {"dgain": True, "dtau": normalize == "none", "dsink": lse}
+    wanted = {"dgain": rows["gain"] is not None, "dtau": normalize == "none", "dsink": lse}
     stat = kernels.new_row(q, True, kernels.stands_apart(normalize, facts.mask))
     launches, _ = kernels.describe_backward(
         q, row if lse else None, q, q, q, q, stat, row, facts, form, rows, maps,

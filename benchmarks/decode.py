@@ -71,6 +71,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add, size = parser.add_argument, positive(int)
     add("--device", choices=list(DEFAULTS), help="default: cuda where torch sees one")
     add("--variants", help="a,b(parameter=value); default: every registered variant")
+    report.add_plugin(parser)
     add("--lengths", type=lengths, metavar="N,N,…")
     add("--batches", type=lengths, metavar="B,B,…")
     add("--backend", help="of pairwise variants; default: cpu, what attnzoo chooses; cuda, decode")
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     for text in constancy(rows):
         print(text)
     if args.json:
-        settings = {n: v for n, v in vars(args).items() if n not in ("run", "json")}
+        settings = report.settings(args)
         document = {"settings": settings, "environment": where, "copy_gb_per_s": rate / 1e9}
         report.write_json(args.json, {**document, "rows": [asdict(row) for row in rows]})
     if not any(row.error or row.backend == "state" for row in rows):
@@ -229,7 +230,7 @@ def plant(q: Tensor, k: Tensor) -> None:
 
 def has_state(case: Case) -> bool:
     """Whether it has a linear form with these parameters."""
-    return any(isinstance(c.form, attnzoo.Linear) for c in case.plan().candidates)
+    return case.has_form(attnzoo.Linear)
 
 
 def state_call(

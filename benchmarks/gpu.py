@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import competitors, gpu_report
+from benchmarks import competitors, gpu_report, report
 from benchmarks.attention import positive
 from benchmarks.cases import Setting
 from benchmarks.gpu_attention import DEVICE, accepted, require_cuda, show
@@ -44,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="then no cell is begun")  # fmt: skip
     add("--skip-tests", action="store_true")
     add("--variants", help="a,b(parameter=value); default: all that the backend takes")
+    report.add_plugin(parser)
     add("--backend", default="flash")
     add("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     add("--seed", type=int, default=0)
@@ -67,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
     require_cuda("gpu")
     budget = Budget(args.budget)
     where = gpu_report.environment(args.commit)
-    settings = {
-        n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items() if n != "run"
-    }
+    settings = report.settings(args)
     path = args.out / f"{gpu_report.stem(where)}.partial.jsonl"
     if path.exists():
         raise Refused(f"{path} is what a killed run has left: --assemble it, or remove it")

@@ -54,10 +54,9 @@ def run(args: argparse.Namespace) -> int:
         for text in targets(group):
             print(text, flush=True)
     if args.json:
-        given = {n: v for n, v in vars(args).items() if n not in ("run", "plugin", "json")}
-        given["plugin"] = args.plugin and str(args.plugin)
         report.write_json(args.json, {
-            "settings": given, "environment": where, "peak_tflops": peak and peak / 1e12,
+            "settings": report.settings(args), "environment": where,
+            "peak_tflops": peak and peak / 1e12,
             "rows": [row.record() for row in rows], "left_out": bench.left_out,
         })  # fmt: skip
     for text in bench.left_out:

@@ -1,10 +1,10 @@
 """Linear forms against softmax, against their own pairwise forms, and against fla's kernels.
 
-cosFormer at the head dimension, Taylor with queries and keys of `--feature-dim`, as Based has it,
-and values of the head dimension. Causal; each result is compared with fp64 before it is timed. All
-of one length and direction are timed in turn, round by round. In the end: from which length on a
-linear form is faster than softmax and than its own pairwise form, and how much a token costs more
-or less at other lengths than at 8192.
+Variants are called at the head dimension; Taylor with queries and keys of `--feature-dim`, as Based
+has it, and values of the head dimension. Causal; each result is compared with fp64 before it is
+timed. All of one length and direction are timed in turn, round by round. In the end: from which
+length on a linear form is faster than softmax and than its own pairwise form, and how much a token
+costs more or less at other lengths than at 8192.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
+import attnzoo
 from benchmarks import competitors, gpu_report, report
 from benchmarks.attention import lengths, positive, some_of
 from benchmarks.cases import Case, Inputs, Setting
@@ -27,10 +28,11 @@ from benchmarks.correctness import Pairs, check, relative_error
 from benchmarks.gpu_attention import require_cuda
 from benchmarks.gpu_cells import Entrant, first_line, ours
 from benchmarks.timing import CudaEvents, Spread, Timer, WallClock, ratio
-from evals.cells import Refused
+from evals.cells import Refused, split_list
 
 SOFTMAX = "sdpa softmax"
-PAIRWISE = {"cosformer": "cosformer, pairwise", "taylor": "taylor, pairwise"}
+VARIANTS = ("cosformer", "taylor")
+PAIRWISE = ", pairwise"  # after a variant's name
 DIRECTIONS = ("forward", "both")
 # A token's cost at other lengths is given in its cost at this one.
 FLAT_FROM = 8192
@@ -69,6 +71,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("linear", help="linear forms and softmax", description=__doc__)
     add, size = parser.add_argument, positive(int)
     add("--device", choices=list(DEFAULTS), help="default: cuda where torch sees one")
+    add("--variants", help="a,b(parameter=value), of a linear form; default: "
+        f"{','.join(VARIANTS)} and the plugin's")  # fmt: skip
+    report.add_plugin(parser)
     add("--lengths", type=lengths, metavar="N,N,…")
     add("--direction", type=some_of(DIRECTIONS), default=list(DIRECTIONS), metavar="forward,both")
     add("--dtype", choices=["float32", "bfloat16", "float16"])
@@ -99,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    cases = linear_cases(args)
     torch.set_num_threads(args.threads)
     timer: Timer = CudaEvents() if args.device == "cuda" else WallClock()
     where = gpu_report.environment()
@@ -111,19 +117,38 @@ def run(args: argparse.Namespace) -> int:
     print(line(COLUMNS), flush=True)
     rows: list[Row] = []
     for length in args.lengths:
-        for row in measure(args, length, timer):
+        for row in measure(cases, args, length, timer):
             rows.append(row)
             print(shown(row), flush=True)
-    for text in (*crossovers(rows), *flatness(rows)):
+    names = [case.spec for case in cases]
+    for text in (*crossovers(rows, names), *flatness(rows, names)):
         print(text)
     if args.json:
-        settings = {n: v for n, v in vars(args).items() if n not in ("run", "json")}
+        settings = report.settings(args)
         records = [asdict(row) for row in rows]
         report.write_json(args.json, {"settings": settings, "environment": where, "rows": records})
     wrong = sorted({row.name for row in rows if row.note.startswith("WRONG")})
     if wrong:
         print(f"outside the error budget, and not timed: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def linear_cases(args: argparse.Namespace) -> list[Case]:
+    """What `--variants` names, each of them with a linear form."""
+    specs = split_list(args.variants) if args.variants else [*VARIANTS]
+    if not args.variants and args.plugin is not None:
+        own = attnzoo.load_plugin(args.plugin).variants
+        longest = max(args.lengths)
+        specs += [n for n in own if Case.parse(n, longest).has_form(attnzoo.Linear)]
+    cases = [Case.parse(spec, max(args.lengths)) for spec in specs]
+    for case in cases:
+        try:
+            found = case.has_form(attnzoo.Linear)
+        except (ValueError, TypeError) as error:  # a parameter out of range
+            raise Refused(str(error)) from error
+        if not found:
+            raise Refused(f"{case.spec} has no linear form")
+    return cases
 
 
 def fla_is_missing() -> list[str]:
@@ -143,13 +168,13 @@ class Entry(NamedTuple):
     note: str = ""
 
 
-def measure(args: argparse.Namespace, length: int, timer: Timer) -> list[Row]:
+def measure(cases: list[Case], args: argparse.Namespace, length: int, timer: Timer) -> list[Row]:
     batch = args.batch or max(1, TOKENS // length)
     setting = Setting(
         length, "both", batch=batch, heads=args.heads, head_dim=args.head_dim, dtype=args.dtype,
         device=args.device, seed=args.seed, threads=args.threads,
     )  # fmt: skip
-    entries = contest(args, setting)
+    entries = contest(cases, args, setting)
     rows = [
         Row(name, direction, length, batch, error=e.error, note=e.note)
         for direction in args.direction
@@ -175,20 +200,19 @@ def measure(args: argparse.Namespace, length: int, timer: Timer) -> list[Row]:
     return rows
 
 
-def contest(args: argparse.Namespace, setting: Setting) -> dict[str, Entry]:
+def contest(cases: list[Case], args: argparse.Namespace, setting: Setting) -> dict[str, Entry]:
     """By name; softmax, which is not checked here, first."""
     whole = Inputs.make(Case("softmax", "softmax"), setting)
     narrow = Inputs.make(Case("taylor", "taylor"), replace(setting, head_dim=args.feature_dim))
     narrow = replace(narrow, v=whole.v, do=whole.do)
     entries = {SOFTMAX: tried(Entrant(competitors.sdpa("FLASH_ATTENTION", setting), whole, {}))}
-    cosformer = Case("cosformer", "cosformer", {"max_length": max(args.lengths)})
-    for case, inputs in ((cosformer, whole), (Case("taylor", "taylor"), narrow)):
-        inputs = replace(inputs, params=case.params)
-        entries[case.variant] = ours_in(case, inputs, args.backend, setting)
+    for case in cases:
+        inputs = replace(narrow if case.variant == "taylor" else whole, params=case.params)
+        entries[case.spec] = ours_in(case, inputs, args.backend, setting)
         if setting.length <= args.pairwise_max:
-            # cosFormer is no function of q·k: its pairs are made by definition, in blocks.
-            backend = args.pairwise if case.variant == "taylor" else "tiled"
-            entries[PAIRWISE[case.variant]] = ours_in(case, inputs, backend, setting)
+            # Without a pairwise form the pairs are made by definition, in blocks.
+            backend = args.pairwise if case.has_form(attnzoo.Pairwise) else "tiled"
+            entries[case.spec + PAIRWISE] = ours_in(case, inputs, backend, setting)
         if args.device == "cuda" and not fla_is_missing():
             for name, factory in competitors.linear_rivals(case, inputs).items():
                 entries[name] = theirs(case, inputs, factory, setting)
@@ -252,10 +276,10 @@ def shown(row: Row) -> str:
     return f"{text}  {row.note}".rstrip()
 
 
-def crossovers(rows: list[Row]) -> Iterator[str]:
+def crossovers(rows: list[Row], variants: Sequence[str] = VARIANTS) -> Iterator[str]:
     """From which length on a linear form was faster, at all of them where both should have run."""
-    for direction, (variant, pairwise) in product(DIRECTIONS, PAIRWISE.items()):
-        for other in (SOFTMAX, pairwise):
+    for direction, variant in product(DIRECTIONS, variants):
+        for other in (SOFTMAX, variant + PAIRWISE):
             of = {n: {} for n in (variant, other)}
             for row in rows:
                 if row.direction == direction and row.name in of:
@@ -272,9 +296,9 @@ def crossovers(rows: list[Row]) -> Iterator[str]:
                 yield f"{variant}, {direction}: {verb} than {other} {from_there}"
 
 
-def flatness(rows: list[Row]) -> Iterator[str]:
+def flatness(rows: list[Row], variants: Sequence[str] = VARIANTS) -> Iterator[str]:
     """What a token costs at the longer lengths, in its cost at `FLAT_FROM`."""
-    for direction, variant in product(DIRECTIONS, PAIRWISE):
+    for direction, variant in product(DIRECTIONS, variants):
         cost = {
             row.length: row.per_token
             for row in rows

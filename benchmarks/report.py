@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,9 +15,11 @@ from typing import Any
 
 import torch
 
+import attnzoo
 from benchmarks.correctness import Check
 from benchmarks.timing import Spread
 from evals.cells import Refused
+from evals.store import write_whole
 
 
 @dataclass
@@ -120,6 +123,29 @@ def commit() -> str | None:
     return head and head + ("+" if git("status", "--porcelain") else "")
 
 
+def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
+    """``--plugin``, which `benchmarks.__main__` loads before the command runs."""
+    words = f"a file that registers more variants{words}"
+    parser.add_argument("--plugin", type=Path, metavar="FILE.py", help=words)
+
+
+def load_plugin(path: Path) -> attnzoo.Plugin:
+    """The plugin of ``--plugin FILE.py``; refuses one that cannot be loaded or has no variant."""
+    try:
+        plugin = attnzoo.load_plugin(path)
+    except ValueError as error:
+        raise Refused(f"--{error}") from error
+    if not plugin.variants:
+        raise Refused(f"--plugin {path} registered no variant")
+    return plugin
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a command, as its JSON file has them."""
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "json")}
+    return {name: str(x) if isinstance(x, Path) else x for name, x in given.items()}
+
+
 def check_target(option: str, path: str | None) -> None:
     """Refuses, before anything is measured, a file that could not be written after it."""
     if not path:
@@ -137,9 +163,4 @@ def check_target(option: str, path: str | None) -> None:
 
 def write_json(path: str, document: dict[str, Any]) -> None:
     """All or nothing: a reader never sees half a file."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(document, indent=1) + "\n"
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    part.write_text(text)
-    os.replace(part, target)
+    write_whole(Path(path), json.dumps(document, indent=1) + "\n")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,20 +25,11 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from benchmarks import plugin_twins, report
 from benchmarks.attention import positive
-from benchmarks.compile import (
-    ARCHITECTURES,
-    DTYPES,
-    EXTRAS,
-    KERNELS,
-    TWINS,
-    Cell,
-    Compiled,
-    compile_cell,
-    few_queries,
-    require_compiler,
-)
+from benchmarks.compile import Compiled, compile_cell, enlist, few_queries, require_compiler
 from benchmarks.grid import TOKENS
+from benchmarks.kernel_cells import ARCHITECTURES, DTYPES, EXTRAS, KERNELS, TWINS, Cell
 from benchmarks.timing import CudaEvents, Spread, Timer, ratio
 from evals.cells import Refused
 
@@ -102,7 +94,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("tune", help="try block sizes of a kernel", description=__doc__)
     add = parser.add_argument
     add("--kernel", choices=[name for name in KERNELS if name != "linear"], required=True)
-    add("--twin", choices=TWINS, default="exp")
+    words = f"the activation: {', '.join(TWINS)}, or one of the plugin's"
+    add("--twin", default="exp", metavar="NAME", help=words)
+    report.add_plugin(parser)
     add("--extra", choices=("", *EXTRAS, "all"), default="", help="what the call has besides")
     add("--head-dim", type=positive(int), default=128)
     add("--dtype", choices=DTYPES, default="bf16")
@@ -124,7 +118,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_compiler("tune")
+    enlist(args.plugin)
+    if args.twin not in TWINS:
+        raise Refused(f"--twin must be one of {', '.join(TWINS)}, got {args.twin!r}")
     normalize, head_dim = TWINS[args.twin][0], args.head_dim
     if head_dim > 256:
         raise Refused(f"--head-dim must be from 1 to 256, got {head_dim}")
@@ -137,13 +133,17 @@ def run(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if gpu and args.arch is not None:
         raise Refused("--arch is for a machine without a GPU: on this one it is the GPU's")
+    require_compiler("tune")
     arch = device_arch() if gpu else args.arch or "sm_90"
     cell = Cell(args.kernel, arch, args.dtype, head_dim, args.twin, args.extra)
     few = args.kernel == "decode"
     rows = max(16, 8 * few_queries(cell)) if few else None
     given = candidates(args, normalize == "threshold" and not few, rows)
     print(f"{args.kernel}, {cell.config}, {arch}: {len(given)} to compile", flush=True)
-    clean = compiled(cell, given, args.jobs)[: args.most]
+    clean = compiled(cell, given, args.jobs, args.plugin)[: args.most]
+    if args.plugin is not None:
+        own = plugin_twins.twins(args.plugin)
+        VARIANTS.update({name: (twin.variant, twin.params) for name, twin in own.items()})
     timed = timings(cell, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
     for text in table(clean, timed):
         print(text)
@@ -205,12 +205,15 @@ def compile_tile(cell: Cell, tile: Tile) -> Compiled | str:
         return compile_cell(cell)
 
 
-def compiled(cell: Cell, tiles: list[Tile], jobs: int) -> list[tuple[Tile, Compiled]]:
+def compiled(
+    cell: Cell, tiles: list[Tile], jobs: int, plugin: Path | None = None
+) -> list[tuple[Tile, Compiled]]:
     """Those within the limits: the largest tiles first, then those with fewer registers."""
     from attnzoo.kernels.configs import SHARED
 
     limit, found = SHARED[int(cell.arch.removeprefix("sm_"))], []
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    spawned: dict[str, Any] = {"initializer": enlist, "initargs": (plugin,)}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), **spawned) as pool:
         for tile, row in zip(tiles, pool.map(partial(compile_tile, cell), tiles), strict=True):
             if isinstance(row, str):
                 print(f"{tile} does not compile: {row}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evals import compare, laws, ranks, results, sharpness
 from evals.cells import Refused
-from evals.options import add_arguments, gather
+from evals.options import add_arguments, add_plugin, gather
 from evals.run import run
 from evals.study import load_plugins
 from evals.task import NOTES
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     page = commands.add_parser("report", help="one HTML page of results that are there")
     page.add_argument("folders", type=Path, nargs="+", metavar="DIR")
     page.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first")
-    page.add_argument("--plugin", type=Path, metavar="FILE.py", help="whose variants are in it")
+    add_plugin(page)
     versus = commands.add_parser("compare", help="what B gained on A, paired by seed")
     versus.add_argument("a", type=Path, metavar="A")
     versus.add_argument("b", type=Path, metavar="B")
@@ -42,10 +42,11 @@ def parser() -> argparse.ArgumentParser:
     versus.add_argument("--fail-below", type=float, metavar="X", help=words)
     law = commands.add_parser("laws", help="closed forms against measurement; exit 1 on deviation")
     law.add_argument("--out", type=Path, help="folder for laws.csv and laws.png")
-    law.add_argument("--plugin", type=Path, metavar="FILE.py", help="a file with more variants")
+    add_plugin(law)
     rank = commands.add_parser("ranks", help="ranks of attention and of mixtures of softmaxes")
     rank.add_argument("--out", type=Path, help="folder for ranks.csv")
     rank.add_argument("--seed", type=int, default=0)
+    add_plugin(rank)
     sharpness.add_parser(commands)
     return top
 
@@ -59,8 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "laws":
             return laws.command(given.out, given.plugin)
         if given.command == "ranks":
+            load_plugins(given.plugin)
             return ranks.main(given.out, given.seed)
         if given.command == sharpness.NAME:
+            load_plugins(given.plugin)
             return sharpness.main(given)
         if given.command == "report":
             load_plugins(given.plugin)

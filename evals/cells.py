@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,6 +161,21 @@ def every_variant(train_length: int) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------- checks
+
+
+def load_plugin(path: Path) -> attnzoo.Plugin:
+    """The plugin of ``--plugin FILE.py``.
+
+    Raises:
+        Refused: it cannot be loaded, or it registers no variant.
+    """
+    try:
+        plugin = attnzoo.load_plugin(path)
+    except ValueError as error:
+        raise Refused(f"--{error}") from error
+    if not plugin.variants:
+        raise Refused(f"--plugin {path} registered no variant")
+    return plugin
 
 
 def objection(variant: VariantCall, lengths: list[int], positions: str) -> str | None:

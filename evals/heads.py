@@ -199,4 +199,6 @@ def jacobian_norm(scores: Tensor, variant: str, params: dict[str, Any]) -> float
         n = len(scores)
         z = scores.double().expand(n, n).clone().requires_grad_()
         (jacobian,) = torch.autograd.grad(weights_at(z, variant, params), z, torch.eye(n).to(z))
+    if not jacobian.isfinite().all():  # of which the norm cannot be taken
+        return math.nan
     return torch.linalg.matrix_norm(jacobian, 2).item()

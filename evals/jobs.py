@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +10,12 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from evals.cells import Refused, VariantCall, is_out_of_memory
+from evals.cells import VariantCall, is_out_of_memory
 from evals.heads import learned
 from evals.metrics import Outcome
 from evals.store import write_whole
@@ -62,27 +60,11 @@ class Context:
 
 
 # What a worker says: ("stage", None | length, fraction of the job), ("loss", step, value),
-# ("rows", length, outcomes, facts of the training), ("failed", text), ("done",).
+# ("rows", length, outcomes, facts of the training), ("failed", text), ("done",), and ("stopped",
+# text) where a file could not be written.
 Message = tuple[Any, ...]
 Emit = Callable[[Message], None]
 NO_FACTS: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what was never trained
-
-
-def load_plugin(path: Path) -> ModuleType:
-    """Import a file that registers variants, and may have LAWS of theirs (`evals.laws.Law`).
-
-    Raises:
-        Refused: there is no such file, or importing it fails.
-    """
-    spec = importlib.util.spec_from_file_location(f"evals_plugin_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise Refused(f"--plugin must be a Python file, got {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever a stranger's file may raise, named and passed on
-        raise Refused(f"--plugin {path}: {type(error).__name__}: {error}") from error
-    return module
 
 
 # -------------------------------------------------------------------------------- inside a job

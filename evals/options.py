@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where
     add("--steps", type=int, help="training steps")
     add("--set", action="append", type=_setting, metavar="NAME=VALUE", dest="settings",
         help="a setting of the task, as in its Settings; may be given again")  # fmt: skip
-    add("--plugin", type=Path, metavar="FILE.py", help="a file that registers variants")
+    add_plugin(parser)
     add("--workers", type=int, help="processes (default: one per core or GPU; 0: none)")
     add("--shard", type=_shard, metavar="I/N",
         help="the I-th of N parts, from 0; env: as torchrun or a SLURM array say; under torchrun "
@@ -70,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where
     add("--log", type=split_list, help=f"loggers: {', '.join(LOGGERS)} (default: none)")
     add("--retry-failed", action="store_true", help="run again what ended as nan or oom")
     add("--dry-run", action="store_true", help="say what would be run and what it would cost")
+
+
+def add_plugin(parser: argparse.ArgumentParser) -> None:
+    """``--plugin``, of every command in which a variant can be named."""
+    parser.add_argument(
+        "--plugin", type=Path, metavar="FILE.py", help="a file that registers more variants"
+    )
 
 
 def numbers(text: str) -> list[int]:

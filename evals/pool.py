@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from evals.jobs import NO_FACTS, Context, Job, Message, execute, lean_arithmetic, load_plugin
+from evals.cells import load_plugin
+from evals.jobs import NO_FACTS, Context, Job, Message, execute, lean_arithmetic
 from evals.metrics import Outcome
 from evals.progress import Progress
+from evals.store import NotWritten
 
 
 def _serve(pipe: Connection, context: Context) -> None:
@@ -36,6 +38,8 @@ def _serve(pipe: Connection, context: Context) -> None:
                     execute(job, context, pipe.send)
                 except (BrokenPipeError, EOFError):
                     raise
+                except NotWritten as error:  # so would be whatever comes after it
+                    pipe.send(("stopped", str(error)))
                 except Exception:  # sent to the parent, which reports it and goes on with others
                     pipe.send(("failed", traceback.format_exc()))
                 else:
@@ -141,6 +145,8 @@ class Pool:
                     self.listener.row(job, key, length, outcome, facts)
                 tests = {n: t for n, t in job.tests.items() if n != length}
                 worker.job = replace(job, tests=tests)
+            case ("stopped", text):
+                raise OSError(text)
             case ("failed", text):
                 self.failures.append(f"{job}: {text}")
                 self.progress.finish(str(job), "failed")
@@ -180,7 +186,8 @@ class Pool:
 def run_here(
     jobs: Iterable[Job], context: Context, listener: Listener, progress: Progress
 ) -> list[str]:
-    """Run all jobs in this process (``--workers 0``)."""
+    """Run all jobs in this process (``--workers 0``) and return what failed, in words."""
+    failures = []
     for job in jobs:
 
         def emit(message: Message, job: Job = job) -> None:
@@ -193,10 +200,17 @@ def run_here(
                     for key, outcome in outcomes.items():
                         listener.row(job, key, length, outcome, facts)
 
-        with lean_arithmetic():
-            execute(job, context, emit)
-        progress.finish(str(job))
-    return []
+        try:
+            with lean_arithmetic():
+                execute(job, context, emit)
+        except NotWritten:
+            raise
+        except Exception:  # a defect of one job, as in `_serve`: the others go on
+            failures.append(f"{job}: {traceback.format_exc()}")
+            progress.finish(str(job), "failed")
+        else:
+            progress.finish(str(job))
+    return failures
 
 
 def default_workers(device: str) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from evals.cells import Refused
 from evals.tables import FEW_SEEDS, LEGEND, MANY, PARTIAL, UNTRAINED
 from evals.task import Metric
 from evals.tasks import TASKS
@@ -48,6 +49,8 @@ def task_scores(name: str, lines: list[Line]) -> str:
     """Score by variant and length: mean and 95 % bootstrap interval over seeds."""
     task = TASKS[name]
     score = task.score
+    if len(several := {line.get("settings") or "" for line in lines}) > 1:
+        raise Refused(f"the summary of {name} has several settings: {'; '.join(sorted(several))}")
     lengths = sorted({int(line["length"]) for line in lines})
     series = dict.fromkeys((line["variant"], line["positions"]) for line in lines)
     cells = {(line["variant"], line["positions"], int(line["length"])): line for line in lines}

@@ -80,11 +80,7 @@ def _idents(groups: Sequence[Group]) -> list[tuple[str, str]]:
         heading = group.task.name
         if len(same) > 1:
             ident += f"-{same.index(i) + 1}"
-            mine = _facts(group)
-            others = [_facts(groups[j]) for j in same if j != i]
-            differs = [k for k, v in mine.items() if any(o.get(k) != v for o in others)]
-            words = ", ".join(f"{k} {mine[k]}" for k in differs if k in group.settings)
-            heading += f" · {words or ', '.join(mine[k] for k in ('data', 'device'))}"
+            heading += f" · {group.apart}"
         found.append((ident, heading))
     return found
 

@@ -18,17 +18,21 @@ def write_results(found: Sequence[Group], out: Path, note: str) -> None:
     from evals.plots import png, task_plots  # matplotlib: not in workers
 
     laws = [_laws(group) for group in found]
-    for group, law in zip(found, laws, strict=True):
-        folder = out / group.task.name
-        write_whole(folder / "summary.csv", csv_text(group))
-        pictures = {name: png(figure) for name, figure in task_plots(group).items()}
-        if law.picture is not None:
-            pictures["law"] = law.picture
-        for name, picture in pictures.items():
-            write_whole(folder / f"{name}.png", picture)
-        _show(group, law)
+    for name in dict.fromkeys(group.task.name for group in found):
+        mine = [(group, law) for group, law in zip(found, laws) if group.task.name == name]
+        folder = out / name
+        write_whole(folder / "summary.csv", csv_text([group for group, _ in mine]))
+        for number, (group, law) in enumerate(mine, 1):
+            pictures = {name: png(figure) for name, figure in task_plots(group).items()}
+            if law.picture is not None:
+                pictures["law"] = law.picture
+            end = f"-{number}" if number > 1 else ""
+            for picture, data in pictures.items():
+                write_whole(folder / f"{picture}{end}.png", data)
+            _show(group, law)
         print(f"\nwritten to {folder}")
-    page = out / found[0].task.name if len(found) == 1 else out
+    names = {group.task.name for group in found}
+    page = out / found[0].task.name if len(names) == 1 else out
     write_whole(page / "report.html", report_html(found, note, laws))
     print(f"report: {page / 'report.html'}")
 
@@ -53,7 +57,8 @@ def _laws(group: Group) -> Laws:
 
 
 def _show(group: Group, law: Laws) -> None:
-    print(f"\n{group.task.name}: {group.task.about}")
+    apart = f" · {group.apart}" if group.apart else ""
+    print(f"\n{group.task.name}{apart}: {group.task.about}")
     for table in [*score_tables(group), *theory.tables(group, law.heads), cost_table(group)]:
         print(f"\n{table.text()}")
     print(f"\nschedule: {group.rows[0]['schedule']}")

@@ -141,12 +141,18 @@ class Run:
         return lacks
 
     def rows(self) -> list[Row]:
-        """The rows of these studies, and of no other that is in the folders."""
+        """The rows of these studies."""
         return [
             row
             for name, study in self.studies.items()
             for row in study.rows(self.folders[name].by_key)
         ]
+
+    def other_rows(self) -> list[Row]:
+        """The rows of these tasks that earlier runs with other options left in the folders."""
+        mine = {row["key"] for row in self.rows()}
+        folders = self.folders.values()
+        return [row for at in folders for row in at.by_key.values() if row["key"] not in mine]
 
 
 def _row(
@@ -203,9 +209,12 @@ def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path) -> int
         print(f"rows are missing, of other shards or failed ({left}): results are written by the "
               "run that finds all of them")  # fmt: skip
         return 0
-    rows = this.rows()
+    rows, others = this.rows(), this.other_rows()
     if rows:
-        write_results(groups(rows), out, NOTES[shared.preset])
+        note = NOTES[shared.preset]
+        if others:
+            note += f" (of the last run; {len(others)} rows of earlier ones are shown, too)"
+        write_results(groups([*others, *rows]), out, note)  # where versions differ the last count
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0
 

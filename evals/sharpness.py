@@ -21,7 +21,7 @@ from torch import Tensor
 
 import attnzoo
 from evals.cells import Refused, parse_spec, split_list
-from evals.options import numbers
+from evals.options import add_plugin, numbers
 from evals.store import write_whole
 
 NAME = "sharpness"
@@ -59,6 +59,7 @@ def add_parser(commands: Any) -> None:
     )
     add("--samples", type=int, default=4, help="pieces of the text at each length")
     add("--out", type=Path, default=Path("results") / NAME, help="folder for csv and png")
+    add_plugin(parser)
 
 
 def main(given: argparse.Namespace) -> int:

@@ -4,7 +4,8 @@ A shard of a run writes a file of its own, rows-I-of-N.jsonl, since appends of s
 whole on no network file system; a folder is read with all such files in it.
 
 A line is written by one append of all its bytes, so that a kill costs at most that line. A line
-that cannot be read is counted and skipped, and the next one starts on a line of its own.
+that is no JSON is counted and skipped, and the next one starts on a line of its own. A line that is
+JSON and no row is an error: nobody wrote it here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from evals.cells import Refused
+from evals.rows import Row, problem
 
-Row = dict[str, Any]
+
+class NotWritten(OSError):
+    """A file could not be written, as on a full disk; the text says which and why."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"{path} could not be written: {error.strerror or error}")
 
 
 class Rows:
@@ -34,35 +40,51 @@ class Rows:
             return
         data = path.read_bytes()
         self._ends_open = bool(data) and not data.endswith(b"\n")
-        for line in data.split(b"\n"):
+        for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():
-                self._take(line)
+                self._take(line, number)
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes, number: int) -> None:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("key"), str):
-            self.by_key[row["key"]] = row
-        else:
             self.damaged += 1
+            return
+        if (wrong := problem(row)) is not None:
+            raise Refused(f"{self.path}, line {number}: {wrong}; mend or remove this line")
+        self.by_key[row["key"]] = row
 
     def append(self, row: Row) -> None:
-        """Write one row; a value that JSON cannot hold (NaN) is refused."""
+        """Write one row; a value that JSON cannot hold (NaN) is refused.
+
+        Raises:
+            NotWritten: and the file is as it was.
+        """
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._ends_open:
             line = b"\n" + line
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            written = os.write(file, line)
-        finally:
-            os.close(file)
-        self._ends_open = written != len(line)
-        if self._ends_open:
-            raise OSError(f"only {written} of {len(line)} bytes were written to {self.path}")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self.path, line)
+        except OSError as error:
+            raise NotWritten(self.path, error) from error
+        self._ends_open = False
         self.by_key[row["key"]] = row
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Append all of a line, or nothing of it: a full disk may take a part."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size, left = os.fstat(file).st_size, line
+        try:
+            while left:
+                left = left[os.write(file, left) :]
+        except OSError:
+            os.ftruncate(file, size)
+            raise
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True)
@@ -98,18 +120,11 @@ class Folder:
         self.by_key[row["key"]] = row
 
 
-_NEEDED = (
-    "task", "variant", "positions", "seed", "length", "status", "message", "metrics", "curves",
-    "learned", "chance", "sequences", "settings", "version", "schedule", "data", "device", "torch",
-    "attnzoo", "commit", "cpu_seconds", "train_cpu_seconds", "training",
-)  # fmt: skip
-
-
 def read_rows(folders: Sequence[Path]) -> list[Row]:
     """The rows of results: of each folder, and of the tasks' folders in it; each key once.
 
     Raises:
-        Refused: a folder has no rows, or rows that are not of an eval of this version.
+        Refused: a folder has no rows, or lines that are no rows.
     """
     found: dict[str, Row] = {}
     for folder in folders:
@@ -121,16 +136,23 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
                 print(f"{read.damaged} unreadable line(s) of {place} skipped", file=sys.stderr)
         if not mine:
             raise Refused(f"{folder} has no results: there is no rows.jsonl in it")
-        for row in mine.values():
-            if lacking := [name for name in _NEEDED if name not in row]:
-                raise Refused(f"{folder} has rows of another version: no {', '.join(lacking)}")
         found |= mine
     return list(found.values())
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(temporary, path)
+    """Write a file so that a reader sees the old one or the new one, never a part.
+
+    Raises:
+        NotWritten: and nothing of it is left.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)  # there only where something was raised
+    except OSError as error:
+        raise NotWritten(path, error) from error

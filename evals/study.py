@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-import attnzoo
 from evals.cells import (
     Refused,
     Spec,
@@ -23,10 +22,11 @@ from evals.cells import (
     complete,
     every_variant,
     key_of,
+    load_plugin,
     objection,
     parse_specs,
 )
-from evals.jobs import Job, load_plugin
+from evals.jobs import Job
 from evals.options import Options
 from evals.store import WHOLE, Row, Shard
 from evals.task import EVERY, Settings, Task
@@ -142,12 +142,7 @@ def load_plugins(path: Path | None) -> dict[str, str]:
     """Load a plugin; the names of what it registered, each with the file's hash."""
     if path is None:
         return {}
-    before = set(attnzoo.list_variants())
-    load_plugin(path)
-    found = set(attnzoo.list_variants()) - before
-    if not found:
-        raise Refused(f"--plugin {path} registered no variant")
-    return dict.fromkeys(sorted(found), hashlib.sha256(path.read_bytes()).hexdigest())
+    return dict.fromkeys(load_plugin(path).variants, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Study:

@@ -13,14 +13,14 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from evals.cells import Refused
 from evals.store import Row
-from evals.task import Metric, Task
+from evals.task import Task
 from evals.tasks import TASKS
 
 BASELINE = "softmax"
@@ -112,6 +112,7 @@ class Group:
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
     left_out: list[str]  # rows that others have taken the place of, in words
+    apart: str = ""  # what tells it from the other groups of its task, in words
 
     @property
     def chance(self) -> float:
@@ -132,7 +133,7 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """The rows by task and settings, in the order of the tasks."""
+    """The rows by task, settings and test sizes, in the order of the tasks."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["task"] not in TASKS:
@@ -141,7 +142,47 @@ def groups(rows: Iterable[Row]) -> list[Group]:
         same = json.dumps([row["settings"], kind, row["data"]], sort_keys=True)
         found.setdefault((row["task"], same), []).append(row)
     ordered = sorted(found.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
-    return [_group(TASKS[name], mine) for (name, _), mine in ordered]
+    every = [_group(TASKS[name], part) for (name, _), mine in ordered for part in _by_sizes(mine)]
+    return [replace(group, apart=_apart(group, every)) for group in every]
+
+
+def _by_sizes(rows: list[Row]) -> list[list[Row]]:
+    """Rows apart where a length was tested with several numbers of sequences, the most first."""
+    sizes: dict[int, list[int]] = {}
+    for length in {row["length"] for row in rows}:
+        found = {row["sequences"] for row in rows if row["length"] == length}
+        sizes[length] = sorted(found, reverse=True)
+    parts: dict[int, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(sizes[row["length"]].index(row["sequences"]), []).append(row)
+    return [parts[index] for index in sorted(parts)]
+
+
+def _apart(group: Group, every: Sequence[Group]) -> str:
+    """What tells a group from the others of its task: settings, then data and device, then test
+    sizes, each where what is before it does not."""
+    others = [one for one in every if one.task is group.task and one is not group]
+    words = []
+    for facts in (_settings, _origins, _sizes):
+        mine, theirs = facts(group), [facts(other) for other in others]
+        differs = [name for name in mine if any(x.get(name) != mine[name] for x in theirs)]
+        words += [f"{name} {mine[name]}" for name in differs]
+        others = [other for other, x in zip(others, theirs) if x == mine]
+    return ", ".join(words)
+
+
+def _settings(group: Group) -> dict[str, Any]:
+    return group.settings
+
+
+def _origins(group: Group) -> dict[str, Any]:
+    row = group.rows[0]
+    return {"data": row["data"], "device": str(row["device"]).split(":")[0]}
+
+
+def _sizes(group: Group) -> dict[str, Any]:
+    sizes = {row["length"]: row["sequences"] for row in group.rows}
+    return {"test sequences": ", ".join(f"{sizes[n]} at {n}" for n in sorted(sizes))}
 
 
 def _series(row: Row) -> Series:
@@ -158,7 +199,7 @@ def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
     for series in version:
         old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in found)
         if old:
-            words.append(f"{series.label}: {old} row(s) of other versions or test sizes left out")
+            words.append(f"{series.label}: {old} row(s) of other versions left out")
     return list(found.values()), words
 
 
@@ -244,28 +285,36 @@ def _cells(found: Estimate | None) -> list[str]:
     return [_digits(x) for x in (found.mean, found.error, *(found.interval or (None, None)))]
 
 
-def csv_text(group: Group) -> str:
-    """summary.csv of one group: one line per (series, length)."""
-    metrics: tuple[Metric, ...] = group.task.metrics
+def csv_text(groups: Sequence[Group]) -> str:
+    """summary.csv of a task's groups: one line per (group, series, length).
+
+    Its column ``settings`` is empty, or says what tells one group from the others.
+    """
+    task = groups[0].task
     header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
-    for name in [*(metric.name for metric in metrics), f"{group.task.score.name}_minus_softmax"]:
+    for name in [*(metric.name for metric in task.metrics), f"{task.score.name}_minus_softmax"]:
         header += _columns(name)
-    settings = group.settings
-    constants = {
-        "chance": f"{group.chance:.6g}", "trained_to": settings["train_longest"],
-        "steps": settings["steps"], "schedule": group.rows[0]["schedule"],
-    }  # fmt: skip
+    header += ["chance", "trained_to", "steps", "schedule", "settings"]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*header, *constants])
-    for series in sorted(group.series):
-        for point in group.of(series):
-            score = point.metrics.get(group.task.score.name)
-            failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
-            line: list[object] = [group.task.name, *series, point.length]
-            line += [score.count if score else 0, failed, group.untrained(series)]
-            for metric in metrics:
-                line += _cells(point.metrics.get(metric.name))
-            line += _cells(point.versus_baseline)
-            writer.writerow([*line, *constants.values()])
+    writer.writerow(header)
+    for group in groups:
+        settings = group.settings
+        constants = [
+            f"{group.chance:.6g}", settings["train_longest"], settings["steps"],
+            group.rows[0]["schedule"], group.apart,
+        ]  # fmt: skip
+        for series in sorted(group.series):
+            for point in group.of(series):
+                writer.writerow([*_line(group, point), *constants])
     return file.getvalue()
+
+
+def _line(group: Group, point: Point) -> list[object]:
+    score = point.metrics.get(group.task.score.name)
+    failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
+    line: list[object] = [group.task.name, *point.series, point.length]
+    line += [score.count if score else 0, failed, group.untrained(point.series)]
+    for metric in group.task.metrics:
+        line += _cells(point.metrics.get(metric.name))
+    return [*line, *_cells(point.versus_baseline)]

@@ -49,14 +49,19 @@ def fit(
     """Minimize loss_at(step) over the schedule's steps; the last step is what is tested.
 
     Raises:
-        NotFinite: the loss, looked at every few steps, is no finite number.
+        NotFinite: the loss, looked at every few steps, or what was learned is not finite.
     """
     groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
     optimizer = torch.optim.AdamW(groups, fused=True)
     for step in range(schedule.steps):
-        loss = loss_at(step)
-        optimizer.zero_grad()
-        loss.backward()
+        try:
+            loss = loss_at(step)
+            optimizer.zero_grad()
+            loss.backward()
+        except Exception as error:  # what comes of a NaN, rather than a defect
+            if _finite(model):
+                raise
+            raise NotFinite(f"parameters are not finite at step {step + 1}: {error}") from error
         for group in optimizer.param_groups:
             group["lr"] = one_cycle(step, schedule)
         optimizer.step()
@@ -65,6 +70,12 @@ def fit(
             if not math.isfinite(value):
                 raise NotFinite(f"the training loss is {value} at step {step + 1}")
             report(step + 1, value, (step + 1) / schedule.steps)
+    if not _finite(model):  # the loss was that before the last step
+        raise NotFinite(f"parameters are not finite after step {schedule.steps}")
+
+
+def _finite(model: nn.Module) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 def train(

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from agreement import by_backend, complaints, kept, make, plain, reference
+from agreement import disagreements, kept, make, reference
 from cases import CASES, VARIANTS
 from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
 from covering import covering, label
+from kernel_paths import Level, quick_rows
 
 SHAPES = (1, 1), (17, 17), (128, 128), (200, 200)
 SHAPES += (1, 200), (63, 128), (128, 63), (200, 17)
@@ -73,16 +74,57 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
     return tuple(levels.items())
 
 
+# Of the forms that a backend can run, and what it allows of a row.
+ARRAYS = {
+    ("eager", "tiled"): (("pairwise", "linear"), all_allowed),
+    ("sdpa",): (("pairwise",), sdpa_allowed),
+    ("linear",): (("linear",), all_allowed),
+}
+
+
+def factors_of(variant: str, backends: tuple[str, ...]) -> tuple[tuple[str, tuple], ...]:
+    return factors(variant, None if "eager" in backends else backends[0])
+
+
+def runners(backends: tuple[str, ...]) -> list[str]:
+    """The variants that run there."""
+    if "eager" in backends:
+        return VARIANTS
+    return [variant for variant in VARIANTS if VARIANT_BACKENDS[variant][backends[0]] is RUNS]
+
+
+def levels(backends: tuple[str, ...]) -> list[Level]:
+    """All settings of all variants that run there."""
+    return [
+        Level(variant, params)
+        for variant in runners(backends)
+        for params in dict(factors_of(variant, backends))["params"]
+    ]
+
+
 def cells() -> Iterator[Any]:
-    for variant in VARIANTS:
-        for seed, row in enumerate(covering(factors(variant), all_allowed)):
-            yield pytest.param(variant, row, ("eager", "tiled"), seed, id=f"{variant}-{label(row)}")
-        # flash, which runs in an interpreter, has an array of its own in test_flash.
-        for backend, allowed in (("sdpa", sdpa_allowed), ("linear", all_allowed)):
-            if VARIANT_BACKENDS[variant][backend] is RUNS:
-                for seed, row in enumerate(covering(factors(variant, backend), allowed)):
-                    name = f"{variant}-{backend}-{label(row)}"
-                    yield pytest.param(variant, row, (backend,), seed, id=name)
+    """Arrays of the paths, see `kernel_paths`; slow are those of the variants.
+
+    flash and decode, which run in an interpreter, have arrays of their own in their files.
+    """
+    for backends, (kinds, allowed) in ARRAYS.items():
+        here, name = levels(backends), "-".join(backends)
+        widest = {**FACTORS, **dict(factors_of("softmax", backends))}
+        thin = {key: values[0] for key, values in widest.items()}
+        thin |= {"shape": (17, 17), "heads": "gqa", "span": "causal"}
+        if allowed({**thin, "mask": "keys"}):
+            thin["mask"] = "keys"
+        thins = [{**thin, "dtype": dtype} for dtype in (torch.float64, torch.bfloat16)]
+        for seed, (variant, row) in enumerate(quick_rows(widest, here, allowed, thins, kinds)):
+            yield pytest.param(
+                variant, row, backends, seed, id=f"quick-{name}-{variant}-{label(row)}"
+            )
+        for variant in runners(backends):
+            for seed, row in enumerate(covering(factors_of(variant, backends), allowed)):
+                yield pytest.param(
+                    variant, row, backends, seed,
+                    id=f"{name}-{variant}-{label(row)}", marks=pytest.mark.slow,
+                )  # fmt: skip
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -92,11 +134,10 @@ def test_agrees_with_the_definition(
 ) -> None:
     inputs = make(variant, row, seed=10 * seed)
     said = []
-    exact = naive = None
+    exact, keep = None, 1.0
     for backend in backends:
         if exact is None or row["dropout"]:  # each backend draws its own
             keep = kept(variant, backend, inputs)
-            exact, naive = reference(variant, inputs, keep), plain(variant, inputs, keep)
-        found = by_backend(variant, backend, inputs)
-        said += complaints(variant, backend, found, exact, naive, inputs)
+            exact = reference(variant, inputs, keep)
+        said += disagreements(variant, backend, inputs, exact, keep)
     assert not said, "\n".join(said)

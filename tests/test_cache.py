@@ -237,6 +237,18 @@ def test_beams(variant: str, make: Any) -> None:
 # ---- what is refused --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("make", "variant"), [(lambda: KVCache(8), "ssmax"), (StateCache, "taylor")]
+)
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_sequences_that_are_not_there(make: Any, variant: str, wrong: int) -> None:
+    cache = make()
+    cache.attend(*(rand(3, 2, 4, 8, seed=i) for i in range(3)), variant)
+    with pytest.raises(ValueError, match=f"index must hold .*, from 0 to 2, got {wrong}"):
+        cache.reorder(torch.tensor([0, wrong, 1]))
+    assert cache.length == 4
+
+
 def test_full() -> None:
     cache = KVCache(4)
     q, k, v = (x[:, :2, :3] for x in qkv())

@@ -37,6 +37,10 @@ SPECIAL: dict[str, list[dict[str, Any]]] = {
 }
 
 
+# One for each kind of form; the others are slow.
+QUICK = ("cosformer", "entmax", "sigmoid", "sink", "topk")
+
+
 def cells() -> Iterator[Any]:
     special = {name: cycle(options) for name, options in SPECIAL.items()}
     names = {"eager": cycle(OPTIONS), "tiled": cycle(reversed(OPTIONS))}
@@ -47,7 +51,9 @@ def cells() -> Iterator[Any]:
                 variant in NO_LSE and name == "lse"
             ):
                 name = next(cycled)
-            yield pytest.param(variant, backend, OPTIONS[name], id=f"{variant}-{backend}-{name}")
+            marks = [] if variant in QUICK else [pytest.mark.slow]
+            case = f"{variant}-{backend}-{name}"
+            yield pytest.param(variant, backend, OPTIONS[name], id=case, marks=marks)
         for backend, options in special.items():
             if VARIANT_BACKENDS[variant][backend] is RUNS:
                 yield pytest.param(variant, backend, next(options), id=f"{variant}-{backend}")

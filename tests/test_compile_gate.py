@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import triton.language as tl
 
 from attnzoo.kernels import configs, launch, launch_decode
-from benchmarks.compile import (
+from benchmarks.__main__ import main
+from benchmarks.compile import Compiled, describe
+from benchmarks.kernel_cells import (
     ARCHITECTURES,
     HEAD_DIMS,
     KERNELS,
     STAGES,
     TWINS,
-    Compiled,
+    Cell,
     cells,
-    describe,
+    quick_cells,
 )
 from commands import benchmarks
 
 
+@pytest.mark.slow
 def test_compiles_a_kernel_and_writes_what_it_found(tmp_path: Path) -> None:
     file = tmp_path / "compiled.json"
     done = benchmarks(
@@ -72,15 +78,17 @@ def test_fp32_may_do_without_tensor_cores() -> None:
         ("--head-dims", "300", "--head-dims must be from 1 to 256"),
         ("--head-dims", "x", "--head-dims must be numbers"),
         ("--kernels", "encode", "--kernels must be of forward"),
+        ("--quick", "--head-dims=64", "--quick has its own head dimensions"),
         ("--jobs", "0", "--jobs must be at least 1"),
         ("--json", ".", "--json must be a file, . is a folder"),
         ("--json", "/dev/null/x.json", "--json /dev/null/x.json: "),
     ],
 )
-def test_bad_options_are_refused(option: str, value: str, message: str) -> None:
-    done = benchmarks("compile", option, value)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bad_options_are_refused(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", option, value]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +119,37 @@ def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
         for most, config in rows
     }
     assert set(met) == listed
+
+
+def key(cell: Cell) -> tuple:
+    """What Triton compiles: cells with one key would be one kernel, compiled twice."""
+    launch, kinds = describe(cell), []
+    for name, parameter in inspect.signature(launch.kernel.fn).parameters.items():
+        value = launch.args[name]
+        if parameter.annotation is tl.constexpr or value is None:
+            kinds.append((name, repr(value)))
+        else:
+            kinds.append((name, value.dtype if isinstance(value, torch.Tensor) else type(value)))
+    return launch.kernel, cell.arch, *kinds, repr(launch.options)
+
+
+def test_no_kernel_is_compiled_twice() -> None:
+    found = [key(cell) for cell in cells(list(ARCHITECTURES), list(HEAD_DIMS))]
     assert len(set(found)) == len(found)
+
+
+def test_quick_compiles_what_most_calls_use() -> None:
+    """Plain calls, causal or full, with or without a gain, of every kernel: a part of the table."""
+    found = list(quick_cells(list(ARCHITECTURES)))
+    assert set(found) < set(cells(list(ARCHITECTURES), list(HEAD_DIMS)))
+    assert len(found) < 250
+    for arch, dim in product(ARCHITECTURES, (64, 128)):
+        here = [c for c in found if (c.arch, c.head_dim) == (arch, dim)]
+        assert {c.kernel for c in here} == set(KERNELS)
+        for kernel in ("forward", "dq", "dkdv"):
+            launches = [describe(c) for c in here if (c.kernel, c.twin) == (kernel, "exp")]
+            calls = {(x.args["right"] is None, x.args["gain"] is None) for x in launches}
+            assert calls == set(product((True, False), repeat=2))
 
 
 def test_every_kernel_architecture_and_twin_is_compiled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cases import CASES, VARIANTS, rand
 from coverage_table import (
     FEATURE_BACKENDS,
     FORWARD_ONLY,
+    KERNELS,
     NO_LSE,
     NO_SCORE,
     PARAMETER_BACKENDS,
@@ -22,6 +24,7 @@ from coverage_table import (
     cell,
 )
 from features import feature
+from kernel_paths import quick_variants
 
 TABLED = ("sdpa", "decode", "flash", "linear", "flash_linear")
 
@@ -75,9 +78,20 @@ def test_variants_on_backends(variant: str, backend: str) -> None:
     check(VARIANT_BACKENDS[variant][backend], arguments, variant, backend)
 
 
+def runs() -> Iterator[Any]:
+    """Slow are the kernels' runs of variants that add no activation."""
+    for backend in TABLED:
+        kinds = ("linear",) if "linear" in backend else ("pairwise",)
+        variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
+        for values in quick_variants(variants, kinds):
+            pair = cell(*values.values, backend)
+            marks = [*pair.marks, *values.marks] if backend in KERNELS else pair.marks
+            yield pytest.param(*pair.values, marks=marks, id=pair.id)
+
+
 @pytest.mark.parametrize(
     ("variant", "backend"),
-    [cell(v, b) for v, row in VARIANT_BACKENDS.items() for b in row if row[b] is RUNS],
+    list(runs()),
 )
 @pytest.mark.parametrize("name", FEATURE_BACKENDS)
 def test_features_on_backends(name: str, variant: str, backend: str) -> None:

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from agreement import Inputs, complaints, make, outputs, plain, reference
+from agreement import Inputs, make
+from agreement import disagreements as disagreements_of
 from attnzoo.backends import decode_ops
 from attnzoo.kernels import launch, launch_decode
 from cases import CASES, rand
 from coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
 from covering import covering, label
+from kernel_paths import Level, quick_rows, quick_variants
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
 DECODE = [variant for variant, row in VARIANT_BACKENDS.items() if row["decode"] is RUNS]
-every_variant = pytest.mark.parametrize("variant", DECODE)
+every_variant = pytest.mark.parametrize("variant", quick_variants(DECODE))
 
 FACTORS = {
     "shape": ((1, 1), (1, 200), (3, 150), (5, 33), (10, 7)),
@@ -62,17 +64,34 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
     return tuple(levels.items())
 
 
+THIN = [
+    {name: values[0] for name, values in FACTORS.items()}
+    | {"shape": (3, 150), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def anything(row: dict[str, Any]) -> bool:
+    return True
+
+
+def levels() -> list[Level]:
+    """All settings of all variants that run here."""
+    return [Level(v, params) for v in DECODE for params in dict(factors(v))["params"]]
+
+
 def cells() -> Iterator[Any]:
+    """An array of the kernels' paths, see `kernel_paths`; slow are those of the variants."""
+    for seed, (variant, row) in enumerate(quick_rows(FACTORS, levels(), anything, THIN)):
+        yield pytest.param(variant, row, seed, id=f"quick-{variant}-{label(row)}")
     for variant in DECODE:
-        for seed, row in enumerate(covering(factors(variant), lambda row: True)):
-            yield pytest.param(variant, row, seed, id=f"{variant}-{label(row)}")
+        for seed, row in enumerate(covering(factors(variant), anything)):
+            name = f"{variant}-{label(row)}"
+            yield pytest.param(variant, row, seed, id=name, marks=pytest.mark.slow)
 
 
 def disagreements(variant: str, inputs: Inputs) -> list[str]:
-    found = outputs(variant, "decode", inputs)
-    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
-    exact = {name: exact[name] for name in found}
-    return complaints(variant, "decode", found, exact, naive, inputs)
+    return disagreements_of(variant, "decode", inputs, gradients=False)
 
 
 @pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))

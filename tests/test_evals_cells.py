@@ -21,6 +21,7 @@ from evals.retrieval import Settings
 from evals.store import Folder, Rows, Shard, write_whole
 from evals.study import Place, Study, plan_study
 from evals.tasks import TASKS
+from evals_rows import row
 
 TASK = TASKS["max-retrieval"]
 
@@ -118,16 +119,6 @@ def test_unknown_options_end_with_usage(
     assert "error:" in capsys.readouterr().err
 
 
-def test_a_plugin_that_fails_or_registers_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for text, message in (("1 / 0", "ZeroDivisionError"), ("", "registered no variant")):
-        plugin = tmp_path / "plugin.py"
-        plugin.write_text(text)
-        assert main(["max-retrieval", "--plugin", str(plugin), "--out", str(tmp_path / "o")]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
@@ -220,12 +211,12 @@ def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_re
 
 def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) -> None:
     for index in range(2):
-        Folder(tmp_path, Shard(index, 2)).append({"key": f"k{index}"})
+        Folder(tmp_path, Shard(index, 2)).append(row("softmax", 0.5, key=f"k{index}"))
     with (tmp_path / "rows-0-of-2.jsonl").open("ab") as file:
         file.write(b'{"key": "torn')
     whole = Folder(tmp_path)
     assert (sorted(whole.by_key), whole.damaged) == (["k0", "k1"], 1)
-    whole.append({"key": "k2"})
+    whole.append(row("softmax", 0.5, key="k2"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "rows-0-of-2.jsonl", "rows-1-of-2.jsonl", "rows.jsonl"
     ]  # fmt: skip
@@ -236,19 +227,19 @@ def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
     rows = Rows(path)
     assert not path.parent.exists()
     for key in "abc":
-        rows.append({"key": key, "value": 1.5})
+        rows.append(row("softmax", 0.5, key=key))
     path.write_bytes(path.read_bytes()[:-5])  # the last line is cut
     rows = Rows(path)
     assert (sorted(rows.by_key), rows.damaged) == (["a", "b"], 1)
-    rows.append({"key": "c", "value": 2.5})
+    rows.append(row("softmax", 0.75, key="c"))
     with path.open("ab") as file:
-        file.write(b'[1]\n\xff\xfe\n{"no": "key"}\n')
+        file.write(b'[1\n\xff\xfe\n{"no": \n')
     rows = Rows(path)
     assert (sorted(rows.by_key), rows.damaged) == (["a", "b", "c"], 4)
-    assert rows.by_key["c"]["value"] == 2.5
+    assert rows.by_key["c"]["metrics"] == {"accuracy": 0.75}
     with pytest.raises(ValueError, match="not JSON compliant"):
-        rows.append({"key": "d", "value": float("nan")})
-    assert json.loads(path.read_bytes().splitlines()[0]) == {"key": "a", "value": 1.5}
+        rows.append(row("softmax", float("nan"), key="d"))
+    assert json.loads(path.read_bytes().splitlines()[0]) == row("softmax", 0.5, key="a")
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import evals.closed_forms as forms
 import evals.laws as laws
-from attnzoo import registry
+from attnzoo import plugins, registry
 from evals.__main__ import main
 from evals.cells import Refused, VariantCall
 from evals.jobs import lean_arithmetic
@@ -107,9 +109,12 @@ LAWS = {laws}
 
 
 @pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a plugin registers is gone after its test."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    yield
+    sys.modules.pop("laws_plugin", None)
 
 
 @pytest.fixture
@@ -119,7 +124,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plugin(folder: Path, name: str, stated: str) -> Path:
-    path = folder / "plugin.py"
+    path = folder / "laws_plugin.py"
     path.write_text(PLUGIN.format(name=name, laws=stated))
     return path
 

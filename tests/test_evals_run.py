@@ -220,15 +220,31 @@ def test_a_model_that_cannot_be_read_is_trained_again(
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_other_test_sizes_in_the_same_folder_are_another_result(
+def test_a_second_run_into_the_same_folder_keeps_the_results_of_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ["--variants", "softmax", "--lengths", "16,64", "--workers", "0", "--out", str(tmp_path)]
-    for items in ("100000", "640"):
-        assert main([*SMALL, *few, "--set", "test_least=4", "--set", f"test_items={items}"]) == 0
+    """Other variants, other test sizes, another training: each is added to what is there."""
+    few = ["--lengths", "16,64", "--workers", "0", "--out", str(tmp_path), "--steps", "2"]
+    small = ["--set", "test_least=4", "--set", "test_items=640"]
+    seen: list[list[tuple[str, ...]]] = []
+    for more in (["softmax"], ["ssmax"], ["softmax", *small], ["softmax", "--steps", "3"]):
+        assert main([*SMALL, *few, "--seeds", "1", "--variants", *more]) == 0
         with (tmp_path / TASK / "summary.csv").open() as file:
-            assert [line["length"] for line in csv.DictReader(file)] == ["16", "64"]
-    assert "to do: 0 trainings" in capsys.readouterr().out
+            lines = list(csv.DictReader(file))
+        seen.append([(x["variant"], x["length"], x["accuracy"], x["steps"]) for x in lines])
+        assert all(line in seen[-1] for earlier in seen for line in earlier)
+    assert [len(lines) for lines in seen] == [2, 4, 6, 8]
+    assert {x["settings"] for x in lines} == {
+        "steps 2, test sequences 500 at 16, 500 at 64",
+        "steps 2, test sequences 40 at 16, 10 at 64",
+        "steps 3",
+    }
+    assert capsys.readouterr().out.count(f"\n{TASK} · ") == 5  # 2 groups, then 3
+    page = (tmp_path / TASK / "report.html").read_text()
+    assert all(f"<h2>{TASK} · {x['settings']}</h2>" in page for x in lines)
+    assert "6 rows of earlier ones are shown, too" in page
+    pictures = {path.name for path in (tmp_path / TASK).glob("accuracy*")}
+    assert pictures == {"accuracy.png", "accuracy-2.png", "accuracy-3.png"}
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from agreement import by_backend, complaints, make, of_this_output, plain, reference
+from agreement import by_backend, disagreements, make
 from attnzoo.backends import flash_linear, linear, linear_ops
 from attnzoo.dispatch import prepare
 from cases import rand
 from coverage_table import RUNS, VARIANT_BACKENDS
 from covering import covering, label
+from kernel_paths import Level, quick_rows, quick_variants
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
+KINDS = ("linear",)
 LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
 PARAMS: dict[str, dict[str, Any]] = {"taylor": {}, "cosformer": {"max_length": 256}}
 every_variant = pytest.mark.parametrize("variant", LINEAR)
@@ -45,21 +47,32 @@ FACTORS = {
 }
 
 
+THIN = [
+    {name: values[0] for name, values in FACTORS.items()}
+    | {"shape": (63, 63), "span": span, "mask": "keys", "heads": "gqa", "dtype": dtype}
+    for span in ("causal", "full")
+    for dtype in FACTORS["dtype"]
+]
+
+
+def anything(row: dict[str, Any]) -> bool:
+    return True
+
+
 def cells() -> Iterator[Any]:
+    """An array of the kernels' one path, see `kernel_paths`; slow are those of the variants."""
+    levels = [Level(variant, "default") for variant in LINEAR]
+    for seed, (variant, row) in enumerate(quick_rows(FACTORS, levels, anything, THIN, KINDS)):
+        yield pytest.param(variant, row, seed, id=f"quick-{variant}-{label(row)}")
     for variant in LINEAR:
-        for seed, row in enumerate(covering(tuple(FACTORS.items()), lambda row: True)):
-            yield pytest.param(variant, row, seed, id=f"{variant}-{label(row)}")
+        for seed, row in enumerate(covering(tuple(FACTORS.items()), anything)):
+            name = f"{variant}-{label(row)}"
+            yield pytest.param(variant, row, seed, id=name, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
 def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
-    inputs = make(variant, row, seed=10 * seed)
-    exact, naive = reference(variant, inputs, 1.0), plain(variant, inputs, 1.0)
-    found = by_backend(variant, "flash_linear", inputs)
-    if variant == "taylor":  # of cosFormer, whose features are not negative, it is no matter
-        exact = of_this_output(variant, inputs, found, exact)
-    said = complaints(variant, "flash_linear", found, exact, naive, inputs)
-    assert not said, "\n".join(said)
+    assert disagreements(variant, "flash_linear", make(variant, row, seed=10 * seed)) == []
 
 
 def qkv(n: int, kv_heads: int = 2, gradient: bool = False) -> list[Tensor]:
@@ -176,8 +189,8 @@ def test_opcheck_backward() -> None:
 
 # torch traces an autograd.Function by making one, which torch itself warns about.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("causal", [False, True])
-@every_variant
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("variant", quick_variants(LINEAR, KINDS))
 def test_compiles_whole_and_agrees(variant: str, causal: bool) -> None:
     def attend(*tensors: Tensor) -> Tensor:
         return attnzoo.attention(

@@ -56,16 +56,18 @@ def layer(name: str) -> str:
 # What each layer may import of the others: forms, call ← activations ← variants, and
 # forms, call, kernels ← backends; the two sides meet in dispatch alone; dispatch ← nn.
 MAY_IMPORT: dict[str, set[str]] = {
+    "values": set(),
     "forms": set(),
     "counts": set(),
     "call": {"counts"},
     "checks": {"call"},
     "bind": {"call", "checks", "forms"},
     "registry": {"forms"},
+    "plugins": {"registry"},
     "activations": {"forms"},
     "variants": {"activations", "call", "forms", "registry", "variants"},
     "kernels": {"kernels"},
-    "backends": {"activations", "call", "counts", "forms", "backends", "kernels"},
+    "backends": {"activations", "call", "counts", "forms", "backends", "kernels", "values"},
     "preference": {"backends", "call", "forms"},
     "dispatch": {
         "preference",
@@ -78,10 +80,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "registry",
     },
     "recurrent": {"backends", "call", "dispatch", "forms", "preference", "registry"},
-    "cache": {"dispatch", "recurrent"},
-    "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry"},
+    "cache": {"dispatch", "recurrent", "values"},
+    "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry", "values"},
     "integrations": {"attnzoo", "dispatch", "integrations", "nn", "registry"},
-    "attnzoo": {"nn", "dispatch", "forms", "recurrent", "registry"},
+    "attnzoo": {"nn", "dispatch", "forms", "plugins", "recurrent", "registry"},
 }
 
 
@@ -150,7 +152,11 @@ def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
     """But for what compiles the kernels, and is there to look inside them."""
     public = {*attnzoo.__all__, "__version__"}
     for path in sorted((ROOT / folder).rglob("*.py")):
-        compiles = path.parent.name == "benchmarks" and path.stem in ("compile", "tune")
+        compiles = path.parent.name == "benchmarks" and path.stem in (
+            "compile",
+            "kernel_cells",
+            "tune",
+        )
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 for alias in node.names:

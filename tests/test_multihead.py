@@ -274,6 +274,34 @@ def test_a_shared_layer_stays_shared_and_a_layer_alone_is_returned() -> None:
     assert isinstance(replace(layer, "softmax"), MultiheadAttention)
 
 
+def test_replacing_twice_exchanges_the_variant() -> None:
+    """Of layers that were replaced before, and of torch's own beside them."""
+    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True, dropout=0.0).eval()
+    once = replace(copy.deepcopy(model), "entmax", alpha=1.3)
+    replace(model.encoder, "ssmax")
+    before = dict(model.named_parameters())
+    assert replace(model, "entmax", alpha=1.3) is model
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in after)
+    assert set(before) - set(after) == {"encoder.layers.0.self_attn.attend.s"}
+    x = rand(2, 5, 16).float()
+    assert torch.equal(model(x, x), once(x, x))
+    layer = MultiheadAttention(16, 4, variant="sink")
+    assert replace(layer, "ssmax") is layer
+    assert layer.attend.variant == "ssmax"
+    with pytest.raises(TypeError, match="max_length"):
+        replace(model, "cosformer")
+    assert torch.equal(model(x, x), once(x, x))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "key_padding_mask", "attn_mask"])
+def test_lists_are_no_tensors(name: str) -> None:
+    x = torch.randn(2, 5, 16)
+    given = {"query": x, "key": x, "value": x, name: [[0.0]]}
+    with pytest.raises(TypeError, match=f"^{name} must be a tensor, got list"):
+        MultiheadAttention(16, 4, batch_first=True)(**given)
+
+
 def test_nothing_changes_where_something_is_wrong() -> None:
     model = encoder()
     with pytest.raises(TypeError, match="max_length"):

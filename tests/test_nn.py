@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -172,6 +173,46 @@ def test_deepcopy_is_equal_and_apart(variant: str) -> None:
         assert not torch.equal(before, two(q, k, v))
 
 
+@every_variant
+def test_a_whole_module_is_pickled(variant: str) -> None:
+    one = learning(variant)
+    file = io.BytesIO()
+    torch.save(one, file)
+    file.seek(0)
+    q, k, v = qkv()
+    for two in (pickle.loads(pickle.dumps(one)), torch.load(file, weights_only=False)):
+        assert type(two) is Attention
+        assert two.state_dict().keys() == one.state_dict().keys()
+        assert torch.equal(two(q, k, v), one(q, k, v))
+
+
+def test_a_bounded_parameter_is_saved_under_the_name_it_always_had() -> None:
+    """Checkpoints hold what the sigmoid is taken of, in the layout of torch's parametrizations."""
+    attend = Attention("entmax", 4, learn=("alpha",))
+    raw = {"parametrizations.alpha.original": torch.tensor([-1.0, 0.0, 1.0, 2.0])}
+    assert attend.state_dict().keys() == raw.keys()
+    attend.load_state_dict(raw)
+    inside = 1.001 + 0.998 * next(iter(raw.values())).sigmoid()
+    assert torch.allclose(attend.alpha, inside)
+    attend.alpha = torch.full((4,), 1.7)
+    assert torch.allclose(attend.alpha, torch.full((4,), 1.7))
+    assert [name for name, _ in attend.named_parameters()] == list(raw)
+    with pytest.raises(ValueError, match="alpha must start inside"):
+        attend.alpha = torch.full((4,), 2.5)
+
+
+@every_variant
+def test_reset_parameters_gives_initial_values(variant: str) -> None:
+    """After ``to_empty`` too, as models are made that are too large for one device."""
+    one = module(variant, learn=tuple(CASES[variant].learned), **learned(variant, 4))
+    expected = {name: x.clone() for name, x in one.state_dict().items()}
+    for x in one.state_dict().values():
+        x.fill_(float("nan"))
+    one.reset_parameters()
+    for name, x in one.state_dict().items():
+        assert torch.equal(x, expected[name]), name
+
+
 def test_extra_repr_is_readable() -> None:
     shown = {
         "ssmax": "Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)",
@@ -266,6 +307,8 @@ def test_errors() -> None:
         Attention("topk", 4)
     with pytest.raises(TypeError, match="learn must be a tuple of names or None, got 's'"):
         Attention("ssmax", 4, learn="s")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"learn must name each parameter once.*\('s', 's'\)"):
+        Attention("ssmax", 4, learn=("s", "s"))
     with pytest.raises(ValueError, match="'ssmax' can learn s, b; got 'c'"):
         Attention("ssmax", 4, learn=("c",))
     with pytest.raises(ValueError, match="'topk' can learn none; got 'top_k'"):

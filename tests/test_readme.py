@@ -44,16 +44,19 @@ def test_the_first_example_has_five_lines_and_the_variant_fifteen() -> None:
     assert lines(own) <= 15
 
 
+@pytest.mark.slow
 def test_the_variant_of_ones_own_is_evaluated_by_the_command_that_is_shown(tmp_path: Path) -> None:
-    (block,) = [block for block in BLOCKS if block.startswith("# relu.py\n")]
-    (tmp_path / "relu.py").write_text(block)
-    (command,) = re.findall(r"^python -m (evals all .*--plugin relu\.py)$", TEXT, re.MULTILINE)
-    command = command.replace("relu.py", str(tmp_path / "relu.py"))
+    (block,) = [block for block in BLOCKS if block.startswith("# shifted_relu.py\n")]
+    (tmp_path / "shifted_relu.py").write_text(block)
+    (command,) = re.findall(
+        r"^python -m (evals all .*--plugin shifted_relu\.py)$", TEXT, re.MULTILINE
+    )
+    command = command.replace("shifted_relu.py", str(tmp_path / "shifted_relu.py"))
     few = ["--steps", "2", "--set", "test_sequences=4", "--set", "test_least=4", "--workers", "0"]
-    few += ["--variants", "softmax,relu", "--out", str(tmp_path / "out")]
+    few += ["--variants", "softmax,shifted_relu", "--out", str(tmp_path / "out")]
     done = run("-m", *command.split(), *few)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^relu\b.* \d+\.\d+", done.stdout, re.MULTILINE)) >= 8
+    assert len(re.findall(r"^shifted_relu\b.* \d+\.\d+", done.stdout, re.MULTILINE)) >= 8
     assert (tmp_path / "out" / "report.html").exists()
 
 
@@ -63,6 +66,7 @@ def test_every_make_target_exists() -> None:
     assert {"eval", "test"} <= named <= targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"python -m (\w+ [a-z-]+)", TEXT))))
 def test_every_command_exists(command: str) -> None:
     done = run("-m", *command.split(), "--help")

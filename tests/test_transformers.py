@@ -245,6 +245,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     assert all(torch.allclose(found[0][n], found[1][n], atol=1e-7) for n in found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, [1]])
 @pytest.mark.parametrize("variant", ["ssmax", "cosformer", "entmax"])
 def test_it_compiles_whole(variant: str, layers: list[int] | None) -> None:

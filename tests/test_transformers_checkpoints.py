@@ -7,12 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
+from transformers.utils import logging
 
 import attnzoo
 from attnzoo.integrations.transformers import convert, from_config, from_pretrained, revert
@@ -32,7 +35,17 @@ print(tokens[0].tolist())
 """
 
 
-@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+@pytest.fixture
+def propagated(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What transformers warns of."""
+    logging.set_verbosity_warning()
+    logging.enable_propagation()
+    yield caplog
+    logging.disable_propagation()
+    logging.set_verbosity_error()
+
+
+@pytest.mark.parametrize("shards", [pytest.param("1GB", marks=pytest.mark.slow), "20KB"])
 def test_trained_saved_and_loaded_in_a_fresh_process(tmp_path: Path, shards: str) -> None:
     """The same tokens."""
     model = convert(llama(), "ssmax", layers=[0])
@@ -100,21 +113,123 @@ def test_tensors_that_are_given_are_each_layers_own(tmp_path: Path) -> None:
 
 
 def test_what_a_config_says_of_another_model_is_not_believed(tmp_path: Path) -> None:
-    convert(llama(), "ssmax", layers=[0]).save_pretrained(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # without attnzoo: softmax
+    """Two models that were made from one config object share it."""
+    plain, converted = llama(), llama()
+    converted.config = plain.config
+    convert(converted, "ssmax", layers=[0])
     with pytest.raises(ValueError, match="model was not converted"):
         revert(plain)
     convert(plain, "entmax", layers=[1])
     assert list(plain.config.attnzoo["layers"]) == ["model.layers.1.self_attn"]
-    plain.save_pretrained(tmp_path / "again")
-    again = from_pretrained(AutoModelForCausalLM, tmp_path / "again")
+    plain.save_pretrained(tmp_path)
+    again = from_pretrained(AutoModelForCausalLM, tmp_path)
     assert "attnzoo" not in again.model.layers[0].self_attn._modules
 
 
-@pytest.mark.parametrize("option", [{"output_loading_info": True}, {"variant": "fp16"}])
-def test_options_that_are_not_supported(option: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(option))} is not supported here"):
-        from_pretrained(AutoModelForCausalLM, tmp_path, **option)
+# ---- transformers' own loader -----------------------------------------------------------------
+
+LOADERS: dict[str, Any] = {
+    "auto": AutoModelForCausalLM.from_pretrained,
+    "class": LlamaForCausalLM.from_pretrained,
+    "ours": partial(from_pretrained, AutoModelForCausalLM),
+}
+every_loader = pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+
+
+def trained() -> LlamaForCausalLM:
+    """Two variants, whose learned values are not the initial ones; one value is fixed."""
+    model = convert(llama(num_hidden_layers=3), "ssmax", layers=[0], b=torch.full((4,), 0.1))
+    convert(model, "entmax", layers=[2], learn=("alpha",))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.attnzoo.s.copy_(torch.tensor([0.4, 0.5, 0.6, 0.7]))
+        model.model.layers[2].self_attn.attnzoo.alpha = torch.tensor([1.2, 1.3, 1.4, 1.7])
+    return model
+
+
+@every_loader
+def test_each_loader_loads_the_variants(load: Any, tmp_path: Path, propagated: Any) -> None:
+    """With what they have learned, layer by layer, and no report of unknown or missing values."""
+    model = trained()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    again, info = load(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert propagated.text == ""
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(load(tmp_path / "again")(ids()).logits, model(ids()).logits)
+    assert torch.equal(revert(again)(ids()).logits, revert(model)(ids()).logits)
+
+
+@every_loader
+def test_learned_values_are_loaded_in_fp32(load: Any, tmp_path: Path) -> None:
+    model = convert(llama().bfloat16(), "ssmax", s=0.1717)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert (again.dtype, again.lm_head.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(again.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.1717))
+
+
+@every_loader
+def test_values_that_are_missing_are_initial_ones(load: Any, tmp_path: Path) -> None:
+    """A checkpoint of the plain model, under a config that was converted afterwards."""
+    llama().save_pretrained(tmp_path)
+    converted = convert(llama(), "entmax", alpha=1.3, learn=("alpha",), layers=[0])
+    convert(converted, "ssmax", layers=[1], s=torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    converted.config.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    for name, x in converted.state_dict().items():
+        assert torch.equal(again.state_dict()[name], x), name
+
+
+def test_other_ways_to_make_a_model_of_its_config() -> None:
+    """The class itself, and from_config; the entry is not of the class's name."""
+    config = convert(llama(), "ssmax", layers=[1], s=0.3).config
+    for make in (LlamaForCausalLM, LlamaModel, AutoModel.from_config):
+        model = make(config)
+        base = getattr(model, "model", model)
+        assert torch.allclose(base.layers[1].self_attn.attnzoo.s, torch.tensor(0.3))
+        assert "attnzoo" not in base.layers[0].self_attn._modules
+
+
+@pytest.mark.parametrize("asked", ["sdpa", "eager"])
+@every_loader
+def test_softmax_has_to_be_asked_for_afterwards(load: Any, asked: str, tmp_path: Path) -> None:
+    convert(llama(), "ssmax", s=1.0).save_pretrained(tmp_path)
+    message = f"attn_implementation is '{asked}', but config.attnzoo gives variants to 2 layers"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, attn_implementation=asked)
+    model = load(tmp_path)
+    model.set_attn_implementation(asked)
+    assert torch.allclose(model(ids()).logits, llama()(ids()).logits, atol=1e-6)
+
+
+def test_a_process_without_attnzoo_cannot_load_it(tmp_path: Path) -> None:
+    """It would compute softmax."""
+    convert(llama(), "ssmax", s=1.0).save_pretrained(tmp_path / "converted")
+    revert(convert(llama(), "ssmax", s=1.0)).save_pretrained(tmp_path / "reverted")
+    code = (
+        "import sys, transformers\n"
+        "transformers.LlamaForCausalLM.from_pretrained(sys.argv[1] + '/reverted')\n"
+        "try: transformers.LlamaForCausalLM.from_pretrained(sys.argv[1] + '/converted')\n"
+        "except ValueError as error: print(error, 'attnzoo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert 'attn_implementation="attnzoo"` is not supported' in done.stdout, done.stderr
+    assert done.stdout.strip().endswith("False")
+
+
+def test_file_variants(tmp_path: Path) -> None:
+    """Of transformers: model.fp16.safetensors."""
+    model = trained()
+    model.save_pretrained(tmp_path, variant="fp16")
+    again = from_pretrained(AutoModelForCausalLM, tmp_path, variant="fp16")
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+
+
+# ---- specs half known -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,6 +257,7 @@ def test_half_known_specs_are_refused(change: dict[str, Any] | None, message: st
         from_config(AutoModelForCausalLM, config)
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_one() -> None:
     """FSDP2, and tensor parallelism over heads: outputs and gradients of what is learned."""
     with socket.socket() as probe:

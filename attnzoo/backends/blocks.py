@@ -8,19 +8,60 @@ are not computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.call import Call, cut
+from attnzoo.call import Call, cut, score_dtype
 
 SCORES = 2**20  # in a block: 4 MiB of fp32
 ROWS = 128  # at most, in a block
 HEADS = 2  # wanted in a block, before its rows are made fewer
 
 Hidden = list[tuple[slice, Tensor]]
+
+NUMBERS = ("scale", "left", "right", "query_origin", "key_origin")
+
+
+def numbers_of(call: Call) -> dict[str, Any]:
+    """The numbers of a call, as keywords of an operator."""
+    return {name: getattr(call, name) for name in NUMBERS}
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    *,
+    value_dim: int = 0,
+    **numbers: Any,
+) -> Call:
+    """The call again, from the tensors and the numbers that an operator was given."""
+    batch, heads, queries, head_dim = q.shape
+    segments = None
+    if q_segments is not None and k_segments is not None:
+        segments = q_segments, k_segments
+    return Call(
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[1],
+        queries=queries,
+        keys=k.shape[2],
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=score_dtype(q),
+        input_dtype=q.dtype,
+        device=q.device,
+        mask=mask,
+        alibi=alibi,
+        segments=segments,
+        **numbers,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +116,17 @@ def blocks(call: Call) -> Iterator[Block]:
         batches = max(1, SCORES // (width * rows * heads)) if heads == call.heads else 1
         for low in range(start, stop, rows):
             over = slice(low, min(low + rows, stop))
+            keys = call.key_range(over)
+            if keys.start == keys.stop:
+                continue  # the first of these rows may stand before all keys
             first = call.block(slice(0, 1), slice(0, call.group), over)[0] if bare else None
             edges = None if first is None else first.hidden()
-            yield from _heads_of(call, over, edges, batches, heads)
+            yield from _heads_of(call, over, keys, edges, batches, heads)
 
 
 def _heads_of(
-    call: Call, rows: slice, edges: Hidden | None, batches: int, heads: int
+    call: Call, rows: slice, keys: slice, edges: Hidden | None, batches: int, heads: int
 ) -> Iterator[Block]:
-    keys = call.key_range(rows)
     for b in range(0, call.batch, batches):
         over_b = slice(b, min(b + batches, call.batch))
         for h in range(0, call.heads, heads):
@@ -156,15 +199,25 @@ def hide(s: Tensor, hidden: Hidden, value: float) -> None:
 class ScoreGradients:
     """Takes dS block by block and turns it into the gradients of what the scores are made of."""
 
-    def __init__(self, call: Call, q: Tensor, k: Tensor, gain: Tensor | None) -> None:
-        self.q, self.gain = q, gain
+    def __init__(
+        self,
+        call: Call,
+        q: Tensor,
+        k: Tensor,
+        gain: Tensor | None,
+        wants_mask: bool,
+        wants_alibi: bool,
+    ) -> None:
+        self.call, self.q, self.gain = call, q, gain
         self.keys = flat_keys(k, call)
         self.dq = torch.zeros(q.shape, dtype=call.dtype, device=call.device)
         self.dk = torch.zeros_like(self.keys)
         rows = (call.batch, call.heads, call.queries)
         self.dgain = None if gain is None else self.dq.new_zeros(rows)
-        self.dmask = None if call.mask is None else _like(call.mask, call.dtype)
-        self.dalibi = None if call.alibi is None else _like(call.alibi, call.dtype)
+        self.dmask, self.dalibi = (
+            self.dq.new_zeros(x.shape) if wanted and x is not None else None
+            for x, wanted in ((call.mask, wants_mask), (call.alibi, wants_alibi))
+        )
 
     def add(self, block: Block, ds: Tensor, scaled: Tensor) -> None:
         """ds: [b, h, rows, keys]; scaled: the queries the scores were made from."""
@@ -185,10 +238,9 @@ class ScoreGradients:
             target = cut(self.dalibi, slice(None), block.heads)
             target -= (ds * block.call.distance.abs()).sum_to_size(*target.shape, 1)[..., 0]
 
-    def tensors(
-        self, k: Tensor, mask: Tensor | None, alibi: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def tensors(self, k: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, mask, alibi and gain, in the dtypes and shapes of their inputs."""
+        mask, alibi = self.call.mask, self.call.alibi
         return (
             self.dq.to(self.q.dtype),
             self.dk.view(k.shape).to(k.dtype),
@@ -198,40 +250,16 @@ class ScoreGradients:
         )
 
 
-class Once(torch.autograd.Function):
-    """Hands gradients on and refuses to be differentiated: the backward formulas hold once.
-
-    Torch's own once_differentiable leaves the inputs out of the graph, so that a Hessian through it
-    comes back as zeros; here they are in it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if x is None else x.clone() for x in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            "attnzoo: this backend has first derivatives only; for double backward pass "
-            "backend='eager'"
-        )
-
-
-def once(grads: tuple[Tensor | None, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients, guarded where a graph of them is being made (create_graph=True)."""
-    return Once.apply(len(grads), *grads, *inputs) if torch.is_grad_enabled() else grads
-
-
 def reduce_row(gradient: Tensor, row: Tensor) -> Tensor:
     """A gradient per (b, h, i) summed to the shape that the row broadcasts from."""
     return gradient.sum_to_size(row.shape).to(row.dtype)
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """An accumulator for the gradient of x, or None where none is wanted."""
-    return torch.zeros(x.shape, dtype=dtype, device=x.device) if x.requires_grad else None
+def solid(q: Tensor, *grads: Tensor | None) -> tuple[Tensor, ...]:
+    """What an operator returns for them: a gradient that is not there has no elements."""
+    return tuple(q.new_empty(0) if x is None else x for x in grads)
 
 
-def constant(call: Call) -> Call:
-    """The call without the tensors that an autograd function takes as inputs of their own."""
-    return replace(call, mask=None, alibi=None)
+def fake_gradient(q: Tensor, x: Tensor | None, wanted: bool) -> Tensor:
+    """For the fake of an operator: in x's shape and dtype, or without elements."""
+    return x.new_empty(x.shape) if wanted and x is not None else q.new_empty(0)

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnzoo.backends import decode_ops as ops
 from attnzoo.backends import flash
 from attnzoo.backends.threshold import ALPHA
+from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.call import Call
 from attnzoo.forms import Form, FromStatistics, Pairwise, Statistics
 
@@ -38,6 +39,7 @@ def packed_rows(call: Call) -> tuple[int, int]:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
+    refuse_transforms("decode", q, k, v)
     q, k, v = flash.readable(q, k, v)
     facts, scale = flash.facts_of(call), call.scale
     gain, products = form.gain, None

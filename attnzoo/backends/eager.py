@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,34 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor, Tensor | None]:
     """The weights after dropout, and lse where the call asks for it."""
+    # Upcast once: gradients of several uses are then added up in fp32.
+    q, k = q.to(call.dtype), k.to(call.dtype)
+    if call.mask is not None and call.mask.is_floating_point():
+        call = replace(call, mask=call.mask.to(call.dtype))
     w = form.weights(q, k, call, **form.params)
+    _check(w, call, form.name)
     w = torch.nn.functional.dropout(w, call.dropout_p)
     if not call.return_lse:
         return w, None
     assert form.scores is not None  # dispatch has refused
     return w, call.logsumexp(form.scores(q, k, call, **form.params))
+
+
+def _check(w: Tensor, call: Call, name: str) -> None:
+    shape = (call.batch, call.heads, call.queries, call.keys)
+    if not isinstance(w, Tensor):
+        raise TypeError(f"weights of variant {name!r} must be a tensor, got {type(w).__name__}")
+    if w.shape != shape:
+        raise ValueError(
+            f"weights of variant {name!r} must have shape (B, H, Nq, Nk) = {shape}, got "
+            f"{tuple(w.shape)}; against scores, call.counts and call.log_n need [..., None], and "
+            "tensor parameters need nothing"
+        )
+    if w.dtype != call.dtype:
+        raise TypeError(
+            f"weights of variant {name!r} must be in the dtype of call.scores(q, k), {call.dtype}, "
+            f"got {w.dtype}"
+        )
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from attnzoo.activations import EXP, SIGMOID
 from attnzoo.backends import flash_ops as ops
 from attnzoo.backends.threshold import ALPHA
+from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.call import Call
 from attnzoo.forms import Form, FromStatistics, NoForm, Pairwise, Row, Statistics
 
@@ -97,6 +98,7 @@ def _interpreted() -> bool:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
+    refuse_transforms("flash", q, k, v)
     q, k, v = readable(q, k, v)
     facts, scale = facts_of(call), call.scale
     gain = form.gain

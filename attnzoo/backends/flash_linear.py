@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import flash, linear
 from attnzoo.backends import linear_ops as ops
+from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.call import Call
 from attnzoo.forms import Form, Linear
 from attnzoo.kernels.configs import LINEAR_WIDEST
@@ -31,6 +32,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, None]:
     assert isinstance(form, Linear)
+    refuse_transforms("flash_linear", q, k, v)
     if call.right == 0:
         return scan(q, k, v, call, form)[0], None
     call, k, v, _ = linear.prepare(call, k, v, None)

@@ -185,10 +185,11 @@ def _save_causal(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _causal_backward(
     ctx: Any, do: Tensor | None, dz: None, dkept: None, dlast: Tensor | None
 ) -> tuple:
-    out = ctx.saved_tensors[3]
+    # Read once: what a checkpoint recomputed is given out for one reading only.
+    x, y, v, out, *others = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do.contiguous()
     dlast = None if dlast is None else dlast.contiguous()
-    *grads, dfirst = linear_causal_backward(do, dlast, *ctx.saved_tensors)
+    *grads, dfirst = linear_causal_backward(do, dlast, x, y, v, out, *others)
     return *grads, dfirst if ctx.needs_input_grad[3] else None
 
 

@@ -106,7 +106,7 @@ def _take_out_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Ten
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
-    gain = with_rows(form, q, k, call).gain
+    gain = with_rows(form, q, k, call, "sdpa").gain
     assert not isinstance(gain, FromStatistics)
     if isinstance(gain, Tensor) or gain != 1.0:
         q = (call.row(gain)[..., None] * q.to(call.dtype)).to(call.input_dtype)
@@ -115,8 +115,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
-    # One query sees all keys. A branch, because torch takes no symbolic bool under compile.
-    is_causal = False
+    # One query sees all keys. Branches, because torch takes no symbolic bool under compile.
+    is_causal = grouped = False
+    if call.group > 1:
+        grouped = True
     if call.right == 0 and call.queries > 1:
         is_causal = True
     out = scaled_dot_product_attention(
@@ -126,7 +128,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         attn_mask=mask,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=call.group > 1,
+        enable_gqa=grouped,
         dropout_p=call.dropout_p,
     )
     if spoiled is not None:

@@ -22,28 +22,12 @@ MAX_STEPS = 100
 
 
 def solve_threshold(x: Tensor, shape: Tensor | None, activation: str) -> Tensor:
-    """τ ≥ 0 for x (..., K) whose row maxima are 0 (a row all −∞ gets τ = 0)."""
-    solve = _solve if torch.compiler.is_compiling() else _solve_now
-    if shape is None:
-        return solve(x, ALPHA[activation], None)
-    return solve(x, 0.0, shape.expand(x.shape[:-1]).contiguous())
-
-
-def _solve_now(x: Tensor, alpha: float, shape: Tensor | None) -> Tensor:
+    """τ ≥ 0 for x (..., K) whose row maxima are 0; a row all −∞ gets τ = 0, one with NaN NaN."""
     rows = x.reshape(-1, x.shape[-1])
-    alphas = None if shape is None else shape.reshape(-1, 1)
-    return _newton(rows, alpha, alphas).view(x.shape[:-1])
-
-
-@torch.library.custom_op("attnzoo::solve_threshold", mutates_args=())
-def _solve(x: Tensor, alpha: float, shape: Tensor | None) -> Tensor:
-    # An operator of its own: how many steps it takes depends on the data, which no graph can hold.
-    return _solve_now(x, alpha, shape)
-
-
-@_solve.register_fake
-def _(x: Tensor, alpha: float, shape: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[:-1])
+    if shape is None:
+        return _newton(rows, ALPHA[activation], None).view(x.shape[:-1])
+    alphas = shape.expand(x.shape[:-1]).reshape(-1, 1)
+    return _newton(rows, 0.0, alphas).view(x.shape[:-1])
 
 
 def _newton(x: Tensor, alpha: float, alphas: Tensor | None) -> Tensor:
@@ -55,12 +39,13 @@ def _newton(x: Tensor, alpha: float, alphas: Tensor | None) -> Tensor:
         else:
             excess, step = _general_step(x, tau, alphas)
         tau = tau + step
-        # Z comes down on 1 from above; a row without keys has Z = 0 and is not waited for.
-        most = float(excess.max())
+        # Z comes down on 1 from above; a row without keys has Z = 0 and is not waited for, and
+        # neither is one with NaN.
+        most = float(excess.nan_to_num(nan=0.0).max())
         if not most > residual:
             break
         # Looked at only where the steps may already be as small as τ can tell.
-        if most < 1e-3 and bool((step.abs() <= 4 * eps * tau).all()):
+        if most < 1e-3 and not bool((step.abs() > 4 * eps * tau).any()):
             break
     return tau[:, 0]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrize
 
 from attnzoo.bind import check_entries, check_value
 from attnzoo.cache import Cache, KVCache, StateCache
@@ -17,21 +17,28 @@ from attnzoo.forms import REQUIRED, Param
 from attnzoo.recurrent import has_state
 from attnzoo.registry import get_variant
 
+BOUNDED = "parametrizations"
 
-class _Between(nn.Module):
-    """Keeps a learned value inside an interval, a thousandth of it off either end, in fp32."""
 
-    def __init__(self, what: str, low: float, high: float) -> None:
+class _Bounded(nn.Module):
+    """A learned value inside an interval, a thousandth of it off either end, in fp32.
+
+    What is learned is ``original``: the value is low + width · sigmoid(original).
+    """
+
+    def __init__(self, what: str, low: float, high: float, start: Tensor) -> None:
         super().__init__()
         self.what = what
         edge = (high - low) * 1e-3
         self.low, self.width = low + edge, high - low - 2 * edge
+        self.original = nn.Parameter(self.inverse(start))
 
-    def forward(self, raw: Tensor) -> Tensor:
+    def forward(self) -> Tensor:
+        raw = self.original
         raw = raw if raw.dtype == torch.float64 else raw.float()
         return self.low + self.width * raw.sigmoid()
 
-    def right_inverse(self, value: Tensor) -> Tensor:
+    def inverse(self, value: Tensor) -> Tensor:
         high = self.low + self.width
         if not value.is_meta and not bool(((value > self.low) & (value < high)).all()):
             raise ValueError(
@@ -101,6 +108,7 @@ class Attention(nn.Module):
             if isinstance(value, nn.Parameter) and name not in learned
         )
         self.variant, self.num_heads, self.learned = variant, num_heads, learned
+        self._initial: dict[str, Tensor] = {}
         for name, spec in specs.items():
             value = params.get(name, spec.default)
             if name in learned:
@@ -109,7 +117,8 @@ class Attention(nn.Module):
                 raise TypeError(f"variant {variant!r} requires the parameter {name!r}: {spec.doc}")
             elif isinstance(value, Tensor):
                 # Its own: checkpoints hold no tensor twice.
-                self.register_buffer(name, self._tensor(spec, value).detach().clone())
+                self._initial[name] = self._tensor(spec, value).detach().clone()
+                self.register_buffer(name, self._initial[name].clone())
             elif value is None:
                 setattr(self, name, None)
             else:
@@ -128,6 +137,8 @@ class Attention(nn.Module):
             if name not in possible:
                 allowed = ", ".join(possible) or "none"
                 raise ValueError(f"learn: {variant!r} can learn {allowed}; got {name!r}")
+        if len(set(learn)) < len(learn):
+            raise ValueError(f"learn must name each parameter once, got {learn!r}")
         return tuple(learn)
 
     def _tensor(self, spec: Param, value: Tensor) -> Tensor:
@@ -154,12 +165,48 @@ class Attention(nn.Module):
             )
         start = self._tensor(spec, start).expand(self.num_heads)
         start = start.detach().clone().float()
-        self.register_parameter(spec.name, nn.Parameter(start))
-        if spec.between is not None:
-            parametrize.register_parametrization(self, spec.name, _Between(what, *spec.between))
+        self._initial[spec.name] = start
+        if spec.between is None:
+            self.register_parameter(spec.name, nn.Parameter(start.clone()))
+            return
+        # Named as torch.nn.utils.parametrize would name it, so that older checkpoints load. That
+        # one changes the module's class, and such a module cannot be pickled.
+        if BOUNDED not in self._modules:
+            self.add_module(BOUNDED, nn.ModuleDict())
+        self._bounded()[spec.name] = _Bounded(what, *spec.between, start)
 
-    def _get_name(self) -> str:
-        return "Attention"  # torch renames the class of a parametrized module
+    def reset_parameters(self, names: Iterable[str] | None = None) -> None:
+        """Back to the initial values; also after ``to_empty`` of a module made on another device.
+
+        Args:
+            names: of the variant's parameters that are tensors here; None is all of them.
+        """
+        bounded, held = self._bounded(), self.held()
+        with torch.no_grad():
+            for name in held if names is None else names:
+                start = self._initial[name]
+                held[name].copy_(bounded[name].inverse(start) if name in bounded else start)
+
+    def held(self) -> dict[str, Tensor]:
+        """The tensors of the state dict, by the names of the variant's parameters."""
+        bounded = self._bounded()
+        return {n: bounded[n].original if n in bounded else getattr(self, n) for n in self._initial}
+
+    def _bounded(self) -> dict[str, Any]:
+        """The learned values that are kept inside an interval."""
+        held = self.__dict__.get("_modules", {}).get(BOUNDED)
+        return {} if held is None else held._modules
+
+    def __getattr__(self, name: str) -> Any:
+        bounded = self._bounded()
+        return bounded[name]() if name in bounded else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        bounded = self._bounded()
+        if name not in bounded:
+            return super().__setattr__(name, value)
+        with torch.no_grad():
+            bounded[name].original.copy_(bounded[name].inverse(value))
 
     def forward(
         self,

@@ -148,6 +148,11 @@ class MultiheadAttention(nn.Module):
             setattr(own.get_submodule(module), leaf, parameter)
         return own.train(layer.training)
 
+    def new_attend(self, variant: str, **options: Any) -> Attention:
+        """Another variant for this layer, not yet put into it: ``layer.attend = ...`` does that."""
+        made = Attention(variant, self.num_heads, **options).to(device=self.out_proj.weight.device)
+        return made.train(self.training)
+
     def forward(
         self,
         query: Tensor,
@@ -170,6 +175,9 @@ class MultiheadAttention(nn.Module):
             is_causal: see the class.
         """
         tensors = query, key, value
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None:
+                _check_tensor(name, mask)
         batched = self._check(*tensors)
         if not batched:
             tensors = tuple(x[None] for x in tensors)
@@ -197,6 +205,8 @@ class MultiheadAttention(nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether there is a batch."""
         given = {"query": query, "key": key, "value": value}
+        for name, x in given.items():
+            _check_tensor(name, x)
         if {x.dim() for x in given.values()} not in ({3}, {2}):
             shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in given.items())
             raise ValueError(f"query, key and value must all have 3 dimensions, or 2: got {shapes}")
@@ -252,6 +262,11 @@ class MultiheadAttention(nn.Module):
         return _joined(padding, mask), is_causal
 
 
+def _check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
 def _attended(
     name: str, mask: Tensor | None, shapes: list[tuple[int, ...]], extra: int
 ) -> Tensor | None:
@@ -289,8 +304,10 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     """Puts a `MultiheadAttention` in the place of each `torch.nn.MultiheadAttention` of a model.
 
     The layers keep their parameters, the same tensors, so an optimizer may know them already; what
-    the variant learns is new, under ``attend`` of each. Torch's encoder stops to use its fused
-    path, which would go past the layer.
+    the variant learns is new, under ``attend`` of each. A layer that is a `MultiheadAttention`
+    already stays, and gets the variant: called again, ``replace`` exchanges the variant and forgets
+    what the former one has learned. Torch's encoder stops to use its fused path, which would go
+    past the layer.
 
     Args:
         model: changed in place.
@@ -315,11 +332,15 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
     """
     found = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
-    if not found:
+    own = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
+    if not found and not own:
         raise ValueError(f"model has no torch.nn.MultiheadAttention: {type(model).__name__}")
+    attends = [layer.new_attend(variant, **options) for layer in own]
     new: dict[Any, nn.Module] = {
         layer: MultiheadAttention.of(layer, variant, **options) for layer in found
     }
+    for layer, attend in zip(own, attends):
+        layer.attend = attend
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children leaves out repetitions
             if child in new:

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from attnzoo.cache import Cache
 from attnzoo.nn.attention import Attention, check_heads, check_sizes
+from attnzoo.values import is_readable
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
+LARGEST_BASE = torch.finfo(torch.float32).max
 
 
 class Transformer(nn.Module):
@@ -92,6 +94,8 @@ class Transformer(nn.Module):
             raise ValueError(f"rope_share must be in [0, 1], got {rope_share!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        if not 1 <= rope_base <= LARGEST_BASE:
+            raise ValueError(f"rope_base must be from 1 to {LARGEST_BASE:g}, got {rope_base!r}")
         self.positions, self.window, self.num_heads = positions, window, num_heads
         self.rotated = 0
         if "rope" in positions:
@@ -132,8 +136,7 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         """What the logits are made of, (B, N, E): where few of them are wanted, choose first."""
-        if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"tokens must be int (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
+        self._check_tokens(tokens)
         if caches is not None and len(caches) != len(self.layers):
             raise ValueError(f"caches must be one per layer, {len(self.layers)}, got {len(caches)}")
         start = caches[0].length if caches else 0
@@ -146,6 +149,20 @@ class Transformer(nn.Module):
         for n, layer in enumerate(self.layers):
             x = layer(x, turns, caches[n] if caches else None, options)
         return self.norm(x)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be an int tensor (B, N), got {type(tokens).__name__}")
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"tokens must be int (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
+        if not is_readable(tokens):
+            return
+        size = self.embed.num_embeddings
+        wrong = tokens[(tokens < 0) | (tokens >= size)]
+        if len(wrong):
+            raise ValueError(
+                f"tokens must be from 0 to {size - 1}, below vocab_size={size}, got {int(wrong[0])}"
+            )
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits (..., vocab_size) of states (..., E)."""

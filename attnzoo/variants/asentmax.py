@@ -20,20 +20,20 @@ from attnzoo.forms import Form, Pairwise, Param, Row, Variant
 from attnzoo.variants.entmax import project15
 
 
-def gain(call: Call, beta: Row, gamma: Row, delta: Row) -> Tensor:
-    many = call.counts > 1
+def gain(log_n: Tensor, beta: Row, gamma: Row, delta: Row) -> Tensor:
+    many = log_n > 0  # n > 1
     # (log 1)^γ is 0, 1 or infinite: such rows get the base 1 and no share of the term.
-    power = torch.where(many, call.log_n, torch.ones_like(call.log_n)) ** gamma
+    power = torch.where(many, log_n, torch.ones_like(log_n)) ** gamma
     return delta + torch.where(many, beta * power, torch.zeros_like(power))
 
 
 def weights(q: Tensor, k: Tensor, call: Call, beta: Row, gamma: Row, delta: Row) -> Tensor:
-    s = gain(call, beta, gamma, delta)[..., None] * call.scores(q, k) + call.bias
+    s = gain(call.log_n[..., None], beta, gamma, delta) * call.scores(q, k) + call.bias
     return project15(s, call)
 
 
 def forms(call: Call, beta: Row, gamma: Row, delta: Row) -> tuple[Form, ...]:
-    return (Pairwise(ENTMAX15, "threshold", gain=gain(call, beta, gamma, delta)),)
+    return (Pairwise(ENTMAX15, "threshold", gain=gain(call.log_n, beta, gamma, delta)),)
 
 
 VARIANT = Variant(

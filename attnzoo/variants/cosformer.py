@@ -67,4 +67,5 @@ VARIANT = Variant(
     ),
     forms=forms,
     refuse=refuse,
+    positional=True,
 )

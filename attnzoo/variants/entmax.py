@@ -8,8 +8,6 @@ Differs: written in the units of the scores, w = φ(z − τ') with the q-expone
 φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1): the same, and finite as α → 1.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -55,7 +53,6 @@ def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
     """
     if call.keys == 0:
         return s
-    alpha = alpha[..., None]
     s = s - call.hide(s).amax(-1, keepdim=True).detach()
     s = call.hide(s, fill=0.0)  # finite; masked out of every sum below
     s = torch.maximum(s, -2 / (alpha.detach() - 1))  # no weight there, and far below s is −∞
@@ -66,7 +63,9 @@ def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
 
     with torch.no_grad():
         low = torch.zeros_like(s[..., :1])  # φ(0) = 1: the sum is at least 1 here
-        high = low - torch.expm1((1 - alpha) * math.log(max(call.keys, 2))) / (alpha - 1)
+        # Of a tensor: of a Python number the logarithm would be compiled again for each length.
+        log_keys = s.new_full((), call.keys).clamp(min=2).log()
+        high = low - torch.expm1((1 - alpha) * log_keys) / (alpha - 1)
         for _ in range(80 if s.dtype == torch.float64 else 40):
             middle = (low + high) / 2
             above = mass(middle) >= 1

@@ -14,17 +14,15 @@ from attnzoo.call import Call
 from attnzoo.forms import Form, Pairwise, Param, Row, Variant
 
 
-def offset(call: Call, bias: Row | None) -> Tensor:
-    return call.log_n if bias is None else -call.row(bias)
-
-
 def weights(q: Tensor, k: Tensor, call: Call, bias: Row | None) -> Tensor:
-    s = call.scores(q, k) + call.bias - offset(call, bias)[..., None]
+    bias = -call.log_n[..., None] if bias is None else bias
+    s = call.scores(q, k) + call.bias + bias
     return s.sigmoid().masked_fill(~call.visible, 0.0)
 
 
 def forms(call: Call, bias: Row | None) -> tuple[Form, ...]:
-    return (Pairwise(SIGMOID, "none", offset=offset(call, bias)),)
+    offset = call.log_n if bias is None else -call.row(bias)
+    return (Pairwise(SIGMOID, "none", offset=offset),)
 
 
 VARIANT = Variant(

@@ -2,6 +2,9 @@
 
 b = 0 is softmax-off-by-one (Miller 2023, "Attention is off by one"); a learned b per head stands in
 gpt-oss (OpenAI 2025, arXiv:2508.10925). Equals softmax's output times σ(lse − b).
+
+b = −100 is softmax to the last digit wherever lse is above −80. The gradient of b is the sink's
+weight, so from there b does not move: b = −10 is nearly softmax, and learns.
 """
 
 import torch
@@ -18,7 +21,7 @@ def scores(q: Tensor, k: Tensor, call: Call, b: Row) -> Tensor:
 
 def weights(q: Tensor, k: Tensor, call: Call, b: Row) -> Tensor:
     s = call.hide(scores(q, k, call, b))
-    extra = call.row(b)[..., None].expand(*s.shape[:-1], 1)
+    extra = call.row(b).expand(*s.shape[:-1], 1)
     w = torch.cat([s, extra], dim=-1).softmax(-1)[..., :-1]
     return w.masked_fill(~call.visible, 0.0)
 
@@ -36,4 +39,5 @@ VARIANT = Variant(
     forms=forms,
     scores=scores,
     normalized=False,
+    identity={"b": -100.0},
 )

@@ -30,4 +30,5 @@ VARIANT = Variant(
     weights=weights,
     forms=forms,
     scores=scores,
+    identity={},
 )

@@ -17,12 +17,12 @@ from attnzoo.call import Call
 from attnzoo.forms import Form, Pairwise, Param, Row, Variant
 
 
-def gain(call: Call, s: Row, b: Row) -> Tensor:
-    return s * call.log_n + b
+def gain(log_n: Tensor, s: Row, b: Row) -> Tensor:
+    return s * log_n + b
 
 
 def scores(q: Tensor, k: Tensor, call: Call, s: Row, b: Row) -> Tensor:
-    return gain(call, s, b)[..., None] * call.scores(q, k) + call.bias
+    return gain(call.log_n[..., None], s, b) * call.scores(q, k) + call.bias
 
 
 def weights(q: Tensor, k: Tensor, call: Call, s: Row, b: Row) -> Tensor:
@@ -30,7 +30,7 @@ def weights(q: Tensor, k: Tensor, call: Call, s: Row, b: Row) -> Tensor:
 
 
 def forms(call: Call, s: Row, b: Row) -> tuple[Form, ...]:
-    return (Pairwise(EXP, "sum", gain=gain(call, s, b)),)
+    return (Pairwise(EXP, "sum", gain=gain(call.log_n, s, b)),)
 
 
 VARIANT = Variant(
@@ -45,4 +45,5 @@ VARIANT = Variant(
     forms=forms,
     scores=scores,
     calibrate=lambda log_n: {"s": 1 / log_n},
+    identity={"s": 0.0, "b": 1.0},
 )

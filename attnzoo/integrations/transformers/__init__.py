@@ -22,7 +22,14 @@ if int((_found := metadata.version("transformers")).split(".")[0]) < _LEAST:
         f"attnzoo.integrations.transformers needs transformers {_LEAST} or later, found {_found}"
     )
 
-from attnzoo.integrations.transformers.checkpoint import from_config, from_pretrained  # noqa: E402
+from attnzoo.integrations.transformers.checkpoint import (  # noqa: E402
+    from_config,
+    from_pretrained,
+    register,
+)
 from attnzoo.integrations.transformers.convert import convert, revert  # noqa: E402
+from attnzoo.integrations.transformers.training import TrainerMixin  # noqa: E402
 
-__all__ = ["convert", "from_config", "from_pretrained", "revert"]
+__all__ = ["TrainerMixin", "convert", "from_config", "from_pretrained", "revert"]
+
+register()

@@ -1,20 +1,26 @@
-"""from_pretrained() and from_config(): converted models from what save_pretrained has written."""
+"""Converted models are loaded again: by transformers' own loader, from_pretrained(), from_config().
+
+What is registered with transformers here: a model whose config has an attnzoo entry gets its
+variants when it is made, before its weights are loaded. So each loader of transformers finds the
+learned values of a checkpoint as it finds all others. The saved config names "attnzoo" as the
+attention implementation: a process that has not imported this package cannot load the checkpoint
+and compute softmax, because transformers does not know that name and raises.
+"""
 
 from __future__ import annotations
 
-import json
+import copy
 import os
-from collections.abc import Iterator
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from attnzoo.integrations.transformers.convert import VERSION, attach, spellings
 from attnzoo.integrations.transformers.interface import NAME
 from attnzoo.nn import Attention
 
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 WHERE = (
     "revision", "cache_dir", "token", "subfolder", "local_files_only", "force_download", "proxies",
 )  # fmt: skip
@@ -31,15 +37,17 @@ def from_config(auto_class: Any, config: Any) -> Any:
     Raises:
         ValueError: if the config says nothing of attnzoo, or what this version does not know.
     """
-    spec = checked(config)
+    checked(config)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
-    return _converted(make(config), spec)
+    return _complete(make(copy.deepcopy(config), attn_implementation=NAME))
 
 
 def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
     """A converted model as `save_pretrained` has written it: variants, layers, learned values.
 
-    What a checkpoint does not hold of them has its documented initial value.
+    The class's own from_pretrained does this too, once this package is imported. This function
+    raises for a checkpoint that is not of a converted model. A value that the checkpoint does not
+    hold is its documented initial value.
 
     Args:
         auto_class: `transformers.AutoModelForCausalLM`, say, or a model's own class.
@@ -51,24 +59,14 @@ def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    for name in ("output_loading_info", "variant"):
-        if kwargs.get(name):
-            raise ValueError(f"{name} is not supported here, got {kwargs[name]!r}")
     where = {name: kwargs[name] for name in WHERE if name in kwargs}
     config = kwargs.get("config")
     if config is None or isinstance(config, (str, os.PathLike)):
         config = AutoConfig.from_pretrained(config or path, **where)
-    spec = checked(config)
-    # What the class itself does not know of it leaves out, and says so.
-    model = _converted(auto_class.from_pretrained(path, **kwargs), spec)
-    own = {name: x for name, x in model.state_dict().items() if f".{NAME}." in name}
-    found = {}
-    for name, tensor in stored(path, where):
-        for fitting in spellings(model, name):
-            if fitting in own:
-                found[fitting] = tensor
-    model.load_state_dict(found, strict=False)
-    return model
+    checked(config)
+    found = auto_class.from_pretrained(path, **{"attn_implementation": NAME, **kwargs})
+    _complete(found[0] if kwargs.get("output_loading_info") else found)
+    return found
 
 
 def checked(config: Any) -> dict[str, Any]:
@@ -76,8 +74,8 @@ def checked(config: Any) -> dict[str, Any]:
     spec = getattr(config, NAME, None)
     if not spec:
         raise ValueError(
-            f"config has no {NAME!r}: it is of no converted model. Load it with its own class and "
-            "convert() it"
+            f"config has no {NAME!r}: it is not of a converted model. Load it with its own class "
+            "and convert() it"
         )
     version = spec.get("version") if isinstance(spec, dict) else None
     if not isinstance(version, int) or version < 1:
@@ -98,23 +96,36 @@ def checked(config: Any) -> dict[str, Any]:
     return spec
 
 
-def _converted(model: Any, spec: dict[str, Any]) -> Any:
-    made = {}
-    for name, entry in spec["layers"].items():
+def attach_configured(model: Any) -> None:
+    """Gives the layers that the model's config names their variants, with initial values."""
+    if getattr(model.config, NAME, None) is None:
+        return
+    entries = {}
+    for name, entry in checked(model.config)["layers"].items():
+        # A part of the model, made before the whole, need not have all of them.
         fitting = [n for n in spellings(model, name) if _has(model, n)]
-        if not fitting:
-            raise ValueError(f"config.{NAME}: {type(model).__name__} has no module {name!r}")
-        params = {
-            key: torch.tensor(value) if isinstance(value, list) else value
-            for key, value in entry["params"].items()
-        }
-        made[fitting[0]] = Attention(
-            entry["variant"], entry["num_heads"], learn=entry.get("learn"), **params
+        if fitting and NAME not in model.get_submodule(fitting[0])._modules:
+            entries[fitting[0]] = entry
+    if not entries:
+        return
+    asked = model.config._attn_implementation
+    if asked != NAME:
+        raise ValueError(
+            f"attn_implementation is {asked!r}, but config.{NAME} gives variants to "
+            f"{len(entries)} layers of {type(model).__name__}: pass attn_implementation={NAME!r}; "
+            f"for softmax call revert(model) or model.set_attn_implementation({asked!r}) afterwards"
         )
-    attach(model, made)
-    layers = dict(zip(made, spec["layers"].values()))
-    setattr(model.config, NAME, {**spec, "layers": layers})
-    return model
+    with torch.device("cpu"):  # initial values are kept also where the model is on meta
+        made = {name: _attention(entry) for name, entry in entries.items()}
+    attach(model, made, loading=True)
+
+
+def _attention(entry: dict[str, Any]) -> Attention:
+    params = {
+        key: torch.tensor(value) if isinstance(value, list) else value
+        for key, value in entry["params"].items()
+    }
+    return Attention(entry["variant"], entry["num_heads"], learn=entry.get("learn"), **params)
 
 
 def _has(model: Any, name: str) -> bool:
@@ -125,23 +136,34 @@ def _has(model: Any, name: str) -> bool:
     return True
 
 
-def stored(path: Any, where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of attnzoo, in one file or in shards."""
-    from safetensors import safe_open
-    from transformers.utils.hub import cached_file
+def _complete(model: Any) -> Any:
+    """The model, if it has all layers that its config names."""
+    for name in checked(model.config)["layers"]:
+        if not any(_has(model, f"{n}.{NAME}") for n in spellings(model, name)):
+            raise ValueError(f"config.{NAME}: {type(model).__name__} has no module {name!r}")
+    return model
 
-    given: dict[str, Any] = {**where, "_raise_exceptions_for_missing_entries": False}
-    if index := cached_file(path, INDEX, **given):
-        with open(index) as file:
-            shards: dict[str, str] = json.load(file)["weight_map"]
-        names = sorted({shard for key, shard in shards.items() if f".{NAME}." in key})
-        files = [cached_file(path, name, **where) for name in names]
-    elif (whole := cached_file(path, WHOLE, **given)) is not None:
-        files = [whole]
-    else:
-        raise ValueError(f"{path} has no {WHOLE}: save it as safetensors")
-    for name in filter(None, files):
-        with safe_open(name, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  (it is no mapping)
-                if f".{NAME}." in key:
-                    yield key, tensors.get_tensor(key)
+
+def register() -> None:
+    """Once, when the package is imported. Transformers offers no hook for either of the two."""
+    from transformers import PreTrainedModel
+
+    post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
+
+    @wraps(post_init)
+    def with_variants(self: Any) -> None:
+        post_init(self)
+        attach_configured(self)
+
+    @wraps(initialize)
+    def with_initial_values(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Called for each module of which a checkpoint lacks something; what it has, has this mark.
+        if not isinstance(module, Attention):
+            return initialize(self, module, *args, **kwargs)
+        if not getattr(module, "_is_hf_initialized", False):
+            held = module.held().items()
+            module.reset_parameters(n for n, x in held if not getattr(x, "_is_hf_initialized", 0))
+            module._is_hf_initialized = True
+
+    PreTrainedModel.post_init = with_variants
+    PreTrainedModel._initialize_weights = with_initial_values

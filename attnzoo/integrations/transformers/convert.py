@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from attnzoo.integrations.transformers.interface import NAME, Seen, watched
 from attnzoo.nn import Attention
-from attnzoo.registry import get_variant
+from attnzoo.registry import get_variant, list_variants
 
 VERSION = 1
+Batch = Tensor | Mapping[str, Any]
 
 
 def convert(
@@ -21,8 +22,9 @@ def convert(
     layers: Sequence[int | str] | None = None,
     *,
     learn: tuple[str, ...] | list[str] | None = None,
-    calibrate: Mapping[str, Any] | None = None,
-    inputs: Mapping[str, Any] | None = None,
+    start: Literal["identity"] | None = None,
+    calibrate: Batch | Sequence[Batch] | None = None,
+    inputs: Batch | Sequence[Batch] | None = None,
     **params: Any,
 ) -> Any:
     """Puts a variant into the attention of a transformers model, in place.
@@ -37,10 +39,18 @@ def convert(
         variant: a name from `attnzoo.list_variants`.
         layers: numbers in the order in which the model runs them, or names of modules; None is all.
         learn, **params: as for `attnzoo.nn.Attention`.
-        calibrate: a batch at the model's own length, as for its forward. Initial values are then
-            such that the mean temperature over it is 1 (ssmax: s = 1/mean log n), layer by layer: a
-            converted model begins close to what it was.
-        inputs: a batch to run the model with; None is ``calibrate``, or the smallest one.
+        start: "identity" begins with parameters with which the variant is softmax (ssmax: s = 0 and
+            b = 1, sink: b = -100), so the converted model computes what it did before. All of these
+            are learned, unless ``learn`` says otherwise. None begins with the variant's own initial
+            values.
+        calibrate: inputs at the model's own length: a tensor of token ids, a mapping as for the
+            model's forward, or a list of these. Initial values are then such that the mean
+            temperature over all rows is 1 (ssmax: s = 1/mean log n), layer by layer. Where all rows
+            see equally many keys, as in an encoder, that is close to the model's own attention.
+            Under causality it need not be closer than the variant's own initial values: a mean of 1
+            makes most rows sharper than they were, and those with few keys flatter.
+        inputs: what to run the model with, in the same forms; None is ``calibrate``, or the
+            smallest batch.
 
     Returns:
         The model.
@@ -53,18 +63,25 @@ def convert(
     the scales from weight decay: `attnzoo.nn.parameter_groups`.
     """
     _check_model(model)
+    for other, given in (("start", start), ("inputs", inputs)):
+        if calibrate is not None and given is not None:
+            raise ValueError(f"give calibrate or {other}, not both")
     if get_variant(variant).calibrate is None and calibrate is not None:
         raise ValueError(f"calibrate: {variant!r} has no temperature that could be set to 1")
-    found = attention_modules(model, calibrate if inputs is None else inputs)
+    if start is not None:
+        learn, params = _from_identity(variant, start, learn, params)
+    name = "inputs" if calibrate is None else "calibrate"
+    given = inputs if calibrate is None else calibrate
+    found = attention_modules(model, None if given is None else _batches(name, given, model))
     chosen = _chosen(found, layers)
-    given = {
+    values = {
         name: {**(_calibrated(variant, seen) if calibrate is not None else {}), **params}
         for name, seen in found.items()
         if name in chosen
     }
     made = {
         name: Attention(variant, found[name].heads, learn=learn, **own)
-        for name, own in given.items()
+        for name, own in values.items()
     }
     # What a config says of layers that have no child is of another model with that config.
     known = own_layers(model)
@@ -73,7 +90,7 @@ def convert(
         name: {
             "variant": variant, "num_heads": found[name].heads, "learn": list(made[name].learned),
             "params": {key: plain(value) for key, value in own.items()},
-        } for name, own in given.items()
+        } for name, own in values.items()
     }  # fmt: skip
     attach(model, made)
     # A new one: configs are copied, and a copy shall not share it.
@@ -108,15 +125,22 @@ def implementations(model: Any) -> dict[str, str]:
     return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
 
 
-def attach(model: Any, made: Mapping[str, Attention]) -> None:
-    """Each to its module, where that one's weights are, and the model switched."""
+def attach(model: Any, made: Mapping[str, Attention], loading: bool = False) -> None:
+    """Each to its module, where that one's weights are, and the model switched.
+
+    ``loading``: the weights may still be on meta.
+    """
     for name, attention in made.items():
         module = model.get_submodule(name)
         device = next((p.device for p in module.parameters()), model.device)
-        if device.type == "meta":
+        if device.type == "meta" and not loading:
             raise ValueError(f"model: the weights of {name} are not loaded, or were moved off")
+        # Transformers' mark of modules that are not to be initialized again.
+        attention._is_hf_initialized = device.type != "meta"
         module.add_module(NAME, attention.to(device).train(module.training))
     model.set_attn_implementation(NAME)
+    # Is saved, unlike what set_attn_implementation sets: whoever does not know the name must raise.
+    model.config.attn_implementation = NAME
 
 
 def revert(model: Any) -> Any:
@@ -133,6 +157,7 @@ def revert(model: Any) -> Any:
         delattr(module, NAME)
     model.set_attn_implementation(spec["before"])
     delattr(model.config, NAME)
+    model.config.__dict__.pop("attn_implementation", None)
     return model
 
 
@@ -149,6 +174,56 @@ def _calibrated(variant: str, seen: Seen) -> dict[str, Any]:
     return set_to_one(seen.log_n)
 
 
+def _from_identity(
+    variant: str, start: str, learn: tuple[str, ...] | list[str] | None, params: dict[str, Any]
+) -> tuple[tuple[str, ...] | list[str], dict[str, Any]]:
+    """What to learn, and the parameters with which the variant is softmax among the others."""
+    if start != "identity":
+        raise ValueError(f"start must be 'identity' or None, got {start!r}")
+    found = get_variant(variant)
+    if found.identity is None:
+        able = [name for name in list_variants() if get_variant(name).identity is not None]
+        raise ValueError(
+            f"start: no parameters make {variant!r} softmax, so it cannot start at the model's own "
+            f"attention; these can: {', '.join(able)}"
+        )
+    if twice := [name for name in found.identity if name in params]:
+        raise ValueError(f"start='identity' sets {', '.join(twice)}: leave it out")
+    if learn is None:
+        learn = tuple(
+            param.name
+            for param in found.params
+            if param.init is not None or (param.kind == "row" and param.name in found.identity)
+        )
+    return learn, {**found.identity, **params}
+
+
+def _batches(what: str, given: Any, model: Any) -> list[dict[str, Any]]:
+    """Inputs in any of their usual forms, as keywords of the model's forward."""
+    main = model.main_input_name
+    if isinstance(given, Tensor):
+        alone = main == "input_ids" and given.dim() == 1
+        return [{main: given[None] if alone else given}]
+    if isinstance(given, Mapping):
+        if isinstance(given.get(main), (list, tuple)):
+            raise TypeError(
+                f"{what}: {main} must be a tensor, got {type(given[main]).__name__}; a tokenizer "
+                "gives tensors with return_tensors='pt'"
+            )
+        return [dict(given)]
+    if isinstance(given, (list, tuple)) and all(isinstance(x, (Tensor, Mapping)) for x in given):
+        if not given:
+            raise ValueError(f"{what} must hold at least one batch, got none")
+        return [batch for one in given for batch in _batches(what, one, model)]
+    kind = type(given).__name__
+    if isinstance(given, (list, tuple)):
+        kind += f" of {', '.join(sorted({type(x).__name__ for x in given}))}"
+    raise TypeError(
+        f"{what} must be a tensor of {main}, a mapping as for the model's forward, or a list of "
+        f"these; got {kind}"
+    )
+
+
 def _check_model(model: Any) -> None:
     from transformers import PreTrainedModel
 
@@ -161,19 +236,22 @@ def _check_model(model: Any) -> None:
         )
 
 
-def attention_modules(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Seen]:
+def attention_modules(model: Any, batches: list[dict[str, Any]] | None = None) -> dict[str, Seen]:
     """By name, in the order in which the model calls them; the model is left as it was."""
     before, training = implementations(model), model.training
-    given = _smallest(model) if inputs is None else inputs
     try:
         model.set_attn_implementation(NAME)
         with watched() as seen, torch.no_grad():
-            model.eval()(**given)
+            for batch in [_smallest(model)] if batches is None else batches:
+                model.eval()(**batch)
     finally:
         model.train(training)
         model.set_attn_implementation(before)
     names = {id(module): name for name, module in model.named_modules()}
-    found = {names[id(s.module)]: s for s in seen}
+    found: dict[str, Seen] = {}
+    for one in seen:
+        name = names[id(one.module)]
+        found[name] = found[name].and_(one) if name in found else one
     if not found:
         raise ValueError(f"model has no attention that was called: {type(model).__name__}")
     return found

@@ -30,18 +30,23 @@ except ImportError:  # other versions tell each layer what is wanted
     _active_collector = None
 
 NAME = "attnzoo"
-# Variants for which it matters how far a key stands from a query.
-POSITIONAL = ("cosformer",)
 # What changes the meaning of attention, and is not done here.
 REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache")
 
 
 class Seen(NamedTuple):
-    """An attention module that was called, with the query heads and the mean of log n."""
+    """An attention module that was called, with the query heads and log n, the mean over rows."""
 
     module: nn.Module
     heads: int
     log_n: float
+    rows: int
+
+    def and_(self, other: Seen) -> Seen:
+        """Of both calls."""
+        rows = self.rows + other.rows
+        log_n = (self.log_n * self.rows + other.log_n * other.rows) / max(rows, 1)
+        return self._replace(log_n=log_n, rows=rows)
 
 
 _seen: ContextVar[list[Seen] | None] = ContextVar("attnzoo_seen", default=None)
@@ -76,9 +81,10 @@ def attend(
             raise ValueError(f"attnzoo has no {name}, and {who} asks for one")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     own = module._modules.get(NAME)
-    if not causal and query.shape[2] != key.shape[2] and _variant(own) in POSITIONAL:
+    variant = _variant(own)
+    if not causal and query.shape[2] != key.shape[2] and variant and variant.positional:
         raise ValueError(
-            f"{_variant(own)} cannot be {type(module).__name__}'s: {query.shape[2]} queries have "
+            f"{variant.name} cannot be {type(module).__name__}'s: {query.shape[2]} queries have "
             f"no distances from {key.shape[2]} keys of another sequence"
         )
     mask, causal, used = _mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
@@ -89,7 +95,7 @@ def attend(
     }  # fmt: skip
     seen = None if torch.compiler.is_compiling() else _seen.get()
     if seen is not None:
-        seen.append(Seen(module, query.shape[1], _log_n(query, key, value, options)))
+        seen.append(Seen(module, query.shape[1], *_log_n(query, key, value, options)))
     wanted = _weights_wanted(kwargs)
     if own is None and not wanted:  # a layer that keeps its own attention
         return attnzoo.attention(query, key, value, **options).transpose(1, 2).contiguous(), None
@@ -99,9 +105,10 @@ def attend(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _variant(own: nn.Module | None) -> str | None:
+def _variant(own: nn.Module | None) -> attnzoo.Variant | None:
     """Also of what PEFT has wrapped."""
-    return None if own is None else getattr(own, "variant", None)
+    name = None if own is None else getattr(own, "variant", None)
+    return None if name is None else attnzoo.get_variant(name)
 
 
 def _weights_wanted(kwargs: dict[str, Any]) -> bool:
@@ -128,13 +135,14 @@ def _mask(
     return mask, False, keys
 
 
-def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> float:
-    """The mean over rows that see a key, as SSMax and others count."""
+def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:
+    """The mean over rows that see a key, as SSMax and others count, and how many rows those are."""
     from attnzoo.dispatch import prepare
 
     call = prepare(query, key, value, "softmax", options).call
     counts = call.counts.expand(call.batch, call.heads, call.queries).float()
-    return float(counts[counts > 0].log().mean()) if bool((counts > 0).any()) else 0.0
+    counts = counts[counts > 0]
+    return float(counts.log().mean()) if len(counts) else 0.0, len(counts)
 
 
 def make_mask(
@@ -175,7 +183,7 @@ def _refuse_positions(config: Any) -> None:
     """In a compiled step of a static cache no key says how far back it stands."""
     layers = (getattr(config, NAME, None) or {}).get("layers", {})
     for name, layer in layers.items():
-        if layer["variant"] in POSITIONAL:
+        if attnzoo.get_variant(layer["variant"]).positional:
             raise ValueError(
                 f"{layer['variant']} ({name}) cannot decode from a compiled static cache, whose "
                 "keys have room behind them: use a dynamic cache"

@@ -1,0 +1,20 @@
+"""What operators do not go through: transforms of `torch.func` and forward-mode derivatives.
+
+An operator without a forward-mode rule would return tangents of 0 without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+
+def refuse_transforms(backend: str, *tensors: Tensor | None) -> None:
+    """Raise where a transform is active, or where one of the tensors has a tangent."""
+    dual = any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
+    if dual or torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            f"backend {backend!r} supports neither torch.func transforms (vmap, grad, jvp, ...) "
+            "nor forward-mode derivatives: pass backend='eager'"
+        )

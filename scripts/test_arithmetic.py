@@ -1,0 +1,84 @@
+"""Run the numerical tests under every arithmetic that this CPU has: `make test-arithmetic`.
+
+Vector units, thread counts and BLAS kernels add up in different orders. A test that passes on one
+machine must pass on all of them, so the tests of numbers run here once for each setting: those of
+torch under ATen's and MKL's settings, those in Triton's interpreter under numpy's OpenBLAS kernels.
+Exits with 1 if one setting fails, after all have run.
+
+    python scripts/test_arithmetic.py [more arguments of pytest]
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# Files whose tests compare numbers that torch or a kernel has computed.
+NUMERICAL = (
+    "agreement backends cache compile contract decode dropout error_budget flash flash_edges "
+    "flash_linear gradients large linear_state multihead nn papers recurrent threshold tiled "
+    "transformer transformers"
+).split()
+SETTINGS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+
+
+def torch_settings() -> dict[str, dict[str, str]]:
+    """By name: environment variables, the same for torch's and MKL's threads."""
+    found = {
+        "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default"},
+        "avx2, 2 threads": {"ATEN_CPU_CAPABILITY": "avx2"},
+        f"{torch.backends.cpu.get_cpu_capability()}, 1 thread": {},
+        "MKL compatible, 2 threads": {"MKL_CBWR": "COMPATIBLE"},
+    }
+    for name, values in found.items():
+        threads = name.split(", ")[1][0]
+        values.update(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads)
+    return found
+
+
+def numpy_settings() -> dict[str, dict[str, str]]:
+    cores = ["Haswell", "Nehalem"]
+    if np._core._multiarray_umath.__cpu_features__.get("AVX512F"):
+        cores.append("SkylakeX")
+    return {"OpenBLAS's own": {}} | {name: {"OPENBLAS_CORETYPE": name} for name in cores}
+
+
+def run(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]) -> bool:
+    files = [f"tests/test_{part}.py" for part in NUMERICAL]
+    files = [file for file in files if (ROOT / file).exists()]
+    environment = {key: value for key, value in os.environ.items() if key not in cleared}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", f"not slow and {marker}", *files]
+    print(f"\n== {name}", flush=True)
+    start = time.monotonic()
+    status = subprocess.run(
+        [*command, *sys.argv[1:]], cwd=ROOT, env={**environment, **values}
+    ).returncode
+    print(f"== {name}: {'failed' if status else 'passed'}, {time.monotonic() - start:.0f} s")
+    return status == 0
+
+
+def main() -> int:
+    failed = [
+        name
+        for name, values in torch_settings().items()
+        if not run(name, "not interpreter", values, SETTINGS)
+    ]
+    failed += [
+        name
+        for name, values in numpy_settings().items()
+        if not run(name, "interpreter", values, OF_NUMPY)
+    ]
+    print(f"\nfailed: {', '.join(failed)}" if failed else "\npassed under every setting")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
