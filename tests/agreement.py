@@ -183,9 +183,20 @@ def prepared(
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, variant, arguments)
     assert ready.refusal is None, ready.refusal
-    do, dlse = inputs.do.double(), inputs.dlse.double()
-    dtype = inputs.do.dtype
-    return Problem(ready.variant, backend, ready.call, ready.params, q, k, v, do, dlse, dtype, keep)
+    return Problem(
+        variant=ready.variant,
+        definition=ready.definition,
+        backend=backend,
+        call=ready.call,
+        params=ready.params,
+        q=q,
+        k=k,
+        v=v,
+        do=inputs.do.double(),
+        dlse=inputs.dlse.double(),
+        dtype=inputs.do.dtype,
+        keep=keep,
+    )
 
 
 def bounds(
