@@ -115,11 +115,14 @@ class Pairwise:
 class Linear:
     """o_i = ψ(scale·q_i)·S_i / ψ(scale·q_i)·z_i, S_i = Σ_j ψ(k_j) v_jᵀ, z_i = Σ_j ψ(k_j).
 
-    features(x, positions) maps (..., N, D) and (N,) to (..., N, F); size(D) is F.
+    features(x, positions) maps (..., N, D) and (N,) to (..., N, F); size(D) is F. ``cancels``:
+    features have either sign, so that ψ(q)·ψ(k) may be far below |ψ(q)||ψ(k)|. The rounding error
+    is relative to the latter, so on a CPU such sums are taken in fp64.
     """
 
     features: Callable[[Tensor, Tensor], Tensor]
     size: Callable[[int], int]
+    cancels: bool = False
     kind = "linear"
 
 

@@ -14,6 +14,7 @@ FEW_SCORES = 2**17
 
 # A multiplication in the scan against one in a block of scores: features have to be made first.
 LINEAR_COST = 3
+FP64_COST = 2  # a multiplication in fp64 against one in fp32, on a CPU
 
 # Taylor's 2145 at D = 64 would be thirty times q.
 FEW_FEATURES = 512
@@ -93,7 +94,8 @@ def linear_is_cheaper(form: Linear, call: Call) -> bool:
 def linear_work(form: Linear, call: Call) -> float:
     """Multiplications of the scan over those of the pairs: the state takes F·(Dv + 1) for each key
     and for each row that reads it, a causal row F for each key of its chunk, each counted
-    `LINEAR_COST` times; the pairwise form takes D + Dv for each key that a row reaches.
+    `LINEAR_COST` times, and `FP64_COST` times that in fp64; the pairwise form takes D + Dv for each
+    key that a row reaches.
     """
     reach = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
     if call.left is not None:
@@ -102,4 +104,5 @@ def linear_work(form: Linear, call: Call) -> float:
     chunk = linear.chunk_length(size, call.needs_grad) if call.right == 0 else 0
     scan = size * ((call.keys + call.queries) * (call.value_dim + 1) + call.queries * chunk)
     pairs = call.queries * reach * (call.head_dim + call.value_dim)
-    return LINEAR_COST * scan / pairs if pairs > 0 else math.inf
+    cost = LINEAR_COST * (FP64_COST if linear.sums_in_fp64(form, call) else 1)
+    return cost * scan / pairs if pairs > 0 else math.inf

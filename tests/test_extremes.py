@@ -284,3 +284,30 @@ def test_a_mask_without_queries(variant: str, backend: str) -> None:
             out = attnzoo.attention(q, k, v, variant, **options)
             assert out.shape == (2, 2, 0, 8)
             out.sum().backward()
+
+
+# ---- features that cancel ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_long_orthogonal_queries_and_keys_in_linear_time(
+    is_causal: bool, dtype: torch.dtype
+) -> None:
+    """|q||k| is 10⁴ times q·k: the sums of products of features have lost that many digits."""
+    turn = torch.linalg.qr(rand(16, 16, seed=4)).Q
+    half = torch.arange(16) < 8
+    q, k, v = (rand(1, 2, 1024, 16, seed=seed) for seed in (1, 2, 3))
+    q, k = 1e4 * (q * half) @ turn, (k * ~half) @ turn + 1e-5 * rand(1, 2, 1024, 16, seed=5)
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    out = attnzoo.attention(*leaves, "taylor", is_causal=is_causal, backend="linear")
+    want = attnzoo.attention(*exact, "taylor", is_causal=is_causal, backend="eager")
+    eps = torch.finfo(dtype).eps
+    assert torch.allclose(out.double(), want, rtol=eps, atol=1e-6)
+    found, gradients = (
+        torch.autograd.grad(x.square().sum(), y) for x, y in ((out, leaves), (want, exact))
+    )
+    for have, gradient in zip(found, gradients, strict=True):
+        scale = float(gradient.abs().max())
+        assert float((have.double() - gradient).abs().max()) < 4 * eps * scale

@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activations": {"forms"},
     "variants": {"activations", "call", "forms", "registry", "variants"},
     "kernels": {"kernels"},
-    "backends": {"activations", "call", "counts", "forms", "backends", "kernels"},
+    "backends": {"activations", "call", "counts", "forms", "backends", "kernels", "values"},
     "preference": {"backends", "call", "forms"},
     "dispatch": {
         "preference",
