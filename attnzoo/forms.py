@@ -34,6 +34,8 @@ class Activation:
     ``triton`` names the kernels' twin as "module:name", so that nothing here imports Triton: a
     ``@triton.jit`` function of (x, shape) that returns (φ, φ') and gets x = ``unit`` · s. Both
     must be 0 at x = −∞ if φ vanishes there.
+
+    For torch.compile it must be made before the call, at the top of a module say.
     """
 
     name: str

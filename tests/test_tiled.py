@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.profiler import ProfilerActivity, profile
 
 import attnzoo
 from agreement import disagreements, kept, make
@@ -142,19 +145,6 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
         assert torch.allclose(lse.double(), exact, atol=1e-5)
 
 
-class Peak(TorchDispatchMode):
-    """The largest tensor that any operation returns, in elements."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.numel())
-        return out
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of N² in forward or backward: none above what a block and the inputs hold."""
@@ -165,8 +155,144 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     if variant == "cosformer":
         params["max_length"] = n
     q, k, v = (rand(1, 1, n, 8, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
-    with Peak() as peak:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         out = attnzoo.attention(q, k, v, variant, backend="tiled", is_causal=True, **params)
         out.sum().backward()
+    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes of a step
     features = 45 if variant == "taylor" else 16
-    assert 0 < peak.largest <= max(rows, features) * n
+    assert 0 < largest <= 8 * max(rows, features) * n  # positions are int64
+
+
+def test_many_heads_of_one_key_head_with_rows_before_all_keys() -> None:
+    """A block is then so few rows that all of it may stand before the first key."""
+    q = rand(1, 1024, 128, 2, seed=1)
+    k, v = rand(1, 1, 100, 2, seed=2), rand(1, 1, 100, 2, seed=3)
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+    out = attnzoo.attention(q, k, v, backend="tiled", **options)
+    assert torch.equal(out[:, :, :28], torch.zeros(1, 1024, 28, 2, dtype=torch.float64))
+    expected = attnzoo.attention(q[:, :3], k, v, backend="eager", **options)
+    assert torch.allclose(out[:, :3], expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_without_values_give_the_shapes(variant: str) -> None:
+    """On the meta device and as fake tensors, above the size from which on tiled is chosen."""
+    params = {**CASES[variant].params}
+    if variant == "cosformer":
+        params["max_length"] = 400
+    for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(), "cpu")):
+        with mode:
+            q, k, v = (torch.empty(1, 1, 400, 8, device=device).requires_grad_() for _ in range(3))
+            out = attnzoo.attention(q, k, v, variant, backend="tiled", **params)
+            assert out.shape == (1, 1, 400, 8)
+            assert out.device.type == device
+            assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+
+
+# Forward-mode derivatives make torch load what torch itself warns about.
+of_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+TRANSFORMS: dict[str, Any] = {
+    "vmap": lambda f, x: torch.vmap(f)(x[None]),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+}
+
+
+@of_torch
+@pytest.mark.parametrize("variant", ["softmax", "adaptive_temperature", "entmax", "cosformer"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_and_point_to_eager(name: str, variant: str) -> None:
+    q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
+
+    def run(q: Tensor, backend: str) -> Tensor:
+        return attnzoo.attention(q, k, v, variant, backend=backend, **CASES[variant].params)
+
+    with pytest.raises(ValueError, match="'tiled' .*vmap.*backend='eager'"):
+        TRANSFORMS[name](lambda q: run(q, "tiled"), q)
+
+
+def test_transforms_are_refused_where_tiled_is_chosen() -> None:
+    q, k, v = (rand(1, 1, 400, 2, seed=i) for i in range(3))
+    assert attnzoo.explain(q, k, v, "entmax").chosen == "tiled"
+    with pytest.raises(ValueError, match="'tiled' .*vmap.*backend='eager'"):
+        torch.vmap(lambda q: attnzoo.attention(q, k, v, "entmax"))(q[None])
+
+
+@of_torch
+def test_a_tangent_is_refused_and_points_to_eager() -> None:
+    """Not handed on as a tangent of 0."""
+    q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
+    slopes, mask = torch.tensor([0.5]).double(), rand(4, 4, seed=4)
+    for name, x in (("q", q), ("alibi", slopes), ("attn_mask", mask), ("b", slopes)):
+        with forward_ad.dual_level():
+            given = {"q": q, "k": k, "v": v, name: forward_ad.make_dual(x, torch.ones_like(x))}
+            with pytest.raises(ValueError, match="forward-mode.*backend='eager'"):
+                attnzoo.attention(variant="sink", backend="tiled", **given)
+
+
+# ---- NaN among the scores -------------------------------------------------------------------
+
+
+def with_and_without(variant: str, change: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Outputs (2, 2, 12, 4) after the change of q, k and v, and before."""
+    inputs = [rand(2, 2, 12, 4, seed=i).float() for i in range(3)]
+    options = {"backend": "tiled", **CASES[variant].params, **options}
+    clean = attnzoo.attention(*inputs, variant, **options)
+    change(*inputs)
+    return attnzoo.attention(*inputs, variant, **options), clean
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_query_of_nan_makes_its_row_nan_and_no_other(variant: str) -> None:
+    def change(q: Tensor, k: Tensor, v: Tensor) -> None:
+        q[0, 1, 5, 2] = torch.nan
+
+    found, clean = with_and_without(variant, change, is_causal=True)
+    assert bool(found[0, 1, 5].isnan().all())
+    found[0, 1, 5] = clean[0, 1, 5]
+    assert torch.allclose(found, clean, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_key_of_nan_makes_those_rows_nan_that_see_it(variant: str) -> None:
+    def change(q: Tensor, k: Tensor, v: Tensor) -> None:
+        k[0, 1, 5, 2] = torch.nan
+
+    found, clean = with_and_without(variant, change, is_causal=True)
+    assert bool(found[0, 1, 5:].isnan().all())
+    found[0, 1, 5:] = clean[0, 1, 5:]
+    assert torch.allclose(found, clean, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_key_of_nan_that_is_masked_changes_nothing(variant: str) -> None:
+    def change(q: Tensor, k: Tensor, v: Tensor) -> None:
+        k[:, :, 5] = torch.nan
+
+    mask = torch.arange(12)[None] != 5
+    found, clean = with_and_without(variant, change, attn_mask=mask)
+    assert torch.equal(found, clean)
+
+
+@pytest.mark.parametrize(
+    ("variant", "value"),
+    # Of an infinite score the sigmoid is 1: nothing about it is undefined.
+    [
+        (v, x)
+        for v in VARIANTS
+        if v not in NO_SCORE
+        for x in (math.nan, math.inf)
+        if (v, x) != ("sigmoid", math.inf)
+    ],
+)
+def test_a_score_of_nan_or_inf_makes_its_row_nan_and_no_other(variant: str, value: float) -> None:
+    q, k, v = (rand(2, 2, 12, 4, seed=i).float() for i in range(3))
+    mask = torch.zeros(12, 12)
+    options = {"backend": "tiled", **CASES[variant].params}
+    clean = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
+    mask[5, 3] = value
+    found = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
+    assert bool(found[:, :, 5].isnan().all())
+    found[:, :, 5] = clean[:, :, 5]
+    assert torch.allclose(found, clean, atol=1e-6)

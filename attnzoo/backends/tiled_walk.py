@@ -152,8 +152,8 @@ def gradients(
         if "offset" in drow:
             drow["offset"][block.part] = -ds.sum(-1)
         grads.add(block, ds, scaled)
-    found = dict(zip(("q", "k", "mask", "alibi", "gain"), grads.tensors(k)))
-    found["v"] = dv.view(v.shape).to(v.dtype)
+    found: dict[str, Tensor | None] = {"v": dv.view(v.shape).to(v.dtype)}
+    found.update(zip(("q", "k", "mask", "alibi", "gain"), grads.tensors(k)))
     for name, row in others.items():
         found[name] = reduce_row(drow[name], row) if name in drow and row is not None else None
     return {name: x if wanted[name] else None for name, x in found.items()}
