@@ -14,12 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 from transformers.utils import logging
 
 import attnzoo
 from attnzoo.integrations.transformers import convert, from_config, from_pretrained, revert
-from hf_models import ids, llama, quiet
+from hf_models import GQA, ids, llama, quiet
 
 pytestmark = quiet
 ROOT = Path(__file__).parent.parent
@@ -190,6 +199,30 @@ def test_other_ways_to_make_a_model_of_its_config() -> None:
         base = getattr(model, "model", model)
         assert torch.allclose(base.layers[1].self_attn.attnzoo.s, torch.tensor(0.3))
         assert "attnzoo" not in base.layers[0].self_attn._modules
+
+
+def test_models_of_several_parts(tmp_path: Path) -> None:
+    """Their weights have other names in a checkpoint; and a part may be made of its own config."""
+    text = LlamaConfig(**GQA)
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        image_size=16, patch_size=4,
+    )  # fmt: skip
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=98)
+    model = LlavaForConditionalGeneration(config).eval()
+    convert(model, "ssmax", s=0.7, inputs=ids())
+    layer = model.model.language_model.layers[1].self_attn
+    layer.attnzoo.s.data += 0.1
+    model.save_pretrained(tmp_path)
+    again = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(again.model.language_model.layers[1].self_attn.attnzoo.s, layer.attnzoo.s)
+    with torch.no_grad():
+        assert torch.allclose(again(ids()).logits, model(ids()).logits, atol=1e-6)
+    alone = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))  # takes the text part
+    assert torch.equal(alone.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.7))
+    revert(again)
+    assert not hasattr(again.config.text_config, "attnzoo")
+    assert again.config.text_config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("asked", ["sdpa", "eager"])

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnzoo.integrations.transformers.convert import VERSION, attach, spellings
+from attnzoo.integrations.transformers.convert import (
+    VERSION,
+    attach,
+    describe,
+    spellings,
+)
 from attnzoo.integrations.transformers.interface import NAME
 from attnzoo.nn import Attention
 
@@ -100,12 +105,11 @@ def attach_configured(model: Any) -> None:
     """Gives the layers that the model's config names their variants, with initial values."""
     if getattr(model.config, NAME, None) is None:
         return
+    spec = checked(model.config)
     entries = {}
-    for name, entry in checked(model.config)["layers"].items():
+    for name, entry in spec["layers"].items():
         # A part of the model, made before the whole, need not have all of them.
-        fitting = [n for n in spellings(model, name) if _has(model, n)]
-        if fitting and NAME not in model.get_submodule(fitting[0])._modules:
-            entries[fitting[0]] = entry
+        entries |= {n: entry for n in spellings(model, name) if _has(model, n)}
     if not entries:
         return
     asked = model.config._attn_implementation
@@ -116,8 +120,13 @@ def attach_configured(model: Any) -> None:
             f"for softmax call revert(model) or model.set_attn_implementation({asked!r}) afterwards"
         )
     with torch.device("cpu"):  # initial values are kept also where the model is on meta
-        made = {name: _attention(entry) for name, entry in entries.items()}
+        made = {
+            name: _attention(entry)
+            for name, entry in entries.items()
+            if NAME not in model.get_submodule(name)._modules
+        }
     attach(model, made, loading=True)
+    describe(model.config, spec)
 
 
 def _attention(entry: dict[str, Any]) -> Attention:

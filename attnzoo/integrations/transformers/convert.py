@@ -83,20 +83,50 @@ def convert(
         name: Attention(variant, found[name].heads, learn=learn, **own)
         for name, own in values.items()
     }
-    # What a config says of layers that have no child is of another model with that config.
-    known = own_layers(model)
-    before = getattr(model.config, NAME)["before"] if known else implementations(model)
     entries = {
         name: {
             "variant": variant, "num_heads": found[name].heads, "learn": list(made[name].learned),
             "params": {key: plain(value) for key, value in own.items()},
         } for name, own in values.items()
     }  # fmt: skip
+    specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in _parts(model)]
     attach(model, made)
-    # A new one: configs are copied, and a copy shall not share it.
-    spec = {"version": VERSION, "before": before, "layers": {**known, **entries}}
-    setattr(model.config, NAME, spec)
+    for config, spec in specs:
+        if spec["layers"]:
+            describe(config, spec)
     return model
+
+
+def _parts(model: Any) -> list[tuple[str, Any]]:
+    """The model, and the models inside it with configs of their own: each may be loaded alone."""
+    from transformers import PreTrainedModel
+
+    return [
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, PreTrainedModel) and (part is model or part.config is not model.config)
+    ]
+
+
+def _spec(part: Any, prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config of a part is to say: of its layers, by their names in it."""
+    start = f"{prefix}." if prefix else ""
+    inside = {n.removeprefix(start): e for n, e in entries.items() if n.startswith(start)}
+    # What a config says of layers that have no child is of another model with that config.
+    known = own_layers(part)
+    before = getattr(part.config, NAME)["before"] if known else implementations(part)
+    # A new one: configs are copied, and a copy shall not share it.
+    return {"version": VERSION, "before": before, "layers": {**known, **inside}}
+
+
+def describe(config: Any, spec: dict[str, Any]) -> None:
+    """What is saved: the layers' variants, and a name that other processes do not know.
+
+    ``attn_implementation`` is read by transformers when it loads a config, and unlike
+    ``_attn_implementation`` it is saved. Who has not imported this package then raises.
+    """
+    setattr(config, NAME, spec)
+    config.attn_implementation = NAME
 
 
 def own_layers(model: Any) -> dict[str, Any]:
@@ -139,8 +169,6 @@ def attach(model: Any, made: Mapping[str, Attention], loading: bool = False) -> 
         attention._is_hf_initialized = device.type != "meta"
         module.add_module(NAME, attention.to(device).train(module.training))
     model.set_attn_implementation(NAME)
-    # Is saved, unlike what set_attn_implementation sets: whoever does not know the name must raise.
-    model.config.attn_implementation = NAME
 
 
 def revert(model: Any) -> Any:
@@ -156,8 +184,9 @@ def revert(model: Any) -> Any:
     for module in owners:
         delattr(module, NAME)
     model.set_attn_implementation(spec["before"])
-    delattr(model.config, NAME)
-    model.config.__dict__.pop("attn_implementation", None)
+    for _, part in _parts(model):
+        for name in (NAME, "attn_implementation"):
+            part.config.__dict__.pop(name, None)
     return model
 
 
