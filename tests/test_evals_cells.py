@@ -121,6 +121,12 @@ def test_unknown_options_end_with_usage(
     assert "error:" in capsys.readouterr().err
 
 
+def test_a_seed_beyond_what_torch_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ranks", "--seed", str(2**64)])
+    assert "a seed is an integer from 0 to 2³² − 1" in capsys.readouterr().err
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
