@@ -168,6 +168,7 @@ def test_a_spread_is_the_quartiles() -> None:
     assert timing.ratio([2.0, 4.0], [1.0, 8.0]).median == 1.25
 
 
+@pytest.mark.slow  # resident memory, which a busy machine may take away
 def test_memory_of_the_definition_is_quadratic_and_of_tiled_is_not() -> None:
     case, setting = Case("sigmoid", "sigmoid"), Setting(length=2048, heads=2, threads=1)
     scores = 2 * 2048 * 2048 * 4

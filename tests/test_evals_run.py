@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_summary(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = start([*SMALL, "--workers", "1", "--out", str(tmp_path)])
-    file, deadline = tmp_path / TASK / "rows.jsonl", time.monotonic() + 60
+    file, deadline = tmp_path / TASK / "rows.jsonl", time.monotonic() + 600
     while time.monotonic() < deadline and not (file.exists() and file.read_bytes().count(b"\n")):
         time.sleep(0.01)
     process.kill()
@@ -298,7 +298,7 @@ def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) ->
     sizes = ["--lengths", "16,32,48", "--steps", "5", "--workers", "1", "--out", str(out)]
     run = ["max-retrieval", "--plugin", str(plugin), "--variants", variants, "--seeds", "1"]
     process = start([*run, *sizes])
-    text, errors = process.communicate(timeout=120)
+    text, errors = process.communicate(timeout=900)
     found = {(row["variant"], row["length"]): row for row in lines(out)}
     assert {key: row["status"] for key, row in found.items()} == {
         ("my_relu", 16): "ok",

@@ -44,6 +44,7 @@ def test_the_first_example_has_five_lines_and_the_variant_fifteen() -> None:
     assert lines(own) <= 15
 
 
+@pytest.mark.slow
 def test_the_variant_of_ones_own_is_evaluated_by_the_command_that_is_shown(tmp_path: Path) -> None:
     (block,) = [block for block in BLOCKS if block.startswith("# shifted_relu.py\n")]
     (tmp_path / "shifted_relu.py").write_text(block)
