@@ -1,4 +1,4 @@
-"""python -m benchmarks COMMAND: each command is a module with `add_parser`."""
+"""Check and time attention: each command is a module with `add_parser`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ COMMANDS = (attention, linear, decode, compile, tune, gpu, readme, memory)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Check and time attention; COMMAND --help says what a command does.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.add_parser(commands)

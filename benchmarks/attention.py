@@ -26,10 +26,12 @@ from benchmarks.grid import INPUTS, MASKS
 from benchmarks.report import Row
 from benchmarks.timing import Spread, interleave, ratio
 from evals.cells import Refused, split_list
+from evals.options import seed
 
 # Its whole score matrix is held several times over, and one call takes seconds.
 PACKAGE_ROUNDS = 3
 
+MOST = 2**31  # what is beyond is a slip
 # What each device takes when it is not said. An option that is missing here is not for the device.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -45,6 +47,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 BOTH = {"backend"}  # for every device, and None means something
+# Help texts of options that several commands have.
+SEED = "seed of the inputs (default: 0)"
+ROUNDS = "the least number of rounds"
+SECONDS = "the least time to spend on the rounds, in seconds"
+JSON = "a JSON file to write when all is measured"
 
 
 def lengths(text: str) -> list[int]:
@@ -52,7 +59,7 @@ def lengths(text: str) -> list[int]:
         values = [int(part) for part in text.split(",")]
     except ValueError:
         values = [0]
-    if min(values) < 1:
+    if not 0 < min(values) <= max(values) < MOST:
         raise argparse.ArgumentTypeError(f"{text!r}: positive integers, separated by commas")
     return values
 
@@ -63,7 +70,7 @@ def positive(kind: type):
             value = kind(text)
         except ValueError:
             value = kind(0)
-        if not 0 < value < float("inf"):
+        if not 0 < value < (MOST if kind is int else float("inf")):
             raise argparse.ArgumentTypeError(f"{text!r}: a positive {kind.__name__} is expected")
         return value
 
@@ -83,41 +90,56 @@ def some_of(names: tuple[str, ...]):
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("attention", help="check and time variants", description=__doc__)
     size, yes_no = positive(int), argparse.BooleanOptionalAction
+    device = "default: depends on the device"
     default = Setting(length=1)
     add = parser.add_argument
-    add("--device", choices=list(DEFAULTS), default="cpu")
-    add("--variants", help="a,b(parameter=value); default: every registered variant")
+    add("--device", choices=list(DEFAULTS), default="cpu", help="default: cpu")
+    add("--variants", metavar="a,b(x=1)", help="variants with their parameters; default: every one")
     report.add_plugin(parser)
-    add("--lengths", type=lengths, metavar="N,N,…")
+    add("--lengths", type=lengths, metavar="N,N,…", help=f"sequence lengths; {device}")
     add("--direction", choices=["forward", "backward", "both"],
-        help="both: on a cpu forward and backward, timed as one; on a GPU each")  # fmt: skip
-    add("--backend", help="default: cpu, what attnzoo chooses; cuda, flash")
-    add("--dtype", choices=["float32", "bfloat16", "float16"])
-    add("--batch", type=size, help="default: cpu, 1; cuda, 65536 tokens per head")
-    add("--heads", type=size)
-    add("--head-dim", type=lengths, metavar="D", help="cuda: D,D,…")
-    add("--input-scale", type=positive(float), default=default.input_scale,
-        help="q, k and v are N(0, 1) times this; small values flatten the scores")  # fmt: skip
-    add("--seed", type=int, default=default.seed)
-    add("--repeats", type=size, help="rounds at least")
-    add("--min-seconds", type=positive(float), help="spent on the rounds at least")
-    add("--check-only", action="store_true", help="neither time nor memory")
-    add("--time", action=yes_no, default=True)
-    add("--memory", action=yes_no, default=True, help="cpu: one fresh process per row")
-    add("--json", metavar="FILE", help="written when all is measured")
-    add = parser.add_argument_group("of a cpu alone").add_argument
-    add("--threads", type=size)
-    add("--learned", action="store_true", default=None,
-        help="with --direction both: learn what attnzoo.nn.Attention would")  # fmt: skip
-    add("--sdpa", action=yes_no, help="the yardstick; it takes O(N²) time")
-    add("--package-max-length", type=int,
-        help="longest sequence on which the package entmax is timed; 0: never")  # fmt: skip
-    add = parser.add_argument_group("of --device cuda alone").add_argument
-    add("--mask", type=some_of(MASKS), metavar=",".join(MASKS))
+        help="both times forward and backward together on a CPU, and each apart on a GPU; default: "
+        "forward on a CPU, both on a GPU")  # fmt: skip
+    add("--backend", help="default: what attnzoo chooses on a CPU, flash on a GPU")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help=device)
+    add("--batch", type=size, metavar="B",
+        help="sequences of a batch; default: 1 on a CPU, as many as make 65536 tokens per head on "
+        "a GPU")  # fmt: skip
+    add("--heads", type=size, metavar="H", help=f"number of heads; {device}")
+    add("--head-dim", type=lengths, metavar="D,D,…",
+        help=f"head dimensions, on a CPU a single one; {device}")  # fmt: skip
+    add("--input-scale", type=positive(float), default=default.input_scale, metavar="X",
+        help="q, k and v are N(0, 1) times X; small values flatten the scores")  # fmt: skip
+    add("--seed", type=seed, default=default.seed, help=SEED)
+    add("--repeats", type=size, metavar="N", help=f"{ROUNDS}; {device}")
+    add("--min-seconds", type=positive(float), metavar="S", help=f"{SECONDS}; {device}")
+    add("--check-only", action="store_true", help="measure neither time nor memory")
+    add("--time", action=yes_no, default=True, help="measure times")
+    add("--memory", action=yes_no, default=True,
+        help="measure memory, on a CPU in a fresh process per row")  # fmt: skip
+    add("--json", metavar="FILE", help=JSON)
+    add = parser.add_argument_group("for --device cpu only").add_argument
+    add("--threads", type=size, metavar="N", help="number of torch's threads")
+    add(
+        "--learned",
+        action="store_true",
+        default=None,
+        help="with --direction both: learn the parameters that attnzoo.nn.Attention learns",
+    )
+    add("--sdpa", action=yes_no, help="time torch's scaled_dot_product_attention, too")
+    add(
+        "--package-max-length",
+        type=int,
+        metavar="N",
+        help="longest sequence on which the package entmax is timed; 0: never",
+    )
+    add = parser.add_argument_group("for --device cuda only").add_argument
+    add("--mask", type=some_of(MASKS), metavar=",".join(MASKS), help="default: both")
     add("--inputs", type=some_of(INPUTS), metavar=",".join(INPUTS),
-        help="clustered: most 64 × 64 blocks are empty; variants with a threshold")  # fmt: skip
+        help="default: both; of clustered inputs most 64 × 64 blocks are empty, and they are for "
+        "variants with a threshold")  # fmt: skip
     add("--competitors", type=some_of(competitors.NAMES), metavar="NAME,…",
-        help=f"some of {','.join(competitors.NAMES)}; '' for none")  # fmt: skip
+        help=f"some of {','.join(competitors.NAMES)}, or '' for none; default: all")  # fmt: skip
     parser.set_defaults(run=run)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks import gpu_report, report
-from benchmarks.attention import lengths, positive
+from benchmarks.attention import JSON, ROUNDS, SECONDS, SEED, lengths, positive, seed
 from benchmarks.cases import Case
 from benchmarks.correctness import Check, compare, slack_of
 from benchmarks.gpu_attention import require_cuda
@@ -67,24 +67,32 @@ class Row:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("decode", help="one token against N keys", description=__doc__)
+    parser = commands.add_parser(
+        "decode", help="check and time one token against N keys", description=__doc__
+    )
     add, size = parser.add_argument, positive(int)
+    device = "default: depends on the device"
     add("--device", choices=list(DEFAULTS), help="default: cuda where torch sees one")
-    add("--variants", help="a,b(parameter=value); default: every registered variant")
+    add("--variants", metavar="a,b(x=1)", help="variants with their parameters; default: every one")
     report.add_plugin(parser)
-    add("--lengths", type=lengths, metavar="N,N,…")
-    add("--batches", type=lengths, metavar="B,B,…")
-    add("--backend", help="of pairwise variants; default: cpu, what attnzoo chooses; cuda, decode")
-    add("--dtype", choices=["float32", "bfloat16", "float16"])
-    add("--heads", type=size)
-    add("--kv-heads", type=size)
-    add("--head-dim", type=size, metavar="D")
-    add("--feature-dim", type=size, default=16, metavar="D", help="of Taylor's state")
-    add("--repeats", type=size, default=20, help="rounds at least")
-    add("--min-seconds", type=positive(float), default=0.2, help="spent on the rounds at least")
-    add("--threads", type=size, default=2, help="of a cpu")
-    add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="written when all is measured")
+    add("--lengths", type=lengths, metavar="N,N,…", help="numbers of keys; " + device)
+    add("--batches", type=lengths, metavar="B,B,…", help="sizes of the batch; " + device)
+    add(
+        "--backend",
+        help="backend of pairwise variants; default: what attnzoo chooses on a CPU, decode on a "
+        "GPU",
+    )
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help=device)
+    add("--heads", type=size, metavar="H", help="number of query heads; " + device)
+    add("--kv-heads", type=size, metavar="H", help="number of key and value heads; " + device)
+    add("--head-dim", type=size, metavar="D", help="head dimension; " + device)
+    add("--feature-dim", type=size, default=16, metavar="D",
+        help="dimension of the queries and keys of Taylor's state (default: 16)")  # fmt: skip
+    add("--repeats", type=size, default=20, metavar="N", help=ROUNDS)
+    add("--min-seconds", type=positive(float), default=0.2, metavar="S", help=SECONDS)
+    add("--threads", type=size, default=2, metavar="N", help="torch's threads on a CPU")
+    add("--seed", type=seed, default=0, help=SEED)
+    add("--json", metavar="FILE", help=JSON)
     parser.set_defaults(run=run, copy_bytes=None)
 
 

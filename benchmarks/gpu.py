@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import competitors, gpu_report, report
-from benchmarks.attention import positive
+from benchmarks.attention import SEED, positive, seed
 from benchmarks.cases import Setting
 from benchmarks.gpu_attention import DEVICE, accepted, require_cuda, show
 from benchmarks.gpu_cells import GATE, Bench, matrix_peak, targets, unlisted
@@ -37,19 +37,26 @@ TESTS = 0.5
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("gpu", help="tests and tables of a GPU", description=__doc__)
+    parser = commands.add_parser(
+        "gpu", help="run the tests and make the tables of a GPU", description=__doc__
+    )
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR")
+    add("--out", type=Path, required=True, metavar="DIR", help="the folder to write the files to")
     add("--budget", type=positive(float), default=480.0, metavar="SECONDS",
-        help="then no cell is begun")  # fmt: skip
-    add("--skip-tests", action="store_true")
-    add("--variants", help="a,b(parameter=value); default: all that the backend takes")
+        help="after so many seconds nothing more is begun (default: 480)")  # fmt: skip
+    add("--skip-tests", action="store_true", help="do not run the tests that need a GPU")
+    add(
+        "--variants",
+        metavar="a,b(x=1)",
+        help="variants with their parameters; default: every one that the backend takes",
+    )
     report.add_plugin(parser)
-    add("--backend", default="flash")
-    add("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    add("--seed", type=int, default=0)
-    add("--commit", help="where the checkout came without its history")
-    add("--assemble", type=Path, metavar="FILE.partial.jsonl", help="measures nothing")
+    add("--backend", default="flash", help="default: flash")
+    add("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="default: bfloat16")
+    add("--seed", type=seed, default=0, help=SEED)
+    add("--commit", help="the commit to name where the checkout came without its history")
+    add("--assemble", type=Path, metavar="FILE.partial.jsonl",
+        help="measure nothing, and make the files from what a killed run has left")  # fmt: skip
     parser.set_defaults(run=run)
 
 

@@ -21,7 +21,7 @@ import torch
 
 import attnzoo
 from benchmarks import competitors, gpu_report, report
-from benchmarks.attention import lengths, positive, some_of
+from benchmarks.attention import JSON, ROUNDS, SECONDS, SEED, lengths, positive, seed, some_of
 from benchmarks.cases import Case, Inputs, Setting
 from benchmarks.competitors import Attend
 from benchmarks.correctness import Pairs, check, relative_error
@@ -68,29 +68,33 @@ class Row:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("linear", help="linear forms and softmax", description=__doc__)
-    add, size = parser.add_argument, positive(int)
-    add("--device", choices=list(DEFAULTS), help="default: cuda where torch sees one")
-    add("--variants", help="a,b(parameter=value), of a linear form; default: "
-        f"{','.join(VARIANTS)} and the plugin's")  # fmt: skip
-    report.add_plugin(parser)
-    add("--lengths", type=lengths, metavar="N,N,…")
-    add("--direction", type=some_of(DIRECTIONS), default=list(DIRECTIONS), metavar="forward,both")
-    add("--dtype", choices=["float32", "bfloat16", "float16"])
-    add("--batch", type=size, help="default: cpu, 1; cuda, 131072 tokens per head")
-    add("--heads", type=size)
-    add("--head-dim", type=size, default=64, metavar="D")
-    add("--feature-dim", type=size, default=16, metavar="D", help="of Taylor's queries and keys")
-    add(
-        "--pairwise-max",
-        type=int,
-        help="longest for the pairwise forms; less than the lengths: never",
+    parser = commands.add_parser(
+        "linear", help="check and time linear forms beside softmax", description=__doc__
     )
-    add("--repeats", type=size, default=5, help="rounds at least")
-    add("--min-seconds", type=positive(float), default=0.2, help="spent on the rounds at least")
-    add("--threads", type=size, default=2, help="of a cpu")
-    add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="written when all is measured")
+    add, size = parser.add_argument, positive(int)
+    device = "default: depends on the device"
+    add("--device", choices=list(DEFAULTS), help="default: cuda where torch sees one")
+    add("--variants", metavar="a,b(x=1)", help="variants with a linear form and their parameters; "
+        f"default: {','.join(VARIANTS)} and the plugin's")  # fmt: skip
+    report.add_plugin(parser)
+    add("--lengths", type=lengths, metavar="N,N,…", help="sequence lengths; " + device)
+    add("--direction", type=some_of(DIRECTIONS), default=list(DIRECTIONS), metavar="forward,both",
+        help="default: forward, and forward and backward together")  # fmt: skip
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help=device)
+    add("--batch", type=size, metavar="B",
+        help="sequences of a batch; default: as many as make 131072 tokens per head on a GPU, 1 on "
+        "a CPU")  # fmt: skip
+    add("--heads", type=size, metavar="H", help="number of heads; " + device)
+    add("--head-dim", type=size, default=64, metavar="D", help="head dimension (default: 64)")
+    add("--feature-dim", type=size, default=16, metavar="D",
+        help="dimension of Taylor's queries and keys (default: 16)")  # fmt: skip
+    add("--pairwise-max", type=int, metavar="N",
+        help="longest sequence for the pairwise forms; 0: never; " + device)  # fmt: skip
+    add("--repeats", type=size, default=5, metavar="N", help=ROUNDS)
+    add("--min-seconds", type=positive(float), default=0.2, metavar="S", help=SECONDS)
+    add("--threads", type=size, default=2, metavar="N", help="torch's threads on a CPU")
+    add("--seed", type=seed, default=0, help=SEED)
+    add("--json", metavar="FILE", help=JSON)
     parser.set_defaults(run=run)
 
 

@@ -34,7 +34,7 @@ class Row:
     seconds: Spread | None = None
     ratio: Spread | None = None  # of the times, to SDPA's in the same round
     peak_bytes: int | None = None
-    speedup: float | None = None  # of attnzoo over this row: how much faster it was
+    speedup: float | None = None  # of attnzoo over this row: this row's time over attnzoo's
     note: str = ""
 
     def record(self) -> dict[str, Any]:
@@ -74,8 +74,15 @@ def row_line(row: Row) -> str:
     )
     note = row.note
     if row.speedup is not None:
-        note = f"attnzoo was {row.speedup:.1f} × faster {note}".rstrip()
+        note = f"attnzoo was {compared(row.speedup)} {note}".rstrip()
     return line(cells) + (f"  {note}" if note else "")
+
+
+def compared(speedup: float) -> str:
+    """Of a ratio of times, theirs over ours, in words: such as "1.3 × faster", "1.3 × slower"."""
+    faster = speedup >= 1
+    times = f"{speedup if faster else 1 / speedup:.1f}"
+    return "as fast" if times == "1.0" else f"{times} × {'faster' if faster else 'slower'}"
 
 
 def environment() -> dict[str, Any]:

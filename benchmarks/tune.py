@@ -93,27 +93,64 @@ def powers(least: int):
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("tune", help="try block sizes of a kernel", description=__doc__)
     add = parser.add_argument
-    add("--kernel", choices=[name for name in KERNELS if name != "linear"], required=True)
+    kernels = [name for name in KERNELS if name != "linear"]
+    add("--kernel", choices=kernels, required=True, help="the kernel to try block sizes of")
     words = f"the activation: {', '.join(TWINS)}, or one of the plugin's"
     add("--twin", default="exp", metavar="NAME", help=words)
     report.add_plugin(parser)
-    add("--extra", choices=("", *EXTRAS, "all"), default="", help="what the call has besides")
-    add("--head-dim", type=positive(int), default=128)
-    add("--dtype", choices=DTYPES, default="bf16")
+    add("--extra", choices=("", *EXTRAS, "all"), default="", help="what else the call has")
+    add("--head-dim", type=positive(int), default=128, metavar="D", help="default: 128")
+    add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     add("--arch", choices=ARCHITECTURES, help="default: the GPU's, or sm_90")
-    add("--blocks", type=powers(16), default=[32, 64, 128], metavar="N,N,…")
-    add("--warps", type=powers(1), default=[4, 8], metavar="N,N,…")
-    add("--stages", type=numbers, default=[1, 2, 3], metavar="N,N,…")
+    add(
+        "--blocks",
+        type=powers(16),
+        default=[32, 64, 128],
+        metavar="N,N,…",
+        help="rows and columns of a block (default: 32,64,128)",
+    )
+    add(
+        "--warps",
+        type=powers(1),
+        default=[4, 8],
+        metavar="N,N,…",
+        help="numbers of warps (default: 4,8)",
+    )
+    add(
+        "--stages",
+        type=numbers,
+        default=[1, 2, 3],
+        metavar="N,N,…",
+        help="numbers of stages (default: 1,2,3)",
+    )
     add(
         "--parts",
         type=powers(16),
         default=[],
         metavar="N,N,…",
-        help="columns at a time, beside all",
+        help="numbers of columns to take at a time, beside all columns at once",
     )
-    add("--length", type=positive(int), default=16384, help="of the sequences that are timed")
-    add("--most", type=positive(int), default=16, help="timed, and printed")
-    add("--jobs", type=positive(int), default=os.cpu_count() or 1, help="processes that compile")
+    add(
+        "--length",
+        type=positive(int),
+        default=16384,
+        metavar="N",
+        help="length of the sequences that are timed",
+    )
+    add(
+        "--most",
+        type=positive(int),
+        default=16,
+        metavar="N",
+        help="the most rows to time and print",
+    )
+    add(
+        "--jobs",
+        type=positive(int),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="number of processes that compile",
+    )
     parser.set_defaults(run=run)
 
 

@@ -8,7 +8,8 @@ and `sequence` (a small transformer over tokens). All else serves every task:
     options   what is asked;  run  one run of studies;  costs  what it would take
     jobs      one training with its tests;  pool  who runs them;  progress  how far they are
     training  the optimizer, its schedule, the tests;  metrics, heads  what is measured
-    store     rows;  summary  estimates over seeds;  tables, plots, report  what is shown of them
+    rows      what a row holds;  store  where rows are kept;  summary  estimates over seeds
+    tables    with plots and report: what is shown of them
     compare   two results;  readme  the README's tables;  loggers  TensorBoard and wandb
     laws      closed forms;  theory  what they say of trained heads;  ranks  what rank can tell
     sharpness pretrained models

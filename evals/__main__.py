@@ -1,4 +1,4 @@
-"""``python -m evals``: the tasks, what is made of their results, laws, and pretrained models."""
+"""Evals of attention normalizers: tasks, reports of their results, laws, pretrained models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evals import compare, laws, ranks, results, sharpness
 from evals.cells import Refused
-from evals.options import add_arguments, add_plugin, gather
+from evals.options import add_arguments, add_plugin, gather, seed
 from evals.run import run
 from evals.study import load_plugins
 from evals.task import NOTES
@@ -22,30 +22,36 @@ ALL = "all"
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m evals", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True)
-    everything = commands.add_parser(ALL, help="every task, and one report of all")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    words = "run every task, and write one report of all"
+    everything = commands.add_parser(ALL, help=words, description=f"{words}.".capitalize())
     add_arguments(everything, tuple(NOTES), "results/PRESET")
-    words = f"also run {sharpness.NAME} on a pretrained model, with --text"
+    words = f"also run {sharpness.NAME} on this pretrained model; needs --text"
     everything.add_argument("--model", metavar="PATH_OR_NAME", help=words)
-    everything.add_argument("--text", type=Path, metavar="FILE", help="what --model reads")
+    words = "the UTF-8 text that --model reads"
+    everything.add_argument("--text", type=Path, metavar="FILE", help=words)
     for name, task in TASKS.items():
-        one = commands.add_parser(name, help=task.about.split(";")[0].split(":")[0])
+        short = task.about.split(";")[0].split(": ")[0].rstrip(".")
+        one = commands.add_parser(name, help=short.replace("%", "%%"), description=task.about)
         add_arguments(one, tuple(NOTES), "results/PRESET")
-    page = commands.add_parser("report", help="one HTML page of results that are there")
-    page.add_argument("folders", type=Path, nargs="+", metavar="DIR")
-    page.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first")
+    page = commands.add_parser("report", help="write one HTML page of the results in some folders")
+    page.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="a results folder")
+    words = "the page to write (default: report.html in the first DIR)"
+    page.add_argument("--out", type=Path, metavar="FILE", help=words)
     add_plugin(page)
-    versus = commands.add_parser("compare", help="what B gained on A, paired by seed")
-    versus.add_argument("a", type=Path, metavar="A")
-    versus.add_argument("b", type=Path, metavar="B")
-    words = "exit 1 where a gain is below X points, or missing; -1 lets a point be lost"
+    versus = commands.add_parser("compare", help="print what B gained on A, paired by seed")
+    versus.add_argument("a", type=Path, metavar="A", help="a results folder")
+    versus.add_argument("b", type=Path, metavar="B", help="the results folder to compare with A")
+    words = "exit with 1 if a gain is missing or below X points; -1 allows the loss of one point"
     versus.add_argument("--fail-below", type=float, metavar="X", help=words)
-    law = commands.add_parser("laws", help="closed forms against measurement; exit 1 on deviation")
-    law.add_argument("--out", type=Path, help="folder for laws.csv and laws.png")
+    words = "compare closed forms with measurement; exit with 1 if they deviate"
+    law = commands.add_parser("laws", help=words)
+    law.add_argument("--out", type=Path, metavar="DIR", help="folder for laws.csv and laws.png")
     add_plugin(law)
-    rank = commands.add_parser("ranks", help="ranks of attention and of mixtures of softmaxes")
-    rank.add_argument("--out", type=Path, help="folder for ranks.csv")
-    rank.add_argument("--seed", type=int, default=0)
+    words = "print ranks of attention matrices and of mixtures of softmaxes"
+    rank = commands.add_parser("ranks", help=words)
+    rank.add_argument("--out", type=Path, metavar="DIR", help="folder for ranks.csv")
+    rank.add_argument("--seed", type=seed, default=0, help="seed of the matrices (default: 0)")
     add_plugin(rank)
     sharpness.add_parser(commands)
     return top

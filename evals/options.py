@@ -51,25 +51,38 @@ def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where
     """The options on a command line; what is not given stays away from the namespace."""
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add("--config", type=Path, metavar="FILE.toml", help="options by their names, as in the README")
-    add("--preset", choices=tuple(presets), help="default: quick")
-    add("--variants", type=split_list, help="a,b(x=1),a->b(x=1): a->b trains a, tests b")
-    add("--positions", type=split_list, help="position encodings to cross with: none,rope,…")
-    add("--seeds", type=int, help="number of seeds, 0 .. N-1")
-    add("--lengths", type=numbers, help="lengths to test, as 16,64,256; training's own is added")
-    add("--steps", type=int, help="training steps")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE.toml",
+        help="a file of options by their names, as in the README",
+    )
+    add("--preset", choices=tuple(presets), help="variants, lengths and sizes (default: quick)")
+    add("--variants", type=split_list, metavar="a,b(x=1),a->b",
+        help="variants with their parameters; a->b trains with a and tests with b")  # fmt: skip
+    add("--positions", type=split_list, metavar="none,rope,…",
+        help="position encodings to cross the variants with")  # fmt: skip
+    add("--seeds", type=int, metavar="N", help="use the seeds 0 to N - 1")
+    add("--lengths", type=numbers, metavar="N,N,…",
+        help="lengths to test; the longest length of training is always added")  # fmt: skip
+    add("--steps", type=int, metavar="N", help="the number of training steps")
     add("--set", action="append", type=_setting, metavar="NAME=VALUE", dest="settings",
-        help="a setting of the task, as in its Settings; may be given again")  # fmt: skip
+        help="change a setting of the task; may be given several times")  # fmt: skip
     add_plugin(parser)
-    add("--workers", type=int, help="processes (default: one per core or GPU; 0: none)")
+    add("--workers", type=int, metavar="N",
+        help="the number of worker processes (default: one per core or GPU); 0 runs all in this "
+        "process")  # fmt: skip
     add("--shard", type=_shard, metavar="I/N",
-        help="the I-th of N parts, from 0; env: as torchrun or a SLURM array say; under torchrun "
-        "--device cuda is then each process's own GPU")  # fmt: skip
-    add("--out", type=Path, help=f"results folder (default: {where})")
-    add("--device", help="cpu, cuda or cuda:N")
-    add("--log", type=split_list, help=f"loggers: {', '.join(LOGGERS)} (default: none)")
-    add("--retry-failed", action="store_true", help="run again what ended as nan or oom")
-    add("--dry-run", action="store_true", help="say what would be run and what it would cost")
+        help="run the I-th of N parts, counted from 0; env takes both numbers from torchrun or a "
+        "SLURM array, and under torchrun --device cuda is each process's own GPU")  # fmt: skip
+    add("--out", type=Path, metavar="DIR", help=f"the results folder (default: {where})")
+    add("--device", help="cpu, cuda or cuda:N (default: cpu)")
+    add("--log", type=split_list, metavar="NAME,…",
+        help=f"also send losses and metrics to {', '.join(LOGGERS)} (default: none)")  # fmt: skip
+    add("--retry-failed", action="store_true",
+        help="run again what ended in NaN or without memory")  # fmt: skip
+    add("--dry-run", action="store_true",
+        help="print what would be run and an estimate of its time, and run nothing")  # fmt: skip
 
 
 def add_plugin(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +90,13 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugin", type=Path, metavar="FILE.py", help="a file that registers more variants"
     )
+
+
+def seed(text: str) -> int:
+    """A seed, for an argument parser: torch takes 64 bits, and some are made from several."""
+    if not (text.isascii() and text.isdecimal() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"{text!r}: a seed is an integer from 0 to 2³² − 1")
+    return int(text)
 
 
 def numbers(text: str) -> list[int]:

@@ -45,20 +45,24 @@ class Row:
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(NAME, help="attention of a pretrained model as its input grows")
+    words = "measure the attention of a pretrained model as its input grows"
+    parser = commands.add_parser(NAME, help=words, description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="a folder, or a name on the Hugging Face hub")
-    add("--text", type=Path, required=True, metavar="FILE", help="what it reads, UTF-8")
+    add("--model", required=True, metavar="PATH_OR_NAME",
+        help="the model: a folder, or a name on the Hugging Face hub")  # fmt: skip
+    add("--text", type=Path, required=True, metavar="FILE", help="the UTF-8 text that it reads")
     add("--variants", type=split_list, default=split_list(DEFAULT), metavar="a,b(x=1)",
-        help=f"swapped in without training; default: {DEFAULT}")  # fmt: skip
+        help=f"variants to put in without training (default: {DEFAULT})")  # fmt: skip
     add(
         "--lengths",
         type=numbers,
         metavar="N,N,…",
-        help="default: 16, 32 and on, as far as it goes",
+        help="lengths to test (default: 16 and its doubles, up to what the model takes)",
     )
-    add("--samples", type=int, default=4, help="pieces of the text at each length")
-    add("--out", type=Path, default=Path("results") / NAME, help="folder for csv and png")
+    add("--samples", type=int, default=4, metavar="N",
+        help="pieces of the text to read at each length (default: 4)")  # fmt: skip
+    add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
+        help="folder for the table (csv) and the picture (png)")  # fmt: skip
     add_plugin(parser)
 
 

@@ -168,6 +168,7 @@ def test_a_spread_is_the_quartiles() -> None:
     assert timing.ratio([2.0, 4.0], [1.0, 8.0]).median == 1.25
 
 
+@pytest.mark.slow  # resident memory, which a busy machine may take away
 def test_memory_of_the_definition_is_quadratic_and_of_tiled_is_not() -> None:
     case, setting = Case("sigmoid", "sigmoid"), Setting(length=2048, heads=2, threads=1)
     scores = 2 * 2048 * 2048 * 4
@@ -199,6 +200,20 @@ def test_a_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "entmax" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("speedup", "words"),
+    [(2.0, "2.0 × faster"), (0.9, "1.1 × slower"), (0.25, "4.0 × slower"), (0.98, "as fast")],
+)
+def test_slower_is_not_called_faster(speedup: float, words: str) -> None:
+    row = report.Row("package entmax", 16, "forward", speedup=speedup)
+    assert report.row_line(row).endswith(f"  attnzoo was {words}")
+
+
+def test_the_largest_seed_is_taken() -> None:
+    run = ["attention", "--variants", "softmax", *QUICK, "--check-only"]
+    assert main([*run, "--seed", str(2**32 - 1)]) == 0
+
+
 def test_a_refusal_is_a_row_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["attention", "--variants", "softmax,sparsemax", "--backend", "sdpa", *QUICK]
     assert main([*command, "--check-only"]) == 0
@@ -216,6 +231,10 @@ def test_a_refusal_is_a_row_in_words(capsys: pytest.CaptureFixture[str]) -> None
         (["--lengths", "12,x"], "positive integers"),
         (["--lengths", "0"], "positive integers"),
         (["--input-scale", "nan"], "positive float"),
+        (["--seed", str(2**64)], "a seed is an integer from 0 to 2³² − 1"),
+        (["--seed", "-1"], "a seed is an integer from 0 to 2³² − 1"),
+        (["--lengths", str(2**64)], "positive integers"),
+        (["--heads", str(2**64)], "a positive int is expected"),
         (["--device", "tpu"], "invalid choice"),
         (["--plugin", "nowhere.py"], "nowhere.py"),
     ],

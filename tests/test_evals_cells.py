@@ -6,12 +6,14 @@ import io
 import itertools
 import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import attnzoo
+from evals import costs
 from evals.__main__ import main
 from evals.cells import Refused, complete, every_variant, parse_spec, parse_specs, split_list
 from evals.options import Options
@@ -119,6 +121,12 @@ def test_unknown_options_end_with_usage(
     assert "error:" in capsys.readouterr().err
 
 
+def test_a_seed_beyond_what_torch_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ranks", "--seed", str(2**64)])
+    assert "a seed is an integer from 0 to 2³² − 1" in capsys.readouterr().err
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
@@ -130,6 +138,31 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert re.search(r"about \d+\.\d minutes on \d+ worker", text)
     assert "one-cycle cosine, 2000 steps" in text
     assert not out.exists()
+
+
+def test_a_dry_run_makes_little_data_and_times_models_of_one_size_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What it takes does not depend on how much is to be tested."""
+    made: list[tuple[str, str, int, int]] = []
+    family = type(TASK)
+    batch = family.batch
+
+    def counted(self, seed, split, length, start, stop, settings):
+        made.append((self.name, split, length, stop - start))
+        return batch(self, seed, split, length, start, stop, settings)
+
+    monkeypatch.setattr(family, "batch", counted)
+    few = ["--variants", "softmax,ssmax", "--dry-run", "--out", str(tmp_path)]
+    assert main(["max-retrieval", *few]) == 0
+    tests = [item for item in made if item[1] == "test" and item[3] > 1]
+    assert max(length for _, _, length, _ in tests) < 4096
+    assert sum(length * count for _, _, length, count in tests) < 10_000  # not 9 times 2¹⁵
+    assert sum(split == "train" for _, split, _, _ in made) == 4
+    text = capsys.readouterr().out
+    assert "an estimate, from a training step" in text
+    needle, here = (plan_study(TASKS[t], Options(), {}).jobs({})[0] for t in ("needle", TASK.name))
+    assert costs.kind(needle) == costs.kind(here)  # equal models: timed once for both
 
 
 def test_a_key_changes_with_whatever_the_figures_depend_on() -> None:
@@ -256,23 +289,54 @@ class Screen(io.StringIO):
         return True
 
 
-def test_progress_shows_a_bar_per_cell_and_nothing_off_a_terminal() -> None:
-    screen, file = Screen(), io.StringIO()
-    for stream in (screen, file):
-        bars = Progress(2, stream)
-        bars.update("softmax seed 0", 0.25, "training")
-        bars.update("ssmax seed 0", 0.5, "n = 64")
-        bars._drawn = 0.0
-        bars.update("ssmax seed 0", 0.75, "n = 128")
-        bars.finish("ssmax seed 0")
-        bars.close()
-    assert file.getvalue() == ""
+def test_progress_shows_a_bar_per_cell_on_a_terminal() -> None:
+    screen = Screen()
+    bars = Progress(2, screen)
+    bars.update("softmax seed 0", 0.25, "training")
+    bars.update("ssmax seed 0", 0.5, "n = 64")
+    bars._drawn = 0.0
+    bars.update("ssmax seed 0", 0.75, "n = 128")
+    bars.finish("ssmax seed 0")
+    bars.close()
     text = screen.getvalue()
     assert re.search(r"█{5}░{15}  25% +\d:\d\d left  softmax seed 0  training", text)
     assert re.search(r"█{15}░{5}  75% +\d:\d\d left  ssmax seed 0  n = 128", text)
     assert re.search(r"█{20} 100% +\d:\d\d taken  ssmax seed 0  done", text)
     assert "1 of 2 cells" in text
     assert clock(3661) == "1:01:01"
+
+
+class Log(io.StringIO):
+    """A file that says when it has a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_line = threading.Event()
+
+    def flush(self) -> None:
+        self.has_line.set()
+
+
+def test_progress_says_a_line_now_and_then_where_there_is_no_terminal() -> None:
+    log = Log()
+    progress = Progress(4, log, every=0.001)
+    progress.finish("softmax seed 0")
+    progress.update("ssmax seed 0", 0.5, "n = 64")
+    log.has_line.clear()
+    assert log.has_line.wait(60)
+    log.has_line.clear()
+    assert log.has_line.wait(60)
+    progress.close()
+    text = log.getvalue()
+    line = (
+        r"1 of 4 runs done \(38%\) after 0:\d\d, about \d:\d\d left; now ssmax seed 0: n = 64, 50%"
+    )
+    assert re.fullmatch(line, text.splitlines()[-1])
+    assert "█" not in text
+    assert log.getvalue() == text  # nothing comes after it is closed
+    quiet = Log()
+    Progress(4, quiet).close()
+    assert quiet.getvalue() == ""
 
 
 def test_line_names_do_not_overlap() -> None:

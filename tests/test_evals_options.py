@@ -26,6 +26,19 @@ density = 8
 """
 
 
+def test_help_names_each_task_in_a_whole_phrase(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # no word is broken
+    text = " ".join(parser().format_help().split())
+    assert "flip-flop Flip-flop language modelling (arXiv:2306.00946) copy" in text
+    assert text.count("(") == text.count(")")
+    for name, task in TASKS.items():
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert " ".join(task.about.split()) in " ".join(capsys.readouterr().out.split())
+
+
 def gathered(tmp_path: Path, text: str, *line: str, task: str = "mqar") -> Options:
     file = tmp_path / "run.toml"
     file.write_text(text)

@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_summary(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = start([*SMALL, "--workers", "1", "--out", str(tmp_path)])
-    file, deadline = tmp_path / TASK / "rows.jsonl", time.monotonic() + 60
+    file, deadline = tmp_path / TASK / "rows.jsonl", time.monotonic() + 600
     while time.monotonic() < deadline and not (file.exists() and file.read_bytes().count(b"\n")):
         time.sleep(0.01)
     process.kill()
@@ -298,7 +298,7 @@ def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) ->
     sizes = ["--lengths", "16,32,48", "--steps", "5", "--workers", "1", "--out", str(out)]
     run = ["max-retrieval", "--plugin", str(plugin), "--variants", variants, "--seeds", "1"]
     process = start([*run, *sizes])
-    text, errors = process.communicate(timeout=120)
+    text, errors = process.communicate(timeout=900)
     found = {(row["variant"], row["length"]): row for row in lines(out)}
     assert {key: row["status"] for key, row in found.items()} == {
         ("my_relu", 16): "ok",
@@ -318,8 +318,7 @@ def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) ->
     assert "failed: softmax->my_greedy, n = 32: process killed twice" in text
     # A defect is no result: it has no row, the other cells run, and the status says so.
     assert process.returncode == 1
-    assert errors.startswith(
-        "failed: max-retrieval my_defect seed 0: Traceback"
-    )  # and no bars off a terminal
+    assert "failed: max-retrieval my_defect seed 0: Traceback" in errors
+    assert "█" not in errors  # no bars off a terminal
     assert "KeyError: 'a defect'" in errors
     assert re.search(r"my_defect † 1/1 +\d+\.\d +missing +missing", text)

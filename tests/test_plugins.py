@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -79,10 +80,9 @@ def test_a_plugin_that_was_imported_before_is_refused(
 ) -> None:
     (tmp_path / "imported_before.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    import imported_before  # type: ignore[import-not-found]
-
+    importlib.import_module("imported_before")
     with pytest.raises(ValueError, match="was imported before"):
-        attnzoo.load_plugin(imported_before.__file__)
+        attnzoo.load_plugin(tmp_path / "imported_before.py")
     del sys.modules["imported_before"]
     assert attnzoo.load_plugin(tmp_path / "imported_before.py").variants == ()
 
