@@ -1,5 +1,6 @@
 # make eval    max-retrieval, or TASK=all|…; PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
 # make test    the tests, without those marked slow
+# make test-slow those marked slow, and only those
 # make test-all  every test
 # make check   formatting, lint and types
 # make readme  rewrites the generated parts of README.md
@@ -14,20 +15,25 @@ WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
+# A worker that has run out of tests takes some of another's.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Written last: a .venv without it is half-made, and is made anew.
 STAMP := $(VENV)/.installed
 
-.PHONY: eval test test-all check format readme clean
+.PHONY: eval test test-slow test-all check format readme clean
 
 eval: $(STAMP)
 	$(BIN)/python -m evals $(TASK) --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow $(ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

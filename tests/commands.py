@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks.__main__ import main
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -17,3 +21,13 @@ def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "benchmarks", *args],
         cwd=ROOT, capture_output=True, text=True, env={**env, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What the command says when it refuses these options; in this process, which is quicker."""
+    try:
+        status = main(list(args))
+    except SystemExit as stop:  # argparse refuses by itself
+        status = stop.code
+    assert status == 2
+    return capsys.readouterr().err

@@ -72,8 +72,19 @@ def cell(*values: str) -> Any:
     return pytest.param(*values, marks=marks, id="-".join(values))
 
 
+# One variant for each activation. On the kernels, which run in an interpreter, others are slow.
+QUICK_ON_KERNELS = ("adaptive_temperature", "cosformer", "entmax", "sigmoid", "taylor")
+
+
+def pair(variant: str, backend: str) -> Any:
+    found = cell(variant, backend)
+    slow = backend in KERNELS and variant not in QUICK_ON_KERNELS
+    marks = [*found.marks, pytest.mark.slow] if slow else found.marks
+    return pytest.param(*found.values, marks=marks, id=found.id)
+
+
 # Every (variant, backend) that runs; and that trains.
-PAIRS = [cell(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
+PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
 # (variant, backend) whose learned parameters get no gradient there; see PARAMETER_BACKENDS.

@@ -14,12 +14,12 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks import competitors, decode, linear
-from benchmarks.__main__ import main
 from benchmarks.cases import Case, Inputs, Setting
 from benchmarks.timing import Spread, WallClock
-from commands import benchmarks
+from commands import benchmarks, refusal
 
 
+@pytest.mark.slow
 def test_linear_measures_both_directions(tmp_path: Path) -> None:
     file = tmp_path / "linear.json"
     done = benchmarks(
@@ -43,6 +43,7 @@ def test_linear_measures_both_directions(tmp_path: Path) -> None:
     assert ("fla is not installed" in done.stdout) or not linear.fla_is_missing()
 
 
+@pytest.mark.slow
 def test_decode_measures_pairwise_variants_and_states(tmp_path: Path) -> None:
     file = tmp_path / "decode.json"
     done = benchmarks(
@@ -82,12 +83,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 def test_bad_options_are_refused(
     args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = main(list(args))
-    except SystemExit as stop:  # argparse's own way
-        status = stop.code
-    assert status == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, *args)
 
 
 # ---- conclusions ------------------------------------------------------------------------------

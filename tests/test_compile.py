@@ -40,8 +40,8 @@ SPECIAL: dict[str, list[dict[str, Any]]] = {
 }
 
 
-# One for each kind of form; the others are slow.
-QUICK = ("cosformer", "entmax", "sigmoid", "sink", "topk")
+# A linear form, a threshold and a sum with a learned sink; the others are slow.
+QUICK = ("cosformer", "entmax", "sink")
 
 
 def cells() -> Iterator[Any]:
@@ -59,7 +59,10 @@ def cells() -> Iterator[Any]:
             yield pytest.param(variant, backend, OPTIONS[name], id=case, marks=marks)
         for backend, options in special.items():
             if VARIANT_BACKENDS[variant][backend] is RUNS:
-                yield pytest.param(variant, backend, next(options), id=f"{variant}-{backend}")
+                quick = variant in (*QUICK, "softmax")
+                marks = [] if quick else [pytest.mark.slow]
+                case = f"{variant}-{backend}"
+                yield pytest.param(variant, backend, next(options), id=case, marks=marks)
 
 
 CELLS = list(cells())

@@ -24,7 +24,6 @@ from coverage_table import (
     cell,
 )
 from features import feature
-from kernel_paths import quick_variants
 
 TABLED = ("sdpa", "decode", "flash", "linear", "flash_linear")
 
@@ -79,13 +78,13 @@ def test_variants_on_backends(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """Slow are the kernels' runs of variants that add no activation."""
+    """On kernels one variant is quick: they judge features of a call, and arrays run the rest."""
     for backend in TABLED:
-        kinds = ("linear",) if "linear" in backend else ("pairwise",)
         variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
-        for values in quick_variants(variants, kinds):
-            pair = cell(*values.values, backend)
-            marks = [*pair.marks, *values.marks] if backend in KERNELS else pair.marks
+        for variant in variants:
+            pair = cell(variant, backend)
+            slow = backend in KERNELS and variant != variants[0]
+            marks = [*pair.marks, pytest.mark.slow] if slow else pair.marks
             yield pytest.param(*pair.values, marks=marks, id=pair.id)
 
 

@@ -290,6 +290,7 @@ for weights in (relu, holes, greedy, defect):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
 def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) -> None:
     plugin, out = tmp_path / "plugin.py", tmp_path / "out"

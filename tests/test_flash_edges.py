@@ -127,7 +127,7 @@ def test_any_strides_and_gradients_of_any_strides() -> None:
         assert torch.allclose(have, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["sink", "entmax"])
+@pytest.mark.parametrize("variant", ["sink", pytest.param("entmax", marks=pytest.mark.slow)])
 def test_two_runs_are_equal_to_the_bit(variant: str) -> None:
     inputs = make(variant, setting(variant, shape=(70, 70), heads="gqa", span="causal"))
     first, second = (by_backend(variant, "flash", inputs) for _ in range(2))
@@ -149,7 +149,7 @@ def weights(scores: Tensor, alpha: float | Tensor, backend: str) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["flash", "decode"])
-@pytest.mark.parametrize("n", [1, 5, 128])
+@pytest.mark.parametrize("n", [1, 5, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int, backend: str) -> None:
     alpha = float(torch.tensor(alpha))

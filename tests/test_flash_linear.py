@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory"
 KINDS = ("linear",)
 LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
 PARAMS: dict[str, dict[str, Any]] = {"taylor": {}, "cosformer": {"max_length": 256}}
-every_variant = pytest.mark.parametrize("variant", LINEAR)
+every_variant = pytest.mark.parametrize("variant", quick_variants(LINEAR, KINDS))
 
 FACTORS = {
     "shape": ((1, 1), (63, 63), (100, 100), (17, 63), (100, 17), (1, 70), (33, 32)),
@@ -190,7 +190,7 @@ def test_opcheck_backward() -> None:
 # torch traces an autograd.Function by making one, which torch itself warns about.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("variant", quick_variants(LINEAR, KINDS))
+@every_variant
 def test_compiles_whole_and_agrees(variant: str, causal: bool) -> None:
     def attend(*tensors: Tensor) -> Tensor:
         return attnzoo.attention(

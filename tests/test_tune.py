@@ -6,12 +6,11 @@ import pytest
 
 from attnzoo.kernels import launch
 from attnzoo.kernels.configs import Config
-from benchmarks.__main__ import main
 from benchmarks.compile import Compiled
 from benchmarks.kernel_cells import Cell
 from benchmarks.timing import Calls, Spread, WallClock, interleave
 from benchmarks.tune import Tile, Timed, replaced, table, timings
-from commands import benchmarks
+from commands import benchmarks, refusal
 
 
 @pytest.mark.slow
@@ -39,12 +38,7 @@ def test_without_a_gpu_it_prints_what_compiles_within_the_limits() -> None:
 def test_bad_options_are_refused(
     args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = main(["tune", *args])
-    except SystemExit as stop:  # argparse refuses by itself
-        status = stop.code
-    assert status == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, "tune", *args)
 
 
 SMALL, WIDE = (Tile(Config(*size, 1, 1), None) for size in ((16, 16), (32, 64)))

@@ -166,7 +166,11 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (256, Config(32, 32, 8, 2)),
         ),
         "stats": ((128, Config(128, 128, 8, 2)), (256, Config(64, 64, 8, 2))),
-        "threshold": ((128, Config(128, 64, 8, 1)), (256, Config(64, 32, 8, 2, registers=ALL))),
+        "threshold": (
+            (64, Config(128, 64, 8, 1, registers=ALL)),
+            (128, Config(128, 64, 8, 1)),
+            (256, Config(64, 32, 8, 2, registers=ALL)),
+        ),
         "forward one": (
             (64, Config(128, 128, 8, 2)),
             (128, Config(64, 64, 8, 2)),
@@ -217,7 +221,7 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
             (256, Config(64, 32, 8, 2, registers=ALL)),
         ),
         "dkdv": (
-            (64, Config(64, 64, 4, 2)),
+            (64, Config(64, 64, 4, 2, registers=ALL)),
             (128, Config(32, 128, 8, 2)),
             (256, Config(16, 64, 8, 1)),
         ),
