@@ -114,16 +114,19 @@ def check_rows(what: str, form: Pairwise, call: Call) -> None:
             )
 
 
-def check_entries(what: str, param: Param, value: Tensor) -> None:
-    """Refuse a tensor with an entry out of range, where looking is free."""
+def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Refuse a tensor with an entry out of range in the dtype, or its own, if looking is free."""
     # Elsewhere a value out of range is the caller's to avoid (nn.Attention keeps learned ones in).
     if not is_readable(value):
         return
     value = value.detach()
-    good = value.isfinite() if param.check is None else value.isfinite() & param.check(value)
+    good = value.to(dtype or value.dtype).isfinite()
+    if param.check is not None:
+        good = good & param.check(value)
     if not bool(good.all()):
         first = (~good).nonzero()[0].tolist()
         place = f" at {first}" if first else ""
+        place += "" if dtype is None else f"; it is held in {dtype}"
         raise ValueError(
             f"{what} must be {param.allowed} throughout, got {value[~good][0].item():.9g}{place}"
         )

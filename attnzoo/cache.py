@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attnzoo.dispatch import attention
 from attnzoo.recurrent import LinearState, linear_attention
-from attnzoo.values import is_readable
+from attnzoo.registry import get_variant
+from attnzoo.values import check_dense, check_sizes, is_int, is_number, is_readable, plain, shown
 
 # Keywords of `attention` that a state has no use for, and what they are when they say nothing.
 NEUTRAL = {
@@ -46,8 +47,7 @@ class KVCache:
     """
 
     def __init__(self, max_length: int) -> None:
-        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
-            raise ValueError(f"max_length must be an int of at least 1, got {max_length!r}")
+        check_sizes(max_length=max_length)
         self.max_length, self.length = max_length, 0
         self._held: tuple[Tensor, Tensor] | None = None
 
@@ -72,6 +72,7 @@ class KVCache:
             ValueError, TypeError: naming the argument; nothing was appended then.
         """
         _check_causal(arguments)
+        _check_tokens(q, k, v)
         for name, x in {"q": q, "k": k, "v": v, **arguments}.items():
             if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
                 raise ValueError(
@@ -80,10 +81,6 @@ class KVCache:
                 )
         keys, values = self._with(k, v)
         _check_mask(arguments, keys.shape[2])
-        if isinstance(q, Tensor) and q.dim() == 4 and q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"q and k must hold the same tokens, got {q.shape[2]} and {k.shape[2]}"
-            )
         found = attention(q, keys, values, variant, is_causal=True, **arguments)
         self.length = keys.shape[2]
         return found
@@ -94,17 +91,13 @@ class KVCache:
 
     def reorder(self, index: Tensor) -> None:
         """Sequence i becomes a copy of what sequence ``index[i]`` was: (B',), int."""
-        _check_index(index, None if self._held is None else self._held[0].shape[0])
+        _check_index(index, None if self._held is None else self._held[0])
         if self._held is not None:
             keys, values = self._held
             self._held = keys.index_select(0, index), values.index_select(0, index)
 
     def _with(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values, these written after what is held; ``length`` is as it was."""
-        for name, x in (("k", k), ("v", v)):
-            if not isinstance(x, Tensor) or x.dim() != 4:
-                shown = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name} must have shape (B, Hkv, N, D), got {shown}")
         start, stop = self.length, self.length + k.shape[2]
         if stop > self.max_length:
             raise ValueError(
@@ -164,19 +157,25 @@ class StateCache:
         made of the keys.
         """
         _check_causal(arguments)
+        _check_tokens(q, k, v)
         for name, nothing in NEUTRAL.items():
-            value = arguments.pop(name, nothing)
-            if value is not None and value != nothing:
-                raise ValueError(f"{name} must be {nothing} with a state of keys, got {value!r}")
-        if isinstance(k, Tensor) and k.dim() == 4:
-            _check_mask(arguments, self.length + k.shape[2])
+            value = plain(arguments.pop(name, nothing))
+            known = isinstance(value, bool) or is_number(value)  # of others != may be no bool
+            if value is not None and (not known or value != nothing):
+                raise ValueError(
+                    f"{name} must be {nothing} with a state of keys, got {shown(value)}"
+                )
+        _check_mask(arguments, self.length + k.shape[2])
         facts = {"variant": variant, "scale": None}
         facts |= {n: x for n, x in arguments.items() if not isinstance(x, Tensor)}
-        for name in {**facts, **self._made_by} if self.state is not None else ():
-            if name != "enable_gqa" and facts.get(name) != self._made_by.get(name):
+        # What no call takes is left to `linear_attention`, which refuses it.
+        fixed = ["variant", "scale", *(param.name for param in get_variant(variant).params)]
+        fixed += [name for name in self._made_by if name != "enable_gqa"]
+        for name in dict.fromkeys(fixed) if self.state is not None else ():
+            if facts.get(name) != self._made_by.get(name):
                 raise ValueError(
                     f"{name} must be that of the state, {self._made_by.get(name)!r}, got "
-                    f"{facts.get(name)!r}"
+                    f"{shown(facts.get(name))}"
                 )
         mask = arguments.get("attn_mask")
         if mask is not None:
@@ -197,7 +196,7 @@ class StateCache:
 
     def reorder(self, index: Tensor) -> None:
         """Sequence i becomes a copy of what sequence ``index[i]`` was: (B',), int."""
-        _check_index(index, None if self.state is None else self.state.sums.shape[0])
+        _check_index(index, None if self.state is None else self.state.sums)
         if self.state is not None:
             sums = self.state.sums.index_select(0, index)
             self.state = LinearState(sums, self.state.length)
@@ -217,11 +216,24 @@ def _fits(x: Tensor, room: Tensor, k: Tensor) -> bool:
 def _check_mask(arguments: dict[str, Any], length: int) -> None:
     """One entry per key so far: a mask of one would be taken for all of them."""
     mask = arguments.get("attn_mask")
-    if isinstance(mask, Tensor) and (mask.dim() == 0 or mask.shape[-1] != length):
+    if mask is None:
+        return
+    check_dense("attn_mask", mask)
+    if mask.dim() == 0 or mask.shape[-1] != length:
         raise ValueError(
             f"attn_mask must be over all {length} keys so far, the new ones included, got "
             f"{tuple(mask.shape)}"
         )
+
+
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x)
+        if x.dim() != 4:
+            heads = "H" if name == "q" else "Hkv"
+            raise ValueError(f"{name} must have shape (B, {heads}, N, D), got {tuple(x.shape)}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must hold the same tokens, got {q.shape[2]} and {k.shape[2]}")
 
 
 def _check_causal(arguments: dict[str, Any]) -> None:
@@ -230,19 +242,30 @@ def _check_causal(arguments: dict[str, Any]) -> None:
 
 
 def _cropped(length: int, held: int) -> int:
-    if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= held:
-        raise ValueError(f"length must be an int from 0 to {held}, what is held; got {length!r}")
+    if not is_int(length) or not 0 <= length <= held:
+        raise ValueError(
+            f"length must be an int from 0 to {held}, what is held; got {shown(length)}"
+        )
     return length
 
 
-def _check_index(index: Tensor, batch: int | None) -> None:
-    """``batch``: how many sequences are held; None where nothing is held yet."""
+def _check_index(index: Tensor, held: Tensor | None) -> None:
+    """``held``: what the sequences hold, (B, ...); None where nothing is held yet."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int32 or int64 tensor, got {kind}")
     if index.dim() != 1:
         raise ValueError(f"index must have shape (B,), got {tuple(index.shape)}")
-    if batch is not None and is_readable(index):
+    if len(index) == 0:
+        raise ValueError("index must name at least one sequence, got none")
+    if held is None:
+        return
+    if index.device != held.device:
+        raise ValueError(
+            f"index must be on {held.device}, as what the cache holds, got {index.device}"
+        )
+    if is_readable(index):
+        batch = held.shape[0]
         wrong = index[(index < 0) | (index >= batch)]
         if len(wrong):
             raise ValueError(

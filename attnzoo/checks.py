@@ -11,7 +11,9 @@ from torch import Tensor
 from attnzoo.call import Call, score_dtype
 from attnzoo.values import (
     DTYPES,
+    check_bool,
     check_dense,
+    check_probability,
     is_finite,
     is_int,
     is_number,
@@ -45,7 +47,7 @@ def check_call(
     batch, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     _check_heads(heads, kv_heads, enable_gqa)
-    is_causal, return_lse = _flag("is_causal", is_causal), _flag("return_lse", return_lse)
+    is_causal, return_lse = check_bool("is_causal", is_causal), check_bool("return_lse", return_lse)
     dtype = score_dtype(q)
     left, right = _bounds(window, is_causal)
     # Wider than everything is no bound, and stays within int64.
@@ -69,7 +71,7 @@ def check_call(
         mask=_mask(attn_mask, (batch, heads, queries, keys), q, dtype),
         alibi=_alibi(alibi, heads, q, dtype),
         segments=_segments(segment_ids, batch, queries, keys, q.device),
-        dropout_p=_dropout(dropout_p),
+        dropout_p=check_probability("dropout_p", dropout_p),
         return_lse=return_lse,
     )
 
@@ -108,19 +110,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
-    if not _flag("enable_gqa", enable_gqa) and heads != kv_heads:
+    if not check_bool("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
             f"q has {heads} heads and k has {kv_heads}: pass enable_gqa=True to share heads of k"
         )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"enable_gqa: q's {heads} heads are not a multiple of k's {kv_heads}")
-
-
-def _flag(name: str, flag: Any) -> bool:
-    flag = plain(flag)
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} must be a bool, got {shown(flag)}")
-    return flag
 
 
 def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
@@ -135,15 +130,6 @@ def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
             f"to {torch.finfo(dtype).max:.3g}"
         )
     return float(scale)
-
-
-def _dropout(dropout_p: Any) -> float:
-    dropout_p = plain(dropout_p)
-    if not is_number(dropout_p):
-        raise TypeError(f"dropout_p must be a number in [0, 1), got {shown(dropout_p)}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be a number in [0, 1), got {shown(dropout_p)}")
-    return float(dropout_p)
 
 
 def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:

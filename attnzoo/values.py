@@ -51,6 +51,34 @@ def check_dense(what: str, x: Any) -> None:
         raise TypeError(f"{what} must be a dense tensor, got a {kind} one")
 
 
+def check_bool(what: str, x: Any) -> bool:
+    x = plain(x)
+    if not isinstance(x, bool):
+        raise TypeError(f"{what} must be a bool, got {shown(x)}")
+    return x
+
+
+def check_probability(what: str, x: Any) -> float:
+    """Of dropout: with 1 nothing would be left."""
+    x = plain(x)
+    if not is_number(x):
+        raise TypeError(f"{what} must be a number in [0, 1), got {shown(x)}")
+    if not 0 <= x < 1:
+        raise ValueError(f"{what} must be a number in [0, 1), got {shown(x)}")
+    return float(x)
+
+
+def check_sizes(optional: bool = False, **sizes: Any) -> None:
+    """Ints of at least 1 that fit an int64; ``optional`` ones may be None."""
+    for name, size in sizes.items():
+        if size is None and optional:
+            continue
+        if size is None or not is_int(size) or size < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {shown(size)}")
+        if size >= 2**63:
+            raise ValueError(f"{name} must fit an int64, below 2^63, got {shown(size)}")
+
+
 def shown(x: Any) -> str:
     """What came, for an error: short, whatever it is."""
     if isinstance(x, Tensor):

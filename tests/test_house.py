@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "values",
     },
     "recurrent": {"backends", "call", "checks", "dispatch", "forms", "preference", "values"},
-    "cache": {"dispatch", "recurrent", "values"},
+    "cache": {"dispatch", "recurrent", "registry", "values"},
     "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry", "values"},
     "integrations": {"attnzoo", "dispatch", "integrations", "nn", "registry"},
     "attnzoo": {"nn", "dispatch", "forms", "plugins", "recurrent", "registry"},

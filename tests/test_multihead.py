@@ -186,7 +186,7 @@ def test_a_torch_checkpoint_loads() -> None:
         ({"embed_dim": 10}, "embed_dim=10 is not a multiple of num_heads=3"),
         ({"num_heads": 0}, "num_heads must be an int of at least 1, got 0"),
         ({"num_kv_heads": 2}, "num_heads=3 is not a multiple of num_kv_heads=2"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
         ({"kdim": 0}, "kdim must be an int of at least 1, got 0"),
         ({"variant": "softmaxx"}, "'softmaxx'"),
     ],

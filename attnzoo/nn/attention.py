@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from attnzoo.bind import check_entries, check_value
 from attnzoo.cache import Cache, KVCache, StateCache
@@ -16,6 +15,17 @@ from attnzoo.dispatch import attention, attention_weights
 from attnzoo.forms import REQUIRED, Param
 from attnzoo.recurrent import has_state
 from attnzoo.registry import get_variant
+from attnzoo.values import (
+    DTYPES,
+    check_bool,
+    check_dense,
+    check_sizes,
+    did_you_mean,
+    is_finite,
+    is_number,
+    plain,
+    shown,
+)
 
 BOUNDED = "parametrizations"
 
@@ -100,7 +110,10 @@ class Attention(nn.Module):
         for name in params:
             if name not in specs:
                 known = ", ".join(specs) or "none"
-                raise TypeError(f"variant {variant!r} has no parameter {name!r}; it has: {known}")
+                nearest = did_you_mean(name, [*specs, "learn"])
+                raise TypeError(
+                    f"variant {variant!r} has no parameter {name!r}; it has: {known}{nearest}"
+                )
         # Whoever hands in a torch.nn.Parameter wants it learned.
         learned += tuple(
             name
@@ -119,7 +132,7 @@ class Attention(nn.Module):
                 # Its own: checkpoints hold no tensor twice.
                 self._initial[name] = self._tensor(spec, value).detach().clone()
                 self.register_buffer(name, self._initial[name].clone())
-            elif value is None:
+            elif value is None and spec.default is None:
                 setattr(self, name, None)
             else:
                 setattr(self, name, check_value(f"{variant}'s {name}", spec, value))
@@ -132,11 +145,11 @@ class Attention(nn.Module):
             return tuple(name for name, spec in specs.items() if spec.init is not None)
         possible = [name for name, spec in specs.items() if spec.kind == "row"]
         if not isinstance(learn, (tuple, list)):
-            raise TypeError(f"learn must be a tuple of names or None, got {learn!r}")
+            raise TypeError(f"learn must be a tuple of names or None, got {shown(learn)}")
         for name in learn:
             if name not in possible:
                 allowed = ", ".join(possible) or "none"
-                raise ValueError(f"learn: {variant!r} can learn {allowed}; got {name!r}")
+                raise ValueError(f"learn: {variant!r} can learn {allowed}; got {shown(name)}")
         if len(set(learn)) < len(learn):
             raise ValueError(f"learn must name each parameter once, got {learn!r}")
         return tuple(learn)
@@ -146,8 +159,9 @@ class Attention(nn.Module):
         what = f"{self.variant}'s {spec.name}"
         if spec.kind != "row":
             check_value(what, spec, value)
-        if not value.is_floating_point():
-            raise TypeError(f"{what} must be a float tensor, got {value.dtype}")
+        check_dense(what, value)
+        if value.dtype not in DTYPES:
+            raise TypeError(f"{what} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
         if value.shape not in ((), (self.num_heads,)):
             raise ValueError(
                 f"{what} must have shape () or ({self.num_heads},), got {tuple(value.shape)}"
@@ -160,10 +174,10 @@ class Attention(nn.Module):
         if start is None or start is REQUIRED:
             raise ValueError(f"learn: give {what} an initial value, a float or a tensor (H,)")
         if not isinstance(start, Tensor):
-            start = torch.full(
-                (self.num_heads,), check_value(what, spec, start), dtype=torch.float32
-            )
+            number = check_value(what, spec, start, torch.float32)
+            start = torch.full((self.num_heads,), number, dtype=torch.float32)
         start = self._tensor(spec, start).expand(self.num_heads)
+        check_entries(what, spec, start, torch.float32)
         start = start.detach().clone().float()
         self._initial[spec.name] = start
         if spec.between is None:
@@ -219,13 +233,14 @@ class Attention(nn.Module):
         **keywords: Any,
     ) -> Any:
         """`attnzoo.attention` of this variant; see there for the keywords."""
-        if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != self.num_heads:
+        check_dense("q", q)
+        if q.dim() == 4 and q.shape[1] != self.num_heads:
             raise ValueError(f"q must have num_heads={self.num_heads} heads, got {tuple(q.shape)}")
         own = self._own()
-        for name in own:
+        for name in ("variant", *own):
             if name in keywords:
                 raise TypeError(f"{name} belongs to the module: set it when it is made")
-        if need_weights:
+        if check_bool("need_weights", need_weights):
             if cache is not None:
                 raise ValueError("need_weights must be False with a cache, got True")
             return _dense(q, k, v, self.variant, **keywords, **own)
@@ -246,7 +261,7 @@ class Attention(nn.Module):
                 tokens, and wants "keys" below.
         """
         if kind not in (None, "keys", "state"):
-            raise ValueError(f"kind must be 'keys', 'state' or None, got {kind!r}")
+            raise ValueError(f"kind must be 'keys', 'state' or None, got {shown(kind)}")
         possible = has_state(self.variant, self._own(), self.num_heads)
         if kind == "state" and not possible:
             raise ValueError(f"kind: {self.variant!r} has no state here, only keys; got 'state'")
@@ -288,13 +303,12 @@ class Attention(nn.Module):
 
 
 def _dense(
-    q: Tensor, k: Tensor, v: Tensor, variant: str, *, dropout_p: float = 0.0, **arguments: Any
+    q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """Output and weights, these after dropout, as they meet the values."""
     weights = attention_weights(q, k, v, variant, **arguments)
     if not isinstance(weights, Tensor):
         raise ValueError("return_lse must be False with need_weights, got True")
-    weights = functional.dropout(weights, dropout_p)
     return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), weights
 
 
@@ -304,6 +318,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Zero is not neutral for a scale or a sink, so decay towards it is no prior. All else, biases and
     norms too, is in the first group.
 
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
     Example:
         >>> import torch
         >>> from attnzoo.nn import Transformer, parameter_groups
@@ -312,6 +329,16 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         >>> [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups]
         [(14, 0.1), (2, 0.0)]
     """
+    check_module("model", model)
+    weight_decay = plain(weight_decay)
+    if not is_number(weight_decay):
+        raise TypeError(
+            f"weight_decay must be a finite number of at least 0, got {shown(weight_decay)}"
+        )
+    if not (weight_decay >= 0 and is_finite(weight_decay)):
+        raise ValueError(
+            f"weight_decay must be a finite number of at least 0, got {shown(weight_decay)}"
+        )
     own = [p for m in model.modules() if isinstance(m, Attention) for p in m.parameters()]
     kept = {id(p) for p in own}
     others = [p for p in model.parameters() if id(p) not in kept]
@@ -319,12 +346,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
 
 
-def check_sizes(optional: bool = False, **sizes: Any) -> None:
-    for name, size in sizes.items():
-        if size is None and optional:
-            continue
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+def check_module(what: str, x: Any) -> None:
+    if not isinstance(x, nn.Module):
+        raise TypeError(f"{what} must be a torch.nn.Module, got {shown(x)}")
 
 
 def check_heads(num_heads: int, num_kv_heads: int | None, **divided: int) -> int:

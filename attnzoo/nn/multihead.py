@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.nn.attention import Attention, check_heads, check_sizes
+from attnzoo.nn.attention import Attention, check_heads, check_module
+from attnzoo.values import DTYPES, check_bool, check_dense, check_probability, check_sizes
 
 
 class MultiheadAttention(nn.Module):
@@ -79,8 +80,10 @@ class MultiheadAttention(nn.Module):
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         check_sizes(optional=True, kdim=kdim, vdim=vdim, num_kv_heads=num_kv_heads)
         kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        dropout = check_probability("dropout", dropout)
+        flags = {"bias": bias, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
+        for name, flag in {**flags, "batch_first": batch_first}.items():
+            check_bool(name, flag)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
@@ -131,8 +134,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError("layer has hooks, which would be lost: remove them first")
         own = cls(
             layer.embed_dim, layer.num_heads, layer.dropout, layer.in_proj_bias is not None,
-            layer.bias_k is not None, layer.add_zero_attn, layer.kdim, layer.vdim,
-            layer.batch_first, device="meta", variant=variant, **options,
+            layer.bias_k is not None, bool(layer.add_zero_attn), layer.kdim, layer.vdim,
+            bool(layer.batch_first), device="meta", variant=variant, **options,
         )  # fmt: skip
         weight = layer.out_proj.weight
         # What the variant learns has values of its own, and is made where the weights are.
@@ -175,9 +178,12 @@ class MultiheadAttention(nn.Module):
             is_causal: see the class.
         """
         tensors = query, key, value
+        flags = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        for name, flag in {**flags, "is_causal": is_causal}.items():
+            check_bool(name, flag)
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None:
-                _check_tensor(name, mask)
+                check_dense(name, mask)
         batched = self._check(*tensors)
         if not batched:
             tensors = tuple(x[None] for x in tensors)
@@ -206,7 +212,9 @@ class MultiheadAttention(nn.Module):
         """Whether there is a batch."""
         given = {"query": query, "key": key, "value": value}
         for name, x in given.items():
-            _check_tensor(name, x)
+            check_dense(name, x)
+            if x.dtype not in DTYPES:
+                raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
         if {x.dim() for x in given.values()} not in ({3}, {2}):
             shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in given.items())
             raise ValueError(f"query, key and value must all have 3 dimensions, or 2: got {shapes}")
@@ -260,11 +268,6 @@ class MultiheadAttention(nn.Module):
         if mask is not None:
             mask = mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask[None, None]
         return _joined(padding, mask), is_causal
-
-
-def _check_tensor(name: str, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def _attended(
@@ -331,6 +334,7 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         >>> model.layers[0].self_attn.attend
         Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
     """
+    check_module("model", model)
     found = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
     own = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
     if not found and not own:

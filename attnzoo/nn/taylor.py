@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.cache import Cache
-from attnzoo.nn.attention import Attention, check_heads, check_sizes
+from attnzoo.nn.attention import Attention, check_heads
+from attnzoo.values import check_bool, check_sizes
 
 
 class Taylor(nn.Module):
@@ -58,6 +59,7 @@ class Taylor(nn.Module):
         super().__init__()
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, feature_dim=feature_dim)
         check_sizes(optional=True, head_dim=head_dim, num_kv_heads=num_kv_heads)
+        check_bool("bias", bias)
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: give head_dim"

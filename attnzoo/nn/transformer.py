@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnzoo.cache import Cache
-from attnzoo.nn.attention import Attention, check_heads, check_sizes
-from attnzoo.values import is_readable
+from attnzoo.nn.attention import Attention, check_heads
+from attnzoo.values import (
+    check_dense,
+    check_probability,
+    check_sizes,
+    is_number,
+    is_readable,
+    plain,
+    shown,
+)
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
 LARGEST_BASE = torch.finfo(torch.float32).max
@@ -86,22 +94,21 @@ class Transformer(nn.Module):
         check_sizes(optional=True, num_kv_heads=num_kv_heads, mlp_dim=mlp_dim, window=window)
         kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
         if positions not in POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
+            raise ValueError(
+                f"positions must be one of {', '.join(POSITIONS)}, got {shown(positions)}"
+            )
         head_dim = embed_dim // num_heads
         if "rope" in positions and head_dim % 2:
             raise ValueError(f"positions={positions!r} needs an even head dimension, {head_dim}")
-        if not 0 <= rope_share <= 1:
-            raise ValueError(f"rope_share must be in [0, 1], got {rope_share!r}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
-        if not 1 <= rope_base <= LARGEST_BASE:
-            raise ValueError(f"rope_base must be from 1 to {LARGEST_BASE:g}, got {rope_base!r}")
+        rope_share = _number("rope_share", rope_share, 0, 1)
+        rope_base = _number("rope_base", rope_base, 1, LARGEST_BASE)
+        dropout = check_probability("dropout", dropout)
         self.positions, self.window, self.num_heads = positions, window, num_heads
         self.rotated = 0
         if "rope" in positions:
             share = rope_share if positions == "p-rope" else 1.0
             self.rotated = round(share * head_dim / 2)
-        self.head_dim, self.rope_base = head_dim, float(rope_base)
+        self.head_dim, self.rope_base = head_dim, rope_base
         self.embed = nn.Embedding(vocab_size, embed_dim)
         self.layers = nn.ModuleList(
             _Layer(embed_dim, num_heads, kv_heads, mlp_dim or 4 * embed_dim, dropout, name, own)
@@ -153,8 +160,14 @@ class Transformer(nn.Module):
     def _check_tokens(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):
             raise TypeError(f"tokens must be an int tensor (B, N), got {type(tokens).__name__}")
+        check_dense("tokens", tokens)
         if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"tokens must be int (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
+        if tokens.is_meta and not self.embed.weight.is_meta:
+            raise ValueError(
+                f"tokens must hold values, as the model on {self.embed.weight.device} does, got "
+                "a meta tensor"
+            )
         if not is_readable(tokens):
             return
         size = self.embed.num_embeddings
@@ -223,11 +236,24 @@ def _rotate(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1).to(x.dtype)
 
 
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    value = plain(value)
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be from {low:g} to {high:g}, got {shown(value)}")
+    return float(value)
+
+
 def _per_layer(
     variant: str | Sequence[str | tuple[str, dict[str, Any]]], depth: int, params: dict[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
     if isinstance(variant, str):
         return [(variant, params)] * depth
+    if not isinstance(variant, Sequence):
+        raise TypeError(
+            f"variant must be a name from list_variants(), or {depth} of them, got {shown(variant)}"
+        )
     if params:
         given = ", ".join(params)
         raise TypeError(f"{given}: with a variant for each layer, give pairs (name, parameters)")
@@ -235,6 +261,13 @@ def _per_layer(
         raise ValueError(f"variant must be one name, or {depth} of them, got {len(variant)}")
     pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in variant]
     for pair in pairs:
-        if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], dict):
-            raise ValueError(f"variant must hold names or pairs (name, parameters), got {pair!r}")
+        if (
+            not isinstance(pair, (tuple, list))
+            or len(pair) != 2
+            or not isinstance(pair[0], str)
+            or not isinstance(pair[1], dict)
+        ):
+            raise ValueError(
+                f"variant must hold names or pairs (name, parameters), got {shown(pair)}"
+            )
     return [(name, own) for name, own in pairs]
