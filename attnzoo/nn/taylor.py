@@ -31,7 +31,7 @@ class Taylor(nn.Module):
         forward(x (B, N, E), cache=None, **keywords of `attnzoo.attention`) -> (B, N, E).
 
     Raises:
-        ValueError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: naming the argument, what came and what is allowed.
 
     Example:
         >>> import torch
