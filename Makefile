@@ -2,6 +2,7 @@
 # make test    the tests, without those marked slow
 # make test-slow those marked slow, and only those
 # make test-all  every test
+# make test-arithmetic  the numerical ones, under every arithmetic of this CPU
 # make check   formatting, lint and types
 # make readme  rewrites the generated parts of README.md
 # Each makes .venv first if it is missing or older than pyproject.toml or constraints.txt.
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Written last: a .venv without it is half-made, and is made anew.
 STAMP := $(VENV)/.installed
 
-.PHONY: eval test test-slow test-all check format readme clean
+.PHONY: eval test test-slow test-all test-arithmetic check format readme clean
 
 eval: $(STAMP)
 	$(BIN)/python -m evals $(TASK) --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
@@ -34,6 +35,9 @@ test-slow: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) $(ARGS)
+
+test-arithmetic: $(STAMP)
+	$(BIN)/python scripts/test_arithmetic.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

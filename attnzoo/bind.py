@@ -106,7 +106,8 @@ def check_rows(what: str, form: Pairwise, call: Call) -> None:
         row = getattr(form, name)
         if not isinstance(row, Tensor):
             continue
-        fits = row.dim() == 3 and all(n in (1, whole) for n, whole in zip(row.shape, full))
+        # Not `n in (1, whole)`: a compiler does not find a symbolic size in a tuple.
+        fits = row.dim() == 3 and all(n == 1 or n == whole for n, whole in zip(row.shape, full))
         if not fits or not row.is_floating_point():
             raise ValueError(
                 f"{what}: {name} must be a float or a float tensor that broadcasts to (B, H, Nq) = "

@@ -22,9 +22,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 # Files whose tests compare numbers that torch or a kernel has computed.
 NUMERICAL = (
-    "agreement backends cache compile contract decode dropout error_budget flash flash_edges "
-    "flash_linear gradients large linear_state multihead nn papers recurrent threshold tiled "
-    "transformer transformers"
+    "backends cache call checkpointing contract coverage decode dropout error_budget extremes "
+    "flash flash_edges flash_linear flash_ops gradients large linear_state minilm multihead nn "
+    "own_variants papers threshold tiled transformer transformers transformers_start"
 ).split()
 SETTINGS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
@@ -52,16 +52,17 @@ def numpy_settings() -> dict[str, dict[str, str]]:
 
 
 def run(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]) -> bool:
+    """Two workers with one thread each, or one process with two threads."""
     files = [f"tests/test_{part}.py" for part in NUMERICAL]
-    files = [file for file in files if (ROOT / file).exists()]
+    workers = [] if values.get("OMP_NUM_THREADS") == "2" else ["-n", "2", "--dist", "worksteal"]
     environment = {key: value for key, value in os.environ.items() if key not in cleared}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", f"not slow and {marker}", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-min=60"]
+    command += ["-m", f"not slow and {marker}", *workers, *files, *sys.argv[1:]]
     print(f"\n== {name}", flush=True)
     start = time.monotonic()
-    status = subprocess.run(
-        [*command, *sys.argv[1:]], cwd=ROOT, env={**environment, **values}
-    ).returncode
-    print(f"== {name}: {'failed' if status else 'passed'}, {time.monotonic() - start:.0f} s")
+    status = subprocess.run(command, cwd=ROOT, env={**environment, **values}).returncode
+    passed, seconds = "failed" if status else "passed", time.monotonic() - start
+    print(f"== {name}: {passed}, {seconds:.0f} s", flush=True)
     return status == 0
 
 

@@ -105,16 +105,22 @@ def budget(problem: Problem) -> dict[str, Approx]:
     for name, (x, at, factor) in sides.items():
         given = found["d" + name].stored(problem.inner)
         given = given.rounded(EVALUATION, given.value)
-
-        def pull(x: Tensor, gradient: Tensor, at: Tensor = at) -> Tensor:
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                return torch.autograd.grad(form.features(x, at), x, gradient)[0]
-
-        # |J|ᵀ error. Features have coefficients ≥ 0, so that |J(x)| is at most J(|x|).
-        value, error = factor * pull(x, given.value), abs(factor) * pull(x.abs(), given.error)
-        found["d" + name] = Approx(value, error, given.eps)
+        found["d" + name] = pulled(form, x, at, given, factor)
     return found
+
+
+@torch.enable_grad()
+def pulled(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) -> Approx:
+    """factor · Jᵀ gradient, with |J| for the errors: feature by feature, each of its own token."""
+    x = x.detach().requires_grad_()
+    features = form.features(x, at)
+    value, error = torch.zeros_like(x), torch.zeros_like(x)
+    for f in range(features.shape[-1]):
+        (slope,) = torch.autograd.grad(features[..., f].sum(), x, retain_graph=True)
+        slope = factor * slope
+        value = value + slope * given.value[..., f, None]
+        error = error + slope.abs() * given.error[..., f, None]
+    return Approx(value.detach(), error.detach(), given.eps)
 
 
 def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
@@ -328,7 +334,10 @@ class Weights:
             found["dsink"] = -(self.incline(self.sink()) * self.r / self.z)
         if self.form.shape is not None:
             turn = self.turn().where(self.visible)
-            found["dshape"] = (turn * self.dp / self.z).sum(-1, keepdim=True)
+            of_shape = (turn * self.dp / self.z).sum(-1, keepdim=True)
+            # r may be taken off with a turn of its own, from another step of a solver.
+            apart = (turn.error * self.r.value.abs()).sum(-1, keepdim=True)
+            found["dshape"] = replace(of_shape, error=of_shape.error + apart)
         return found
 
     def turn(self) -> Approx:

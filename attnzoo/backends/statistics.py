@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from attnzoo.backends.blocks import (
     ScoreGradients,
@@ -26,6 +25,7 @@ from attnzoo.backends.blocks import (
     solid,
 )
 from attnzoo.backends.flash_ops import NO_DOUBLE
+from attnzoo.backends.operators import operator
 from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.call import Call, in_full_precision, score_dtype
 from attnzoo.forms import FromStatistics, Pairwise, Statistics
@@ -46,7 +46,7 @@ def with_rows(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
     return replace(form, gain=form.gain.row(Statistics(*found)))
 
 
-@custom_op("attnzoo::tiled_statistics", mutates_args=())
+@operator("tiled_statistics")
 def tiled_statistics(
     q: Tensor, k: Tensor, mask: Tensor | None, alibi: Tensor | None,
     q_segments: Tensor | None, k_segments: Tensor | None,
@@ -61,13 +61,13 @@ def tiled_statistics(
         return _statistics(call, q, k)
 
 
-@tiled_statistics.register_fake
+@torch.library.register_fake("attnzoo::tiled_statistics")
 def _(q: Tensor, *others: Any, **numbers: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=score_dtype(q))
     return lse, torch.empty_like(lse)
 
 
-@custom_op("attnzoo::tiled_statistics_backward", mutates_args=())
+@operator("tiled_statistics_backward")
 def tiled_statistics_backward(
     dlse: Tensor, dentropy: Tensor, q: Tensor, k: Tensor, mask: Tensor | None,
     alibi: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None,
@@ -87,7 +87,7 @@ def tiled_statistics_backward(
     return dq, dk, dmask, dalibi
 
 
-@tiled_statistics_backward.register_fake
+@torch.library.register_fake("attnzoo::tiled_statistics_backward")
 def _(
     dlse: Tensor, dentropy: Tensor, q: Tensor, k: Tensor, mask: Tensor | None,
     alibi: Tensor | None, *others: Any, wants_mask: bool, wants_alibi: bool, **numbers: Any,

@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from attnzoo import activations
 from attnzoo.backends.blocks import call_of, fake_gradient, numbers_of, solid
 from attnzoo.backends.flash_ops import NO_DOUBLE
+from attnzoo.backends.operators import operator
 from attnzoo.backends.tiled_walk import Normalizer, Rows, gradients, outputs
 from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.call import Call, in_full_precision, score_dtype
@@ -67,7 +67,7 @@ def attend(
     return out, lse
 
 
-@custom_op("attnzoo::tiled_forward", mutates_args=())
+@operator("tiled_forward")
 def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, alibi: Tensor | None,
     gain: Tensor | None, offset: Tensor | None, shape: Tensor | None, sink: Tensor | None,
@@ -86,7 +86,7 @@ def tiled_forward(
         return outputs(call, how, q, k, v, Rows(gain, offset, shape, sink), seed)
 
 
-@tiled_forward.register_fake
+@torch.library.register_fake("attnzoo::tiled_forward")
 def _(
     q: Tensor, k: Tensor, v: Tensor, *others: Any, want_lse: bool, **options: Any
 ) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ def _(
     return tuple(q.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
-@custom_op("attnzoo::tiled_backward", mutates_args=())
+@operator("tiled_backward")
 def tiled_backward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, alibi: Tensor | None,
     gain: Tensor | None, offset: Tensor | None, shape: Tensor | None, sink: Tensor | None,
@@ -123,7 +123,7 @@ def tiled_backward(
     return solid(q, *(found[name] for name in DIFFERENTIABLE))  # type: ignore[return-value]
 
 
-@tiled_backward.register_fake
+@torch.library.register_fake("attnzoo::tiled_backward")
 def _(*tensors: Any, wants: list[bool], **options: Any) -> tuple[Tensor, ...]:
     return tuple(fake_gradient(tensors[0], x, wanted) for x, wanted in zip(tensors, wants))
 
