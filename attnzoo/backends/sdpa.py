@@ -18,6 +18,10 @@ from attnzoo.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.values import is_readable
 
 
+# Keys. A vector of AVX-512 holds 16 numbers of fp32.
+WIDER_THAN_A_VECTOR = 64
+
+
 def unsupported(form: Form, call: Call) -> str | None:
     if isinstance(form, NoForm):
         return form.why
@@ -83,11 +87,11 @@ def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
 def _take_out_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """q and k without NaN, and the rows [B, H, Nq, 1] that had it among their visible scores.
 
-    Torch's fused CPU kernel may take a row whose scores are all NaN for one without keys, and it
-    hides a key by adding −∞, after which NaN is still NaN. A sum over q and k is the cheapest sign
-    that there may be NaN.
+    Torch's fused CPU kernel takes a row of NaN for one without keys if it has fewer keys than a
+    vector, and it hides a key by adding −∞, after which NaN is still NaN. A sum over q and k is the
+    cheapest sign that there may be NaN.
     """
-    if call.device.type != "cpu":
+    if call.device.type != "cpu" or (call.mask is None and call.keys >= WIDER_THAN_A_VECTOR):
         return q, k, None
     if is_readable(q) and is_readable(k) and bool((q.sum() + k.sum()).isfinite()):
         return q, k, None
