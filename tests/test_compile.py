@@ -153,6 +153,7 @@ def test_tiled_has_few_graphs_for_all_lengths(variant: str) -> None:
     assert graphs_over(LENGTHS, "tiled", variant, **params) <= 3
 
 
+@pytest.mark.slow
 def test_differentiable_statistics_have_few_graphs_for_all_lengths() -> None:
     assert graphs_over(LENGTHS, "tiled", "adaptive_temperature", differentiable=True) <= 3
 
@@ -162,7 +163,14 @@ def test_the_definition_of_a_learned_alpha_has_two_graphs_for_all_lengths() -> N
     assert graphs_over((9, 12, 14, 20, 11, 31, 25, 13, 17), "eager", "entmax") == 2
 
 
-@pytest.mark.parametrize("variant", ["softmax", "ssmax", "log_n", "adaptive_temperature"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "ssmax",
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("softmax", "log_n")),
+        pytest.param("adaptive_temperature", marks=pytest.mark.slow),
+    ],
+)
 def test_sdpa_is_compiled_with_all_sizes_symbolic(variant: str) -> None:
     assert graphs_over((20, 31, 40), "sdpa", variant, dynamic=True) <= 2
 
@@ -190,6 +198,7 @@ def test_a_linear_variant_is_compiled_at_a_second_length() -> None:
         assert torch.allclose(compiled(q, k, v), attend(q, k, v), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_order_of_taylor_is_compiled_too() -> None:
     q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))
     compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="aot_eager")

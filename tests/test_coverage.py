@@ -83,7 +83,8 @@ def runs() -> Iterator[Any]:
         variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
         for variant in variants:
             pair = cell(variant, backend)
-            slow = backend in KERNELS and variant != variants[0]
+            quick = "softmax" if "softmax" in variants else variants[0]
+            slow = backend in KERNELS and variant != quick
             marks = [*pair.marks, pytest.mark.slow] if slow else pair.marks
             yield pytest.param(*pair.values, marks=marks, id=pair.id)
 

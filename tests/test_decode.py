@@ -238,6 +238,7 @@ def small() -> list[Tensor]:
     ]
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     q, k, v = small()
     torch.library.opcheck(decode_ops.decode_statistics, (q, k, 0.3, *ALL))
@@ -275,7 +276,10 @@ def test_refusals_name_who_takes_the_call() -> None:
             attnzoo.attention(q, k, v, enable_gqa=True, backend="decode")
 
 
-@every_variant
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in ("sink", "entmax") else pytest.param(v, marks=pytest.mark.slow) for v in DECODE],
+)
 def test_a_cache_decodes_the_same_tokens(variant: str) -> None:
     """Token by token after a first piece, with sequences padded on the left."""
     q, k, v = (rand(2, 4 if i == 0 else 2, 40, 8, seed=i).float() for i in range(3))

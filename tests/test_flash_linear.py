@@ -167,6 +167,7 @@ def features(gradient: bool) -> tuple[Tensor, ...]:
     return tuple(t.requires_grad_(gradient) for t in (x, y, v, first))
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     x, y, v, first = features(True)
     torch.library.opcheck(linear_ops.linear_state, (y, v, first))
@@ -176,6 +177,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(linear_ops.linear_causal, (x, y, v, None))
 
 
+@pytest.mark.slow
 def test_opcheck_backward() -> None:
     x, y, v, first = features(False)
     torch.library.opcheck(linear_ops.linear_state_backward, (first, y, v))

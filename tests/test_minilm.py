@@ -79,6 +79,7 @@ def test_every_variant_runs_in_it(
     assert torch.allclose(alone[0], together[0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_calibrated_one_stays_close(folder: Path, batches: list[dict[str, Tensor]]) -> None:
     expected = embed(model(folder), batches[:3])
     found = {}

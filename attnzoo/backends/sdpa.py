@@ -17,7 +17,6 @@ from attnzoo.counts import visible_entries
 from attnzoo.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.values import is_readable
 
-
 # Keys. A vector of AVX-512 holds 16 numbers of fp32.
 WIDER_THAN_A_VECTOR = 64
 
