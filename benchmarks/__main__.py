@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, compile, decode, gpu, linear, memory, readme, report, tune
-from evals.cells import Refused
+from benchmarks import attention, compile, decode, gpu, linear, memory, readme, tune
+from evals.cells import Refused, load_plugin
 
 COMMANDS = (attention, linear, decode, compile, tune, gpu, readme, memory)
 
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if getattr(args, "plugin", None) is not None:
-            report.load_plugin(args.plugin)
+            load_plugin(args.plugin)
         return args.run(args)
     except (Refused, OSError) as refusal:  # a file that cannot be read or written, too
         print(f"{parser.prog}: {refusal}", file=sys.stderr)

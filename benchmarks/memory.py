@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cases import SDPA, Case, Inputs, Setting, call, sdpa_call
-from benchmarks.report import load_plugin
+from evals.cells import load_plugin
 
 STATUS = Path("/proc/self/status")
 ROOT = Path(__file__).parent.parent

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import attnzoo
 from benchmarks.cases import Case
-from benchmarks.report import load_plugin
-from evals.cells import Refused
+from evals.cells import Refused, load_plugin
 
 # The kernels that an activation is part of.
 KERNELS = ("forward", "dq", "dkdv", "decode")

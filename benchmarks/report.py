@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import attnzoo
 from benchmarks.correctness import Check
 from benchmarks.timing import Spread
 from evals.cells import Refused
@@ -134,17 +133,6 @@ def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
     """``--plugin``, which `benchmarks.__main__` loads before the command runs."""
     words = f"a file that registers more variants{words}"
     parser.add_argument("--plugin", type=Path, metavar="FILE.py", help=words)
-
-
-def load_plugin(path: Path) -> attnzoo.Plugin:
-    """The plugin of ``--plugin FILE.py``; refuses one that cannot be loaded or has no variant."""
-    try:
-        plugin = attnzoo.load_plugin(path)
-    except ValueError as error:
-        raise Refused(f"--{error}") from error
-    if not plugin.variants:
-        raise Refused(f"--plugin {path} registered no variant")
-    return plugin
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -199,6 +199,8 @@ def test_a_bounded_parameter_is_saved_under_the_name_it_always_had() -> None:
     assert [name for name, _ in attend.named_parameters()] == list(raw)
     with pytest.raises(ValueError, match="alpha must start inside"):
         attend.alpha = torch.full((4,), 2.5)
+    with pytest.raises(TypeError, match="alpha must be a tensor, got float"):
+        attend.alpha = 1.7
 
 
 @every_variant
@@ -264,11 +266,15 @@ def test_autocast_with_a_float_mask_and_slopes() -> None:
 
 
 def test_the_module_can_be_made_on_meta() -> None:
-    """As large models are, before their weights are loaded."""
-    with torch.device("meta"):
-        made = [learning(variant) for variant in ("ssmax", "entmax", "sink")]
-    for attend in made:
+    """As large models are, before their weights are loaded. Initial values are known there too."""
+    for variant, learn in (("ssmax", None), ("entmax", ("alpha",)), ("sink", None)):
+        with torch.device("meta"):
+            attend = Attention(variant, 4, learn=learn)
         assert all(p.device.type == "meta" for p in attend.parameters())
+        attend.to_empty(device="cpu").reset_parameters()
+        expected = Attention(variant, 4, learn=learn).state_dict()
+        for name, x in attend.state_dict().items():
+            assert torch.equal(x, expected[name]), name
 
 
 # ---- keywords and errors ----------------------------------------------------------------------

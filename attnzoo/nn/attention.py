@@ -173,21 +173,25 @@ class Attention(nn.Module):
         what = f"{self.variant}'s {spec.name}"
         if start is None or start is REQUIRED:
             raise ValueError(f"learn: give {what} an initial value, a float or a tensor (H,)")
-        if not isinstance(start, Tensor):
+        if isinstance(start, Tensor):
+            device = start.device
+        else:
             number = check_value(what, spec, start, torch.float32)
-            start = torch.full((self.num_heads,), number, dtype=torch.float32)
+            # Kept on the CPU, for a module that is made on meta: there it would have no value.
+            start = torch.full((self.num_heads,), number, dtype=torch.float32, device="cpu")
+            device = torch.empty(0).device  # torch's default, or that of `with torch.device(...)`
         start = self._tensor(spec, start).expand(self.num_heads)
         check_entries(what, spec, start, torch.float32)
         start = start.detach().clone().float()
         self._initial[spec.name] = start
         if spec.between is None:
-            self.register_parameter(spec.name, nn.Parameter(start.clone()))
+            self.register_parameter(spec.name, nn.Parameter(start.to(device, copy=True)))
             return
         # Named as torch.nn.utils.parametrize would name it, so that older checkpoints load. That
         # one changes the module's class, and such a module cannot be pickled.
         if BOUNDED not in self._modules:
             self.add_module(BOUNDED, nn.ModuleDict())
-        self._bounded()[spec.name] = _Bounded(what, *spec.between, start)
+        self._bounded()[spec.name] = _Bounded(what, *spec.between, start).to(device=device)
 
     def reset_parameters(self, names: Iterable[str] | None = None) -> None:
         """Back to the initial values; also after ``to_empty`` of a module made on another device.
@@ -219,6 +223,7 @@ class Attention(nn.Module):
         bounded = self._bounded()
         if name not in bounded:
             return super().__setattr__(name, value)
+        check_dense(bounded[name].what, value)
         with torch.no_grad():
             bounded[name].original.copy_(bounded[name].inverse(value))
 
