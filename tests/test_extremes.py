@@ -178,10 +178,11 @@ def test_a_key_that_is_hidden_spoils_no_row(backend: str) -> None:
     q, k, v = qkv(torch.float32)
     for mask in (torch.arange(N).view(1, 1, 1, N) != 3, torch.arange(N).expand(1, 1, N, N) != 3):
         clean = attnzoo.attention(q, k, v, attn_mask=mask, backend=backend)
-        spoiled = attnzoo.attention(
-            q, spoil(k, 0, 3, torch.nan), v, attn_mask=mask, backend=backend
-        )
-        assert torch.equal(spoiled, clean)
+        for value in (torch.nan, torch.inf, -torch.inf):
+            hidden = spoil(k, 0, 3, value)
+            assert torch.equal(
+                attnzoo.attention(q, hidden, v, attn_mask=mask, backend=backend), clean
+            )
     # A row without any key is 0, whatever its query is.
     mask = torch.ones(1, 1, N, N, dtype=torch.bool)
     mask[:, :, 4] = False

@@ -95,6 +95,7 @@ def _take_out_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Ten
     if is_readable(q) and is_readable(k) and bool((q.sum() + k.sum()).isfinite()):
         return q, k, None
     queries = (q * 0).isnan().any(-1, keepdim=True)  # no score of an infinite query is finite
+    k = _without_unseen(k, call)
     keys = k.isnan().any(-1, keepdim=True)
     q, k = q.masked_fill(queries, 0.0), k.masked_fill(keys, 0.0)
     keys = keys.repeat_interleave(call.group, dim=1)  # [B, H, Nk, 1]
@@ -105,6 +106,16 @@ def _take_out_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Ten
     else:
         seen = keys.any(2, keepdim=True)
     return q, k, queries | seen
+
+
+def _without_unseen(k: Tensor, call: Call) -> Tensor:
+    """k with 0 for the keys that the mask hides from all rows: infinite ones would spoil them."""
+    if call.mask is None:
+        return k
+    seen = visible_entries(call.mask).any(2)  # [B|1, H|1, Nk]
+    if seen.shape[1] > 1:
+        seen = seen.unflatten(1, (call.kv_heads, call.group)).any(2)
+    return k.masked_fill(~seen[..., None], 0.0)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
