@@ -222,7 +222,7 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
         ),
         "dkdv": (
             (64, Config(64, 64, 4, 2, registers=ALL)),
-            (128, Config(32, 128, 8, 2)),
+            (128, Config(32, 128, 8, 2, registers=ALL)),
             (256, Config(16, 64, 8, 1)),
         ),
         "stats": ((128, Config(128, 128, 8, 2)), (256, Config(64, 64, 8, 2))),
