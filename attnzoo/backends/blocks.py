@@ -228,7 +228,7 @@ class ScoreGradients:
         if self.dgain is None or self.gain is None:
             self.dq[block.part] = dq
         else:
-            # From the un-gained sum: dividing by a gain of 0 (log 1) would lose it.
+            # From the sum before the gain: a gain of 0 (log 1) cannot be divided out.
             self.dgain[block.part] = (dq * self.q[block.part].to(dq.dtype)).sum(-1)
             self.dq[block.part] = dq * block.of(self.gain)[..., None]
         if self.dmask is not None:

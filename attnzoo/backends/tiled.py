@@ -2,8 +2,8 @@
 
 By form where there is one, in the operators of `tiled_ops`, with the one backward of all pairwise
 forms: weights φ(s − τ)/Z are computed again from the saved rows τ and Z. By definition otherwise,
-its blocks checkpointed; that one is Python of its own, which torch.compile unrolls. It refuses
-nothing.
+its blocks checkpointed; that one is Python of its own, which torch.compile unrolls. It takes
+every form and call, but no transforms of torch.func.
 """
 
 from __future__ import annotations

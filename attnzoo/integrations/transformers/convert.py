@@ -123,7 +123,8 @@ def describe(config: Any, spec: dict[str, Any]) -> None:
     """What is saved: the layers' variants, and a name that other processes do not know.
 
     ``attn_implementation`` is read by transformers when it loads a config, and unlike
-    ``_attn_implementation`` it is saved. Who has not imported this package then raises.
+    ``_attn_implementation`` it is saved. A process without this
+    package then gets an error.
     """
     setattr(config, NAME, spec)
     config.attn_implementation = NAME
