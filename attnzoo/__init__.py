@@ -7,8 +7,7 @@ torch.Size([1, 4, 32, 16])
 """
 
 from attnzoo import nn
-from attnzoo.dispatch import Plan, attention, attention_weights, explain
-from attnzoo.forms import (
+from attnzoo.core.forms import (
     REQUIRED,
     Activation,
     FromStatistics,
@@ -19,9 +18,10 @@ from attnzoo.forms import (
     Statistics,
     Variant,
 )
-from attnzoo.plugins import Plugin, load_plugin
-from attnzoo.recurrent import LinearState, linear_attention
-from attnzoo.registry import get_variant, list_variants, register_variant
+from attnzoo.core.plugins import Plugin, load_plugin
+from attnzoo.core.registry import get_variant, list_variants, register_variant
+from attnzoo.functional.attention import Plan, attention, attention_weights, explain
+from attnzoo.functional.linear_attention import LinearState, linear_attention
 
 __version__ = "0.1.0"
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, compile, decode, gpu, linear, memory, readme, tune
-from evals.cells import Refused, load_plugin
+from benchmarks import readme
+from benchmarks.harness import memory
+from benchmarks.kernels import compile, tune
+from benchmarks.suites import attention, decode, gpu, linear
+from commandline.errors import UsageError
+from commandline.variants import load_plugin
 
 COMMANDS = (attention, linear, decode, compile, tune, gpu, readme, memory)
 
@@ -24,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(args, "plugin", None) is not None:
             load_plugin(args.plugin)
         return args.run(args)
-    except (Refused, OSError) as refusal:  # a file that cannot be read or written, too
+    except (UsageError, OSError) as refusal:  # a file that cannot be read or written, too
         print(f"{parser.prog}: {refusal}", file=sys.stderr)
         return 2
 

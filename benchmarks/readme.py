@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 import attnzoo
-from benchmarks.cases import Case
+from benchmarks.harness.cases import Case
 from benchmarks.kernels_table import kernels_table
-from evals.cells import Refused
-from evals.readme import scores, tasks_table
+from commandline.errors import UsageError
+from evals.reporting.readme import scores, tasks_table
 
 README = Path(__file__).parent.parent / "README.md"
 # At this length every form has a candidate, and the example of a linear cost is a common width.
@@ -44,7 +44,7 @@ def rendered(text: str) -> str:
     for name, make in BLOCKS.items():
         block = re.compile(rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)", re.DOTALL)
         if len(block.findall(text)) != 1:
-            raise Refused(f"README.md needs one pair of `<!-- {name}: begin -->` and `end`")
+            raise UsageError(f"README.md needs one pair of `<!-- {name}: begin -->` and `end`")
         new = make()
         text = block.sub(lambda m, new=new: m[1] + new + m[2], text)
     return text

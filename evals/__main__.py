@@ -8,13 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from evals import compare, laws, ranks, results, sharpness
-from evals.cells import Refused
-from evals.options import add_arguments, add_plugin, gather, seed
-from evals.run import run
-from evals.study import load_plugins
+from commandline.arguments import add_plugin, seed
+from commandline.errors import UsageError
+from evals.harness.options import add_arguments, gather
+from evals.harness.run import run
+from evals.harness.study import load_plugins
+from evals.pretrained import sharpness
+from evals.reporting import compare, results
 from evals.task import NOTES
 from evals.tasks import TASKS
+from evals.theory import laws, ranks
 
 ALL = "all"
 
@@ -79,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = list(TASKS) if given.command == ALL else [given.command]
         pretrained = [vars(given).pop(name, None) for name in ("model", "text")]
         if pretrained.count(None) == 1:
-            raise Refused("--model and --text go together")
+            raise UsageError("--model and --text go together")
         if pretrained[1] is not None and not pretrained[1].is_file():
-            raise Refused(f"--text: there is no file {pretrained[1]}")
+            raise UsageError(f"--text: there is no file {pretrained[1]}")
         options = gather(given, names)
         shared = options[names[0]]
         out = shared.out or Path("results") / shared.preset
@@ -92,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             line += ["--out", str(out / sharpness.NAME)]
             return max(status, sharpness.main(parser().parse_args(line)))
         return status
-    except (Refused, OSError) as refusal:  # a file that cannot be read or written, too
+    except (UsageError, OSError) as refusal:  # a file that cannot be read or written, too
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from evals.cells import VariantCall
+from commandline.variants import VariantCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,8 @@ class Figures:
 
 
 class Look(NamedTuple):
-    """Of how many sequences of a batch, the first ones, heads are measured (`evals.heads`), and of
-    how many of these their Jacobians too."""
+    """Of how many sequences of a batch, the first ones, heads are measured and of how
+    many of these their Jacobians too."""
 
     sequences: int
     jacobians: int
@@ -143,7 +143,7 @@ Measure = Callable[[VariantCall | None], Figures]
 
 
 class Task(ABC):
-    """A task. A subclass is a family (`evals.retrieval`, `evals.sequence`) and is final.
+    """A task. A subclass is a family, in `evals.tasks.families`, and is final.
 
     Attributes:
         name: on the command line.

@@ -53,7 +53,7 @@ def numpy_settings() -> dict[str, dict[str, str]]:
 
 def run(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]) -> bool:
     """Two workers with one thread each, or one process with two threads."""
-    files = [f"tests/test_{part}.py" for part in NUMERICAL]
+    files = [str(next((ROOT / "tests").rglob(f"test_{part}.py"))) for part in NUMERICAL]
     workers = [] if values.get("OMP_NUM_THREADS") == "2" else ["-n", "2", "--dist", "worksteal"]
     environment = {key: value for key, value in os.environ.items() if key not in cleared}
     command = [sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-min=60"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnzoo.call import Call
-from attnzoo.forms import Definition, Form
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Definition, Form
 
 
 def unsupported(form: Form, call: Call) -> str | None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.call import Call
-from attnzoo.forms import Form, Linear, NoForm
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Linear, NoForm
 
 CHUNK = 128
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnzoo.backends.statistics import with_rows
-from attnzoo.call import Call
-from attnzoo.counts import visible_entries
-from attnzoo.forms import Form, FromStatistics, NoForm, Pairwise
-from attnzoo.values import is_readable
+from attnzoo.backends.tiled.statistics import with_rows
+from attnzoo.core.call import Call
+from attnzoo.core.counts import visible_entries
+from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
+from attnzoo.core.values import is_readable
 
 # Keys. A vector of AVX-512 holds 16 numbers of fp32.
 WIDER_THAN_A_VECTOR = 64

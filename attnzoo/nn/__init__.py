@@ -1,7 +1,7 @@
 """Modules that own a variant's learned parameters, and what they decode with."""
 
-from attnzoo.cache import Cache, KVCache, StateCache
 from attnzoo.nn.attention import Attention, parameter_groups
+from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.multihead import MultiheadAttention, replace
 from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.bind import check_entries, check_value
-from attnzoo.cache import Cache, KVCache, StateCache
-from attnzoo.dispatch import attention, attention_weights
-from attnzoo.forms import REQUIRED, Param
-from attnzoo.recurrent import has_state
-from attnzoo.registry import get_variant
-from attnzoo.values import (
+from attnzoo.core.forms import REQUIRED, Param
+from attnzoo.core.parameters import check_entries, check_value
+from attnzoo.core.registry import get_variant
+from attnzoo.core.values import (
     DTYPES,
     check_bool,
     check_dense,
@@ -26,6 +23,9 @@ from attnzoo.values import (
     plain,
     shown,
 )
+from attnzoo.functional.attention import attention, attention_weights
+from attnzoo.functional.linear_attention import has_state
+from attnzoo.nn.cache import Cache, KVCache, StateCache
 
 BOUNDED = "parametrizations"
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnzoo.core.values import DTYPES, check_bool, check_dense, check_probability, check_sizes
 from attnzoo.nn.attention import Attention, check_heads, check_module
-from attnzoo.values import DTYPES, check_bool, check_dense, check_probability, check_sizes
 
 
 class MultiheadAttention(nn.Module):

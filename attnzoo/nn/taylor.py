@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.cache import Cache
+from attnzoo.core.values import check_bool, check_sizes
 from attnzoo.nn.attention import Attention, check_heads
-from attnzoo.values import check_bool, check_sizes
+from attnzoo.nn.cache import Cache
 
 
 class Taylor(nn.Module):

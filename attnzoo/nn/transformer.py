@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.cache import Cache
-from attnzoo.nn.attention import Attention, check_heads
-from attnzoo.values import (
+from attnzoo.core.values import (
     check_dense,
     check_probability,
     check_sizes,
@@ -20,6 +18,8 @@ from attnzoo.values import (
     plain,
     shown,
 )
+from attnzoo.nn.attention import Attention, check_heads
+from attnzoo.nn.cache import Cache
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
 LARGEST_BASE = torch.finfo(torch.float32).max

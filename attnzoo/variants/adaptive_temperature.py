@@ -14,9 +14,9 @@ inside the logarithm.
 import torch
 from torch import Tensor
 
-from attnzoo.activations import EXP
-from attnzoo.call import Call
-from attnzoo.forms import Form, FromStatistics, Pairwise, Param, Statistics, Variant
+from attnzoo.core.activations import EXP
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, FromStatistics, Pairwise, Param, Statistics, Variant
 
 POLYNOMIAL = (-0.037, 0.481, -2.3, 4.917, -1.791)  # highest power first
 FLOOR = -1e4
@@ -72,4 +72,5 @@ VARIANT = Variant(
     params=(Param("differentiable", False, kind="bool", doc="let gradients flow through β"),),
     forms=forms,
     scores=scores,
+    inference_only=True,
 )

@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from attnzoo.activations import ENTMAX15
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.activations import ENTMAX15
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
 from attnzoo.variants.entmax import project15
 
 

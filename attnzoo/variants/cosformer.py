@@ -15,8 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from attnzoo.call import Call
-from attnzoo.forms import Form, Linear, Param, Variant
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Linear, Param, Variant
 
 
 def refuse(call: Call, max_length: int) -> str | None:
@@ -68,4 +68,5 @@ VARIANT = Variant(
     forms=forms,
     refuse=refuse,
     positional=True,
+    example=lambda length: {"max_length": length},
 )

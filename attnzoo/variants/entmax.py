@@ -11,9 +11,9 @@ Differs: written in the units of the scores, w = φ(z − τ') with the q-expone
 import torch
 from torch import Tensor
 
-from attnzoo.activations import ENTMAX15, Q_EXP, SPARSEMAX
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.activations import ENTMAX15, Q_EXP, SPARSEMAX
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
 from attnzoo.variants.sparsemax import project
 
 

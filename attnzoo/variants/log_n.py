@@ -9,9 +9,9 @@ import math
 
 from torch import Tensor
 
-from attnzoo.activations import EXP
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Param, Variant
+from attnzoo.core.activations import EXP
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Param, Variant
 
 
 def gain(call: Call, train_length: float) -> Tensor:
@@ -47,5 +47,7 @@ VARIANT = Variant(
     ),
     forms=forms,
     scores=scores,
+    example=lambda length: {"train_length": length},
+    inference_only=True,
     calibrate=lambda log_n: {"train_length": math.exp(log_n)},
 )

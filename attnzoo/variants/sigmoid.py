@@ -9,9 +9,9 @@ visible keys of each row. Their number is ``bias=-math.log(n)``.
 
 from torch import Tensor
 
-from attnzoo.activations import SIGMOID
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.activations import SIGMOID
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
 
 
 def weights(q: Tensor, k: Tensor, call: Call, bias: Row | None) -> Tensor:

@@ -10,9 +10,9 @@ weight, so from there b does not move: b = −10 is nearly softmax, and learns.
 import torch
 from torch import Tensor
 
-from attnzoo.activations import EXP
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.activations import EXP
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
 
 
 def scores(q: Tensor, k: Tensor, call: Call, b: Row) -> Tensor:

@@ -6,9 +6,9 @@ weight lies within e^{±(M−m)}/n, so no key keeps its weight as n grows.
 
 from torch import Tensor
 
-from attnzoo.activations import EXP
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Variant
+from attnzoo.core.activations import EXP
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Variant
 
 
 def scores(q: Tensor, k: Tensor, call: Call) -> Tensor:

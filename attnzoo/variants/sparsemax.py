@@ -7,9 +7,9 @@ the best by 1 or more has weight 0 and gets no gradient.
 import torch
 from torch import Tensor
 
-from attnzoo.activations import SPARSEMAX
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Variant
+from attnzoo.core.activations import SPARSEMAX
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Variant
 
 
 def project(s: Tensor, call: Call) -> Tensor:

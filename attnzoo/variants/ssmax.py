@@ -12,9 +12,9 @@ a constant temperature.
 
 from torch import Tensor
 
-from attnzoo.activations import EXP
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.activations import EXP
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
 
 
 def gain(log_n: Tensor, s: Row, b: Row) -> Tensor:

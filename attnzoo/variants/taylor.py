@@ -20,9 +20,9 @@ from math import factorial
 import torch
 from torch import Tensor
 
-from attnzoo.activations import TAYLOR
-from attnzoo.call import Call
-from attnzoo.forms import Form, Linear, NoForm, Pairwise, Param, Variant
+from attnzoo.core.activations import TAYLOR
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Linear, NoForm, Pairwise, Param, Variant
 
 
 def refuse(call: Call, order: int) -> str | None:

@@ -8,9 +8,9 @@ are kept where there are fewer than k. No gradient reaches a key that is not kep
 import torch
 from torch import Tensor
 
-from attnzoo.activations import EXP
-from attnzoo.call import Call
-from attnzoo.forms import Form, Pairwise, Param, Variant
+from attnzoo.core.activations import EXP
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise, Param, Variant
 
 
 def scores(q: Tensor, k: Tensor, call: Call, top_k: int) -> Tensor:
@@ -48,4 +48,5 @@ VARIANT = Variant(
     ),
     forms=forms,
     scores=scores,
+    example=lambda length: {"top_k": 8},
 )

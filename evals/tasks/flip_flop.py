@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.cells import Refused
-from evals.draws import GENERATOR, integers, uniforms, words
-from evals.sequence import ACCURACY, LOSS, Batch, Sequence, Settings
+from commandline.errors import UsageError
+from evals.harness.draws import GENERATOR, integers, uniforms, words
 from evals.task import EVERY, QUICK, Metric, Preset
+from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, Sequence, Settings
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)
 IGNORED = {"train": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
@@ -27,7 +27,7 @@ IGNORED = {"train": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
     """Words: one per instruction, one per bit."""
     if length % 2 or length < 4:
-        raise Refused(f"flip-flop's lengths must be even numbers from 4 on, got {length}")
+        raise UsageError(f"flip-flop's lengths must be even numbers from 4 on, got {length}")
     steps = length // 2
     raw = words(seed, split, length, start, stop, 2 * steps)
     chance = uniforms(raw[:, :steps]).astype(np.float64)

@@ -29,11 +29,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from evals.cells import Refused
-from evals.draws import GENERATOR, integers, words
-from evals.sequence import Batch, Sequence, right
-from evals.sequence import Settings as Base
+from commandline.errors import UsageError
+from evals.harness.draws import GENERATOR, integers, words
 from evals.task import EVERY, QUICK, Figures, Metric, Preset
+from evals.tasks.families.sequence import Batch, Sequence, right
+from evals.tasks.families.sequence import Settings as Base
 
 LINE = b"\n#key="
 DIGITS = 4
@@ -60,7 +60,7 @@ def corpus() -> tuple[dict[str, np.ndarray], str]:
             parts["test" if held_out else "train"].append(path.read_bytes())
     texts = {split: b"\n".join(found) for split, found in parts.items()}
     if min(map(len, texts.values())) < 2**18:
-        raise Refused(f"language-model needs the sources of the standard library, not in {root}")
+        raise UsageError(f"language-model needs the sources of the standard library, not in {root}")
     digest = hashlib.sha256(texts["train"] + b"\0" + texts["test"]).hexdigest()[:16]
     return {split: np.frombuffer(text, dtype=np.uint8) for split, text in texts.items()}, digest
 
@@ -77,7 +77,7 @@ class Settings(Base):
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
     """Words: the place in the text, the needle's depth, its digits."""
     if length < SHORTEST:
-        raise Refused(f"language-model's lengths must be at least {SHORTEST}, got {length}")
+        raise UsageError(f"language-model's lengths must be at least {SHORTEST}, got {length}")
     text = corpus()[0]["train" if split == "train" else "test"]
     raw = words(seed, split, length, start, stop, 2 + DIGITS)
     places = integers(raw[:, 0], len(text) - length)

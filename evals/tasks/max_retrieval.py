@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from evals.draws import GENERATOR, integers, uniforms, words
-from evals.retrieval import CLASSES, Batch, Retrieval, Settings
+from evals.harness.draws import GENERATOR, integers, uniforms, words
 from evals.task import EVERY, QUICK, Preset, Published
+from evals.tasks.families.retrieval import CLASSES, Batch, Retrieval, Settings
 
 _QUICK = (*QUICK, "softmax->log_n(train_length=16)")
 PRESETS = {

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from evals.cells import Refused
-from evals.draws import GENERATOR, integers, subsets, words
-from evals.sequence import Batch, Sequence
-from evals.sequence import Settings as Base
+from commandline.errors import UsageError
+from evals.harness.draws import GENERATOR, integers, subsets, words
 from evals.task import EVERY, QUICK, Preset
+from evals.tasks.families.sequence import Batch, Sequence
+from evals.tasks.families.sequence import Settings as Base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Settings(Base):
         """How many pairs a sequence has."""
         pairs = length // self.density
         if length % self.density or not 1 <= pairs <= min(self.keys, length // 3):
-            raise Refused(
+            raise UsageError(
                 f"mqar's lengths must be multiples of {self.density} (density, at least 3) with no "
                 f"more than {self.keys} pairs (half the vocabulary), got {length}"
             )

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from evals.draws import GENERATOR, integers, words
-from evals.retrieval import CLASSES, Batch, Retrieval
+from evals.harness.draws import GENERATOR, integers, words
+from evals.tasks.families.retrieval import CLASSES, Batch, Retrieval
 from evals.tasks.max_retrieval import PRESETS
 
 KEYS = 16

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.draws import GENERATOR, integers, words
-from evals.sequence import ACCURACY, LOSS, Batch, Sequence, Settings, answers, right
+from evals.harness.draws import GENERATOR, integers, words
 from evals.task import EVERY, QUICK, Figures, Metric, Preset
+from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, Sequence, Settings, answers, right
 
 SYMBOLS = 32
 MARK = SYMBOLS

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.integrations.transformers.interface import NAME, Seen, watched
 from attnzoo.nn import Attention
-from attnzoo.registry import get_variant, list_variants
 
 VERSION = 1
 Batch = Tensor | Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""Any variant, block by block in PyTorch: memory linear in N, on any device."""

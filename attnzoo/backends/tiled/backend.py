@@ -1,0 +1,83 @@
+"""Any variant, a block of query rows at a time: memory linear in N, on any device.
+
+By form where there is one, in the operators of `tiled_ops`, with the one backward of all pairwise
+forms: weights φ(s − τ)/Z are computed again from the saved rows τ and Z. By definition otherwise,
+its blocks checkpointed; that one is Python of its own, which torch.compile unrolls. It takes
+every form and call, but no transforms of torch.func.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnzoo.backends import eager
+from attnzoo.backends.tiled import operators as ops
+from attnzoo.backends.tiled.blocks import Block, blocks
+from attnzoo.backends.tiled.dropout import new_seed
+from attnzoo.backends.tiled.statistics import with_rows
+from attnzoo.backends.tiled.walk import NEG_INF, Normalizer, Rows
+from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.core.activations import EXP, IDENTITY
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
+
+
+def unsupported(form: Form, call: Call) -> str | None:
+    by_exp = isinstance(form, Definition) or getattr(form, "activation", None) is EXP
+    return None if by_exp or not call.return_lse else "φ is not exp: lse by definition only"
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
+    if isinstance(form, Definition):
+        return _by_definition(q, k, v, call, form)
+    if isinstance(form, Linear):
+        # A linear form is a pairwise one on its features: φ is the identity.
+        q = form.features(call.scale * q.to(call.dtype), call.query_positions)
+        k = form.features(k.to(call.dtype), call.key_positions)
+        call, form = replace(call, scale=1.0), Pairwise(IDENTITY, "sum")
+    assert isinstance(form, Pairwise)
+    form = with_rows(form, q, k, call, "tiled")
+    gain, offset, shape, sink = form.gain, form.offset, form.shape, form.sink
+    assert not isinstance(gain, FromStatistics)
+    gain = None if not isinstance(gain, Tensor) and gain == 1.0 else gain
+    rows = Rows(*(None if x is None else call.row(x) for x in (gain, offset, shape, sink)))
+    seed = new_seed(call) if call.dropout_p else None
+    how = Normalizer(form.activation, form.normalize, form.keep)
+    out, lse = ops.attend(q, k, v, call, how, rows, seed)
+    return out, lse if call.return_lse else None
+
+
+def _by_definition(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
+) -> tuple[Tensor, Tensor | None]:
+    refuse_transforms("tiled", q, k, v, call.mask, call.alibi)
+    # Known before the blocks are cut: n_i is that of the whole row.
+    call = replace(call, whole_counts=call.counts)
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)
+    lse = torch.full(q.shape[:3], NEG_INF, dtype=call.dtype, device=q.device)
+    for block in blocks(call):
+        heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
+        keys = (block.batches, heads, block.keys)
+        part = block.part
+        params = {
+            name: block.of(x) if isinstance(x, Tensor) else x for name, x in form.params.items()
+        }
+
+        def step(
+            q: Tensor, k: Tensor, v: Tensor, block: Block = block, params: dict = params
+        ) -> tuple[Tensor, Tensor | None]:
+            return eager.run(q, k, v, block.call, replace(form, params=params))
+
+        inputs = (q[part], k[keys], v[keys])
+        if call.needs_grad:
+            done, block_lse = checkpoint(step, *inputs, use_reentrant=False)
+        else:
+            done, block_lse = step(*inputs)
+        out[part] = done
+        if block_lse is not None:
+            lse[part] = block_lse
+    return out, lse if call.return_lse else None

@@ -1,0 +1,40 @@
+"""Dropout whose draw depends on (seed, head, row, key) alone, not on how a call is cut.
+
+The backward of `tiled` draws the same mask again from the saved seed, and one seed gives one mask
+whatever the block size, which a stateful generator would not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.tiled.blocks import Block
+from attnzoo.core.call import Call
+
+_WORD = 0xFFFFFFFF
+
+
+def new_seed(call: Call) -> Tensor:
+    """From torch's generator of the device, so that torch.manual_seed governs it."""
+    return torch.randint(0, _WORD + 1, (), dtype=torch.int64, device=call.device)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words that scatters neighbours (multiply-xorshift)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x6D2B79F5) & _WORD
+    return x ^ (x >> 16)
+
+
+def keep_mask(block: Block, call: Call, seed: Tensor) -> Tensor:
+    """0 where a weight is dropped, else 1/(1 − p): [b, h, rows, keys] in the call's dtype."""
+    b, h, i, j = (
+        torch.arange(s.start, s.stop, device=call.device)
+        for s in (block.batches, block.heads, block.rows, block.keys)
+    )
+    row = (b[:, None, None] * call.heads + h[:, None]) * call.queries + i
+    # Keys are mixed before they meet the row, or two rows would draw shifted copies of one run.
+    word = _mix(_mix(row ^ seed)[..., None] ^ _mix(j + 0x9E3779B9))
+    kept = word >= int(call.dropout_p * (_WORD + 1))
+    return kept.to(call.dtype) / (1 - call.dropout_p)

@@ -1,0 +1,274 @@
+"""The walk of `tiled` over the blocks of a pairwise form: outputs, and gradients.
+
+The backward, with w = φ/Z, dP_ij = dO_i·v_j and r_i as below:
+    dV = wᵀ dO,  dS = φ' (dP − dO·r)/Z,
+    dO·r = 0 ("none") · dO·o ("sum", "select") · Σφ'dP/Σφ' ("threshold").
+
+A row with a NaN among its scores is NaN throughout, other rows are as without it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.tiled.blocks import (
+    Block,
+    Hidden,
+    ScoreGradients,
+    Scratch,
+    block_scores,
+    blocks,
+    flat_keys,
+    hide,
+    product,
+    reduce_row,
+    scaled_queries,
+)
+from attnzoo.backends.tiled.dropout import keep_mask
+from attnzoo.backends.tiled.threshold import solve_threshold
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Activation
+
+NEG_INF = float("-inf")
+
+
+class Normalizer(NamedTuple):
+    """What a pairwise form is beside its rows."""
+
+    activation: Activation
+    normalize: str
+    keep: int | None
+
+
+class Rows(NamedTuple):
+    """The rows of a pairwise form: tensors that broadcast to (B, H, Nq)."""
+
+    gain: Tensor | None
+    offset: Tensor | None
+    shape: Tensor | None
+    sink: Tensor | None
+
+
+def outputs(
+    call: Call, how: Normalizer, q: Tensor, k: Tensor, v: Tensor, rows: Rows, seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out; lse, without elements unless the call asks for it; the rows τ and Z.
+
+    For φ = exp τ is the row's maximum. Not m + log Z is saved: a mask may move all of a row by
+    −1e9, beside which log Z has no digit.
+    """
+    keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
+    if rows.offset is not None:
+        # −τ is one more feature of q, against 1 in every key: the product subtracts it.
+        keys = torch.nn.functional.pad(keys, (0, 1), value=1.0)
+    full = (call.batch, call.heads, call.queries)
+    out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
+    lse = out.new_full(full if call.return_lse else (0,), NEG_INF)
+    tau, z = out.new_zeros(full), out.new_ones(full)
+    for block in blocks(call):
+        scaled = scaled_queries(block, q, rows.gain)
+        if rows.offset is not None:
+            tau_column = block.of(rows.offset).expand(block.shape)[..., None]
+            scaled = torch.cat([scaled, -block.flat(tau_column)], dim=-1)
+        s, hidden = block_scores(block, scaled, keys, scratch, how.activation.vanishes)
+        phi, block_tau, total, block_lse = _weigh(how, block, s, hidden, rows.shape, rows.sink)
+        if seed is not None:
+            phi.mul_(keep_mask(block, call, seed))
+        o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, v.shape[-1])
+        if total is not None:
+            total = total.masked_fill_(total == 0, 1.0)
+            o /= total[..., None]
+            z[block.part] = total
+        out[block.part] = o
+        if block_tau is not None:
+            tau[block.part] = block_tau
+        if block_lse is not None and call.return_lse:
+            lse[block.part] = block_lse
+    return out, lse, tau, z
+
+
+def gradients(
+    call: Call,
+    how: Normalizer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Rows,
+    seed: Tensor | None,
+    saved: dict[str, Tensor],
+    do: Tensor,
+    dlse: Tensor | None,
+    wanted: dict[str, bool],
+) -> dict[str, Tensor | None]:
+    """By the names of what is differentiable; None where it is not there or not wanted."""
+    out, lse, tau, z = (saved[name] for name in ("out", "lse", "tau", "z"))
+    gain, offset, shape, sink = rows
+    grads = ScoreGradients(call, q, k, gain, wanted["mask"], wanted["alibi"])
+    values = flat_keys(v, call)
+    dv = torch.zeros_like(values)
+    others = {name: x for name, x in rows._asdict().items() if name != "gain"}
+    drow = {name: torch.zeros_like(tau) for name in others if wanted[name]}
+    scratch, second = Scratch(call), Scratch(call)
+    for block in blocks(call):
+        scaled = scaled_queries(block, q, gain)
+        s, hidden = block_scores(block, scaled, grads.keys, scratch, how.activation.vanishes)
+        wide = None if shape is None else block.of(shape)[..., None]
+        x, phi, slope = _weigh_again(how, s, hidden, block, tau, offset, wide)
+        # dO/Z in the place of dO puts the division into both products at once.
+        do_z = do[block.part].to(call.dtype)
+        if how.normalize != "none":
+            do_z = do_z / block.of(z)[..., None]
+        flat_do = block.flat(do_z)
+        dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
+        kept = None if seed is None else keep_mask(block, call, seed)
+        flat_phi = block.flat(phi if kept is None else phi * kept)
+        dv[block.kv, block.keys].baddbmm_(flat_phi.transpose(1, 2), flat_do)
+        if kept is not None:
+            dp.mul_(kept)
+        r = _mean_gradient(how, block, do_z, out, dp, slope)
+        if "sink" in drow:
+            assert r is not None
+            assert sink is not None
+            drow["sink"][block.part] = -r * _sink_slope(how, block, sink, tau, wide)
+        if r is not None:
+            dp.sub_(r[..., None])
+        if "shape" in drow:
+            assert how.activation.shape_slope is not None
+            turn = how.activation.shape_slope(x, phi, wide)
+            hide(turn, hidden, 0.0)
+            drow["shape"][block.part] = (turn * dp).sum(-1)
+        ds = dp.mul_(slope)
+        if call.return_lse:
+            assert dlse is not None
+            # ∂lse/∂s = exp(s − lse), lse being that without the sink.
+            own = block.of(lse)
+            empty = own == NEG_INF
+            own = (block.of(tau) - own).masked_fill(empty, 0.0)
+            given = block.of(dlse).masked_fill(empty, 0.0)
+            ds += (x + own[..., None]).exp_() * given[..., None]
+        if "offset" in drow:
+            drow["offset"][block.part] = -ds.sum(-1)
+        grads.add(block, ds, scaled)
+    found: dict[str, Tensor | None] = {"v": dv.view(v.shape).to(v.dtype)}
+    found.update(zip(("q", "k", "mask", "alibi", "gain"), grads.tensors(k)))
+    for name, row in others.items():
+        found[name] = reduce_row(drow[name], row) if name in drow and row is not None else None
+    return {name: x if wanted[name] else None for name, x in found.items()}
+
+
+def _kept(s: Tensor, top_k: int | None) -> Tensor:
+    """The top_k largest of each row, ties to the lowest index; a NaN is always kept."""
+    assert top_k is not None
+    top_k = min(top_k, s.shape[-1])
+    kth = s.topk(top_k, dim=-1).values[..., -1:]
+    above, tied = ~(s <= kth), s == kth  # "not below or equal": NaN, too, is above
+    room = top_k - above.sum(-1, keepdim=True)
+    return above | (tied & (tied.cumsum(-1) <= room))
+
+
+def _peak(s: Tensor) -> Tensor:
+    """The row's maximum, 0 for a row without keys: τ of a threshold counts from here.
+
+    Counted from 0, τ of large scores would be rounded more coarsely than its keys differ.
+    """
+    m = s.amax(-1, keepdim=True)
+    return m.masked_fill_(m == NEG_INF, 0.0)
+
+
+def _weigh(
+    how: Normalizer,
+    block: Block,
+    s: Tensor,
+    hidden: Hidden,
+    shape: Tensor | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """φ(s − τ), the rows τ and Z from which a backward finds it again, and lse for φ = exp.
+
+    Works in place on the scores s [b, h, rows, keys], from which an offset is off already. None
+    stands for τ = 0, Z = 1 and no lse.
+    """
+    shape, sink = (None if x is None else block.of(x) for x in (shape, sink))
+    value = how.activation.value
+    wide = None if shape is None else shape[..., None]
+    if how.normalize == "select":
+        s.masked_fill_(~_kept(s, how.keep), NEG_INF)
+    if how.normalize == "none":
+        phi = value(s, wide)
+        hide(phi, hidden, 0.0)
+        return phi, None, None, None
+    if how.normalize == "threshold":
+        s.sub_(_peak(s))
+        tau = solve_threshold(s, shape, how.activation.name)
+        phi = value(s.sub_(tau[..., None]), wide)
+        # Z is 1 up to the last place of τ; over many equal scores that is not 1 in fp32.
+        return phi, tau, phi.sum(-1), None
+    if how.activation.name == "exp":
+        m = _peak(s)
+        phi = value(s.sub_(m), None)
+        mass, m = phi.sum(-1), m[..., 0]
+        lse = m + mass.log()
+        if sink is None:
+            return phi, m, mass, lse
+        top = torch.maximum(m, sink)
+        down = (m - top).exp()
+        return phi.mul_(down[..., None]), top, mass * down + (sink - top).exp(), lse
+    phi = value(s, wide)
+    hide(phi, hidden, 0.0)
+    z = phi.sum(-1)
+    if sink is not None:
+        z = z + value(sink.clone(), shape)
+    return phi, None, z, None
+
+
+def _weigh_again(
+    how: Normalizer,
+    s: Tensor,
+    hidden: Hidden,
+    block: Block,
+    tau: Tensor,
+    offset: Tensor | None,
+    wide: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x = s − τ, φ(x) and φ'(x) from the saved rows, 0 at invisible keys."""
+    if how.normalize == "select":
+        s.masked_fill_(~_kept(s, how.keep), NEG_INF)
+    if how.normalize == "threshold":
+        s.sub_(_peak(s))
+    if offset is not None:
+        s.sub_(block.of(offset)[..., None])
+    elif how.normalize == "threshold" or how.activation.name == "exp":
+        s.sub_(block.of(tau)[..., None])
+    # φ = exp overwrites s, and its gradient of lse wants x again.
+    x = s.clone() if block.whole.return_lse else s
+    phi = how.activation.value(s, wide)
+    hide(phi, hidden, 0.0)
+    slope = how.activation.slope(s, phi, wide)
+    if slope is not phi:
+        hide(slope, hidden, 0.0)
+    return x, phi, slope
+
+
+def _mean_gradient(
+    how: Normalizer, block: Block, do_z: Tensor, out: Tensor, dp: Tensor, slope: Tensor
+) -> Tensor | None:
+    """dO·r / Z, what a row's scores have in common: [b, h, rows]."""
+    if how.normalize == "none":
+        return None
+    if how.normalize == "threshold":
+        mass = slope.sum(-1)
+        return torch.linalg.vecdot(slope, dp) / mass.masked_fill_(mass == 0, 1.0)
+    return (do_z * out[block.part]).sum(-1)
+
+
+def _sink_slope(
+    how: Normalizer, block: Block, sink: Tensor, tau: Tensor, wide: Tensor | None
+) -> Tensor:
+    at = block.of(sink)
+    if how.activation.name == "exp":
+        at = at - block.of(tau)
+    shape = None if wide is None else wide[..., 0]
+    return how.activation.slope(at, how.activation.value(at.clone(), shape), shape)

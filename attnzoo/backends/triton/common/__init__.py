@@ -1,0 +1,1 @@
+"""What all Triton kernels share: tiles, the fold, activations, configurations, launches."""

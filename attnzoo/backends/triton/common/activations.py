@@ -1,0 +1,65 @@
+"""Triton implementations of `attnzoo.core.activations`: (φ(x), φ'(x)) of a tile x.
+
+``shape`` is the tile's vector of shapes, or None.
+
+x comes multiplied by the activation's ``unit``, so that exp is one exp2; φ' is the slope in the
+scores themselves. Masked scores are −∞, where φ and φ' must be 0 if the activation vanishes there.
+The compiler drops the half that a caller does not use.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exp(x, shape):
+    phi = tl.exp2(x)
+    return phi, phi
+
+
+@triton.jit
+def sigmoid(x, shape):
+    phi = 1.0 / (1.0 + tl.exp2(-x))
+    return phi, phi * (1.0 - phi)
+
+
+@triton.jit
+def sparsemax(x, shape):
+    phi = tl.maximum(1.0 + x, 0.0)
+    return phi, tl.where(phi > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def entmax15(x, shape):
+    u = tl.maximum(1.0 + 0.5 * x, 0.0)
+    return u * u, u
+
+
+@triton.jit
+def q_exp(x, shape):
+    """φ = u^{1/a} and φ' = φ/u with u = [1 + ax]_+, a = α − 1."""
+    a = shape - 1.0
+    y = tl.maximum(a * x, -1.0)
+    # log u from y: near 1 the hardware's logarithm has an absolute error only, and a divides it.
+    t = y / (2.0 + y)
+    t2 = t * t
+    series = 2.0 * t * (1.0 + t2 * (1.0 / 3.0 + t2 * (1.0 / 5.0 + t2 * (1.0 / 7.0))))
+    u = tl.maximum(1.0 + y, 1e-30)  # where it is 0, what comes of it is not taken
+    log_u = tl.where(tl.abs(y) < 0.125, series, LN2 * tl.log2(u))
+    phi = tl.where(y > -1.0, tl.exp2(log_u * (1.0 / (a * LN2))), 0.0)
+    return phi, phi / u
+
+
+@triton.jit
+def taylor2(x, shape):
+    slope = 1.0 + x
+    return 0.5 * x * x + slope, slope
+
+
+@triton.jit
+def taylor4(x, shape):
+    slope = 1.0 + x * (1.0 + x * (0.5 + x * (1.0 / 6.0)))
+    x2 = x * x
+    return x2 * x2 * (1.0 / 24.0) + slope, slope

@@ -1,0 +1,107 @@
+"""The fold of a pairwise form over its keys: o_i = Σ_j φ(s_ij − τ_i) v_j / Z_i, block by block.
+
+``ONLINE`` (φ = exp, normalized): a running maximum stands for τ and the partial is (m, Z, o).
+``SUM``: τ is 0 or given, the partial is (Z, o). Neither: no normalizer, the partial is o.
+A sink and the division enter once, at the end.
+
+``PEAKED`` (φ unbounded, values in fp16): o is kept in units of the largest φ so far, for fp16 ends
+at 65504 and a polynomial does not.
+"""
+
+import triton
+import triton.language as tl
+
+from attnzoo.backends.triton.common.tile import activate, dot, load_tile, out_of_unit, scores, times
+
+
+@triton.jit
+def walk(
+    acc, m, z, low, high, q_side, i, tiles_kv, size, rows, segment, where, blocks,
+    ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, ONLINE: tl.constexpr,
+    SUM: tl.constexpr, PEAKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The partial (acc, m, z) after the blocks of keys [low, high).
+
+    ``blocks``: a list of which they are, or None. Where k is None an earlier pass has left q kᵀ at
+    q_side, [BM, 1] pointers to a row's product with key 0.
+    """
+    k, v, k_n, v_n, d, dv = tiles_kv
+    HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
+    for n in range(low, high):
+        block = n
+        if blocks is not None:
+            block = tl.load(blocks + n)
+        j = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
+        if k is None:
+            product = tl.load(q_side + j[None, :])  # [BM, BN]
+        else:
+            k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
+            k_side = (k_tile, k, j, k_n, size[1])
+            product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
+        s, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)
+        if ONLINE:
+            m_new = tl.maximum(m, tl.max(s, 1))
+            base = m_new
+            if HIDES:
+                base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - base[:, None])
+            decay = tl.exp2(m - base)
+            z = z * decay + tl.sum(p, 1)
+            acc *= decay[:, None]
+            m = m_new
+        else:
+            s -= rows[1]
+            p = activate(ACT, s, rows[2], seen, HIDES and not VANISHES)[0]
+            if SUM:
+                z += tl.sum(p, 1)
+            if PEAKED:
+                m_new = tl.maximum(m, tl.max(p, 1))
+                acc *= (m / m_new)[:, None]
+                p /= m_new[:, None]
+                m = m_new
+        v_tile = load_tile(v, j, v_n, size[1], dv, DV, EDGE)  # [BN, DV]
+        acc = dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
+    return acc, m, z
+
+
+@triton.jit
+def finish(
+    acc, m, z, at, index, queries, rows, stat, mass, lse, sink, tau,
+    ACT: tl.constexpr, UNIT: tl.constexpr,
+    ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
+):  # fmt: skip
+    """The output of a whole partial; lse and what a backward needs are stored, unless None."""
+    inside = index < queries
+    if ONLINE:
+        if lse is not None:  # −∞ for a row without keys
+            tl.store(lse + at + index, out_of_unit(m + tl.log2(z), UNIT), mask=inside)
+        if sink is not None:
+            last = tl.load(sink + at + index, mask=inside, other=0.0) * UNIT
+            top = tl.maximum(m, last)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            down = tl.exp2(m - top)
+            acc *= down[:, None]
+            z = z * down + tl.exp2(last - top)
+            m = top
+        divisor = tl.where(z == 0.0, 1.0, z)
+        acc /= divisor[:, None]
+        if mass is not None:
+            tl.store(stat + at + index, m, mask=inside)
+            tl.store(mass + at + index, divisor, mask=inside)
+        elif stat is not None:
+            tl.store(stat + at + index, m + tl.log2(z), mask=inside)
+    elif SUM:
+        if sink is not None:
+            last = tl.load(sink + at + index, mask=inside, other=0.0)[:, None] * UNIT
+            z += tl.sum(ACT(last, rows[2])[0], 1)
+        z = tl.where(z == 0.0, 1.0, z)
+        if PEAKED:
+            acc *= (m / z)[:, None]
+        else:
+            acc /= z[:, None]
+        if stat is not None:
+            tl.store(stat + at + index, z, mask=inside)
+        if tau is not None:
+            acc += rows[1] - rows[1]  # NaN where scores were: maxima drop it, and with it the row
+    return acc

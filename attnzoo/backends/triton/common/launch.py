@@ -1,0 +1,170 @@
+"""Launches as data, from the tensors of a call, and how one is run: what all kernels share.
+
+What allocates and describes is apart from what runs, so that every launch can be compiled for any
+architecture without a GPU: give ``describe`` functions tensors on the device "meta".
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from attnzoo.backends.triton.common.configurations import Config
+from attnzoo.backends.triton.common.tile import load_tile
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    programs: int
+    args: dict[str, Any]
+    config: Config
+
+    @property
+    def options(self) -> dict[str, Any]:
+        # FP fusion is what Triton does by default, and will stop doing: say so, and be not warned.
+        found = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        return {**found, "enable_fp_fusion": True, "maxnreg": self.config.registers}
+
+
+class Facts(NamedTuple):
+    """What a kernel knows of a call beside q, k, v and the rows."""
+
+    scale: float
+    left: int | None
+    right: int | None
+    mask: Tensor | None  # [B|1, H|1, Nq|1, Nk], uint8 (0 = hidden) or float
+    q_segments: Tensor | None  # int64 [B, Nq]
+    k_segments: Tensor | None
+    alibi: Tensor | None  # row
+
+
+class Form(NamedTuple):
+    """What the kernels know of a form: ``normalize`` is online, sum, threshold or none."""
+
+    twin: str  # "module:name"
+    unit: float
+    vanishes: bool
+    normalize: str
+
+    @property
+    def act(self) -> Any:
+        module, _, name = self.twin.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"an activation's triton must name a function as 'module:name', got {self.twin!r}: "
+                f"{error}"
+            ) from error
+
+
+def architecture(device: torch.device) -> int:
+    if interpreted():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def interpreted() -> bool:
+    return not isinstance(load_tile, triton.runtime.JITFunction)
+
+
+def run(launch: Launch) -> None:
+    if launch.programs == 0:
+        return
+    device = next(x.device for x in launch.args.values() if isinstance(x, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        launch.kernel[(launch.programs,)](**launch.args, **launch.options)
+
+
+def like(x: Tensor, dim: int) -> Tensor:
+    """Empty (B, H, N, dim), its heads inside its rows in memory where those of x are."""
+    b, h, n, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(b, n, h, dim).transpose(1, 2)
+    return x.new_empty(b, h, n, dim)
+
+
+def new_row(q: Tensor, wanted: bool = True, two: bool = False) -> Tensor:
+    """(B, H, Nq), or two of them in one tensor, or no elements: operators can neither return None
+    nor one tensor twice."""
+    shape = (2, *q.shape[:3]) if two else q.shape[:3]
+    return q.new_empty(shape if wanted else 0, dtype=torch.float32)
+
+
+def padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def align_of(*tensors: Tensor) -> int:
+    """Elements by which all strides divide: those of 16 bytes, the widest load, or 1."""
+    widest = 16 // tensors[0].element_size()
+    return (
+        widest
+        if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
+        else 1
+    )
+
+
+def readable(do: Tensor, out: Tensor) -> bool:
+    """Whether a gradient can be read as it is, in loads as wide as the output's."""
+    rows = do.stride(-1) == 1 or do.shape[-1] == 1
+    return rows and align_of(do) >= align_of(out)
+
+
+def strides(align: int, **tensors: Tensor) -> dict[str, int]:
+    return {
+        f"{name}_{axis}": x.stride(n) // align
+        for name, x in tensors.items()
+        for n, axis in enumerate("bhn")
+    }
+
+
+def common(q: Tensor, k: Tensor, facts: Facts) -> dict[str, Any]:
+    """The arguments that all kernels over q and k take."""
+    heads, mask = q.shape[1], facts.mask
+    stride = [None] * 4 if mask is None else [mask.stride(n) for n in range(4)]
+    if mask is not None:
+        stride = [s if n > 1 else 0 for s, n in zip(stride, mask.shape)]
+        stride[2] = None if mask.shape[2] == 1 else stride[2]
+        stride[3] = None if mask.stride(3) == 1 else mask.stride(3)
+    return {
+        "scale": facts.scale,
+        "heads": heads,
+        "group": heads // k.shape[1] if k.shape[1] else 1,
+        "queries": q.shape[2],
+        "keys": k.shape[2],
+        "left": facts.left,
+        "right": facts.right,
+        "mask": mask,
+        **dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), stride)),
+        "q_segments": facts.q_segments,
+        "k_segments": facts.k_segments,
+        "alibi": facts.alibi,
+        "D": q.shape[3],
+        "BLOCK_D": padded(q.shape[3]),
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def values(v: Tensor) -> dict[str, int]:
+    return {"DV": v.shape[3], "BLOCK_DV": padded(v.shape[3])}
+
+
+def dense_mask(facts: Facts) -> bool:
+    return facts.mask is not None and facts.mask.shape[2] > 1
+
+
+def count_extras(facts: Facts) -> int:
+    """How many of window, ALiBi, segments and mask there are."""
+    found = facts.left, facts.alibi, facts.k_segments, facts.mask
+    return sum(x is not None for x in found)
+
+
+def blocks_of(config: Config) -> dict[str, Any]:
+    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PART": config.part}

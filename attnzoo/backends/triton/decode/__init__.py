@@ -1,0 +1,1 @@
+"""Pairwise forms for a few query rows against many keys, without gradients."""

@@ -1,0 +1,1 @@
+"""Pairwise forms, forward and backward."""

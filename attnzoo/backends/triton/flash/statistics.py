@@ -1,0 +1,107 @@
+"""Row statistics in one pass over the keys: lse = log Σ e^s and the entropy of softmax(s) in nats.
+
+With Z = Σ e^{s−m} and T = Σ (s−m) e^{s−m}: lse = m + log Z, H = log Z − T/Z. Where m moves to m',
+T becomes e^{m−m'} (T + (m−m') Z).
+"""
+
+import triton
+import triton.language as tl
+
+from attnzoo.backends.triton.common.activations import LN2
+from attnzoo.backends.triton.common.tile import (
+    key_blocks,
+    load_rows,
+    load_segments,
+    load_tile,
+    out_of_unit,
+    query_tile,
+    scores,
+    times,
+)
+
+RUNTIME = (
+    "q_b q_h q_n k_b k_h k_n mask_b mask_h mask_m mask_n heads group queries keys left right"
+).split()
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def row_stats(
+    q, k, lse, entropy, alibi, mask, q_segments, k_segments,
+    q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
+    scale, heads, group, queries, keys, left, right,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    UNIT: tl.constexpr = 1.0 / LN2
+    b, h, at, start, index, q_side = query_tile(
+        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
+    )
+    i = index[:, None]
+    k += (b * k_b + (h // group) * k_h) * ALIGN
+    mask_at = h * 0
+    if mask is not None:
+        mask_at = b * mask_b + h * mask_h
+    if k_segments is not None:
+        k_segments += b * keys
+    d = tl.arange(0, BLOCK_D)
+    rows = load_rows(i, at, scale, None, None, None, alibi, queries, UNIT, UNIT)
+    segment = load_segments(q_segments, b * queries, i, queries)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    size = (queries, keys, left, right)
+    tiles_k = (k, k_n * ALIGN, d)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    z, t = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    if SPLIT:
+        m, z, t = _walk(
+            m, z, t, low, full, q_side, i, tiles_k, size, rows, segment, where,
+            UNIT, D, BLOCK_N, PART, False, PRECISION,
+        )  # fmt: skip
+        low = full
+    m, z, t = _walk(
+        m, z, t, low, high, q_side, i, tiles_k, size, rows, segment, where,
+        UNIT, D, BLOCK_N, PART, True, PRECISION,
+    )  # fmt: skip
+    store_statistics(m, z, t, lse + at + index, entropy + at + index, index < queries)
+
+
+@triton.jit
+def _walk(
+    m, z, t, low, high, q_side, i, tiles_k, size, rows, segment, where,
+    UNIT: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    k, k_n, d = tiles_k
+    HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
+    for n in range(low, high):
+        j = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
+        k_side = (k_tile, k, j, k_n, size[1])
+        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
+        s = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)[0]
+        m, z, t = add_scores(m, z, t, s)
+    return m, z, t
+
+
+@triton.jit
+def add_scores(m, z, t, s):
+    """m, Z and T of the rows [BM] after the scores s [BM, BN], −∞ where a key is not seen."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # Not −∞ before the first key: 0 · (−∞ − …) would be NaN.
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    moved = tl.where(m == float("-inf"), 0.0, m - base)
+    # Below −200 an exp2 is 0: clamped, so that −∞ · 0 is 0 too.
+    x = tl.maximum(s - base[:, None], -200.0)
+    p = tl.exp2(x)
+    decay = tl.exp2(moved)
+    t = decay * (t + moved * z) + tl.sum(x * p, 1)
+    z = decay * z + tl.sum(p, 1)
+    return m_new, z, t
+
+
+@triton.jit
+def store_statistics(m, z, t, lse, entropy, inside):
+    log_z = tl.log2(z)
+    tl.store(lse, out_of_unit(m + log_z, 1.0 / LN2), mask=inside)
+    spread = tl.where(z > 0.0, log_z - t / tl.where(z > 0.0, z, 1.0), 0.0)
+    tl.store(entropy, spread * LN2, mask=inside)

@@ -1,0 +1,157 @@
+"""τ of sparsemax and entmax, Σ_j φ(s_ij − τ_i) = 1, and the blocks of keys that hold weight.
+
+Newton on the norm, τ += (Z − Z^{2−α})/((α−1) Σφ') with Z = Σφ, from the row's maximum: monotone
+from the left, exact in one step for equal scores. A key at or below τ − 1/(α−1) has no weight now
+and, τ only growing, never will: the blocks of keys that still have a key above it are kept in a
+list which shrinks with each step, and which output and backward walk along afterwards.
+
+All steps run in one launch: how many there are depends on the rows, and nobody has to wait for it.
+"""
+
+import triton
+import triton.language as tl
+
+from attnzoo.backends.triton.common.tile import (
+    key_blocks,
+    load_rows,
+    load_segments,
+    load_tile,
+    query_tile,
+    scores,
+    times,
+)
+
+# |Z − 1| before the last step, which is quadratic: after it no weight is off by 1e-6. Over many
+# equal scores one last place of τ moves Z by more; steps as small as that end it too.
+RESIDUAL = tl.constexpr(1e-5)
+LAST_PLACES = tl.constexpr(5e-7)
+MAX_STEPS = tl.constexpr(100)
+
+RUNTIME = (
+    "q_b q_h q_n k_b k_h k_n mask_b mask_h mask_m mask_n heads group queries keys left right"
+).split()
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def threshold(
+    q, k, tau, blocks, counts,  # blocks: int32 [B·H, tiles of queries, tiles of keys]
+    live,  # uint8, as blocks, zeros: 1 where a tile holds weight
+    gain, shape, alibi, mask, q_segments, k_segments,
+    q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
+    scale, heads, group, queries, keys, left, right,
+    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None where the shape is α
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b, h, at, start, index, q_side = query_tile(
+        q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
+    )
+    i = index[:, None]
+    k += (b * k_b + (h // group) * k_h) * ALIGN
+    mask_at = h * 0
+    if mask is not None:
+        mask_at = b * mask_b + h * mask_h
+    if k_segments is not None:
+        k_segments += b * keys
+    line = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
+    blocks += line * tl.cdiv(keys, BLOCK_N)
+    live += line * tl.cdiv(keys, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    rows = load_rows(i, at, scale, gain, None, shape, alibi, queries, 1.0, 1.0)
+    segment = load_segments(q_segments, b * queries, i, queries)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    size = (queries, keys, left, right)
+    if ALPHA is None:
+        a = tl.load(shape + at + index, mask=index < queries, other=1.5) - 1.0  # α − 1
+    else:
+        a = tl.full([BLOCK_M], ALPHA - 1.0, tl.float32)
+
+    low, _, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    # The maximum; and with the maximum so far, which blocks can be in the running at all.
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    kept, broken = 0, tl.zeros([BLOCK_M], tl.int32)
+    for n in range(low, high):
+        j = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
+        product = times(q_side, (k_tile, k, j, k_n * ALIGN, keys), D, PART, PRECISION)
+        s = scores(product, i, j[None, :], rows, segment, where, size, 1.0, True, True)[0]
+        peak = tl.max(s, 1)
+        m = tl.maximum(m, peak)
+        broken = tl.maximum(broken, tl.max((s != s).to(tl.int32), 1))
+        # Not s > m − 1/(α−1): of a large m the difference may be m itself.
+        alive = tl.max((s - m[:, None] > (-1.0 / a)[:, None]).to(tl.int32))
+        tl.store(blocks + kept, n, mask=alive > 0)
+        kept += alive
+    base = tl.where(m == float("-inf"), 0.0, m)
+
+    t = tl.zeros([BLOCK_M], tl.float32)  # τ − base
+    unsolved, step = kept > 0, 0
+    while unsolved:
+        tl.debug_barrier()  # the list is written by one thread and read by all
+        z, slopes = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        count, kept = kept, 0
+        for n in range(count):
+            block = tl.load(blocks + n)
+            j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
+            product = times(q_side, (k_tile, k, j, k_n * ALIGN, keys), D, PART, PRECISION)
+            s = scores(product, i, j[None, :], rows, segment, where, size, 1.0, True, True)[0]
+            x = s - base[:, None] - t[:, None]
+            phi, slope = ACT(x, rows[2])
+            z += tl.sum(phi, 1)
+            slopes += tl.sum(slope, 1)
+            alive = tl.max((x > (-1.0 / a)[:, None]).to(tl.int32))
+            # In place: the list is never longer than what has been read of it.
+            tl.store(blocks + kept, block, mask=alive > 0)
+            kept += alive
+        t, open_rows = newton(t, z, slopes, a)
+        step += 1
+        unsolved = (tl.max(open_rows.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
+    # A maximum is over the numbers only: of a row with NaN among its scores τ says so.
+    found = tl.where(broken > 0, float("nan"), below(base, t, a))
+    tl.store(tau + at + index, found, mask=index < queries)
+    tl.store(counts + line, kept)
+    tl.debug_barrier()
+    for n in range(kept):
+        tl.store(live + tl.load(blocks + n), 1)
+
+
+@triton.jit
+def newton(t, z, slopes, a):
+    """τ − base after a step from t, where Σφ = z, Σφ' = slopes; and which rows are not solved."""
+    excess = tl.where(z > 0.0, z - 1.0, 0.0)
+    # Close to 1 the difference of powers cancels, and is Z − 1 to first order.
+    power = tl.exp2((1.0 - a) * tl.log2(tl.where(z > 0.0, z, 1.0)))
+    change = tl.where(tl.abs(excess) > 0.1, (z - power) / a, excess)
+    change = tl.where(slopes > 0.0, change / tl.where(slopes > 0.0, slopes, 1.0), 0.0)
+    t += change
+    return t, (tl.abs(excess) > RESIDUAL) & (tl.abs(change) > LAST_PLACES * t)
+
+
+@triton.jit
+def below(base, t, a):
+    """base + t; rounded down where rounding up would take half of what the largest weight has left.
+
+    Beside large scores τ would pass over all that are equal, and no weight would be left. What
+    rounding down adds to all of them the division by their sum takes off again.
+    """
+    found = base + t
+    lost = found - base - t > 0.5 * (1.0 / a - t)
+    return tl.where(lost, found - tl.abs(found) * 1.2e-7, found)
+
+
+@triton.jit(do_not_specialize=["group", "tiles_m", "tiles_n"])
+def list_columns(live, blocks, counts, group, tiles_m, tiles_n, CHUNK: tl.constexpr):
+    """For each tile of keys of a key/value head: which (head of its group, tile of queries) give
+    it weight, as head · tiles_m + tile."""
+    line = tl.program_id(0).to(tl.int64)
+    bh, column = line // tiles_n, line % tiles_n
+    kept, most = 0, group * tiles_m
+    for low in range(0, most, CHUNK):
+        entry = low + tl.arange(0, CHUNK)
+        # The heads of a group follow one another in ``live``, [B·H, tiles_m, tiles_n].
+        flag = live + (bh * most + entry) * tiles_n + column
+        flag = tl.load(flag, mask=entry < most, other=0).to(tl.int32)
+        tl.store(blocks + line * most + kept + tl.cumsum(flag, 0) - 1, entry, mask=flag > 0)
+        kept += tl.sum(flag, 0)
+    tl.store(counts + line, kept)

@@ -1,0 +1,1 @@
+"""Linear forms, chunk by chunk, forward and backward."""

@@ -1,0 +1,111 @@
+"""Linear forms in Triton kernels, chunk by chunk, forward and backward: `linear` for a GPU.
+
+Features are made in torch, so that autograd has their gradient, and kept in bf16, or in fp32 for
+other inputs: products of fp16 features may pass 65504. In memory are the features, F/D times q
+and k, and a state for each chunk, (F, Dv) in fp32, which `linear` keeps with gradients only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from attnzoo.backends import linear
+from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.backends.triton.common.configurations import LINEAR_WIDEST
+from attnzoo.backends.triton.flash import backend as flash
+from attnzoo.backends.triton.linear import operators as ops
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Linear
+
+
+def unsupported(form: Form, call: Call) -> str | None:
+    if (objection := linear.unsupported(form, call)) is not None:
+        return objection
+    if call.input_dtype not in flash.DTYPES:
+        return f"takes fp16, bf16 and fp32, not {call.input_dtype}; linear does"
+    return flash.unsupported_here(call, "linear")
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, None]:
+    assert isinstance(form, Linear)
+    refuse_transforms("flash_linear", q, k, v)
+    if call.right == 0:
+        return scan(q, k, v, call, form)[0], None
+    call, k, v, _ = linear.prepare(call, k, v, None)
+    v = _values(v, call)
+    y, out = _keys(k, call, form), []
+    x = _features(call.scale, q, call.query_positions, call, form)
+    for part in v.split(_widest(call), dim=-1):
+        state = ops.linear_state(y, part.contiguous(), None)
+        out.append(ops.linear_read(x, state, part.shape[-1], call.input_dtype)[0])
+    return torch.cat(out, dim=-1), None
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `linear.scan`: causal, from a state to a state."""
+    call, k, v, sums = linear.prepare(call, k, v, sums)
+    v = _values(v, call)
+    blind, lead = linear.offsets(call)
+    y = _keys(k, call, form)
+    before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
+    x = _features(call.scale, q[:, :, blind:], call.query_positions[blind:], call, form)
+    size, out, states, mass = form.size(call.head_dim), [], [], None
+    widest = _widest(call)
+    for start, part in zip(range(0, call.value_dim + 1, widest), v.split(widest, dim=-1)):
+        state = None
+        if sums is not None:
+            columns = sums[..., start : start + part.shape[-1]]
+            state = torch.cat([columns, sums[..., -1:]], dim=-1)
+            state = pad(ops.pack(state, part.shape[-1]), (0, 0, 0, y.shape[-1] - size))
+        if lead:
+            state = ops.linear_state(before, part[:, :, :lead].contiguous(), state)
+        done, _, _, last = ops.linear_causal(x, y, part[:, :, lead:].contiguous(), state)
+        out.append(done)
+        last = ops.unpack(last[..., :size, :], part.shape[-1])
+        states.append(last[..., :-1])
+        mass = last[..., -1:]
+    assert mass is not None
+    out = pad(torch.cat(out, dim=-1), (0, 0, blind, 0))
+    return out, torch.cat([*states, mass], dim=-1)
+
+
+def _kind(call: Call) -> torch.dtype:
+    """Of features."""
+    return torch.bfloat16 if call.input_dtype == torch.bfloat16 else torch.float32
+
+
+def _widest(call: Call) -> int:
+    return LINEAR_WIDEST[8 * _kind(call).itemsize]
+
+
+def _values(v: Tensor, call: Call) -> Tensor:
+    """Whatever stands at a masked key, NaN among it, is multiplied with features that are 0."""
+    return v if call.mask is None else v.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
+
+
+def _keys(k: Tensor, call: Call, form: Linear) -> Tensor:
+    """ψ(k); a key that is masked has features 0, and so takes no part in any sum."""
+    y = _features(1.0, k, call.key_positions, call, form)
+    if call.mask is None:
+        return y
+    return y.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
+
+
+def _features(scale: float, x: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
+    dtype = _kind(call)
+
+    def make(x: Tensor) -> Tensor:
+        made = form.features(scale * x.to(call.dtype), at).to(dtype)
+        # A row of features begins on 16 bytes: features that are 0 add nothing.
+        return pad(made, (0, -made.shape[-1] % 8)).contiguous()
+
+    # Checkpointed: the features are kept, and x, but nothing that was between.
+    run: Any = checkpoint(make, x, use_reentrant=False) if call.needs_grad else make(x)
+    return run

@@ -1,0 +1,143 @@
+"""Launches of the kernels of `linear_chunk`, as data; see `launch`.
+
+x and y are features (B, H, N, F), v, out and do values (B, H, N, Dv), states (B, Hkv, F, WIDTH);
+see `linear_chunk`. All are contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnzoo.backends.triton.common.configurations import (
+    INTERPRETED_CHUNK,
+    LINEAR_CHUNK,
+    Config,
+    linear_config,
+)
+from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
+from attnzoo.backends.triton.linear import kernels
+
+# Chunks that one program walks where no state is wanted on the way.
+SPAN = 16
+
+Rows = tuple[Tensor, Tensor]  # Z and δ
+
+
+def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
+    """What all kernels take, over tokens with these features."""
+    config = linear_config(kernel, arch, 8 * x.element_size())
+    if arch == 0 and x.shape[3] > 512:
+        config = config._replace(block_n=4096)  # the interpreter counts blocks
+    args = {
+        "length": x.shape[2], "F": x.shape[3], "DV": dim, "BLOCK_DV": padded(dim),
+        "CHUNK": config.block_m, "BLOCK_F": config.block_n,
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    return args, config
+
+
+def chunk_length(y: Tensor) -> int:
+    """Tokens in a chunk, on any GPU: a tracer has to know."""
+    return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
+
+
+def width(value_dim: int) -> int:
+    """Columns of a state in memory."""
+    return (value_dim + 3) // 4 * 4 + 4
+
+
+def pack(sums: Tensor, value_dim: int) -> Tensor:
+    """(…, F, Dv + 1) as the kernels have it."""
+    values, mass = sums[..., :-1], sums[..., -1:]
+    return torch.cat([pad(values, (0, -value_dim % 4)), pad(mass, (0, 3))], dim=-1)
+
+
+def unpack(state: Tensor, value_dim: int) -> Tensor:
+    return torch.cat([state[..., :value_dim], state[..., -4:-3]], dim=-1)
+
+
+def _blocks(x: Tensor, config: Config) -> tuple[int, int]:
+    """Chunks of the tokens and blocks of the features."""
+    return triton.cdiv(x.shape[2], config.block_m), triton.cdiv(x.shape[3], config.block_n)
+
+
+def describe_states(
+    x: Tensor, y: Tensor, first: Tensor | None, rows: Rows | None, kv_heads: int, keep: bool,
+    arch: int,
+) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
+    """Σ x yᵀ over the tokens and the heads of a group: (B, Hkv, chunks, F, WIDTH) before each
+    chunk, no elements unless ``keep``; and (B, Hkv, spans, F, WIDTH), whose sum is that of all.
+
+    With rows it is that of a backward: x/Z and −δ, and from the last chunk on.
+    """
+    args, config = _common("states back" if rows else "states", x, y.shape[3], arch)
+    (chunks, features), batch = _blocks(x, config), x.shape[0]
+    span = chunks if keep or first is not None else SPAN
+    spans = max(1, triton.cdiv(chunks, max(1, span)))
+    state = x.shape[3], width(y.shape[3])
+    kept = x.new_empty((batch, kv_heads, chunks, *state) if keep else 0, dtype=torch.float32)
+    last = x.new_empty(batch, kv_heads, spans, *state, dtype=torch.float32)
+    args |= {
+        "x": x, "y": y, "first": first, "states": kept if keep else None, "last": last,
+        "z": rows and rows[0], "delta": rows and rows[1], "chunks": chunks, "spans": spans,
+        "span": span, "GROUP": x.shape[1] // kv_heads, "REVERSE": rows is not None,
+    }  # fmt: skip
+    launch = Launch(kernels.linear_states, batch * kv_heads * spans * features, args, config)
+    return launch, kept, last
+
+
+def describe_output(
+    x: Tensor, y: Tensor | None, v: Tensor | None, kept: Tensor, dim: int, dtype: torch.dtype,
+    arch: int,
+) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
+    """``kept``: a state for each chunk, or one that all rows read, without y and v. Gives o, Z."""
+    batch, heads, length, _ = x.shape
+    out = x.new_empty(batch, heads, length, dim, dtype=dtype)
+    z = x.new_empty(batch, heads, length, dtype=torch.float32)
+    args, config = _common("output", x, dim, arch)
+    args |= {
+        "x": x, "y": y, "v": v, "states": kept, "out": out, "z": z, "chunks": kept.shape[2],
+        "GROUP": heads // kept.shape[1], "CAUSAL": y is not None,
+    }  # fmt: skip
+    programs = batch * heads * _blocks(x, config)[0]
+    return Launch(kernels.linear_output, programs, args, config), out, z
+
+
+def describe_dx(
+    x: Tensor, y: Tensor | None, v: Tensor | None, do: Tensor, kept: Tensor, rows: Rows,
+    arch: int,
+) -> tuple[Launch, Tensor]:  # fmt: skip
+    dx = torch.empty_like(x)
+    args, config = _common("dx", x, do.shape[3], arch)
+    args |= {
+        "y": y, "v": v, "do": do, "states": kept, "z": rows[0], "delta": rows[1], "dx": dx,
+        "chunks": kept.shape[2], "GROUP": x.shape[1] // kept.shape[1], "CAUSAL": y is not None,
+    }  # fmt: skip
+    programs = x.shape[0] * x.shape[1] * _blocks(x, config)[0]
+    return Launch(kernels.linear_dx, programs, args, config), dx
+
+
+def describe_dy_dv(
+    x: Tensor | None, y: Tensor, v: Tensor, do: Tensor | None, kept: Tensor, rows: Rows | None,
+    arch: int,
+) -> tuple[tuple[Launch, Launch], Tensor, Tensor]:  # fmt: skip
+    """``kept`` is R; x, do and rows where there is a sum within a chunk."""
+    dy, dv = torch.empty_like(y), torch.empty_like(v)
+    given = {
+        "x": x, "do": do, "states": kept, "chunks": kept.shape[2], "z": rows and rows[0],
+        "GROUP": 1 if x is None else x.shape[1] // y.shape[1], "CAUSAL": x is not None,
+    }  # fmt: skip
+    args, config = _common("dv", y, v.shape[3], arch)
+    chunks, _ = _blocks(y, config)
+    programs = y.shape[0] * y.shape[1] * chunks
+    of_v = Launch(kernels.linear_dv, programs, {**args, **given, "y": y, "dv": dv}, config)
+    args, config = _common("dy", y, v.shape[3], arch)
+    given |= {"v": v, "dy": dy, "delta": rows and rows[1]}
+    programs *= _blocks(y, config)[1]
+    of_y = Launch(kernels.linear_dy, programs, {**args, **given}, config)
+    return (of_y, of_v), dy, dv

@@ -1,0 +1,111 @@
+"""The activations φ of pairwise forms: value, slope and, for families, the slope in the shape.
+
+Each works on a tensor of scores s of any shape; ``shape`` broadcasts against it. The entmax family
+is the q-exponential φ(x) = [1 + (α−1)x]_+^{1/(α−1)} in the units of the scores: φ(0) = 1,
+φ' = φ^{2−α}, and α → 1 gives exp (Peters et al. 2019, arXiv:1905.05702, with τ shifted by
+1/(α−1)).
+"""
+
+from __future__ import annotations
+
+from math import e, factorial, log2
+
+import torch
+from torch import Tensor
+
+from attnzoo.core.forms import Activation
+
+TWINS = "attnzoo.backends.triton.common.activations:"  # by their activations' names
+
+EXP = Activation(
+    "exp",
+    lambda s, shape: s.exp_(),
+    lambda s, phi, shape: phi,
+    triton=TWINS + "exp",
+    unit=log2(e),
+)
+
+SIGMOID = Activation(
+    "sigmoid",
+    lambda s, shape: s.sigmoid_(),
+    lambda s, phi, shape: phi.addcmul(phi, phi, value=-1),
+    triton=TWINS + "sigmoid",
+    unit=log2(e),
+)
+
+IDENTITY = Activation(
+    "identity", lambda s, shape: s, lambda s, phi, shape: torch.ones_like(s), vanishes=False
+)
+
+SPARSEMAX = Activation(
+    "sparsemax",
+    lambda s, shape: s.add_(1).relu_(),
+    lambda s, phi, shape: (phi > 0).to(phi.dtype),
+    triton=TWINS + "sparsemax",
+)
+
+ENTMAX15 = Activation(
+    "entmax15",
+    lambda s, shape: torch.add(s.new_ones(()), s, alpha=0.5, out=s).relu_().square_(),
+    # φ/√φ: a vectorized √0 is ten times slower than any other on some CPUs, and most φ are 0.
+    lambda s, phi, shape: phi.clamp_min(torch.finfo(phi.dtype).tiny).rsqrt_().mul_(phi),
+    triton=TWINS + "entmax15",
+)
+
+
+def _q_exp(s: Tensor, alpha: Tensor | None) -> Tensor:
+    assert alpha is not None
+    # log1p keeps the digits of (α−1)s when it is small; clamping at −1 is the [·]_+.
+    inner = ((alpha - 1) * s).clamp_min_(-1.0)
+    return inner.log1p_().div_(alpha - 1).exp_()
+
+
+def _q_exp_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
+    assert alpha is not None
+    # where: at α = 2 a key outside the support has slope 0, not 0⁰.
+    return torch.where(phi > 0, phi.pow(2 - alpha), 0.0)
+
+
+def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
+    """∂φ/∂α = φ · [x/(a·u) − log(u)/a²] with a = α − 1, u = 1 + ax; → −φx²/2 as α → 1."""
+    assert alpha is not None
+    a = alpha - 1
+    inside = phi > 0
+    x = torch.where(inside, s, 0.0)
+    y = a * x
+    closed = x / (a * (1 + y)) - torch.log1p(y) / (a * a)
+    # The two terms agree to y²: where y is small use the series x² Σ_k (−1)^{k−1} (k−1)/k y^{k−2}.
+    series = torch.zeros_like(y)
+    for k in range(10, 1, -1):
+        series = series * y + (-1) ** (k - 1) * (k - 1) / k
+    log_slope = torch.where(y.abs() < 3e-2, x * x * series, closed)
+    return torch.where(inside, phi * log_slope, 0.0)
+
+
+Q_EXP = Activation("q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope, triton=TWINS + "q_exp")
+
+
+def _taylor(order: int) -> Activation:
+    """Σ_{p ≤ order} s^p / p!, which is positive for even orders only."""
+
+    def value(s: Tensor, shape: Tensor | None, top: int = order) -> Tensor:
+        if top == 1:
+            return s + 1
+        # Horner, a pass over s for each power.
+        total = torch.add(s.new_tensor(1 / factorial(top - 1)), s, alpha=1 / factorial(top))
+        for power in reversed(range(top - 1)):
+            torch.addcmul(s.new_tensor(1 / factorial(power)), total, s, out=total)
+        return total
+
+    return Activation(
+        f"taylor{order}",
+        value,
+        lambda s, phi, shape: value(s, shape, order - 1),
+        vanishes=False,
+        triton=f"{TWINS}taylor{order}" if order in (2, 4) else None,
+    )
+
+
+# By their orders; 171! is beyond a float. Made here and not by the call, because a compiled call
+# cannot hand on an activation that it makes itself.
+TAYLOR = {order: _taylor(order) for order in range(2, 171, 2)}

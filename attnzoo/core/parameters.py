@@ -1,0 +1,133 @@
+"""The parameters of a variant, checked and turned into what forms take.
+
+A "row" parameter becomes a Python float, or a tensor in the call's dtype that broadcasts to
+(B, H, Nq); a setting stays what it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.core.call import Call
+from attnzoo.core.forms import REQUIRED, Pairwise, Param, Variant
+from attnzoo.core.validation import ARGUMENTS
+from attnzoo.core.values import (
+    DTYPES,
+    check_dense,
+    did_you_mean,
+    is_finite,
+    is_int,
+    is_number,
+    is_readable,
+    plain,
+    shown,
+)
+
+
+def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
+    """All parameters of the variant for this call."""
+    known = [param.name for param in variant.params]
+    for name in given:
+        if name not in known:
+            allowed = ", ".join(known) if known else "none"
+            nearest = did_you_mean(name, [*known, *ARGUMENTS])
+            raise TypeError(
+                f"variant {variant.name!r} has no parameter {name!r}; it has: {allowed}{nearest}"
+            )
+    bound = {}
+    for param in variant.params:
+        value = given.get(param.name, param.default)
+        if value is REQUIRED:
+            raise TypeError(
+                f"variant {variant.name!r} requires the parameter {param.name!r}: {param.doc}"
+            )
+        bound[param.name] = _bind_one(f"{variant.name}'s {param.name}", param, value, call)
+    return bound
+
+
+def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """A number, finite in the dtype that computes with it, or a bool; or an error."""
+    value = plain(value)
+    if param.kind == "bool":
+        if not isinstance(value, bool):
+            raise TypeError(f"{what} must be a bool, got {shown(value)}")
+        return value
+    if not is_number(value) or (param.kind == "int" and not is_int(value)):
+        noun = "an int" if param.kind == "int" else "a number"
+        tensor = " or a tensor" if param.kind == "row" else ""
+        raise TypeError(f"{what} must be {noun}{tensor}, got {shown(value)}")
+    if value != value or (param.check is not None and not param.check(value)):
+        raise ValueError(f"{what} must be {param.allowed}, got {shown(value)}")
+    if param.kind == "int":
+        if abs(value) >= 2**63:
+            raise ValueError(f"{what} must fit an int64, below 2^63, got {shown(value)}")
+        return value
+    if not is_finite(value, dtype):
+        raise ValueError(
+            f"{what} must be {param.allowed}, got {shown(value)}; it enters in {dtype}, up to "
+            f"{torch.finfo(dtype).max:.3g}"
+        )
+    return float(value)
+
+
+def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
+    if value is None and param.default is None:
+        return None
+    if param.kind != "row" or not isinstance(value, Tensor):
+        return check_value(what, param, value, call.dtype)
+    check_dense(what, value)
+    if value.dtype not in DTYPES:
+        raise TypeError(f"{what} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
+    if value.device != call.device:
+        raise ValueError(f"{what} must be on q's device {call.device}, got {value.device}")
+    value = value.to(call.dtype)
+    full = (call.batch, call.heads, call.queries)
+    if value.dim() == 0:
+        row = value.view(1, 1, 1)
+    elif value.shape == full[1:2]:
+        row = value.view(1, -1, 1)
+    elif param.per_token and value.shape == full:
+        row = value
+    else:
+        shapes = [(), full[1:2]] + ([full] if param.per_token else [])
+        allowed = " or ".join(map(str, shapes))
+        raise ValueError(f"{what} must have shape {allowed}, got {tuple(value.shape)}")
+    check_entries(what, param, value)
+    return row
+
+
+def check_rows(what: str, form: Pairwise, call: Call) -> None:
+    """The tensors of a form are vectors per query."""
+    full = (call.batch, call.heads, call.queries)
+    for name in ("gain", "offset", "shape", "sink"):
+        row = getattr(form, name)
+        if not isinstance(row, Tensor):
+            continue
+        # Not `n in (1, whole)`: a compiler does not find a symbolic size in a tuple.
+        fits = row.dim() == 3 and all(n == 1 or n == whole for n, whole in zip(row.shape, full))
+        if not fits or not row.is_floating_point():
+            raise ValueError(
+                f"{what}: {name} must be a float or a float tensor that broadcasts to (B, H, Nq) = "
+                f"{full}, got {tuple(row.shape)} {row.dtype}"
+            )
+
+
+def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Refuse a tensor with an entry out of range in the dtype, or its own, if looking is free."""
+    # Elsewhere a value out of range is the caller's to avoid (nn.Attention keeps learned ones in).
+    if not is_readable(value):
+        return
+    value = value.detach()
+    good = value.to(dtype or value.dtype).isfinite()
+    if param.check is not None:
+        good = good & param.check(value)
+    if not bool(good.all()):
+        first = (~good).nonzero()[0].tolist()
+        place = f" at {first}" if first else ""
+        place += "" if dtype is None else f"; it is held in {dtype}"
+        raise ValueError(
+            f"{what} must be {param.allowed} throughout, got {value[~good][0].item():.9g}{place}"
+        )

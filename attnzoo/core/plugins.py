@@ -1,0 +1,97 @@
+"""Files that register variants, each loaded once, as the module of its name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from keyword import iskeyword
+from pathlib import Path
+from types import ModuleType
+
+from attnzoo.core.registry import list_variants
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A loaded file: its path, its module, and the names of the variants that it registered."""
+
+    file: Path
+    module: ModuleType
+    variants: tuple[str, ...]
+
+
+_LOADED: dict[str, Plugin] = {}  # by the module's name
+
+
+def load_plugin(path: str | os.PathLike[str]) -> Plugin:
+    """Import a Python file from any folder, so that its variants are registered.
+
+    The module is named as the file is, and ``sys.modules`` holds it under that name. So an
+    activation in ``cube.py`` names its Triton function as ``"cube:function"``, wherever the file
+    lies. A file that is loaded already is not executed again.
+
+    Args:
+        path: the file. It is one module: its folder is not added to ``sys.path``.
+    Returns:
+        the `Plugin`.
+    Raises:
+        ValueError: there is no such file, the name of its module is taken, or executing it failed.
+
+    Example:
+        >>> import attnzoo
+        >>> attnzoo.load_plugin("folder/cube.py").variants  # doctest: +SKIP
+        ('cube',)
+    """
+    file = Path(path).resolve()
+    name = file.stem
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"plugin must be a Python file, got {os.fspath(path)!r}")
+    if not name.isidentifier() or iskeyword(name):
+        raise ValueError(f"plugin must be named like a module, such as my_variant.py, got {file}")
+    known = _LOADED.get(name)
+    if known is not None and known.file == file:
+        return known
+    owner = _owner(name)
+    if owner == str(file) and name in sys.modules:
+        raise ValueError(f"plugin {file} was imported before; load_plugin must import it first")
+    if owner not in (None, str(file)):
+        raise ValueError(
+            f"plugin {file}: the module name {name!r} is taken by {owner}; rename the file"
+        )
+    before = set(list_variants())
+    module = _executed(name, file)
+    plugin = Plugin(file, module, tuple(n for n in list_variants() if n not in before))
+    _LOADED[name] = plugin
+    return plugin
+
+
+def _owner(name: str) -> str | None:
+    """What ``import name`` gives without the plugin: a file, or words. A folder that is no package
+    owns no name."""
+    if name in sys.modules:
+        found = getattr(sys.modules[name], "__file__", None)
+        return "a module that is loaded" if found is None else str(Path(found).resolve())
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    return str(Path(spec.origin).resolve()) if spec.has_location else f"a {spec.origin} module"
+
+
+def _executed(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, SystemExit):
+            raise ValueError(f"plugin {file}: it ends with sys.exit({error.code!r})") from error
+        if isinstance(error, Exception):  # whatever the file may raise, named and passed on
+            raise ValueError(f"plugin {file}: {type(error).__name__}: {error}") from error
+        raise
+    return module

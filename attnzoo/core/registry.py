@@ -1,0 +1,180 @@
+"""The names of the zoo: every variant, shipped or a third party's, is found here."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnzoo.core.forms import REQUIRED, Param, Variant
+from attnzoo.core.parameters import check_value
+from attnzoo.core.validation import ARGUMENTS
+from attnzoo.core.values import did_you_mean, is_number, shown
+
+# What a parameter of a variant may not be called: arguments, and attributes of its module.
+RESERVED = ARGUMENTS | frozenset(
+    "self q k v call variant state cache backend num_heads learn learned training".split()
+)
+
+_VARIANTS: dict[str, Variant] = {}
+
+
+def register_variant(variant: Variant) -> Variant:
+    """Make a variant known under its name; the whole library then takes it.
+
+    Args:
+        variant: a `Variant`. Its parameters must not be named like an argument of `attention`.
+    Returns:
+        the variant itself.
+    Raises:
+        TypeError: not a `Variant`. ValueError: the name is taken, or a parameter's name reserved.
+
+    Example:
+        >>> import attnzoo
+        >>> def weights(q, k, call):  # ReLU attention, Wortsman et al. 2023, arXiv:2309.08586
+        ...     s = (call.scores(q, k) + call.bias).relu() / call.counts.clamp(min=1)[..., None]
+        ...     return s.masked_fill(~call.visible, 0.0)
+        >>> relu = attnzoo.Variant("relu_n", "ReLU(z)/n", "arXiv:2309.08586", weights,
+        ...                        normalized=False)
+        >>> attnzoo.register_variant(relu).name
+        'relu_n'
+    """
+    if not isinstance(variant, Variant):
+        raise TypeError(f"variant must be an attnzoo.Variant, got {type(variant).__name__}")
+    _check_name("variant name", variant.name)
+    if variant.name in _VARIANTS:
+        raise ValueError(f"variant name {variant.name!r} is taken")
+    params = variant.params
+    if not isinstance(params, tuple) or not all(isinstance(x, Param) for x in params):
+        raise TypeError(
+            f"variant {variant.name!r}: params must be a tuple of Param, got {shown(params)}"
+        )
+    names = [param.name for param in variant.params]
+    if len(set(names)) < len(names):
+        raise ValueError(f"variant {variant.name!r} names a parameter twice: {', '.join(names)}")
+    for param in variant.params:
+        _check_name(f"variant {variant.name!r}: parameter name", param.name)
+        if param.name in RESERVED or hasattr(torch.nn.Module, param.name):
+            raise ValueError(
+                f"variant {variant.name!r}: parameter {param.name!r} is named like an argument of "
+                f"attention ({', '.join(sorted(RESERVED))}) or an attribute of torch.nn.Module"
+            )
+        _check_param(f"variant {variant.name!r}: parameter {param.name!r}", param)
+    _check_fields(variant)
+    _VARIANTS[variant.name] = variant
+    return variant
+
+
+def _check_name(what: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{what} must be a str, got {shown(name)}")
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{what} must be an identifier, got {shown(name)}")
+
+
+def _check_param(what: str, param: Param) -> None:
+    if param.kind not in ("row", "int", "float", "bool"):
+        raise ValueError(f"{what}: kind must be row, int, float or bool, got {shown(param.kind)}")
+    if param.check is not None and not callable(param.check):
+        raise TypeError(f"{what}: check must be a function or None, got {shown(param.check)}")
+    for field in ("doc", "allowed"):
+        _check_type(f"{what}: {field}", getattr(param, field), str)
+    _check_type(f"{what}: per_token", param.per_token, bool)
+    for field in ("per_token", "init", "between"):
+        if param.kind != "row" and getattr(param, field) not in (None, False):
+            raise ValueError(f"{what}: {field} is for kind 'row', this is {param.kind!r}")
+    number = replace(param, kind="float") if param.kind == "row" else param  # no tensor here
+    if param.default is not REQUIRED and param.default is not None:
+        check_value(f"{what}: default", number, param.default)
+    if param.init is not None:
+        check_value(f"{what}: init", number, param.init, torch.float32)
+    if param.between is None:
+        return
+    ends = param.between
+    if not isinstance(ends, tuple) or len(ends) != 2 or not all(map(is_number, ends)):
+        raise TypeError(f"{what}: between must be a pair of numbers, got {shown(ends)}")
+    if not ends[0] < ends[1]:
+        raise ValueError(f"{what}: between must be (low, high) with low < high, got {shown(ends)}")
+    if param.init is not None and not ends[0] < param.init < ends[1]:
+        raise ValueError(f"{what}: init must lie between {ends}, got {shown(param.init)}")
+
+
+def _check_fields(variant: Variant) -> None:
+    what = f"variant {variant.name!r}"
+    for field in ("formula", "paper"):
+        _check_type(f"{what}: {field}", getattr(variant, field), str)
+    for field in ("normalized", "positional", "inference_only"):
+        _check_type(f"{what}: {field}", getattr(variant, field), bool)
+    given = [param.name for param in variant.params]
+    dense = ("q", "k", "call")
+    _check_function(f"{what}: weights", variant.weights, dense, given)
+    _check_function(f"{what}: forms", variant.forms, ("call",), given)
+    _check_function(f"{what}: refuse", variant.refuse, ("call",), given)
+    if variant.scores is not None:
+        _check_function(f"{what}: scores", variant.scores, dense, given)
+    if variant.calibrate is not None:
+        _check_function(f"{what}: calibrate", variant.calibrate, ("log_n",), ())
+    if variant.example is not None:
+        _check_function(f"{what}: example", variant.example, ("length",), ())
+
+
+def _check_type(what: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} must be a {kind.__name__}, got {shown(value)}")
+
+
+def _check_function(
+    what: str, function: Callable[..., Any], places: tuple[str, ...], names: Iterable[str]
+) -> None:
+    """It can be called as the library will call it."""
+    call = ", ".join([*places, *(f"{name}=…" for name in names)])
+    if not callable(function):
+        raise TypeError(f"{what} must be a function of ({call}), got {shown(function)}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some of C have none
+        return
+    try:
+        signature.bind(*places, **dict.fromkeys(names))
+    except TypeError as error:
+        raise TypeError(
+            f"{what} must be a function of ({call}), got {signature}: {error}"
+        ) from None
+
+
+def get_variant(name: str) -> Variant:
+    """The variant of that name.
+
+    Raises:
+        ValueError: no such variant; the message lists those there are.
+
+    Example:
+        >>> import attnzoo
+        >>> attnzoo.get_variant("ssmax").paper
+        'Nakanishi 2025, arXiv:2501.19399'
+    """
+    if not isinstance(name, str):
+        # A mask stands in this place in torch's own function.
+        mask = "; a mask is attn_mask=…" if isinstance(name, torch.Tensor) else ""
+        raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{mask}")
+    if name not in _VARIANTS:
+        known = list_variants()
+        raise ValueError(
+            f"unknown variant {shown(name)}; known: {', '.join(known)}{did_you_mean(name, known)}"
+        )
+    return _VARIANTS[name]
+
+
+def list_variants() -> list[str]:
+    """The names of all registered variants, sorted.
+
+    Example:
+        >>> import attnzoo
+        >>> "softmax" in attnzoo.list_variants()
+        True
+    """
+    return sorted(_VARIANTS)

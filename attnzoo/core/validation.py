@@ -1,0 +1,227 @@
+"""From the arguments of `attention` to a `Call`, or to one clear error naming the argument."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.core.call import Call, score_dtype
+from attnzoo.core.values import (
+    DTYPES,
+    check_bool,
+    check_dense,
+    check_probability,
+    is_finite,
+    is_int,
+    is_number,
+    is_readable,
+    plain,
+    shown,
+)
+
+ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+Window = int | tuple[int, int] | None
+Segments = Tensor | tuple[Tensor, Tensor] | None
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: Window = None,
+    alibi: Tensor | None = None,
+    segment_ids: Segments = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> Call:
+    """Check what can be checked without a look at values on the device."""
+    _check_tensors(q, k, v)
+    batch, heads, queries, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    _check_heads(heads, kv_heads, enable_gqa)
+    is_causal, return_lse = check_bool("is_causal", is_causal), check_bool("return_lse", return_lse)
+    dtype = score_dtype(q)
+    left, right = _bounds(window, is_causal)
+    # Wider than everything is no bound, and stays within int64.
+    left = None if left is None or left >= keys + queries else left
+    right = None if right is None or right >= keys + queries > 0 else right
+    return Call(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
+        value_dim=v.shape[-1],
+        scale=_scale(scale, head_dim, dtype),
+        dtype=dtype,
+        input_dtype=q.dtype,
+        device=q.device,
+        query_origin=keys - queries,
+        left=left,
+        right=right,
+        mask=_mask(attn_mask, (batch, heads, queries, keys), q, dtype),
+        alibi=_alibi(alibi, heads, q, dtype),
+        segments=_segments(segment_ids, batch, queries, keys, q.device),
+        dropout_p=check_probability("dropout_p", dropout_p),
+        return_lse=return_lse,
+    )
+
+
+# What a call takes beside tensors and parameters, by name.
+ARGUMENTS = frozenset(signature(check_call).parameters) - frozenset("qkv")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must share a dtype: q is {q.dtype}, {name} is {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(
+                f"q, k and v must share a device: q is on {q.device}, {name} on {x.device}"
+            )
+    if q.shape[-1] == 0:
+        raise ValueError(f"q must have a head dimension of at least 1, got {tuple(q.shape)}")
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got {tuple(q.shape)}")
+    if k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"k must be (B, Hkv, Nk, D) with q's B={q.shape[0]} and D={q.shape[-1]}, "
+            f"got {tuple(k.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v must be (B, Hkv, Nk, Dv) with k's {tuple(k.shape[:3])} in front, got "
+            f"{tuple(v.shape)}"
+        )
+
+
+def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    if not check_bool("enable_gqa", enable_gqa) and heads != kv_heads:
+        raise ValueError(
+            f"q has {heads} heads and k has {kv_heads}: pass enable_gqa=True to share heads of k"
+        )
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"enable_gqa: q's {heads} heads are not a multiple of k's {kv_heads}")
+
+
+def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
+    scale = plain(scale)
+    if scale is None:
+        return head_dim**-0.5
+    if not is_number(scale):
+        raise TypeError(f"scale must be a finite number or None, got {shown(scale)}")
+    if not is_finite(scale, dtype):
+        raise ValueError(
+            f"scale must be a finite number or None, got {shown(scale)}; scores are in {dtype}, up "
+            f"to {torch.finfo(dtype).max:.3g}"
+        )
+    return float(scale)
+
+
+def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
+    """How many positions a row sees to its left and to its right."""
+    right = 0 if is_causal else None
+    if window is None:
+        return None, right
+    window = plain(window)
+    if is_int(window):
+        if not is_causal:
+            raise ValueError(
+                f"window={shown(window)} is an int, which needs is_causal=True; otherwise pass "
+                "(left, right)"
+            )
+        if window < 1:
+            raise ValueError(f"window must be at least 1 (the row's own key), got {shown(window)}")
+        return window - 1, 0
+    pair = [plain(x) for x in window] if isinstance(window, (tuple, list)) else []
+    if len(pair) != 2 or not all(map(is_int, pair)):
+        raise TypeError(
+            f"window must be an int or a pair (left, right) of ints, got {shown(window)}"
+        )
+    if is_causal:
+        raise ValueError(f"window={shown(window)} is a pair: with is_causal=True pass an int")
+    if min(pair) < 0:
+        raise ValueError(f"window=(left, right) must not be negative, got {shown(window)}")
+    return pair[0], pair[1]
+
+
+def _mask(
+    mask: Tensor | None, shape: tuple[int, int, int, int], q: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    if mask is None:
+        return None
+    check_dense("attn_mask", mask)
+    if mask.dtype not in (torch.bool, q.dtype, dtype):
+        floats = " or ".join(dict.fromkeys((str(q.dtype), str(dtype))))
+        raise TypeError(f"attn_mask must be bool (True = attend) or {floats}, got {mask.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"attn_mask must be on q's device {q.device}, got {mask.device}")
+    fits = 1 <= mask.dim() <= 4 and all(
+        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(shape))
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask must broadcast to (B, H, Nq, Nk) = {shape}, got {tuple(mask.shape)}"
+        )
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask.expand(*mask.shape[:3], shape[-1])
+
+
+def _alibi(alibi: Any, heads: int, q: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if alibi is None:
+        return None
+    check_dense("alibi", alibi)
+    if alibi.dtype not in DTYPES:
+        raise TypeError(f"alibi must be fp16, bf16, fp32 or fp64, got {alibi.dtype}")
+    if alibi.shape != (heads,):
+        raise ValueError(
+            f"alibi must have one slope per query head, shape ({heads},), got {tuple(alibi.shape)}"
+        )
+    if alibi.device != q.device:
+        raise ValueError(f"alibi must be on q's device {q.device}, got {alibi.device}")
+    if is_readable(alibi) and not bool(alibi.detach().to(dtype).isfinite().all()):
+        raise ValueError(f"alibi must be finite in {dtype}, got {alibi.tolist()}")
+    return alibi.view(1, heads, 1)
+
+
+def _segments(
+    ids: Segments, batch: int, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    if ids is None:
+        return None
+    pair = (ids, ids) if isinstance(ids, Tensor) else ids
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(
+            "segment_ids must be an int tensor (B, N), or a pair of them for queries and keys, got "
+            f"{shown(ids)}"
+        )
+    checked = []
+    for x, length, whose in zip(pair, (queries, keys), ("queries", "keys")):
+        check_dense(f"segment_ids of the {whose}", x)
+        if x.dtype not in ID_DTYPES:
+            raise TypeError(
+                f"segment_ids must be uint8, int8, int16, int32 or int64, got {x.dtype}"
+            )
+        if x.shape != (batch, length):
+            raise ValueError(
+                f"segment_ids of the {whose} must have shape ({batch}, {length}), got "
+                f"{tuple(x.shape)}; pass a pair when queries and keys differ in number"
+            )
+        if x.device != device:
+            raise ValueError(f"segment_ids must be on q's device {device}, got {x.device}")
+        checked.append(x.long())
+    return checked[0], checked[1]

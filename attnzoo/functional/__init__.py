@@ -1,0 +1,1 @@
+"""The functions that users call: here variants meet backends."""

@@ -1,0 +1,135 @@
+"""linear_attention(): a causal linear variant that returns its state and goes on from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends import linear
+from attnzoo.backends.linear import LinearState
+from attnzoo.backends.selection import preference
+from attnzoo.backends.triton.linear import backend as flash_linear
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Linear, NoForm
+from attnzoo.core.validation import ARGUMENTS
+from attnzoo.core.values import check_dense, is_int, shown
+from attnzoo.functional.attention import in_full_precision, prepare, raise_refusal
+
+SCANS: dict[str, Any] = {"linear": linear, "flash_linear": flash_linear}
+# Fewer are a part of a chunk, for which torch's few operations do.
+CHUNK = 64
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str,
+    *,
+    state: LinearState | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **params: Any,
+) -> tuple[Tensor, LinearState]:
+    """Causal attention of a linear variant over the next tokens of a sequence.
+
+    o_i = ψ(q_i)·S_i / ψ(q_i)·z_i with S_i = Σ_{j ≤ i} ψ(k_j) v_jᵀ, z_i = Σ_{j ≤ i} ψ(k_j), where j
+    runs over all keys that ``state`` has seen and those given here. Cutting a sequence anywhere
+    gives the outputs of ``attention(..., is_causal=True)``; one more token costs the same at any
+    length. Differentiable, through the state too.
+
+    Args:
+        q: (B, H, N, D), the next N tokens. k: (B, Hkv, N, D). v: (B, Hkv, N, Dv).
+        variant: one with a linear form for these parameters.
+        state: what an earlier call returned; None begins a sequence.
+        attn_mask: bool mask of these N keys, (..., 1, N); True = attend.
+        scale, enable_gqa, **params: as for `attention`, the same in every call of a sequence.
+
+    Returns:
+        (out, state): (B, H, N, Dv) in q's dtype, and the state after these tokens.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
+        >>> whole = attnzoo.attention(q, k, v, "taylor", is_causal=True)
+        >>> first, state = attnzoo.linear_attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], "taylor")
+        >>> last, state = attnzoo.linear_attention(
+        ...     q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], "taylor", state=state)
+        >>> torch.allclose(last, whole[:, :, 9:], atol=1e-5), state.length
+        (True, 10)
+    """
+    for name in {"backend", *ARGUMENTS}.intersection(params):
+        raise TypeError(f"linear_attention takes no {name}: it is causal, over all keys so far")
+    arguments = dict(
+        attn_mask=attn_mask, is_causal=True, scale=scale, enable_gqa=enable_gqa, **params
+    )
+    seen = 0 if state is None else _length(state)
+    ready = prepare(q, k, v, variant, arguments, origin=seen)
+    raise_refusal(ready)
+    call = ready.call
+    if call.queries != call.keys:
+        raise ValueError(f"q and k must hold the same tokens, got {call.queries} and {call.keys}")
+    form = _linear_form(ready.forms, variant)
+    if (objection := linear.unsupported(form, call)) is not None:
+        raise ValueError(f"linear_attention {objection}")
+    sums = None if state is None else _sums(state, call, form)
+    if sums is not None and torch.is_grad_enabled() and sums.requires_grad:
+        call = replace(call, needs_grad=True)
+    with in_full_precision(call.device):
+        scan = SCANS[scan_for(form, call)].scan
+        out, sums = scan(ready.q, ready.k, ready.v, call, form, sums)
+    return out.to(call.input_dtype), LinearState(sums, seen + call.keys)
+
+
+def scan_for(form: Linear, call: Call) -> str:
+    """Which backend walks over the tokens: as `attention` would choose, between those two."""
+    if call.keys < CHUNK:
+        return "linear"
+    names = (name for name, _ in preference((form,), call) if name in SCANS)
+    return next(name for name in names if SCANS[name].unsupported(form, call) is None)
+
+
+def has_state(variant: str, params: dict[str, Any], heads: int) -> bool:
+    """Whether a variant has a linear form with these parameters."""
+    devices = [x.device for x in params.values() if isinstance(x, Tensor)]
+    x = torch.empty(1, heads, 1, 1, device=devices[0] if devices else None)
+    ready = prepare(x, x, x, variant, {"is_causal": True, **params})
+    return any(isinstance(f, Linear) for f in ready.forms)
+
+
+def _length(state: Any) -> int:
+    if not isinstance(state, LinearState):
+        raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")
+    if not is_int(state.length):
+        raise TypeError(f"state.length must be an int, got {shown(state.length)}")
+    if not 0 <= state.length < 2**62:
+        raise ValueError(f"state.length must be from 0 to 2^62, got {shown(state.length)}")
+    check_dense("state.sums", state.sums)
+    return state.length
+
+
+def _sums(state: LinearState, call: Call, form: Linear) -> Tensor:
+    sums, tail = state.sums, (form.size(call.head_dim), call.value_dim + 1)
+    shapes = [(call.batch, heads, *tail) for heads in (call.kv_heads, call.heads)]
+    if sums.shape not in shapes or sums.dtype != call.dtype or sums.device != call.device:
+        raise ValueError(
+            f"state.sums must be {shapes[0]} {call.dtype} on {call.device} for these inputs, got "
+            f"{tuple(sums.shape)} {sums.dtype} on {sums.device}"
+        )
+    return sums
+
+
+def _linear_form(forms: tuple[Any, ...], variant: str) -> Linear:
+    for form in forms:
+        if isinstance(form, Linear):
+            return form
+    reasons = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "linear"]
+    why = reasons[0] if reasons else "it has no linear form"
+    raise ValueError(f"variant {variant!r} cannot be run from a state: {why}")

@@ -1,0 +1,1 @@
+"""What every suite needs: cases, timing, correctness, memory, reports."""

@@ -1,0 +1,1 @@
+"""The kernels themselves: the compile gate and tuning."""

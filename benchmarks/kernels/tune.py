@@ -1,0 +1,365 @@
+"""Which block sizes a kernel could take: compiled without a GPU, and timed where there is one.
+
+Compiles one kernel for one kind of call in every block size, number of warps and of stages that is
+asked for, and prints those that stay within registers and shared memory as rows for
+`configurations`. Without a GPU the largest tiles come first. With one, the whole pass
+that the kernel is part of is timed in each of them and with the table's own row, in the same
+rounds, and the fastest come first; one whose result differs from the table's is named, not ranked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import attnzoo
+from benchmarks.harness import report
+from benchmarks.harness.grid import TOKENS
+from benchmarks.harness.timing import CudaEvents, Spread, Timer, ratio
+from benchmarks.kernels import plugin_twins
+from benchmarks.kernels.cells import ARCHITECTURES, DTYPES, EXTRAS, KERNELS, TWINS, Cell
+from benchmarks.kernels.compile import Compiled, compile_cell, enlist, few_queries, require_compiler
+from benchmarks.suites.attention import positive
+from commandline.errors import UsageError
+
+# A variant of each twin, to be called; α = 1.4 has no activation of its own.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "exp": ("ssmax", {}),
+    "sigmoid": ("sigmoid", {}),
+    "taylor2": ("taylor", {}),
+    "entmax15": ("entmax", {}),
+    "q_exp": ("entmax", {"alpha": 1.4}),
+}
+HEADS = 16
+TABLE = "the table's"
+# Results may differ by their rounding to 16 bits, and sums by their order.
+TOLERANCE = 2e-2
+
+
+class Tile(NamedTuple):
+    """A row that is tried, and the tile of a threshold's map that goes with it."""
+
+    config: Any  # attnzoo.backends.triton.common.configurations.Config
+    map: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        c = self.config
+        part = "" if c.part is None else f", part={c.part}"
+        shown = f"Config({c.block_m}, {c.block_n}, {c.warps}, {c.stages}{part})"
+        return shown if self.map is None else f"{shown} map {self.map[0]}x{self.map[1]}"
+
+
+class Timed(NamedTuple):
+    milliseconds: Spread
+    of_table: Spread
+    difference: float  # of results, relative to the largest
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        found = [int(n) for n in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected positive numbers, as 4,8")
+    return found
+
+
+def powers(least: int):
+    """Triton's tiles are powers of two, of 16 at least; and so are numbers of warps."""
+
+    def convert(text: str) -> list[int]:
+        found = numbers(text)
+        if any(n & (n - 1) or n < least for n in found):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected powers of two from {least} on, as {4 * least},{8 * least}"
+            )
+        return found
+
+    return convert
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("tune", help="try block sizes of a kernel", description=__doc__)
+    add = parser.add_argument
+    kernels = [name for name in KERNELS if name != "linear"]
+    add("--kernel", choices=kernels, required=True, help="the kernel to try block sizes of")
+    words = f"the activation: {', '.join(TWINS)}, or one of the plugin's"
+    add("--twin", default="exp", metavar="NAME", help=words)
+    report.add_plugin(parser)
+    add("--extra", choices=("", *EXTRAS, "all"), default="", help="what else the call has")
+    add("--head-dim", type=positive(int), default=128, metavar="D", help="default: 128")
+    add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    add("--arch", choices=ARCHITECTURES, help="default: the GPU's, or sm_90")
+    add(
+        "--blocks",
+        type=powers(16),
+        default=[32, 64, 128],
+        metavar="N,N,…",
+        help="rows and columns of a block (default: 32,64,128)",
+    )
+    add(
+        "--warps",
+        type=powers(1),
+        default=[4, 8],
+        metavar="N,N,…",
+        help="numbers of warps (default: 4,8)",
+    )
+    add(
+        "--stages",
+        type=numbers,
+        default=[1, 2, 3],
+        metavar="N,N,…",
+        help="numbers of stages (default: 1,2,3)",
+    )
+    add(
+        "--parts",
+        type=powers(16),
+        default=[],
+        metavar="N,N,…",
+        help="numbers of columns to take at a time, beside all columns at once",
+    )
+    add(
+        "--length",
+        type=positive(int),
+        default=16384,
+        metavar="N",
+        help="length of the sequences that are timed",
+    )
+    add(
+        "--most",
+        type=positive(int),
+        default=16,
+        metavar="N",
+        help="the most rows to time and print",
+    )
+    add(
+        "--jobs",
+        type=positive(int),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="number of processes that compile",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    enlist(args.plugin)
+    if args.twin not in TWINS:
+        raise UsageError(f"--twin must be one of {', '.join(TWINS)}, got {args.twin!r}")
+    normalize, head_dim = TWINS[args.twin][0], args.head_dim
+    if head_dim > 256:
+        raise UsageError(f"--head-dim must be from 1 to 256, got {head_dim}")
+    if args.kernel == "threshold" and normalize != "threshold":
+        raise UsageError(f"--kernel threshold is for a threshold's twin, {args.twin} is none")
+    if args.kernel == "stats" and args.twin != "exp":
+        raise UsageError("--kernel stats is for --twin exp")
+    if args.kernel == "decode" and max(args.blocks) > 128:
+        raise UsageError(f"--blocks of decode must be at most 128, got {max(args.blocks)}")
+    gpu = torch.cuda.is_available()
+    if gpu and args.arch is not None:
+        raise UsageError("--arch is for a machine without a GPU: on this one it is the GPU's")
+    require_compiler("tune")
+    arch = device_arch() if gpu else args.arch or "sm_90"
+    cell = Cell(args.kernel, arch, args.dtype, head_dim, args.twin, args.extra)
+    few = args.kernel == "decode"
+    rows = max(16, 8 * few_queries(cell)) if few else None
+    given = candidates(args, normalize == "threshold" and not few, rows)
+    print(f"{args.kernel}, {cell.config}, {arch}: {len(given)} to compile", flush=True)
+    clean = compiled(cell, given, args.jobs, args.plugin)[: args.most]
+    if args.plugin is not None:
+        own = plugin_twins.twins(args.plugin)
+        VARIANTS.update({name: (twin.variant, twin.params) for name, twin in own.items()})
+    timed = timings(cell, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
+    for text in table(clean, timed):
+        print(text)
+    if not clean:
+        print("none stays within the limits")
+        return 1
+    if not gpu:
+        print("torch sees no CUDA device: nothing was timed")
+    return 0
+
+
+def device_arch() -> str:
+    """The architecture whose rows the table has for this GPU."""
+    from attnzoo.backends.triton.common.configurations import SHARED
+    from attnzoo.backends.triton.flash.launch import architecture
+
+    found = architecture(torch.device("cuda")) // 10 * 10
+    return f"sm_{found if found in SHARED else 80}"
+
+
+def candidates(args: argparse.Namespace, mapped: bool, rows: int | None = None) -> list[Tile]:
+    """``rows``: what the call packs in one tile, where that is no matter of choice."""
+    from attnzoo.backends.triton.common.configurations import Config
+
+    tiles = []
+    heights = args.blocks if rows is None else [rows]
+    for m, n, warps, stages in product(heights, args.blocks, args.warps, args.stages):
+        for part in (None, *args.parts):
+            tiles.append(Tile(Config(m, n, warps, stages, part=part), (m, n) if mapped else None))
+    return tiles
+
+
+@contextmanager
+def replaced(kernel: str, tile: Tile) -> Iterator[None]:
+    """Launches of this kernel take this row, wherever they are made."""
+    from attnzoo.backends.triton.decode import launch as launch_decode
+    from attnzoo.backends.triton.flash import launch
+
+    own, own_map, own_decode = launch.pick, launch.map_tile, launch_decode.decode_config
+
+    def pick(name: str, *rest: Any) -> Any:
+        return tile.config if name == kernel else own(name, *rest)
+
+    def map_tile(*facts: Any) -> tuple[int, int]:
+        return tile.map or own_map(*facts)
+
+    def decode_config(*facts: Any) -> Any:
+        return tile.config if kernel == "decode" else own_decode(*facts)
+
+    with (
+        mock.patch.object(launch, "pick", pick),
+        mock.patch.object(launch, "map_tile", map_tile),
+        mock.patch.object(launch_decode, "decode_config", decode_config),
+    ):
+        yield
+
+
+def compile_tile(cell: Cell, tile: Tile) -> Compiled | str:
+    with replaced(cell.kernel, tile):
+        return compile_cell(cell)
+
+
+def compiled(
+    cell: Cell, tiles: list[Tile], jobs: int, plugin: Path | None = None
+) -> list[tuple[Tile, Compiled]]:
+    """Those within the limits: the largest tiles first, then those with fewer registers."""
+    from attnzoo.backends.triton.common.configurations import SHARED
+
+    limit, found = SHARED[int(cell.arch.removeprefix("sm_"))], []
+    spawned: dict[str, Any] = {"initializer": enlist, "initargs": (plugin,)}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), **spawned) as pool:
+        for tile, row in zip(tiles, pool.map(partial(compile_tile, cell), tiles), strict=True):
+            if isinstance(row, str):
+                print(f"{tile} does not compile: {row}")
+            elif row.objection(cell.dtype != "fp32", limit) is None:
+                found.append((tile, row))
+    size = {tile: tile.config.block_m * tile.config.block_n for tile, _ in found}
+    return sorted(found, key=lambda pair: (-size[pair[0]], pair[1].registers))
+
+
+def call_of(cell: Cell, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
+    """The call that a cell describes, at this length: its output and its leaves."""
+    kind: dict[str, Any] = {"dtype": DTYPES[cell.dtype], "device": device}
+    shape = (max(1, TOKENS // length), HEADS, length, cell.head_dim)
+    few = cell.kernel == "decode"  # of groups of eight heads, as the gate has them
+    shapes = [shape] * 3
+    if few:
+        shapes = [
+            (*shape[:2], few_queries(cell), shape[3]),
+            *[(shape[0], max(1, HEADS // 8), *shape[2:])] * 2,
+        ]
+    q, k, v = (torch.randn(shape, **kind).requires_grad_() for shape in shapes)
+    variant, params = VARIANTS[cell.twin]
+    if cell.kernel == "stats":
+        variant = "adaptive_temperature"
+    chosen = EXTRAS if cell.extra == "all" else (cell.extra,)
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": few, **params}
+    if "window" in chosen:
+        options["window"] = max(1, length // 4)
+    if "alibi" in chosen:
+        options["alibi"] = torch.linspace(0.01, 0.5, HEADS, device=device)
+    if "segments" in chosen:
+        ids = (torch.arange(length, device=device) // max(1, length // 4)).expand(shape[0], length)
+        options["segment_ids"] = ids[:, -q.shape[2] :], ids
+    if "keys" in chosen:
+        options["attn_mask"] = torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
+    if "mask" in chosen:
+        options["attn_mask"] = torch.ones(1, 1, q.shape[2], length, dtype=torch.bool, device=device)
+
+    def call() -> tuple[Tensor, tuple]:
+        backend = "decode" if few else "flash"
+        return attnzoo.attention(q, k, v, variant, backend=backend, **options), (q, k, v)
+
+    return call
+
+
+def timings(
+    cell: Cell, tiles: list[Tile], length: int, timer: Timer, device: str = "cuda"
+) -> dict[Tile, Timed]:
+    """The forward pass, or for dq and dkdv the backward pass, with each of these rows."""
+    call, calls, results = call_of(cell, length, device), {}, {}
+    own = Tile(None, None)
+    for tile in (own, *tiles):
+        calls[str(tile) if tile is not own else TABLE] = once = one_pass(cell, tile, call)
+        results[tile] = once()
+    timer.settle()
+    seconds = timer.rounds(calls, 10, 0.05)
+    found = {}
+    for tile in tiles:
+        samples, base = seconds[str(tile)], seconds[TABLE]
+        gaps = [
+            float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+            for a, b in zip(results[tile], results[own], strict=True)
+        ]
+        spread = Spread.of([1e3 * s for s in samples])
+        found[tile] = Timed(spread, ratio(samples, base), max(gaps))
+    return found
+
+
+def one_pass(
+    cell: Cell, tile: Tile, call: Callable[[], tuple[Tensor, tuple]]
+) -> Callable[[], tuple[Tensor, ...]]:
+    patched = partial(replaced, cell.kernel, tile) if tile.config is not None else unchanged
+    if cell.kernel not in ("dq", "dkdv"):
+
+        def forward() -> tuple[Tensor, ...]:
+            with patched(), torch.no_grad():
+                return (call()[0],)
+
+        return forward
+    with patched():
+        out, leaves = call()
+    do = torch.ones_like(out)
+
+    def backward() -> tuple[Tensor, ...]:
+        with patched():
+            return torch.autograd.grad(out, leaves, do, retain_graph=True)
+
+    return backward
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    yield
+
+
+def table(clean: list[tuple[Tile, Compiled]], timed: dict[Tile, Timed]) -> Iterator[str]:
+    wrong = {tile for tile, t in timed.items() if not t.difference <= TOLERANCE}
+    if timed:
+        ranked = [pair for pair in clean if pair[0] not in wrong]
+        clean = sorted(ranked, key=lambda pair: timed[pair[0]].milliseconds.median)
+    for tile, row in clean:
+        text = f"{tile!s:<44} {row.registers:>3} registers {row.shared_bytes:>6} bytes"
+        text += f" {row.tensor_core or '–':<8}"
+        if tile in timed:
+            ms, of_table, _ = timed[tile]
+            text += f" {ms.median:.3f} ms ({ms.lower:.3f}–{ms.upper:.3f})"
+            text += f"  {of_table.median:.3f} of {TABLE}"
+        yield text.rstrip()
+    for tile in wrong:
+        yield f"{tile} DIFFERS from the table's result by {timed[tile].difference:.1e}"

@@ -1,0 +1,30 @@
+"""Types of command-line arguments, and arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_plugin(parser: argparse.ArgumentParser) -> None:
+    """``--plugin``, of every command in which a variant can be named."""
+    parser.add_argument(
+        "--plugin", type=Path, metavar="FILE.py", help="a file that registers more variants"
+    )
+
+
+def seed(text: str) -> int:
+    """A seed, for an argument parser: torch takes 64 bits, and some are made from several."""
+    if not (text.isascii() and text.isdecimal() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"{text!r}: a seed is an integer from 0 to 2³² − 1")
+    return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers with commas between them, for an argument parser."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected lengths such as 16,64,256, got {text!r}"
+        ) from None

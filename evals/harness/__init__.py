@@ -1,0 +1,1 @@
+"""Runs of a task: options, study, jobs, workers, training, store."""

@@ -1,0 +1,158 @@
+"""A job: one training with all that is tested on it, executed in any process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+
+from commandline.files import write_whole
+from commandline.variants import VariantCall
+from evals.harness.identity import is_out_of_memory
+from evals.harness.training import NotFinite, evaluate, train
+from evals.measures.heads import learned
+from evals.measures.metrics import Outcome
+from evals.task import Settings
+from evals.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training and, for each length, the rows to test on it.
+
+    tests[length] maps a row's key to the variant swapped in, None for the trained one.
+    """
+
+    task: str
+    variant: VariantCall
+    positions: str
+    seed: int
+    settings: Settings
+    training_key: str
+    tests: dict[int, dict[str, VariantCall | None]]
+
+    def __str__(self) -> str:
+        words = [self.task, str(self.variant), f"seed {self.seed}"]
+        if self.positions != "none":
+            words.insert(2, self.positions)
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all jobs of a run share. Finished trainings are kept in out/<task>/models."""
+
+    device: str
+    plugin: Path | None
+    out: Path
+
+    def model(self, job: Job) -> Path:
+        """The file of a finished training."""
+        return self.out / job.task / "models" / f"{job.training_key}.pt"
+
+
+# What a worker says: ("stage", None | length, fraction of the job), ("loss", step, value),
+# ("rows", length, outcomes, facts of the training), ("failed", text), ("done",), and ("stopped",
+# text) where a file could not be written.
+Message = tuple[Any, ...]
+Emit = Callable[[Message], None]
+NO_FACTS: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what was never trained
+
+
+# -------------------------------------------------------------------------------- inside a job
+
+
+@contextmanager
+def lean_arithmetic() -> Iterator[None]:
+    """One thread, and denormals as 0.
+
+    Gradients and AdamW's moments turn denormal on their way to 0, and such numbers cost a CPU three
+    times the whole step.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+
+
+def obtain_model(job: Job, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
+    """The trained model, from the folder if it is there, and the facts of its training."""
+    task, path = TASKS[job.task], context.model(job)
+    if path.exists():
+        model = task.build(job.variant, job.positions, job.settings).to(context.device)
+        try:
+            saved = torch.load(path, map_location=context.device, weights_only=True)
+            model.load_state_dict(saved["state"])
+            return model.eval(), saved["facts"]
+        except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
+            if is_out_of_memory(error):
+                raise
+            print(f"{path} cannot be read, and is trained again", file=sys.stderr)
+    began = time.process_time()
+    share = _training_share(job)
+
+    def report(step: int, loss: float, fraction: float) -> None:
+        emit(("stage", None, fraction * share))
+        emit(("loss", step, loss))
+
+    model = train(task, job.variant, job.positions, job.seed, job.settings, context.device, report)
+    facts = {"train_cpu_seconds": time.process_time() - began, "learned": learned(model)}
+    buffer = BytesIO()
+    torch.save({"state": model.state_dict(), "facts": facts}, buffer)
+    write_whole(path, buffer.getvalue())
+    return model, facts
+
+
+def _work(job: Job) -> tuple[float, dict[int, float]]:
+    """Estimated work, in items through the network: of training, and of each length's tests."""
+    task, settings = TASKS[job.task], job.settings
+    middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
+    training = 3.0 * settings.steps * settings.share(middle) * middle
+    tests = {n: float(len(task.splits) * settings.sequences(n) * task.tokens(n)) for n in job.tests}
+    return training, tests
+
+
+def _training_share(job: Job) -> float:
+    training, testing = _work(job)
+    return training / (training + sum(testing.values()))
+
+
+def execute(job: Job, context: Context, emit: Emit) -> None:
+    """Train or load, then test one length after the other; every result goes to ``emit``."""
+    training, testing = _work(job)
+    total, done = training + sum(testing.values()), training
+    emit(("stage", None, 0.0))
+    try:
+        model, facts = obtain_model(job, context, emit)
+    except (NotFinite, MemoryError, RuntimeError) as error:
+        if not isinstance(error, NotFinite) and not is_out_of_memory(error):
+            raise
+        status = "nan" if isinstance(error, NotFinite) else "oom"
+        failure = Outcome(status, f"training: {error}".splitlines()[0])
+        for length, tests in job.tests.items():
+            emit(("rows", length, dict.fromkeys(tests, failure), NO_FACTS))
+        return
+    for length, tests in job.tests.items():
+
+        def progress(fraction: float, length: int = length, done: float = done) -> None:
+            emit(("stage", length, (done + fraction * testing[length]) / total))
+
+        progress(0.0)
+        outcomes = evaluate(
+            TASKS[job.task], model, tests, job.seed, length, job.settings, context.device, progress
+        )
+        emit(("rows", length, outcomes, facts))
+        done += testing[length]

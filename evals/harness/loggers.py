@@ -1,0 +1,96 @@
+"""Loggers of a run, off by default: TensorBoard and Weights & Biases, each an extra.
+
+A run is one training with its tests: its loss by step, and each metric with the length as its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from commandline.errors import UsageError
+from evals.harness.options import LOGGERS
+
+
+class Logger(Protocol):
+    """Takes numbers until it is closed."""
+
+    def scalar(self, run: str, name: str, value: float, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """One folder of events per run, below ``out``/tensorboard."""
+
+    def __init__(self, out: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._open: Callable[[str], Any] = lambda run: SummaryWriter(
+            str(out / "tensorboard" / _file_name(run))
+        )
+        self._writers: dict[str, Any] = {}
+
+    def scalar(self, run: str, name: str, value: float, step: int) -> None:
+        if run not in self._writers:
+            self._writers[run] = self._open(run)
+        self._writers[run].add_scalar(name, value, step)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+class Wandb:
+    """One wandb run for each of ours, in the project attnzoo-evals; its files below ``out``.
+
+    A metric has its own axis (the length), as wandb's step must never fall.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._wandb, self._out = import_module("wandb"), out
+        self._runs: dict[str, Any] = {}
+
+    def scalar(self, run: str, name: str, value: float, step: int) -> None:
+        if run not in self._runs:
+            self._out.mkdir(parents=True, exist_ok=True)
+            found = self._wandb.init(
+                project="attnzoo-evals", name=run, dir=str(self._out), reinit="create_new"
+            )
+            found.define_metric("length")
+            found.define_metric("step")
+            found.define_metric("test/*", step_metric="length")
+            found.define_metric("train/*", step_metric="step")
+            self._runs[run] = found
+        axis = "length" if name.startswith("test/") else "step"
+        self._runs[run].log({name: value, axis: step})
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.finish()
+
+
+_KINDS: dict[str, Callable[[Path], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+assert tuple(_KINDS) == LOGGERS
+
+
+def open_loggers(names: Sequence[str], out: Path) -> list[Logger]:
+    """The loggers by name.
+
+    Raises:
+        UsageError: a package is not installed.
+    """
+    found: list[Logger] = []
+    for name in names:
+        try:
+            found.append(_KINDS[name](out))
+        except ImportError as error:
+            raise UsageError(f"--log {name}: {error}; install attnzoo[{name}]") from error
+    return found
+
+
+def _file_name(run: str) -> str:
+    """A run's name as a folder: what a file system may not take is replaced."""
+    return "".join(letter if letter.isalnum() or letter in "/_-.=," else "_" for letter in run)

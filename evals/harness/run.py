@@ -1,0 +1,236 @@
+"""One run from options to results: check, plan, run what is missing, summarize, show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commandline.errors import UsageError
+from commandline.variants import Spec
+from evals.harness import costs
+from evals.harness.jobs import Context, Job
+from evals.harness.loggers import Logger, open_loggers
+from evals.harness.options import LOGGERS, Options
+from evals.harness.pool import Pool, default_workers, run_here, worker_devices
+from evals.harness.progress import Progress
+from evals.harness.store import Folder, Row
+from evals.harness.study import Study, load_plugins, plan_study
+from evals.measures.metrics import Outcome
+from evals.reporting.results import write_results
+from evals.reporting.summary import groups
+from evals.task import NOTES, Task
+
+
+@cache
+def commit() -> str:
+    """The checkout's commit, with "-dirty" where files differ from it; "unknown" without git."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    return f"{head}-dirty" if git("status", "--porcelain", "--untracked-files=no") else head
+
+
+class Run:
+    """Several tasks' studies, executed by one pool of workers.
+
+    Each task has its own folder of rows and models in ``out``; what a worker says becomes a row
+    there, and goes to the loggers.
+    """
+
+    def __init__(self, studies: Sequence[Study], options: Options, out: Path) -> None:
+        self.options, self.out = options, out
+        self.studies = {study.task.name: study for study in studies}
+        self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
+        self.jobs = [
+            job
+            for name, study in self.studies.items()
+            for job in study.jobs(self.folders[name].by_key, options.shard, options.retry_failed)
+        ]
+        self.loggers: list[Logger] = []
+
+    @property
+    def workers(self) -> int:
+        given = self.options.workers
+        return default_workers(self.options.device) if given is None else given
+
+    # ---- what the jobs say
+
+    def row(self, job: Job, key: str, length: int, outcome: Outcome, facts: dict[str, Any]) -> None:
+        study = self.studies[job.task]
+        row = _row(study, job, key, length, outcome, facts)
+        self.folders[job.task].append(row)
+        for logger in self.loggers:
+            for name, value in outcome.metrics.items():
+                logger.scalar(f"{job.task}/{row['variant']}/{job.positions}/seed{job.seed}",
+                              f"test/{name}", value, length)  # fmt: skip
+
+    def loss(self, job: Job, step: int, value: float) -> None:
+        for logger in self.loggers:
+            name = f"{job.task}/{job.variant}/{job.positions}/seed{job.seed}"
+            logger.scalar(name, "train/loss", value, step)
+
+    # ---- the run
+
+    def show_plan(self) -> None:
+        """What is to be done, and what is left out."""
+        for name, study in self.studies.items():
+            total = sum(1 for _ in study.places())
+            there = len(study.rows(self.folders[name].by_key))
+            mine = [job for job in self.jobs if job.task == name]
+            context = Context(self.options.device, None, self.out)
+            trainings = sum(not context.model(job).exists() for job in mine)
+            missing = sum(len(tests) for job in mine for tests in job.tests.values())
+            print(f"{name}: {len(study.specs)} variants × {len(study.positions)} positions × "
+                  f"{study.seeds} seeds × {len(study.lengths)} lengths = {total} rows, {there} of "
+                  f"them there already")  # fmt: skip
+            print(f"  positions: {', '.join(study.positions)}; schedule: {study.settings.schedule}")
+            shard = self.options.shard
+            part = f" (shard {shard.index} of {shard.count})" if shard.count > 1 else ""
+            print(f"  to do{part}: {trainings} trainings, {missing} rows on {self.workers} "
+                  f"worker(s), in {self.out / name}")  # fmt: skip
+            for (spec, positions), reason in study.left_out.items():
+                print(f"  left out: {spec} with positions {positions}: {reason}")
+            if damaged := self.folders[name].damaged:
+                print(f"  {damaged} unreadable line(s) of {name}'s rows skipped")
+        print(NOTES[self.options.preset], flush=True)
+
+    def execute(self) -> list[str]:
+        """Run the jobs; what failed, in words."""
+        if not self.jobs:
+            return []
+        context = Context(self.options.device, self.options.plugin, self.out)
+        self.loggers = open_loggers(self.options.log, self.out)
+        self.out.mkdir(parents=True, exist_ok=True)  # here, and not after a training
+        progress = Progress(len(self.jobs))
+        try:
+            if self.workers == 0:
+                return run_here(self.jobs, context, self, progress)
+            devices = worker_devices(self.options.device, min(self.workers, len(self.jobs)))
+            contexts = [replace(context, device=device) for device in devices]
+            return Pool(contexts, self, progress).run(self.jobs)
+        finally:
+            progress.close()
+            for logger in self.loggers:
+                logger.close()
+
+    def missing(self) -> dict[str, int]:
+        """How many rows each task still lacks, other shards' included."""
+        lacks = {}
+        for name, study in self.studies.items():
+            self.folders[name] = Folder(self.out / name, self.options.shard)
+            total = sum(1 for _ in study.places())
+            if left := total - len(study.rows(self.folders[name].by_key)):
+                lacks[name] = left
+        return lacks
+
+    def rows(self) -> list[Row]:
+        """The rows of these studies."""
+        return [
+            row
+            for name, study in self.studies.items()
+            for row in study.rows(self.folders[name].by_key)
+        ]
+
+    def other_rows(self) -> list[Row]:
+        """The rows of these tasks that earlier runs with other options left in the folders."""
+        mine = {row["key"] for row in self.rows()}
+        folders = self.folders.values()
+        return [row for at in folders for row in at.by_key.values() if row["key"] not in mine]
+
+
+def _row(
+    study: Study, job: Job, key: str, length: int, outcome: Outcome, facts: dict[str, Any]
+) -> Row:
+    """What is stored of one (variant, positions, seed, length)."""
+    swapped = job.tests[length][key]
+    settings = study.settings
+    return {
+        "key": key,
+        "task": study.task.name,
+        "variant": str(job.variant) if swapped is None else f"{job.variant}->{swapped}",
+        "positions": job.positions,
+        "seed": job.seed,
+        "length": length,
+        "status": outcome.status,
+        "message": outcome.message,
+        "metrics": outcome.metrics,
+        "curves": outcome.curves,
+        "learned": facts["learned"] if swapped is None else {},
+        "chance": study.task.chance(settings),
+        "sequences": settings.sequences(length),
+        "settings": settings.identity(),
+        "version": study.version(Spec(job.variant, swapped or job.variant)),
+        "schedule": settings.schedule,
+        "data": study.task.data(),
+        "device": study.device,
+        "torch": torch.__version__,
+        "attnzoo": version("attnzoo"),
+        "commit": commit(),
+        "cpu_seconds": round(outcome.cpu_seconds, 3),
+        "train_cpu_seconds": round(facts["train_cpu_seconds"], 3),
+        "training": job.training_key,
+    }
+
+
+def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path) -> int:
+    """Run tasks, write and print everything; the exit status."""
+    shared = next(iter(options.values()))
+    _check(shared, tasks, out)
+    plugins = load_plugins(shared.plugin)
+    studies = [plan_study(task, options[task.name], plugins) for task in tasks]
+    this = Run(studies, shared, out)
+    this.show_plan()
+    if shared.dry_run:
+        costs.show(this)
+        return 0
+    failures = this.execute()
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    lacks = this.missing()
+    if lacks and shared.shard.count > 1 and not failures:
+        left = ", ".join(f"{name} {count}" for name, count in lacks.items())
+        print(f"rows are missing, of other shards or failed ({left}): results are written by the "
+              "run that finds all of them")  # fmt: skip
+        return 0
+    rows, others = this.rows(), this.other_rows()
+    if rows:
+        note = NOTES[shared.preset]
+        if others:
+            note += f" (of the last run; {len(others)} rows of earlier ones are shown, too)"
+        write_results(groups([*others, *rows]), out, note)  # where versions differ the last count
+    nothing = all(row["status"] != "ok" for row in rows)
+    return 1 if failures or nothing else 0
+
+
+def _check(options: Options, tasks: Sequence[Task], out: Path) -> None:
+    if find_spec("matplotlib") is None:  # now, and not after an hour of training
+        raise UsageError("the plots need matplotlib: install the extra, attnzoo[evals]")
+    for task in tasks:
+        if options.preset not in task.presets:
+            known = ", ".join(task.presets)
+            raise UsageError(f"--preset must be one of {known}, got {options.preset!r}")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out must be a folder, got {str(out)!r}")
+    for name in options.log:
+        if name not in LOGGERS:
+            raise UsageError(f"--log must be among {', '.join(LOGGERS)}, got {name!r}")
+    if options.workers is not None and options.workers < 0:
+        raise UsageError(f"--workers must be at least 0, got {options.workers}")

@@ -1,0 +1,269 @@
+"""A study: one task with its variants, positions, seeds, lengths and settings; its cells and rows.
+
+A row's key is a hash of everything that its figures depend on, so that a run which was killed finds
+its rows again and a changed setting never finds those of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from commandline.errors import UsageError
+from commandline.variants import (
+    Spec,
+    VariantCall,
+    complete,
+    every_variant,
+    load_plugin,
+    parse_specs,
+)
+from evals.harness.identity import key_of, objection
+from evals.harness.jobs import Job
+from evals.harness.options import Options
+from evals.harness.store import WHOLE, Row, Shard
+from evals.task import EVERY, Settings, Task
+
+EVALUATION = 2  # of what is measured on a model: part of every row's identity
+MOST, MOST_LENGTH = 2**31, 2**22  # of a number among the settings: what is beyond is a slip
+
+
+class Place(NamedTuple):
+    """Where a row belongs in a study."""
+
+    spec: Spec
+    positions: str
+    seed: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Study:
+    """One task's part of a run.
+
+    plugins maps the names of variants that a plugin registered to a hash of its file: another file
+    is another variant. left_out says in words which pairs of a variant and a position encoding
+    cannot be.
+    """
+
+    task: Task
+    specs: tuple[Spec, ...]
+    positions: tuple[str, ...]
+    seeds: int
+    lengths: tuple[int, ...]
+    settings: Settings
+    device: str = "cpu"
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
+
+    def places(self) -> Iterator[Place]:
+        """Every row, seed by seed, so that early results are comparable."""
+        for seed in range(self.seeds):
+            for positions in self.positions:
+                for spec in self.specs:
+                    if (spec, positions) not in self.left_out:
+                        for length in self.lengths:
+                            yield Place(spec, positions, seed, length)
+
+    def _variant(self, variant: VariantCall) -> dict[str, object]:
+        identity = variant.identity()
+        if variant.name in self.plugins:
+            identity["plugin"] = self.plugins[variant.name]
+        return identity
+
+    def training_key(self, variant: VariantCall, positions: str, seed: int) -> str:
+        """The key of one training; all swaps of it share it."""
+        return key_of(
+            {
+                "task": self.task.name,
+                "data": self.task.data(),
+                "schedule": "one-cycle cosine",
+                "settings": self.settings.identity(),
+                "device": self.device.split(":")[0],
+                "train": self._variant(variant),
+                "positions": positions,
+                "seed": seed,
+            }
+        )
+
+    def row_key(self, place: Place) -> str:
+        """The key of one row."""
+        spec, positions, seed, length = place
+        return key_of(
+            {
+                "training": self.training_key(spec.train, positions, seed),
+                "test": self._variant(spec.test),
+                "length": length,
+                "sequences": self.settings.sequences(length),
+                "evaluation": EVALUATION,
+            }
+        )
+
+    def version(self, spec: Spec) -> str:
+        """A hash of what a variant's name stands for: defaults, and a plugin's file."""
+        return key_of({"train": self._variant(spec.train), "test": self._variant(spec.test)})
+
+    def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
+        """Those of the rows that belong to this study, in its order."""
+        keys = map(self.row_key, self.places())
+        return [by_key[key] for key in keys if key in by_key]
+
+    def jobs(
+        self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
+    ) -> list[Job]:
+        """The shard's trainings that rows are missing of, each with all that is missing.
+
+        retry: what failed counts as missing too.
+        """
+        tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
+        for place in self.places():
+            cell = tests.setdefault((place.seed, place.positions, place.spec.train), {})
+            key = self.row_key(place)
+            if key not in by_key or (retry and by_key[key]["status"] != "ok"):
+                swap = place.spec.test if place.spec.is_swap else None
+                cell.setdefault(place.length, {})[key] = swap
+        mine = list(tests.items())[shard.index :: shard.count]
+        return [
+            Job(self.task.name, variant, positions, seed, self.settings,
+                self.training_key(variant, positions, seed), missing)
+            for (seed, positions, variant), missing in mine
+            if missing
+        ]  # fmt: skip
+
+
+def load_plugins(path: Path | None) -> dict[str, str]:
+    """Load a plugin; the names of what it registered, each with the file's hash."""
+    if path is None:
+        return {}
+    return dict.fromkeys(load_plugin(path).variants, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Study:
+    """The checked study; whatever cannot be run is refused here, before anything is written."""
+    preset = task.presets[options.preset]
+    _check_device(options.device)
+    seeds = preset.seeds if options.seeds is None else options.seeds
+    _within("--seeds", seeds)
+    settings = _settings(task, preset.settings, options)
+    asked = list(preset.lengths if options.lengths is None else options.lengths)
+    for length in asked:
+        _within("--lengths", length, 2, MOST_LENGTH)
+    _once("--lengths", asked)
+    lengths = tuple(sorted({settings.train_longest, *asked}))  # in distribution, always
+    positions = preset.positions if options.positions is None else tuple(options.positions)
+    if options.positions is not None and not set(positions) <= set(task.positions):
+        raise UsageError(
+            f"--positions of {task.name} must be among {', '.join(task.positions)}, "
+            f"got {', '.join(positions)}"
+        )
+    _once("--positions", positions)
+    for length in (settings.train_shortest, *lengths):  # a task refuses lengths that it cannot have
+        task.batch(0, "test", length, 0, 1, settings)
+    for encoding in positions:
+        try:
+            task.build(VariantCall("softmax"), encoding, settings)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"settings: {error}") from error
+    if options.variants is None:
+        texts = list(preset.variants)
+        if preset.variants == EVERY:
+            texts = every_variant(task.tokens(settings.train_longest))
+        texts += [name for name in plugins if name not in texts]
+    else:
+        texts = list(options.variants)
+    longest = max(task.tokens(max(p.lengths)) for p in task.presets.values())
+    specs = tuple(
+        Spec(complete(spec.train, longest), complete(spec.test, longest))
+        for spec in parse_specs(texts)
+    )
+    _once("--variants", list(map(str, specs)))
+    sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
+    left_out = _left_out(specs, positions, sizes)
+    return Study(
+        task, specs, positions, seeds, lengths, settings, options.device, plugins, left_out
+    )
+
+
+def _left_out(
+    specs: tuple[Spec, ...], positions: tuple[str, ...], sizes: list[int]
+) -> dict[tuple[Spec, str], str]:
+    """Which variants cannot be with which positions; one that cannot be with any is refused."""
+    found: dict[tuple[Spec, str], str] = {}
+    for spec in specs:
+        for encoding in positions:
+            for variant in dict.fromkeys((spec.train, spec.test)):
+                if (reason := objection(variant, sizes, encoding)) is not None:
+                    found[spec, encoding] = reason
+        mine = [reason for (other, _), reason in found.items() if other == spec]
+        if len(mine) == len(positions):
+            raise UsageError(f"variant {spec}: {mine[0]}")
+    return found
+
+
+def _settings(task: Task, preset: Settings, options: Options) -> Settings:
+    """The preset's settings with the options' in their place, each of its field's type."""
+    given = dict(options.settings)
+    if options.steps is not None:
+        given["steps"] = options.steps
+    known = vars(preset)
+    for name, value in given.items():
+        if name not in known:
+            raise UsageError(f"{task.name} has no setting {name!r}; it has: {', '.join(known)}")
+        kind = type(known[name])
+        if isinstance(value, int) and not isinstance(value, bool) and kind is float:
+            value = given[name] = float(value)
+        if type(value) is not kind:
+            raise UsageError(f"setting {name} must be of {kind.__name__}, got {value!r}")
+    try:
+        settings = replace(preset, **given)
+    except ValueError as error:
+        raise UsageError(f"setting {error}") from error
+    for name, value in vars(settings).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            most = MOST_LENGTH if name in ("train_shortest", "train_longest") else MOST
+            _within("--steps" if name == "steps" else f"setting {name}", value, most=most)
+    for name, most in (("curriculum", 1.0), ("warmup", 1.0), ("weight_decay", math.inf)):
+        if not 0 <= getattr(settings, name) <= most or math.isinf(getattr(settings, name)):
+            raise UsageError(
+                f"setting {name} must be in [0, {most}], got {getattr(settings, name)}"
+            )
+    if not 0 < settings.learning_rate < math.inf:
+        raise UsageError(f"setting learning_rate must be above 0, got {settings.learning_rate}")
+    _within("setting train_longest", settings.train_longest, 2)
+    if settings.train_longest < settings.train_shortest:
+        raise UsageError(f"setting train_longest must be at least {settings.train_shortest}")
+    if (settings.train_longest - settings.train_shortest) % settings.train_stride:
+        raise UsageError("setting train_stride must divide train_longest − train_shortest")
+    return settings
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}") from None
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda":
+        index, count = torch.device(device).index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise UsageError(f"--device {device}: torch sees {count} CUDA devices")
+
+
+def _within(name: str, value: int, least: int = 1, most: int = MOST) -> None:
+    if value < least:
+        raise UsageError(f"{name} must be at least {least}, got {value}")
+    if value > most:
+        raise UsageError(f"{name} must be at most {most}, got {value}")
+
+
+def _once(name: str, values: Sequence[object]) -> None:
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise UsageError(f"{name} names {twice[0]} twice")

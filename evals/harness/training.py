@@ -1,0 +1,141 @@
+"""Training and testing that every task shares: AdamW under a one-cycle cosine schedule, the last
+step kept, and figures summed over chunks of sequences."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import attnzoo
+from commandline.variants import VariantCall
+from evals.harness.draws import lengths
+from evals.measures.metrics import Outcome, Tally
+from evals.task import Look, Settings, Task
+
+JACOBIANS = 4  # sequences of each length
+CHUNK_ITEMS = 2**15  # keys of a chunk of test sequences, all together
+REPORT_EVERY = 25  # steps between two looks at the loss: each look waits for the device
+
+
+class NotFinite(ArithmeticError):
+    """Training met a NaN or an infinity."""
+
+
+# (step, loss, fraction of the training)
+Report = Callable[[int, float, float], None]
+
+
+def one_cycle(step: int, schedule: Settings) -> float:
+    """Learning rate: half a cosine from peak/25 up to the peak, then half a cosine down to 0."""
+    peak, warm = schedule.learning_rate, max(1, round(schedule.warmup * schedule.steps))
+    if step < warm:
+        low, part = peak / 25, step / warm
+    else:
+        low, part = 0.0, 1 - (step - warm) / max(1, schedule.steps - warm)
+    return low + (peak - low) * (1 - math.cos(math.pi * part)) / 2
+
+
+def fit(
+    model: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    schedule: Settings,
+    report: Report,
+) -> None:
+    """Minimize loss_at(step) over the schedule's steps; the last step is what is tested.
+
+    Raises:
+        NotFinite: the loss, looked at every few steps, or what was learned is not finite.
+    """
+    groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    for step in range(schedule.steps):
+        try:
+            loss = loss_at(step)
+            optimizer.zero_grad()
+            loss.backward()
+        except Exception as error:  # what comes of a NaN, rather than a defect
+            if _finite(model):
+                raise
+            raise NotFinite(f"parameters are not finite at step {step + 1}: {error}") from error
+        for group in optimizer.param_groups:
+            group["lr"] = one_cycle(step, schedule)
+        optimizer.step()
+        if step % REPORT_EVERY == REPORT_EVERY - 1 or step == schedule.steps - 1:
+            value = loss.item()
+            if not math.isfinite(value):
+                raise NotFinite(f"the training loss is {value} at step {step + 1}")
+            report(step + 1, value, (step + 1) / schedule.steps)
+    if not _finite(model):  # the loss was that before the last step
+        raise NotFinite(f"parameters are not finite after step {schedule.steps}")
+
+
+def _finite(model: nn.Module) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def train(
+    task: Task,
+    variant: VariantCall,
+    positions: str,
+    seed: int,
+    settings: Settings,
+    device: str,
+    report: Report,
+) -> nn.Module:
+    """The trained model. The seed fixes initial values and data, the same for every variant."""
+    torch.manual_seed(seed)
+    model = task.build(variant, positions, settings).to(device)
+    ceilings = settings.ceilings()
+    chosen = lengths(seed, settings.train_shortest, ceilings, settings.train_stride).tolist()
+    most = settings.share(settings.train_shortest)
+
+    def loss(step: int) -> Tensor:
+        first, length = step * most, chosen[step]
+        last = first + settings.share(length)
+        batch = task.batch(seed, "train", length, first, last, settings)
+        return task.loss(model, batch.to(device))
+
+    fit(model, loss, settings, report)
+    return model.eval()
+
+
+@torch.inference_mode()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    tests: Mapping[str, VariantCall | None],
+    seed: int,
+    length: int,
+    settings: Settings,
+    device: str,
+    progress: Callable[[float], None],
+) -> dict[str, Outcome]:
+    """Every figure of every variant in ``tests`` (None: the trained one) at one length."""
+    count = settings.sequences(length)
+    chunk = max(1, CHUNK_ITEMS // task.tokens(length))
+    tallies = {key: Tally() for key in tests}
+    for number, (prefix, split) in enumerate(task.splits.items()):
+        for start in range(0, count, chunk):
+            stop = min(start + chunk, count)
+            batch = task.batch(seed, split, length, start, stop, settings).to(device)
+            # So many of all, however they are cut into chunks.
+            most = (0, 0) if number else (task.looked_at, JACOBIANS)
+            look = Look(*(min(max(count - start, 0), stop - start) for count in most))
+            began = time.process_time()
+            try:
+                measure = task.measure(model, batch, look)
+            except (MemoryError, RuntimeError) as error:
+                for tally in tallies.values():
+                    tally.fail(error)
+                continue
+            shared = (time.process_time() - began) / len(tests)
+            for key, swap in tests.items():
+                tallies[key].cpu_seconds += shared
+                tallies[key].add(partial(measure, swap), prefix)
+            progress((number + stop / count) / len(task.splits))
+    return {key: tally.outcome() for key, tally in tallies.items()}

@@ -1,0 +1,136 @@
+"""Two results side by side: what B gained on A, paired by seed, for use in CI."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from commandline.errors import UsageError
+from evals.harness.store import read_rows
+from evals.reporting.summary import Estimate, Group, Series, estimate, groups
+from evals.reporting.tables import Table
+from evals.task import Metric
+
+
+@dataclass(frozen=True)
+class Change:
+    """One series at one length in both: what B has more than A, positive where B is better."""
+
+    task: str
+    series: Series
+    length: int
+    metric: Metric
+    before: Estimate | None
+    after: Estimate | None
+    gain: Estimate | None  # None: B lacks what A has
+    problem: str = ""
+
+    def fails(self, below: float) -> bool:
+        """Whether the gain, in the metric's units, lies below; what B lacks always does."""
+        return self.gain is None or not self.metric.factor * self.gain.mean >= below
+
+
+def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
+    """Every point of A that has a score, beside B's.
+
+    Raises:
+        UsageError: a task has several settings in A or in B: it is not said which are meant.
+    """
+    for side, found in (("A", before), ("B", after)):
+        names = [group.task.name for group in found]
+        for name in set(names):
+            if names.count(name) > 1:
+                raise UsageError(f"{side} has {name} under {names.count(name)} settings; give one")
+    theirs = {group.task.name: group for group in after}
+    return [change for group in before for change in _of_group(group, theirs.get(group.task.name))]
+
+
+def _of_group(group: Group, other: Group | None) -> list[Change]:
+    metric, found = group.task.score, []
+    sign = -1.0 if metric.lower_is_better else 1.0
+    for (series, length), point in group.points.items():
+        if metric.name not in point.metrics:
+            continue
+        twin = other.points.get((series, length)) if other else None
+        ours, theirs = (
+            {row["seed"]: row["metrics"][metric.name] for row in rows if row["status"] == "ok"}
+            for rows in (point.rows, twin.rows if twin else [])
+        )
+        paired = [sign * (theirs[seed] - ours[seed]) for seed in ours if seed in theirs]
+        problem = ""
+        if missing := sorted(set(ours) - set(theirs)):
+            failed = "+".join(twin.failures) if twin else "missing"
+            problem = f"B lacks seed {', '.join(map(str, missing))} ({failed or 'missing'})"
+        found.append(
+            Change(
+                group.task.name, series, length, metric, point.metrics[metric.name],
+                twin.metrics.get(metric.name) if twin else None,
+                None if problem else estimate(paired), problem,
+            )
+        )  # fmt: skip
+    return found
+
+
+def table(task: str, found: Sequence[Change]) -> Table:
+    """A task's changes, a row each."""
+    rows = []
+    for change in found:
+        metric = change.metric
+        cells = [
+            "—" if side is None else side.text(metric.factor, metric.digits)
+            for side in (change.before, change.after)
+        ]
+        gain = change.gain
+        cells.append(
+            change.problem if gain is None else gain.text(metric.factor, metric.digits, sign=True)
+        )
+        rows.append([change.series.label, str(change.length), *cells])
+    title = f"{task}: {found[0].metric.title} (gain: positive where B is better; paired by seed)"
+    return Table(title, ["", "n", "A", "B", "gain"], rows)
+
+
+def _facts(group: Group) -> dict[str, object]:
+    """What may differ between two results of a task."""
+    facts: dict[str, object] = dict(group.settings)
+    for name in ("data", "device", "torch", "attnzoo"):
+        facts[name] = ", ".join(sorted({str(row[name]) for row in group.rows}))
+    facts["test sequences"] = {row["length"]: row["sequences"] for row in group.rows}
+    return facts
+
+
+def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
+    """Settings, text and versions that are not the same in both, in words."""
+    theirs = {group.task.name: _facts(group) for group in after}
+    return [
+        f"note: {group.task.name} has {name} = {value} in A and {other[name]} in B"
+        for group in before
+        if (other := theirs.get(group.task.name)) is not None
+        for name, value in _facts(group).items()
+        if name in other and other[name] != value
+    ]
+
+
+def main(a: Path, b: Path, fail_below: float | None = None) -> int:
+    """Print what changed; 1 if a gain lies below ``fail_below``."""
+    if fail_below is not None and not math.isfinite(fail_below):
+        raise UsageError(f"--fail-below must be a number, got {fail_below}")
+    before, after = groups(read_rows([a])), groups(read_rows([b]))
+    found = changes(before, after)
+    if not found:
+        raise UsageError(f"{a} has no score to compare with")
+    for name in dict.fromkeys(change.task for change in found):
+        print(f"{table(name, [c for c in found if c.task == name]).text()}\n")
+    for line in differing(before, after):
+        print(line)
+    if fail_below is None:
+        return 0
+    failed = [change for change in found if change.fails(fail_below)]
+    for change in failed:
+        gain, metric = change.gain, change.metric
+        what = change.problem if gain is None else f"{metric.factor * gain.mean:+.{metric.digits}f}"
+        print(f"below {fail_below:g}: {change.task}, {change.series.label}, n = {change.length}: "
+              f"{what}")  # fmt: skip
+    print(f"{len(found) - len(failed)} of {len(found)} are not below {fail_below:g}")
+    return 1 if failed else 0

@@ -1,0 +1,269 @@
+"""The pictures: accuracy and weight on the true key against n, and where the weight goes.
+
+Colours are Okabe and Ito's, which survive the common kinds of colour blindness; markers tell the
+variants apart without colour, and each line is named at its end.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import cycle
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from evals.reporting.summary import BASELINE, Group
+from evals.task import Metric
+from evals.theory.laws import KAPPA, Point
+
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#882255")
+_STYLES = ("-", "--", "-.", (0, (1, 1.2)))
+_MARKERS = "osD^vP*X<>"
+_FAINT = 1e-3  # the darkest colour of the heat map is a weight of this or less
+GRID = {"color": "#dddddd", "linewidth": 0.6}
+
+
+def png(figure: Figure, dpi: int = 150) -> bytes:
+    """The figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white")
+    return buffer.getvalue()
+
+
+def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
+    """Colour, style and marker of each variant; softmax is black and solid."""
+    colours, markers, looks, used = cycle(_COLOURS), cycle(_MARKERS), {}, 0
+    for variant in variants:
+        if variant.split(" · ")[0] == BASELINE:
+            looks[variant] = {"color": "black", "linestyle": "-", "marker": "o", "linewidth": 2.2}
+            continue
+        style = _STYLES[1] if "->" in variant else _STYLES[0]
+        if used >= len(_COLOURS):
+            style = _STYLES[2 + used // len(_COLOURS) % 2]
+        marker = next(markers)
+        looks[variant] = {"color": next(colours), "linestyle": style, "marker": marker}
+        used += 1
+    return looks
+
+
+def _darker(colour: str) -> str:
+    """The colour mixed with black: thin letters need more contrast than lines."""
+    parts = [int(0.72 * part * 255) for part in to_rgb(colour)]
+    return "#{:02x}{:02x}{:02x}".format(*parts)
+
+
+def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> None:
+    """Names at the right of the axes, each at its line's end, moved apart where they would touch.
+
+    ends: (name, last y, colour).
+    """
+    low, high = axes.get_ylim()
+
+    def height(y: float) -> float:
+        if not log:
+            return (y - low) / (high - low)
+        return math.log(max(y, low) / low) / math.log(high / low)
+
+    gap = 0.052
+    placed = sorted((min(1.0, max(0.0, height(y))), name, colour) for name, y, colour in ends)
+    heights = [h for h, _, _ in placed]
+    for _ in range(200):  # push neighbours apart until none touch
+        for i in range(len(heights) - 1):
+            overlap = gap - (heights[i + 1] - heights[i])
+            if overlap > 1e-4:
+                heights[i] -= overlap / 2
+                heights[i + 1] += overlap / 2
+        heights = [min(1.02, max(-0.02, h)) for h in heights]
+    for (end, name, colour), y in zip(placed, heights, strict=True):
+        axes.annotate(
+            name,
+            xy=(1.0, end),
+            xytext=(1.04, y),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=_darker(colour),
+            fontsize=9,
+            va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.7,
+                "shrinkB": 0,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def length_axis(axes: Axes, lengths: list[int]) -> None:
+    """A log axis of n with a tick at each length (every second, if there are many)."""
+    axes.set_xscale("log", base=2)
+    step = 1 if len(lengths) <= 9 else 2
+    axes.set_xticks(lengths[::step], [str(n) for n in lengths[::step]])
+    axes.minorticks_off()
+    axes.set_xlabel("n, number of keys (log scale)")
+
+
+def task_plots(group: Group) -> dict[str, Figure]:
+    """The pictures of one task, by name: the score, weights on the true key, best keys."""
+    found = {group.task.score.name: metric_plot(group, group.task.score)}
+    for metric in group.task.metrics:
+        if metric.log:
+            found[metric.name] = metric_plot(group, metric)
+    best = heat_map(group)
+    return found if best is None else {**found, "best_keys": best}
+
+
+def metric_plot(group: Group, metric: Metric) -> Figure:
+    """One metric against n: a line per series, a band of ± one standard error."""
+    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+    axes = figure.add_subplot()
+    looks = looks_of([series.label for series in group.series])
+    is_score = metric is group.task.score
+    ends, values = [], [metric.factor * group.chance] if is_score else []
+    for series in group.series:
+        points = [p for p in group.of(series) if metric.name in p.metrics]
+        points = [p for p in points if p.metrics[metric.name].mean > 0 or not metric.log]
+        if not points:
+            continue
+        x = [p.length for p in points]
+        y = [metric.factor * p.metrics[metric.name].mean for p in points]
+        error = [metric.factor * (p.metrics[metric.name].error or 0.0) for p in points]
+        look = {"linewidth": 1.6, "markersize": 4.5} | looks[series.label]
+        axes.plot(x, y, **look)  # type: ignore[arg-type]
+        lower = [
+            max(v - e, v / 100) if metric.log else v - e for v, e in zip(y, error, strict=True)
+        ]
+        upper = [v + e for v, e in zip(y, error, strict=True)]
+        axes.fill_between(x, lower, upper, color=str(look["color"]), alpha=0.2, linewidth=0)
+        ends.append((series.label, y[-1], str(look["color"])))
+        values += y
+    length_axis(axes, group.lengths)
+    lowest = min(values, default=1.0)
+    if metric.log:
+        axes.set_yscale("log")
+        axes.set_ylim(lowest / 1.5, 1.3)  # a band may reach down to 0 and is cut
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(0, 104 if metric.factor == 100 else 1.04 * max(values, default=1.0))
+    axes.set_xlim(group.lengths[0] / 1.3, group.lengths[-1] * 1.05)
+    trained = group.settings["train_shortest"], group.settings["train_longest"]
+    axes.axvspan(group.lengths[0] / 1.3, trained[1], color="#eeeeee", zorder=0)
+    if is_score:
+        chance = metric.factor * group.chance
+        axes.axhline(chance, color="#555555", linewidth=0.9, linestyle=":")
+        axes.annotate(
+            "chance", (group.lengths[0], chance), (2, 3), textcoords="offset points", fontsize=8
+        )
+    axes.grid(**GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    seeds = "band: ± one standard error over seeds" if len(group.seeds) > 1 else "one seed"
+    notes = [seeds, f"grey: n of training ({trained[0]} to {trained[1]})"]
+    if any("->" in series.variant for series in group.series):
+        notes.append("dashed: swapped in at inference")
+    apart = f" · {group.apart}" if group.apart else ""
+    axes.set_title(f"{group.task.name}{apart}: {metric.title}\n", loc="left", fontsize=12)
+    where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
+    axes.text(0, 1.02, "; ".join(notes), **where)
+    name_lines(axes, ends, metric.log)
+    return figure
+
+
+def _short(weight: float) -> str:
+    """A weight in a small cell, as ".87" or ".003"."""
+    text = f"{weight:.{2 if weight >= 0.01 else 3}f}".rstrip("0").rstrip(".")
+    return text.removeprefix("0") or "0"
+
+
+def heat_map(group: Group) -> Figure | None:
+    """Mean weight of the 16 best keys (rank by value, the true key first), a row for each n."""
+    drawn = [
+        (series.label, points)
+        for series in group.series
+        if (points := [p for p in group.of(series) if p.curves.get("best_keys")])
+    ]
+    if not drawn:
+        return None
+    columns = min(3, len(drawn))
+    rows = -(-len(drawn) // columns)
+    height = 0.9 + 0.2 * len(group.lengths)
+    figure = Figure(figsize=(3.3 * columns + 0.9, height * rows + 0.7), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    image = None
+    for axes in grid.flat[len(drawn) :]:
+        axes.set_visible(False)
+    for axes, (variant, points) in zip(grid.flat, drawn, strict=False):
+        width = max(len(p.curves["best_keys"]) for p in points)
+        cells = [
+            [*(best := p.curves["best_keys"]), *[math.nan] * (width - len(best))] for p in points
+        ]
+        image = axes.imshow(
+            cells, cmap="cividis", norm=LogNorm(_FAINT, 1, clip=True), aspect="auto"
+        )
+        for row, point in enumerate(points):
+            value = point.curves["best_keys"][0]
+            axes.text(
+                0,
+                row,
+                _short(value),
+                ha="center",
+                va="center",
+                fontsize=6,
+                color="black" if value > 0.05 else "white",
+            )
+        axes.set_title(variant, fontsize=9)
+        axes.set_yticks(range(len(points)), [str(p.length) for p in points], fontsize=7)
+        ranks = [0, *range(3, width, 4)]
+        axes.set_xticks(ranks, [str(rank + 1) for rank in ranks], fontsize=7)
+        axes.tick_params(length=0)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("n", fontsize=8)
+    figure.supxlabel("rank of the key by its value (1 = the true key)", fontsize=9)
+    figure.suptitle("Mean weight of the 16 best keys as n doubles", fontsize=12)
+    if image is not None:
+        bar = figure.colorbar(image, ax=grid, label="weight (log scale)", shrink=0.7, pad=0.02)
+        bar.ax.yaxis.set_major_formatter("{x:g}")
+    return figure
+
+
+def laws_plot(points: list[Point]) -> Figure:
+    """Lines: the laws; marks: what was measured. Two fixed gaps, and the shrinking one."""
+    panels = [("fixed", 1.5), ("fixed", 3.0), ("shrinking", KAPPA)]
+    titles = ["one key at Δ = 1.5, others at 0", "one key at Δ = 3, others at 0",
+              f"keys at κ(j + ½)/n, κ = {KAPPA:g}"]  # fmt: skip
+    figure = Figure(figsize=(13.5, 4.6), layout="constrained")
+    grid = figure.subplots(1, 3)
+    names = list(dict.fromkeys(str(point.law) for point in points))
+    looks = looks_of(names)
+    for axes, (gap, size), title in zip(grid, panels, titles, strict=True):
+        for name in names:
+            mine = [p for p in points if (str(p.law), p.gap, p.size) == (name, gap, size)]
+            if not mine:
+                continue
+            look = looks[name]
+            lawful = [p for p in mine if p.law.holds(p.n, p.size)]
+            axes.plot([p.n for p in lawful], [p.predicted for p in lawful], color=look["color"],
+                      linestyle=look["linestyle"], linewidth=1.3)  # fmt: skip
+            axes.plot([p.n for p in mine], [p.measured for p in mine], color=look["color"],
+                      marker=look["marker"], markersize=5, linestyle="", label=name)  # fmt: skip
+        length_axis(axes, [16, 256, 4096, 65536])
+        axes.set_yscale("log")
+        axes.set_title(title, loc="left", fontsize=10.5)
+        axes.grid(**GRID)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel("weight of the largest key")
+    figure.suptitle("Laws (lines) and measurement in fp64 (marks)", x=0.01, ha="left")
+    handles, labels = grid[0].get_legend_handles_labels()
+    more = dict(zip(*grid[2].get_legend_handles_labels()[::-1], strict=True))
+    legend = {**more, **dict(zip(labels, handles, strict=True))}
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend),
+                  frameon=False, fontsize=9)  # fmt: skip
+    return figure

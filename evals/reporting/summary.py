@@ -1,0 +1,320 @@
+"""From rows to a summary: groups of rows that belong together, and over their seeds means, standard
+errors, bootstrap intervals and paired differences to softmax.
+
+The summary holds nothing that depends on the run (no times, no hosts): two runs of the same cells
+write the same summary.csv, however often one of them was killed and whatever their shards.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from commandline.errors import UsageError
+from evals.harness.store import Row
+from evals.task import Task
+from evals.tasks import TASKS
+
+BASELINE = "softmax"
+CONFIDENCE = 0.95
+_EXACT = 5  # up to this many seeds every resample is counted once
+_DRAWS = 10_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean over seeds, its standard error s/√k and 95 % bootstrap interval (None for one seed)."""
+
+    mean: float
+    error: float | None
+    count: int
+    interval: tuple[float, float] | None = None
+
+    def text(self, factor: float = 1.0, digits: int = 1, sign: bool = False) -> str:
+        """Such as "98.6 ±0.1"."""
+        mean = f"{factor * self.mean:{'+' if sign else ''}.{digits}f}"
+        return mean if self.error is None else f"{mean} ±{factor * self.error:.{digits}f}"
+
+    def span(self, factor: float = 1.0, digits: int = 1) -> str:
+        """The interval, such as "98.1 … 99.0"; nothing for one seed."""
+        if self.interval is None:
+            return ""
+        low, high = (f"{factor * end:.{digits}f}" for end in self.interval)
+        return f"{low} … {high}"
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Of one value per seed."""
+    if not values:
+        return None
+    count, mean = len(values), sum(values) / len(values)
+    if count == 1:
+        return Estimate(mean, None, 1)
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    return Estimate(mean, math.sqrt(variance / count), count, bootstrap(values))
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Percentile interval of the mean over resampled seeds: all resamples, or 10 000 fixed ones."""
+    x, count = np.asarray(values), len(values)
+    if count <= _EXACT:
+        picks = np.array(list(itertools.product(range(count), repeat=count)))
+    else:
+        picks = np.random.Generator(np.random.Philox(count)).integers(count, size=(_DRAWS, count))
+    tail = (1 - CONFIDENCE) / 2
+    means = x[picks].mean(axis=1)
+    low, high = np.quantile(means, [tail, 1 - tail], method="inverted_cdf")
+    return float(low), float(high)
+
+
+class Series(NamedTuple):
+    """A line of a table: a variant with its position encoding."""
+
+    variant: str
+    positions: str
+
+    @property
+    def label(self) -> str:
+        return self.variant if self.positions == "none" else f"{self.variant} · {self.positions}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One series at one length, over the seeds."""
+
+    series: Series
+    length: int
+    metrics: dict[str, Estimate]
+    versus_baseline: Estimate | None  # of the score, paired by seed
+    curves: dict[str, list[float]]
+    rows: list[Row]
+    failures: dict[str, int]  # status -> seeds
+    messages: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one task under the same settings, on the same kind of device."""
+
+    task: Task
+    settings: dict[str, Any]
+    series: list[Series]
+    lengths: list[int]
+    seeds: list[int]
+    points: dict[tuple[Series, int], Point]
+    rows: list[Row]
+    left_out: list[str]  # rows that others have taken the place of, in words
+    apart: str = ""  # what tells it from the other groups of its task, in words
+
+    @property
+    def chance(self) -> float:
+        return self.rows[0]["chance"]
+
+    def of(self, series: Series) -> list[Point]:
+        """A series' points, by length."""
+        return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
+
+    def untrained(self, series: Series) -> int:
+        """Seeds whose score at training's longest length is below the task's bar, or missing."""
+        point = self.points.get((series, self.settings["train_longest"]))
+        if self.task.trained is None or point is None:
+            return 0
+        name = self.task.score.name
+        scores = [row["metrics"][name] for row in point.rows if row["status"] == "ok"]
+        return len(self.seeds) - sum(score >= self.task.trained for score in scores)
+
+
+def groups(rows: Iterable[Row]) -> list[Group]:
+    """The rows by task, settings and test sizes, in the order of the tasks."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["task"] not in TASKS:
+            raise UsageError(f"unknown task {row['task']!r}; known: {', '.join(TASKS)}")
+        kind = str(row["device"]).split(":")[0]
+        same = json.dumps([row["settings"], kind, row["data"]], sort_keys=True)
+        found.setdefault((row["task"], same), []).append(row)
+    ordered = sorted(found.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
+    every = [_group(TASKS[name], part) for (name, _), mine in ordered for part in _by_sizes(mine)]
+    return [replace(group, apart=_apart(group, every)) for group in every]
+
+
+def _by_sizes(rows: list[Row]) -> list[list[Row]]:
+    """Rows apart where a length was tested with several numbers of sequences, the most first."""
+    sizes: dict[int, list[int]] = {}
+    for length in {row["length"] for row in rows}:
+        found = {row["sequences"] for row in rows if row["length"] == length}
+        sizes[length] = sorted(found, reverse=True)
+    parts: dict[int, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(sizes[row["length"]].index(row["sequences"]), []).append(row)
+    return [parts[index] for index in sorted(parts)]
+
+
+def _apart(group: Group, every: Sequence[Group]) -> str:
+    """What tells a group from the others of its task: settings, then data and device, then test
+    sizes, each where what is before it does not."""
+    others = [one for one in every if one.task is group.task and one is not group]
+    words = []
+    for facts in (_settings, _origins, _sizes):
+        mine, theirs = facts(group), [facts(other) for other in others]
+        differs = [name for name in mine if any(x.get(name) != mine[name] for x in theirs)]
+        words += [f"{name} {mine[name]}" for name in differs]
+        others = [other for other, x in zip(others, theirs) if x == mine]
+    return ", ".join(words)
+
+
+def _settings(group: Group) -> dict[str, Any]:
+    return group.settings
+
+
+def _origins(group: Group) -> dict[str, Any]:
+    row = group.rows[0]
+    return {"data": row["data"], "device": str(row["device"]).split(":")[0]}
+
+
+def _sizes(group: Group) -> dict[str, Any]:
+    sizes = {row["length"]: row["sequences"] for row in group.rows}
+    return {"test sequences": ", ".join(f"{sizes[n]} at {n}" for n in sorted(sizes))}
+
+
+def _series(row: Row) -> Series:
+    return Series(row["variant"], row["positions"])
+
+
+def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
+    """Of each series the rows of its latest version, of each place the latest row; and what is not
+    among them, since a mean over several versions would be a mean of different things."""
+    version = {_series(row): row["version"] for row in rows}
+    same = [row for row in rows if row["version"] == version[_series(row)]]
+    found = {(_series(row), row["length"], row["seed"]): row for row in same}
+    words = []
+    for series in version:
+        old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in found)
+        if old:
+            words.append(f"{series.label}: {old} row(s) of other versions left out")
+    return list(found.values()), words
+
+
+def _group(task: Task, every: list[Row]) -> Group:
+    rows, left_out = _latest(every)
+    at = {(_series(row), row["length"], row["seed"]): row for row in rows}
+    series = list(dict.fromkeys(key[0] for key in at))
+    lengths = sorted({key[1] for key in at})
+    seeds = sorted({key[2] for key in at})
+    points = {}
+    for one, length in itertools.product(series, lengths):
+        mine = {seed: at[one, length, seed] for seed in seeds if (one, length, seed) in at}
+        softmax = Series(BASELINE, one.positions)
+        base = {seed: at[softmax, length, seed] for seed in seeds if (softmax, length, seed) in at}
+        points[one, length] = _point(task, one, length, mine, base, len(seeds))
+    return Group(task, rows[0]["settings"], series, lengths, seeds, points, rows, left_out)
+
+
+def _point(
+    task: Task, series: Series, length: int, rows: dict[int, Row], base: dict[int, Row], seeds: int
+) -> Point:
+    good = {seed: row for seed, row in rows.items() if row["status"] == "ok"}
+    failures: dict[str, int] = {}
+    for row in rows.values():
+        if row["status"] != "ok":
+            failures[row["status"]] = failures.get(row["status"], 0) + 1
+    if missing := seeds - len(rows):
+        failures["missing"] = missing
+    metrics = {}
+    for metric in task.metrics:
+        values = [r["metrics"][metric.name] for r in good.values() if metric.name in r["metrics"]]
+        if (value := estimate(values)) is not None:
+            metrics[metric.name] = value
+    score = task.score.name
+    paired = [
+        row["metrics"][score] - base[seed]["metrics"][score]
+        for seed, row in good.items()
+        if series.variant != BASELINE and seed in base and base[seed]["status"] == "ok"
+    ]
+    curves = {}
+    for name in dict.fromkeys(name for row in good.values() for name in row["curves"]):
+        mine = [row["curves"][name] for row in good.values() if name in row["curves"]]
+        curves[name] = [sum(column) / len(column) for column in zip(*mine, strict=True)]
+    messages = sorted({row["message"] for row in rows.values() if row["message"]})
+    return Point(
+        series, length, metrics, estimate(paired), curves, list(rows.values()), failures, messages
+    )
+
+
+def failures(group: Group) -> list[str]:
+    """Every point that lacks seeds, in words."""
+    found = []
+    for point in group.points.values():
+        for status, seeds in point.failures.items():
+            said = "; ".join(point.messages) if status != "missing" else "no row"
+            where = f"{point.series.label}, n = {point.length}"
+            found.append(f"failed: {where}: {said or status} ({status}, {seeds} seed(s))")
+    return found
+
+
+def mixtures(groups: Sequence[Group]) -> list[str]:
+    """Warnings where rows of several commits or versions stand side by side, or were left out."""
+    found = [f"warning: {group.task.name}: {words}" for group in groups for words in group.left_out]
+    every = [row for group in groups for row in group.rows]
+    for name in ("commit", "torch", "attnzoo"):
+        values = sorted({str(row[name]) for row in every})
+        if len(values) > 1:
+            found.append(f"warning: rows of several values of {name}: {', '.join(values)}")
+    return found
+
+
+def _digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _columns(metric: str) -> list[str]:
+    return [metric, f"{metric}_se", f"{metric}_low", f"{metric}_high"]
+
+
+def _cells(found: Estimate | None) -> list[str]:
+    if found is None:
+        return [""] * 4
+    return [_digits(x) for x in (found.mean, found.error, *(found.interval or (None, None)))]
+
+
+def csv_text(groups: Sequence[Group]) -> str:
+    """summary.csv of a task's groups: one line per (group, series, length).
+
+    Its column ``settings`` is empty, or says what tells one group from the others.
+    """
+    task = groups[0].task
+    header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
+    for name in [*(metric.name for metric in task.metrics), f"{task.score.name}_minus_softmax"]:
+        header += _columns(name)
+    header += ["chance", "trained_to", "steps", "schedule", "settings"]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(header)
+    for group in groups:
+        settings = group.settings
+        constants = [
+            f"{group.chance:.6g}", settings["train_longest"], settings["steps"],
+            group.rows[0]["schedule"], group.apart,
+        ]  # fmt: skip
+        for series in sorted(group.series):
+            for point in group.of(series):
+                writer.writerow([*_line(group, point), *constants])
+    return file.getvalue()
+
+
+def _line(group: Group, point: Point) -> list[object]:
+    score = point.metrics.get(group.task.score.name)
+    failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
+    line: list[object] = [group.task.name, *point.series, point.length]
+    line += [score.count if score else 0, failed, group.untrained(point.series)]
+    for metric in group.task.metrics:
+        line += _cells(point.metrics.get(metric.name))
+    return [*line, *_cells(point.versus_baseline)]

@@ -1,0 +1,187 @@
+"""The tables that both the console and the report show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from evals.reporting.summary import BASELINE, Group, Point, Series
+from evals.task import Metric
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first column is left-aligned, the others right-aligned.
+
+    ``note`` says how to read them.
+    """
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+    def text(self) -> str:
+        """The table as aligned lines."""
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
+        out = [self.title, *([self.note] if self.note else [])]
+        for line in lines:
+            first = line[0].ljust(widths[0])
+            rest = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+            out.append("  ".join([first, *rest]).rstrip())
+        return "\n".join(out)
+
+
+UNTRAINED = "†"
+PARTIAL = "*"
+MANY = 6  # seeds, from which on a bootstrap over them covers about what it says
+FEW_SEEDS = "A bootstrap over {count} seeds is narrow: it covers the true mean in fewer than 95 %"
+LEGEND = {
+    UNTRAINED: "not trained, in so many of the seeds: below {bar:.0%} at training's own length, "
+    "{length}",
+    PARTIAL: "some seeds failed or are missing, and are left out of the mean",
+}
+
+
+def name_of(group: Group, series: Series) -> str:
+    """A series' name, marked with how many of its seeds count as not trained."""
+    count = group.untrained(series)
+    return series.label + (f" {UNTRAINED} {count}/{len(group.seeds)}" if count else "")
+
+
+def legend(group: Group) -> list[str]:
+    """What the marks of a group's tables mean, those that occur."""
+    lines = []
+    if any(map(group.untrained, group.series)):
+        words = LEGEND[UNTRAINED].format(
+            bar=group.task.trained, length=group.settings["train_longest"]
+        )
+        lines.append(f"{UNTRAINED} {words}")
+    if any(point.failures and point.metrics for point in group.points.values()):
+        lines.append(f"{PARTIAL} {LEGEND[PARTIAL]}")
+    if 1 < len(group.seeds) < MANY:
+        lines.append(FEW_SEEDS.format(count=len(group.seeds)))
+    return lines
+
+
+def _by_length(
+    group: Group, title: str, cell: Callable[[Point], str], skip: tuple[str, ...] = ()
+) -> Table:
+    header = ["n", *(str(length) for length in group.lengths)]
+    rows = [
+        [name_of(group, series), *(cell(point) for point in group.of(series))]
+        for series in group.series
+        if series.variant not in skip
+    ]
+    return Table(title, header, rows)
+
+
+def _cell(metric: Metric) -> Callable[[Point], str]:
+    def cell(point: Point) -> str:
+        failed = "+".join(point.failures)
+        if metric.name not in point.metrics:
+            return failed or "—"
+        shown = point.metrics[metric.name].text(metric.factor, metric.digits)
+        return shown + (PARTIAL if failed else "")
+
+    return cell
+
+
+def chance_text(group: Group) -> str:
+    """The score of blind guessing, as the score is shown."""
+    score = group.task.score
+    return f"{score.factor * group.chance:.{score.digits}f}{' %' * (score.factor == 100)}"
+
+
+def score_tables(group: Group) -> list[Table]:
+    """The score, its bootstrap intervals, published figures, and differences to softmax."""
+    score = group.task.score
+    over = "mean ± standard error over seeds" if len(group.seeds) > 1 else "one seed"
+    tables = [
+        _by_length(group, f"{score.title} ({over}; chance {chance_text(group)})", _cell(score))
+    ]
+    if len(group.seeds) > 1:
+        tables.append(_by_length(group, f"{score.title}: 95 % bootstrap interval over seeds",
+                                 lambda point: _span(point, score)))  # fmt: skip
+    if group.task.published is not None and (beside := _published_table(group)) is not None:
+        tables.append(beside)
+    variants = {series.variant for series in group.series}
+    if BASELINE in variants and len(variants) > 1:
+        title = f"{score.title}, minus softmax (paired by seed)"
+        tables.append(
+            _by_length(group, title, lambda point: _difference(point, score), skip=(BASELINE,))
+        )
+    return tables
+
+
+def _span(point: Point, score: Metric) -> str:
+    found = point.metrics.get(score.name)
+    return (found.span(score.factor, score.digits) if found else "") or "—"
+
+
+def _difference(point: Point, score: Metric) -> str:
+    versus = point.versus_baseline
+    return "—" if versus is None else versus.text(score.factor, score.digits, sign=True)
+
+
+def more_tables(group: Group) -> list[Table]:
+    """The metrics beside the score: why it is what it is."""
+    return [_by_length(group, m.title, _cell(m)) for m in group.task.metrics[1:]]
+
+
+def learned_table(group: Group) -> Table | None:
+    """What the variants learned: the mean over heads and seeds, and the range."""
+    rows = []
+    for series in group.series:
+        found: dict[str, list[float]] = {}
+        for row in {r["training"]: r for p in group.of(series) for r in p.rows}.values():
+            for name, values in row["learned"].items():
+                found.setdefault(name, []).extend(values)
+        rows += [[series.label, name, _spread(values, 3)] for name, values in found.items()]
+    title = "What was learned, mean (range) over heads and seeds"
+    return Table(title, ["", "parameter", "value"], rows) if rows else None
+
+
+def _spread(values: list[float], digits: int = 1) -> str:
+    if not values:
+        return "—"
+    mean = f"{sum(values) / len(values):.{digits}f}"
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return f"{mean} ({low} to {high})" if len(values) > 1 else mean
+
+
+def cost_table(group: Group) -> Table:
+    """CPU seconds per cell; a swap rests on the training of its first variant."""
+    rows = []
+    for series in group.series:
+        training: dict[int, float] = {}
+        testing: dict[int, float] = {}
+        for row in (row for point in group.of(series) for row in point.rows):
+            seed = row["seed"]
+            training[seed] = max(training.get(seed, 0.0), row["train_cpu_seconds"])
+            testing[seed] = testing.get(seed, 0.0) + row["cpu_seconds"]
+        shared = "->" in series.variant
+        spent = "shared" if shared else _spread(list(training.values()))
+        rows.append([series.label, spent, _spread(list(testing.values()))])
+    return Table("CPU seconds per cell, mean (range) over seeds", ["", "training", "tests"], rows)
+
+
+def _published_table(group: Group) -> Table | None:
+    """Ours beside the published figures, where variants and lengths are the same."""
+    published, score = group.task.published, group.task.score
+    assert published is not None
+    lengths = [n for n in group.lengths if n in published.lengths]
+    rows = []
+    for variant, figures in published.rows.items():
+        points = {p.length: p for s in group.series if s.variant == variant for p in group.of(s)}
+        if points:
+            ours = [_cell(score)(points[n]) for n in lengths]
+            theirs = [
+                f"{figures[published.lengths.index(n)]:.1f}{'?' * (n in published.second_hand)}"
+                for n in lengths
+            ]
+            rows += [[f"{variant}, here", *ours], [f"{variant}, paper", *theirs]]
+    if not rows or not lengths:
+        return None
+    return Table(published.title, ["n", *map(str, lengths)], rows)

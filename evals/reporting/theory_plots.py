@@ -1,0 +1,77 @@
+"""The picture of trained heads: what the sharpest heads do, and the laws fitted to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from evals.reporting.plots import GRID, length_axis, looks_of, name_lines
+from evals.reporting.summary import BASELINE, Group
+from evals.theory.trained_heads import Heads, fitted
+
+_LOWEST = 0.7  # of the smallest weight: where the axis ends
+
+
+def _between(keys: Sequence[int]) -> list[int]:
+    """Every n of the list and the ones in the middle on a log axis."""
+    middle = [round(math.sqrt(a * b)) for a, b in pairwise(keys)]
+    return sorted({*keys, *middle})
+
+
+def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | None:
+    """Marks: the largest weight of each series' sharpest head against n. Lines: its fitted law.
+
+    found: `evals.theory.trained_heads.fitted` of the group. None where no head was looked at.
+    """
+    found = fitted(group) if found is None else found
+    if not found:
+        return None
+    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+    axes = figure.add_subplot()
+    looks = looks_of([series.label for series in group.series])
+    ends, weights = [], []
+    for heads in found:
+        look, peaks = looks[heads.series.label], heads.mean_peaks(0)
+        seen = [(n, w) for n, w in zip(heads.keys, peaks, strict=True) if w > 0]
+        if not seen:
+            continue
+        colour = str(look["color"])
+        x, y = zip(*seen, strict=True)
+        axes.plot(x, y, color=colour, marker=str(look["marker"]), markersize=5, linestyle="")
+        weights += y
+        ends.append((heads.series.label, y[-1], colour))
+        if (best := heads.closer(0)) is not None:
+            dense = _between(heads.keys)
+            curve = heads.curve(best, 0, dense)
+            axes.plot(dense, curve, color=colour, linewidth=1.4)
+        if heads.series.variant == BASELINE:
+            points = [point for point in group.of(heads.series) if point.curves.get("head_bound")]
+            bound = [point.curves["head_bound"][heads.indices[0]] for point in points]
+            axes.plot(heads.keys, bound, color=colour, linewidth=1.1, linestyle=(0, (4, 3)))
+    if not weights:
+        return None
+    keys = sorted({n for heads in found for n in heads.keys})
+    length_axis(axes, keys)
+    axes.set_xlim(keys[0] / 1.3, keys[-1] * 1.05)
+    axes.set_yscale("log")
+    lowest = _LOWEST * min(weights)
+    axes.set_ylim(lowest, 1.3)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(**GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    title = f"{group.task.name}: largest weight of the sharpest head, and its law\n"
+    axes.set_title(title, loc="left", fontsize=12)
+    notes = ["marks: measured", "lines: the closer law, κ or Δ fitted"]
+    if any(heads.series.variant == BASELINE for heads in found):
+        notes.append("dashed: softmax's bound e^δ/n")
+    where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
+    axes.text(0, 1.02, "; ".join(notes), **where)
+    name_lines(axes, ends, log=True)
+    return figure

@@ -1,0 +1,228 @@
+"""Retrieval: one attention head over n items finds one of them and says its class.
+
+The family of `max-retrieval` (the largest value: the gap to the next shrinks as n grows) and
+`needle` (the one whose key is asked for: the gap stays). An item MLP, a query MLP, one head with
+q, k and v projections, an output MLP. Items have no order, so there are no positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+import attnzoo
+from commandline.variants import VariantCall
+from evals.measures import heads
+from evals.measures.metrics import weight_metrics
+from evals.task import Figures, Look, Measure, Metric, Preset, Published, Task
+from evals.task import Settings as Base
+
+CLASSES = 10
+BEST_KEYS = 16  # columns of the heat map: mean weight of the 16 keys that come closest
+
+METRICS = (
+    Metric("accuracy", "Accuracy, %", 100, 1),
+    Metric(
+        "hit_rate",
+        "Hit rate, %: the largest weight is on the true key (what the scorer allows)",
+        100,
+        1,
+    ),
+    Metric(
+        "oracle_accuracy",
+        "Oracle accuracy, %: the class with the largest summed weight (what the weights allow)",
+        100,
+        1,
+    ),
+    Metric("max_weight", "Weight on the true key", log=True),
+    Metric("entropy", "Entropy of the weights, H / log n"),
+    Metric("n_eff", "Effective number of keys, 1 / Σ p²", digits=1),
+    Metric("mass", "Mass, Σ w"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Of a retrieval task. ``scale`` is "sqrt" (z = q·k / √d) or "none" (z = q·k)."""
+
+    batch: int = 128
+    train_shortest: int = 5
+    train_longest: int = 16
+    test_sequences: int = 2000
+    test_least: int = 500
+    scale: str = "sqrt"
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("sqrt", "none"):
+            raise ValueError(f"scale must be sqrt or none, got {self.scale!r}")
+
+    @property
+    def score_scale(self) -> float:
+        """The ``scale`` handed to attention."""
+        return self.width**-0.5 if self.scale == "sqrt" else 1.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one length.
+
+    features (B, n, F) of the items and classes (B, n); query (B, G); closeness (B, n): the true
+    item has the largest, the first one of equals.
+    """
+
+    features: Tensor
+    classes: Tensor
+    query: Tensor
+    closeness: Tensor
+
+    @property
+    def target(self) -> Tensor:
+        """Index of the true item: (B,)."""
+        return self.closeness.argmax(dim=-1)
+
+    @property
+    def label(self) -> Tensor:
+        """Its class: (B,)."""
+        return self.classes.gather(1, self.target[:, None])[:, 0]
+
+    def items(self) -> Tensor:
+        """The model's input ``[features, onehot(class)]``: (B, n, F + 10)."""
+        one_hot = torch.zeros(*self.classes.shape, CLASSES, device=self.classes.device)
+        one_hot.scatter_(2, self.classes[..., None], 1.0)
+        return torch.cat((self.features, one_hot), dim=-1)
+
+    def to(self, device: str) -> Batch:
+        """The same batch on another device."""
+        moved = (self.features, self.classes, self.query, self.closeness)
+        return Batch(*(x.to(device) for x in moved))
+
+
+def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, outputs))
+
+
+class Model(nn.Module):
+    """Items (B, n, F + 10) and query (B, G) to ten logits."""
+
+    def __init__(self, sizes: tuple[int, int], variant: VariantCall, settings: Settings) -> None:
+        super().__init__()
+        width, (features, asked) = settings.width, sizes
+        self.scale = settings.score_scale
+        self.item = _mlp(features + CLASSES, width, width)
+        self.query = _mlp(asked, width, width)
+        self.to_q = nn.Linear(width, width)
+        self.to_k = nn.Linear(width, width)
+        self.to_v = nn.Linear(width, width)
+        self.output = _mlp(width, width, CLASSES)
+        self.attention = attnzoo.nn.Attention(variant.name, 1, **variant.params)
+
+    def project(self, items: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, 1, 1, D), k and v (B, 1, n, D) of items (B, n, F + 10) and query (B, G)."""
+        q = self.to_q(self.query(query))
+        item = self.item(items)
+        return rearrange(q, "b d -> b 1 1 d"), self.to_k(item)[:, None], self.to_v(item)[:, None]
+
+    def folded(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """`project` with W (U x + c) + b as (W U) x + (W c + b): a third of the work saved.
+
+        The item MLP's second layer and the keys' and values' projections have nothing between them,
+        so this is the same function of the same weights, with the same gradients.
+        """
+        hidden, second = self.item[:2], self.item[2]
+        assert isinstance(second, nn.Linear)
+        folds = [(to.weight @ second.weight, to(second.bias)) for to in (self.to_k, self.to_v)]
+
+        def project(items: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q = self.to_q(self.query(query))
+            item = hidden(items)
+            k, v = (F.linear(item, weight, bias)[:, None] for weight, bias in folds)
+            return rearrange(q, "b d -> b 1 1 d"), k, v
+
+        return project
+
+    def decode(self, attended: Tensor) -> Tensor:
+        """Logits (B, 10) of the attention's output (B, 1, 1, D)."""
+        return self.output(attended[:, 0, 0])
+
+    def forward(self, items: Tensor, query: Tensor) -> Tensor:
+        """Logits (B, 10)."""
+        return self.decode(self.attention(*self.folded()(items, query), scale=self.scale))
+
+
+# Sequences start .. stop − 1 of (seed, split, length).
+Draw = Callable[[int, str, int, int, int], Batch]
+
+
+@dataclass(frozen=True)
+class Retrieval(Task):
+    """A retrieval task: its data, and how many numbers an item and a query have."""
+
+    name: str
+    about: str
+    generator: str
+    draw: Draw
+    sizes: tuple[int, int]
+    presets: Mapping[str, Preset]
+    published: Published | None = None
+    looked_at: int = 256
+    trained: float | None = 0.95
+    positions: tuple[str, ...] = ("none",)
+    metrics: tuple[Metric, ...] = METRICS
+    splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
+
+    def data(self) -> str:
+        return self.generator
+
+    def chance(self, settings: Any) -> float:
+        return 1 / CLASSES
+
+    def tokens(self, length: int) -> int:
+        return length
+
+    def build(self, variant: VariantCall, positions: str, settings: Settings) -> Model:
+        return Model(self.sizes, variant, settings)
+
+    def batch(
+        self, seed: int, split: str, length: int, start: int, stop: int, settings: Settings
+    ) -> Batch:
+        return self.draw(seed, split, length, start, stop)
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch.items(), batch.query), batch.label)
+
+    def measure(self, model: Model, batch: Batch, look: Look) -> Measure:
+        """q, k and v are computed once for all variants.
+
+        Logits come from attention in fp32 as it is trained; the weights that the other metrics are
+        made of are computed in fp64 from the same q and k, so that a tie of fp32 is no miss of the
+        scorer.
+        """
+        q, k, v = model.folded()(batch.items(), batch.query)
+        exact = q.double(), k.double(), v[..., :1].double()
+        target, label = batch.target, batch.label
+        order = batch.closeness.topk(min(BEST_KEYS, batch.classes.shape[1]), dim=-1).indices
+
+        def figures(swap: VariantCall | None) -> Figures:
+            attention = model.attention if swap is None else heads.fixed(swap, 1, model)
+            logits = model.decode(attention(q, k, v, scale=model.scale))
+            own = heads.own_parameters(attention)
+            weights = attnzoo.attention_weights(
+                *exact, attention.variant, scale=model.scale, **own
+            )[:, 0, 0]
+            found = weight_metrics(weights, target, batch.classes, label, CLASSES)
+            # A NaN among the logits must not count as a wrong answer.
+            right = (logits.argmax(dim=-1) == label).double()
+            found["accuracy"] = right + 0 * logits.sum(dim=-1)
+            curves = {"best_keys": weights.gather(1, order)}
+            if look.sequences:
+                seen = heads.measure(attention, *exact, {"scale": model.scale}, look)
+                curves |= {f"head_{name}": rows for name, rows in seen.items()}
+            return Figures(found, curves)
+
+        return figures

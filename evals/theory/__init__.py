@@ -1,0 +1,1 @@
+"""Laws of sharpness, and how trained heads follow them."""

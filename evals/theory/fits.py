@@ -1,0 +1,151 @@
+"""A normalizer's law on ideal scores with one free number, fitted to largest weights at several n.
+
+Least squares of log weight over a logarithmic grid of the number, refined around its best point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commandline.variants import VariantCall
+from evals.theory.laws import fixed_scores, shrinking_scores, top_weights
+
+STEP = 0.1  # of the first grid, in powers of ten
+GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # of κ and of Δ
+ZOOMS = ((0.2, 9), (0.05, 5), (0.005, 3))  # how far around the best one, in powers of ten; points
+DRAWS = 16
+SPACINGS = 16  # between the topmost keys, that are drawn
+_MOST_SCORES = 2**21  # in one call
+_TIE = 1e-10  # mean square errors nearer than this are the same
+
+
+@lru_cache(maxsize=12)
+def uniform_draws(n: int) -> Tensor:
+    """n uniform draws, largest first, sixteen times: (16, n), always the same.
+
+    u_j = 1 − Γ_j/Γ_{n+1} with Γ_j a sum of j exponential draws: the topmost of these from a
+    scrambled Sobol sequence, since they decide the largest weight, and the others at their mean, 1.
+    """
+    count = min(SPACINGS, n + 1)
+    points = torch.quasirandom.SobolEngine(count, scramble=True, seed=0).draw(
+        DRAWS, dtype=torch.float64
+    )
+    spacings = torch.ones(DRAWS, n + 1, dtype=torch.float64)
+    spacings[:, :count] = -torch.log1p(-points.clamp(max=1 - 1e-12))
+    sums = spacings.cumsum(1)
+    return 1 - sums[:, :n] / sums[:, n:]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Ideal scores up to one free factor: draws (R, n), and a single coarse one to begin with."""
+
+    name: str
+    symbol: str
+    scores: Callable[[int], Tensor]
+    coarse: Callable[[int], Tensor]
+
+
+SHRINKING = Gap("shrinking", "κ", uniform_draws, lambda n: shrinking_scores(n, 1.0)[None])
+FIXED = Gap(
+    "fixed", "Δ", lambda n: fixed_scores(n, 1.0)[None], lambda n: fixed_scores(n, 1.0)[None]
+)
+GAPS = (SHRINKING, FIXED)
+
+
+def log_law(
+    unit: Tensor, call: VariantCall, sizes: Tensor, learned: Mapping[str, Tensor]
+) -> Tensor:
+    """Log of the mean over R of the largest weights of scores size · unit (R, n).
+
+    (G, C) as sizes; learned: (C,) by name.
+    """
+    (draws, n), heads = unit.shape, sizes.shape[1]
+    params = {**call.params, **learned}
+    parts = []
+    for part in sizes.split(max(1, _MOST_SCORES // (unit.numel() * heads))):
+        scores = part[:, None, :, None] * unit[:, None]
+        weights = top_weights(scores.view(-1, heads, n), call.name, params)
+        parts.append(weights.view(-1, draws, heads).mean(1))
+    weights = torch.cat(parts).nan_to_num(0.0)
+    return weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One gap fitted to C heads: sizes (C,), and errors (C,), the RMS error of log weight.
+
+    NaN where fewer than two lengths have a weight above 0. ``below``, ``above``: the grid's
+    smallest, or largest, size fits as well, so that the size is only a bound.
+    """
+
+    gap: Gap
+    sizes: Tensor
+    errors: Tensor
+    below: Tensor
+    above: Tensor
+
+
+def fit(
+    gap: Gap,
+    call: VariantCall,
+    keys: Sequence[int],
+    peaks: Tensor,
+    learned: Mapping[str, Tensor] | None = None,
+) -> Fit:
+    """Fit a variant's law to largest weights (L, C) of C heads at L numbers of keys.
+
+    Weights that are not above 0, NaN among them, are left out.
+
+    Raises:
+        ValueError, TypeError: the variant refuses the ideal scores.
+    """
+    learned = learned or {}
+    usable = peaks > 0
+    target = peaks.where(usable, torch.ones_like(peaks)).double().log()
+    counts = usable.sum(0)
+
+    def errors(sizes: Tensor, scores: Callable[[int], Tensor]) -> Tensor:
+        """Mean square error of log weight (G, C)."""
+        total = torch.zeros(len(sizes), peaks.shape[1], dtype=torch.float64)
+        for n, wanted, use in zip(keys, target, usable, strict=True):
+            total += (log_law(scores(n), call, sizes, learned) - wanted).square() * use
+        return total / counts.clamp(min=1)
+
+    # Without learned parameters the first grid is the same for all heads.
+    sizes = GRID[:, None].expand(-1, peaks.shape[1] if learned else 1)
+    found = errors(sizes, gap.coarse)
+    least, at = found.min(0)
+    below, above = found[0] <= least + _TIE, found[-1] <= least + _TIE
+    best = GRID[at]
+    for reach, points in ZOOMS:
+        around = torch.linspace(-reach, reach, points, dtype=torch.float64)[:, None]
+        best = best * 10 ** _lowest(errors(best * 10**around, gap.scores), reach)
+    error = errors(best[None], gap.scores)[0].sqrt()
+    enough = counts >= 2
+    nan = torch.full_like(best, math.nan)
+    return Fit(
+        gap, best.where(enough, nan), error.where(enough, nan), below & enough, above & enough
+    )
+
+
+def _lowest(values: Tensor, reach: float) -> Tensor:
+    """Where in −reach … reach values (G, C) are lowest: (C,), by a parabola through three."""
+    count = len(values)
+    step = 2 * reach / (count - 1)
+    at = values.argmin(0, keepdim=True)
+    left, middle, right = (
+        values.gather(0, (at + side).clamp(0, count - 1))[0] for side in (-1, 0, 1)
+    )
+    bend = left - 2 * middle + right
+    inner = (at[0] > 0) & (at[0] < count - 1) & (bend > 0)
+    shift = ((left - right) / (2 * bend).where(inner, torch.ones_like(bend))).where(
+        inner, torch.zeros_like(bend)
+    )
+    return at[0] * step - reach + shift * step

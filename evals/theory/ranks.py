@@ -1,0 +1,179 @@
+"""Ranks of attention matrices and of mixtures of softmaxes: what one product of width d can say.
+
+softmax(QKᵀ/√d) has log A = QKᵀ/√d − lse, a matrix of rank d and a column: rank ≤ d + 1, however
+many tokens there are. Where a weight is 0 there is no logarithm, and the rank of A itself is
+shown. As a language model's last layer a softmax of H numbers and a bias has log A of rank ≤ H + 2;
+a mixture of K softmaxes has no such bound (Yang et al. 2018, "Breaking the softmax bottleneck",
+arXiv:1711.03953).
+
+A rank is numeric: the singular values above σ_max · max(rows, columns) · ε of the dtype.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import attnzoo
+from commandline.files import write_whole
+from commandline.variants import VariantCall, complete
+from evals.harness.jobs import lean_arithmetic
+from evals.reporting.tables import Table
+
+TOKENS, WIDTH = 192, 16  # of the attention matrices
+HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # of the mixtures
+MIXED = (1, 2, 3, 4, 5)
+PUBLISHED = (34, 629, 979, 995, 997)
+DTYPES = (torch.float32, torch.float64)
+TOLERANCE = "σ_max · max(rows, columns) · ε"
+INITIALIZATIONS = {
+    "normal": "W ~ N(0, 1/H), b ~ N(0, 1)",
+    "nn.Linear": "W, b ~ U(−1/√H, 1/√H)",
+}
+
+
+def rank(matrix: Tensor) -> int:
+    """The number of singular values above σ_max · max(rows, columns) · ε of the dtype."""
+    values = torch.linalg.svdvals(matrix)
+    least = values[0] * max(matrix.shape) * torch.finfo(matrix.dtype).eps
+    return int((values > least).sum())
+
+
+def log_rank(matrix: Tensor) -> int | None:
+    """The rank of log A; None where an entry is not > 0."""
+    return rank(matrix.log()) if bool((matrix > 0).all()) else None
+
+
+# --------------------------------------------------------------------------------- attention
+
+
+def attention_matrix(
+    variant: VariantCall, tokens: int, width: int, dtype: torch.dtype, seed: int
+) -> Tensor:
+    """A (tokens, tokens), not causal, of Gaussian Q and K (tokens, width); scale 1/√width."""
+    draw = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, 1, 1, tokens, width, dtype=torch.float64, generator=draw).to(dtype)
+    return attnzoo.attention_weights(q, k, k, variant.name, **variant.params)[0, 0]
+
+
+def _text(found: int | None) -> str:
+    return "—" if found is None else str(found)
+
+
+def attention_table(
+    variants: Sequence[VariantCall], tokens: int = TOKENS, width: int = WIDTH, seed: int = 0
+) -> Table:
+    """Ranks of A and of log A, in fp32 and fp64."""
+    header = ["", *(f"{what}, fp{torch.finfo(dtype).bits}" for what in ("log A", "A")
+                    for dtype in DTYPES)]  # fmt: skip
+    rows = []
+    for variant in variants:
+        try:
+            matrices = [attention_matrix(variant, tokens, width, dtype, seed) for dtype in DTYPES]
+        except (ValueError, TypeError) as error:
+            rows.append([f"{variant}: {error}", *["—"] * 2 * len(DTYPES)])
+            continue
+        logs = [_text(log_rank(matrix)) for matrix in matrices]
+        rows.append([str(variant), *logs, *(str(rank(matrix)) for matrix in matrices)])
+    title = (
+        f"Rank of A, {tokens} × {tokens}, of Gaussian Q and K with d = {width}, not causal; "
+        f"softmax: log A ≤ d + 1 = {width + 1}; — where a weight is 0 (tolerance {TOLERANCE})"
+    )
+    return Table(title, header, rows)
+
+
+# ---------------------------------------------------------------------------------- mixtures
+
+
+def mixture(
+    mixed: int,
+    initialization: str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
+) -> Tensor:
+    """P (contexts, vocabulary) = Σ_k π_k softmax(W h_k + b), h ~ N(0, 1), π = softmax of N(0, 1).
+
+    Drawn in fp64 and rounded, so that both dtypes have the same weights.
+    """
+    hidden, vocabulary, contexts = sizes
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=draw)
+
+    h, prior = normal(mixed, contexts, hidden), normal(mixed, contexts).softmax(0)
+    if initialization == "nn.Linear":
+        weights = 2 * torch.rand(vocabulary, hidden + 1, dtype=torch.float64, generator=draw) - 1
+        weights = weights * hidden**-0.5
+    else:
+        weights = normal(vocabulary, hidden + 1)
+        weights[:, :hidden] *= hidden**-0.5
+    h, prior, weights = h.to(dtype), prior.to(dtype), weights.to(dtype)
+    logits = h @ weights[:, :hidden].T + weights[:, hidden]
+    return (prior[..., None] * logits.softmax(-1)).sum(0)
+
+
+def mixture_table(
+    sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS), seed: int = 0
+) -> Table:
+    """Ranks of log A by the number of softmaxes mixed; the published ones at their sizes."""
+    rows = []
+    for name, words in INITIALIZATIONS.items():
+        for dtype in DTYPES:
+            found = [_text(log_rank(mixture(k, name, dtype, seed, sizes))) for k in MIXED]
+            rows.append([f"fp{torch.finfo(dtype).bits}, {name} ({words})", *found])
+    if sizes == (HIDDEN, VOCABULARY, CONTEXTS):
+        rows.append(["published", *map(str, PUBLISHED)])
+    hidden, vocabulary, contexts = sizes
+    title = (
+        f"Rank of log A of K softmaxes mixed: H = {hidden}, V = {vocabulary}, {contexts} contexts; "
+        f"h, π's logits ~ N(0, 1); K = 1: ≤ H + 2 = {hidden + 2} (tolerance {TOLERANCE})"
+    )
+    return Table(title, ["", *(f"K={k}" for k in MIXED)], rows)
+
+
+NOTE = (
+    "These ranks depend on dtype, initialization and tolerance: the published ones are comparable "
+    "only under the same three, which are not known here. What holds under all: one softmax stays "
+    "at or below H + 2, a mixture does not."
+)
+
+
+# ----------------------------------------------------------------------------------- command
+
+
+def csv_text(tables: Sequence[Table]) -> str:
+    """ranks.csv: the cells of the tables, one after the other."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    for table in tables:
+        writer.writerows([table.header, *table.rows])
+    return file.getvalue()
+
+
+def main(
+    out: Path | None = None,
+    seed: int = 0,
+    tokens: int = TOKENS,
+    sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
+) -> int:
+    """``ranks [--out DIR] [--seed N]``: print both tables, with ``out`` write ranks.csv; 0."""
+    variants = [
+        complete(VariantCall(name), tokens)
+        for name in sorted(attnzoo.list_variants(), key=lambda name: (name != "softmax", name))
+    ]
+    with lean_arithmetic():
+        found = [attention_table(variants, tokens, seed=seed), mixture_table(sizes, seed)]
+    for table in found:
+        print(f"{table.text()}\n")
+    print(NOTE)
+    if out is not None:
+        write_whole(out / "ranks.csv", csv_text(found))
+        print(f"written: {out}/ranks.csv")
+    return 0

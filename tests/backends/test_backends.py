@@ -1,0 +1,143 @@
+"""Every variant agrees with its fp64 definition on every backend: outputs and all gradients.
+
+The product of all settings is too large, so each variant runs a covering array: every pair of
+settings occurs. ``eager`` and ``tiled`` run all of it, ``sdpa`` and ``linear`` an array of their
+own over what `coverage_table.py` says they take. Memory that nothing has written is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.agreement import disagreements, kept, make, reference
+from helpers.cases import CASES, VARIANTS
+from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from helpers.covering import covering, label
+from helpers.kernel_paths import Level, quick_rows
+
+SHAPES = (1, 1), (17, 17), (128, 128), (200, 200)
+SHAPES += (1, 200), (63, 128), (128, 63), (200, 17)
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+FACTORS = {
+    "shape": SHAPES,
+    "dtype": DTYPES,
+    "mask": ("none", "bool", "keys", "float", "float keys"),
+    "mask_gradient": (True,),
+    "span": ("full", "causal", "window", "pair"),
+    "heads": ("mha", "gqa", "mqa"),
+    "params": ("default",),
+    "values": ("same", "other"),
+    "alibi": (False, True),
+    "segments": (False, True),
+    "dropout": (False, True),
+    "lse": (False, True),
+}
+
+
+def all_allowed(row: dict[str, Any]) -> bool:
+    return True
+
+
+def sdpa_allowed(row: dict[str, Any]) -> bool:
+    """See FEATURE_BACKENDS: a mask or causality, and causality for Nq = Nk or Nq = 1."""
+    queries, keys = row.get("shape", (1, 1))
+    causal = row.get("span") == "causal"
+    return not causal or (row.get("mask", "none") == "none" and queries in (1, keys))
+
+
+def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
+    """What the variant takes, and the backend if one is given."""
+    case, levels = CASES[variant], dict(FACTORS)
+    params = ["default", *range(len(case.settings))]
+    params += ["learned"] if case.learned else []
+    params += ["per_token"] if case.per_token else []
+    levels["params"] = tuple(params)
+    if variant in NO_SCORE:
+        levels.update(mask=("none", "bool", "keys"), alibi=(False,))
+    if variant in NO_LSE:
+        levels["lse"] = (False,)
+    if backend in ("sdpa", "linear"):
+        no = (False,)
+        levels.update(span=("full", "causal"), alibi=no, segments=no, dropout=no, lse=no)
+    if backend == "sdpa":
+        levels.update(values=("same",), mask_gradient=no)
+        if variant == "adaptive_temperature":
+            levels["params"] = ("default",)
+    if backend == "linear":
+        levels["mask"] = ("none", "keys")
+        if variant == "taylor":
+            levels["params"] = ("default",)
+    return tuple(levels.items())
+
+
+# Of the forms that a backend can run, and what it allows of a row.
+ARRAYS = {
+    ("eager", "tiled"): (("pairwise", "linear"), all_allowed),
+    ("sdpa",): (("pairwise",), sdpa_allowed),
+    ("linear",): (("linear",), all_allowed),
+}
+
+
+def factors_of(variant: str, backends: tuple[str, ...]) -> tuple[tuple[str, tuple], ...]:
+    return factors(variant, None if "eager" in backends else backends[0])
+
+
+def runners(backends: tuple[str, ...]) -> list[str]:
+    """The variants that run there."""
+    if "eager" in backends:
+        return VARIANTS
+    return [variant for variant in VARIANTS if VARIANT_BACKENDS[variant][backends[0]] is RUNS]
+
+
+def levels(backends: tuple[str, ...]) -> list[Level]:
+    """All settings of all variants that run there."""
+    return [
+        Level(variant, params)
+        for variant in runners(backends)
+        for params in dict(factors_of(variant, backends))["params"]
+    ]
+
+
+def cells() -> Iterator[Any]:
+    """Arrays of the paths, see `kernel_paths`; slow are those of the variants.
+
+    flash and decode, which run in an interpreter, have arrays of their own in their files.
+    """
+    for backends, (kinds, allowed) in ARRAYS.items():
+        here, name = levels(backends), "-".join(backends)
+        widest = {**FACTORS, **dict(factors_of("softmax", backends))}
+        thin = {key: values[0] for key, values in widest.items()}
+        thin |= {"shape": (17, 17), "heads": "gqa", "span": "causal"}
+        if allowed({**thin, "mask": "keys"}):
+            thin["mask"] = "keys"
+        thins = [{**thin, "dtype": dtype} for dtype in (torch.float64, torch.bfloat16)]
+        for seed, (variant, row) in enumerate(quick_rows(widest, here, allowed, thins, kinds)):
+            yield pytest.param(
+                variant, row, backends, seed, id=f"quick-{name}-{variant}-{label(row)}"
+            )
+        for variant in runners(backends):
+            for seed, row in enumerate(covering(factors_of(variant, backends), allowed)):
+                yield pytest.param(
+                    variant, row, backends, seed,
+                    id=f"{name}-{variant}-{label(row)}", marks=pytest.mark.slow,
+                )  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("variant", "row", "backends", "seed"), list(cells()))
+def test_agrees_with_the_definition(
+    variant: str, row: dict[str, Any], backends: tuple[str, ...], seed: int
+) -> None:
+    inputs = make(variant, row, seed=10 * seed)
+    said = []
+    exact, keep = None, 1.0
+    for backend in backends:
+        if exact is None or row["dropout"]:  # each backend draws its own
+            keep = kept(variant, backend, inputs)
+            exact = reference(variant, inputs, keep)
+        said += disagreements(variant, backend, inputs, exact, keep)
+    assert not said, "\n".join(said)

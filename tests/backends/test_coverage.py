@@ -1,0 +1,156 @@
+"""What backends and variants refuse is what `coverage_table.py` says: no more, no less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attnzoo
+from attnzoo.functional.attention import BACKENDS
+from helpers.cases import CASES, VARIANTS, rand
+from helpers.coverage_table import (
+    FEATURE_BACKENDS,
+    FORWARD_ONLY,
+    KERNELS,
+    NO_LSE,
+    NO_SCORE,
+    PARAMETER_BACKENDS,
+    RUNS,
+    VARIANT_BACKENDS,
+    VARIANT_REFUSALS,
+    cell,
+)
+from helpers.features import feature
+
+TABLED = ("sdpa", "decode", "flash", "linear", "flash_linear")
+
+
+def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:
+    """Forward, backward, and the shape of the output."""
+    q, v = arguments["q"], arguments["v"]
+    params = {**CASES[variant].params, **params}
+    out = attnzoo.attention(variant=variant, backend=backend, **arguments, **params)
+    out = out[0] if arguments.get("return_lse") else out
+    assert out.shape == (*q.shape[:3], v.shape[-1])
+    assert out.dtype == q.dtype
+    assert bool(out.isfinite().all())
+    leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    gradients = torch.autograd.grad(out.sum(), leaves) if leaves else ()
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        assert gradient.shape == leaf.shape
+        assert bool(gradient.isfinite().all())
+
+
+def check(
+    reason: str | None, arguments: dict[str, Any], variant: str, backend: str, **params: Any
+) -> None:
+    """Runs, or is refused in these words; and `explain` says the same beforehand."""
+    plan = attnzoo.explain(
+        variant=variant, backend=backend, **arguments, **{**CASES[variant].params, **params}
+    )
+    if reason is RUNS:
+        run(arguments, variant, backend, **params)
+        assert plan.chosen == backend
+        return
+    with pytest.raises(ValueError, match=reason):
+        run(arguments, variant, backend, **params)
+    assert plan.chosen is None
+    assert reason in str(plan)
+
+
+def test_the_tables_are_complete() -> None:
+    assert set(VARIANT_BACKENDS) == set(VARIANTS)
+    columns = {*BACKENDS} - {"eager", "tiled"}
+    assert columns == {*TABLED}
+    assert all(set(row) == columns for row in VARIANT_BACKENDS.values())
+    assert all(set(row) == columns for row in FEATURE_BACKENDS.values())
+    assert set(VARIANT_REFUSALS) <= set(FEATURE_BACKENDS)
+
+
+@pytest.mark.parametrize("backend", [cell(backend) for backend in TABLED])
+@pytest.mark.parametrize("variant", VARIANT_BACKENDS)
+def test_variants_on_backends(variant: str, backend: str) -> None:
+    arguments = feature("plain", gradient=backend not in FORWARD_ONLY)
+    check(VARIANT_BACKENDS[variant][backend], arguments, variant, backend)
+
+
+def runs() -> Iterator[Any]:
+    """On kernels one variant is quick: they judge features of a call, and arrays run the rest."""
+    for backend in TABLED:
+        variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
+        for variant in variants:
+            pair = cell(variant, backend)
+            quick = "softmax" if "softmax" in variants else variants[0]
+            slow = backend in KERNELS and variant != quick
+            marks = [*pair.marks, pytest.mark.slow] if slow else pair.marks
+            yield pytest.param(*pair.values, marks=marks, id=pair.id)
+
+
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    list(runs()),
+)
+@pytest.mark.parametrize("name", FEATURE_BACKENDS)
+def test_features_on_backends(name: str, variant: str, backend: str) -> None:
+    refused = name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]
+    # The variant's own refusal comes before the backend's.
+    reason = VARIANT_REFUSALS[name][1] if refused else FEATURE_BACKENDS[name][backend]
+    gradient = backend not in FORWARD_ONLY or name.endswith("with gradient")
+    check(reason, feature(name, gradient), variant, backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eager_and_tiled_refuse_nothing(variant: str, backend: str) -> None:
+    for name in FEATURE_BACKENDS:
+        refused = name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]
+        check(VARIANT_REFUSALS[name][1] if refused else RUNS, feature(name), variant, backend)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", PARAMETER_BACKENDS)
+def test_parameters_on_backends(name: str) -> None:
+    variant, params, backend, reason = PARAMETER_BACKENDS[name]
+    check(reason, feature("plain"), variant, backend, **params)
+
+
+@pytest.mark.parametrize("backend", [cell(name) for name in ("sdpa", "decode", "flash")])
+def test_a_gain_through_statistics_runs_where_no_gradient_is_wanted(backend: str) -> None:
+    arguments = feature("plain", gradient=False)
+    plan = attnzoo.explain(
+        variant="adaptive_temperature", backend=backend, differentiable=True, **arguments
+    )
+    assert plan.chosen == backend
+
+
+def test_who_refuses_what_follows_from_the_variant() -> None:
+    for variant in VARIANTS:
+        assert (variant in NO_LSE) == (attnzoo.get_variant(variant).scores is None)
+    assert set(NO_SCORE) <= set(NO_LSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_a_name_every_feature_runs(variant: str) -> None:
+    """The choice falls on somebody able, whatever the call."""
+    for name in FEATURE_BACKENDS:
+        if name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]:
+            continue
+        arguments = feature(name)
+        plan = attnzoo.explain(variant=variant, **arguments, **CASES[variant].params)
+        assert plan.chosen in BACKENDS
+        run(arguments, variant, plan.chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sdpa_computes_gain_times_q_in_fp32_and_rounds_it_once(dtype: torch.dtype) -> None:
+    """A gain that is rounded to bf16 first would be off by as much as the whole budget."""
+    q, k, v = (rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3))
+    gain = 0.168 * torch.arange(1, 10).float().log()[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        (gain * q.float()).to(dtype), k, v, is_causal=True
+    )
+    found = attnzoo.attention(q, k, v, "ssmax", is_causal=True, backend="sdpa")
+    assert torch.equal(found, expected)

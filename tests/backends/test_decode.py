@@ -1,0 +1,299 @@
+"""decode: few rows against keys that are split, all forms, against the fp64 definition.
+
+The kernels run in Triton's interpreter, which has four processors here and blocks of 32 keys; a
+split is worth its start from 32 keys on, so that some hundred keys are split eight times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.backends.triton.decode import launch as launch_decode
+from attnzoo.backends.triton.decode import operators as decode_ops
+from attnzoo.backends.triton.flash import launch
+from helpers.agreement import Inputs, make
+from helpers.agreement import disagreements as disagreements_of
+from helpers.cases import CASES, rand
+from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from helpers.covering import covering, label
+from helpers.kernel_paths import Level, quick_rows, quick_variants
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
+
+DECODE = [variant for variant, row in VARIANT_BACKENDS.items() if row["decode"] is RUNS]
+every_variant = pytest.mark.parametrize("variant", quick_variants(DECODE))
+
+FACTORS = {
+    "shape": ((1, 1), (1, 200), (3, 150), (5, 33), (10, 7)),
+    "batch": (1, 2),
+    "dtype": (torch.float32, torch.float16, torch.bfloat16),
+    "mask": ("none", "bool", "keys", "float", "float keys"),
+    "mask_gradient": (False,),
+    "span": ("full", "causal", "window", "pair"),
+    "heads": ("2 heads", "gqa", "3 of 1"),
+    "values": ("same",),
+    "dims": ((16, 16), (40, 40), (64, 64), (40, 24)),
+    "alibi": (False, True),
+    "segments": (False, True),
+    "dropout": (False,),
+    "lse": (False, True),
+    "layout": ("contiguous", "bnhd", "sliced"),
+}
+
+
+@pytest.fixture(autouse=True)
+def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_decode, "LEAST_KEYS", 32)
+
+
+def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
+    case, levels = CASES[variant], dict(FACTORS)
+    params = ["default", *range(len(case.settings))]
+    params += ["learned"] if case.learned else []
+    params += ["per_token"] if case.per_token else []
+    levels["params"] = tuple(params)
+    if variant in NO_SCORE:
+        levels.update(mask=("none", "bool", "keys"), alibi=(False,))
+    if variant in NO_LSE:
+        levels["lse"] = (False,)
+    return tuple(levels.items())
+
+
+THIN = [
+    {name: values[0] for name, values in FACTORS.items()}
+    | {"shape": (3, 150), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def anything(row: dict[str, Any]) -> bool:
+    return True
+
+
+def levels() -> list[Level]:
+    """All settings of all variants that run here."""
+    return [Level(v, params) for v in DECODE for params in dict(factors(v))["params"]]
+
+
+def cells() -> Iterator[Any]:
+    """An array of the kernels' paths, see `kernel_paths`; slow are those of the variants."""
+    for seed, (variant, row) in enumerate(quick_rows(FACTORS, levels(), anything, THIN)):
+        yield pytest.param(variant, row, seed, id=f"quick-{variant}-{label(row)}")
+    for variant in DECODE:
+        for seed, row in enumerate(covering(factors(variant), anything)):
+            name = f"{variant}-{label(row)}"
+            yield pytest.param(variant, row, seed, id=name, marks=pytest.mark.slow)
+
+
+def disagreements(variant: str, inputs: Inputs) -> list[str]:
+    return disagreements_of(variant, "decode", inputs, gradients=False)
+
+
+@pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
+def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
+    assert disagreements(variant, make(variant, row, seed=10 * seed)) == []
+
+
+def setting(variant: str, **others: Any) -> dict[str, Any]:
+    """The first level of each factor, but for these."""
+    row = {name: levels[0] for name, levels in factors(variant)}
+    return {**row, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
+
+
+# ---- far scores, nothing to see ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("score", [-200.0, 80.0])
+@every_variant
+def test_far_scores(variant: str, score: float, dtype: torch.dtype) -> None:
+    inputs = make(variant, setting(variant, dtype=dtype, span="causal"))
+    inputs.leaves["q"][..., 0], inputs.leaves["k"][..., 0] = 4.0, score
+    assert disagreements(variant, inputs) == []
+
+
+def test_a_polynomial_of_large_scores_does_not_leave_fp16() -> None:
+    inputs = make("taylor", setting("taylor", dtype=torch.float16))
+    inputs.leaves["q"][..., 0], inputs.leaves["k"][..., 0] = 4.0, 400.0
+    assert disagreements("taylor", inputs) == []
+
+
+@every_variant
+def test_wide_heads(variant: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = make(variant, setting(variant, shape=(1, 40), dtype=dtype, dims=(256, 136)))
+        assert disagreements(variant, inputs) == []
+
+
+@every_variant
+def test_rows_and_splits_without_keys(variant: str) -> None:
+    """Masked keys fill whole splits; the second batch sees nothing at all."""
+    q, k, v = rand(2, 4, 2, 16).float(), *(rand(2, 2, 150, 16, seed=i).float() for i in (1, 2))
+    mask = torch.zeros(2, 1, 1, 150, dtype=torch.bool)
+    mask[0, ..., 70:75] = True
+    lse = {"return_lse": True} if variant not in NO_LSE else {}
+    options = {"attn_mask": mask, "enable_gqa": True, **lse}
+    found = attnzoo.attention(q, k, v, variant, backend="decode", **options)
+    out = found[0] if lse else found
+    few = (k[:1, :, 70:75], v[:1, :, 70:75])
+    expected = attnzoo.attention(q[:1], *few, variant, enable_gqa=True)
+    assert torch.allclose(out[:1], expected, atol=1e-5)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    if lse:
+        assert bool((found[1][1] == float("-inf")).all())
+
+
+@every_variant
+def test_empty_tensors(variant: str) -> None:
+    for batch, queries, keys in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
+        q, k, v = (rand(batch, 2, n, 16).float() for n in (queries, keys, keys))
+        out = attnzoo.attention(q, k, v, variant, backend="decode")
+        assert torch.equal(out, torch.zeros(batch, 2, queries, 16))
+
+
+# The interpreter's maxima are numpy's.
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@every_variant
+def test_nan_in_a_row_comes_out_of_that_row(variant: str) -> None:
+    q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (3, 100, 101))
+    q[0, 1, 2, 5] = float("nan")
+    out = attnzoo.attention(q, k, v[:, :, 1:], variant, backend="decode")
+    assert bool(out[0, 1, 2].isnan().all())
+    assert bool(out[0, 0].isfinite().all())
+    assert bool(out[0, 1, :2].isfinite().all())
+
+
+def test_keys_out_of_the_window_are_not_read() -> None:
+    """Units of 128 keys: what a cache no longer needs may hold anything."""
+    q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (2, 300, 301))
+    v = v[:, :, 1:]
+    options = {"is_causal": True, "window": 20, "backend": "decode"}
+    clean = attnzoo.attention(q, k, v, "sigmoid", **options)
+    k[:, :, :256], v[:, :, :256] = float("nan"), float("nan")
+    assert torch.equal(attnzoo.attention(q, k, v, "sigmoid", **options), clean)
+
+
+# ---- splits -----------------------------------------------------------------------------------
+
+
+@every_variant
+def test_how_often_keys_are_split_does_not_matter(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = rand(1, 4, 2, 16).float(), *(rand(1, 2, 300, 16, seed=i).float() for i in (1, 2))
+    found = []
+    for processors in (1, 3, 1000):
+        monkeypatch.setattr(launch_decode, "processors", lambda device, n=processors: n)
+        options = {"is_causal": True, "enable_gqa": True, "backend": "decode"}
+        found.append(attnzoo.attention(q, k, v, variant, **options))
+    assert torch.allclose(found[0], found[1], atol=2e-6)
+    assert torch.allclose(found[0], found[2], atol=2e-6)
+
+
+def test_all_processors_have_work_and_no_split_is_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+
+    def splits(batch: int, keys: int, window: int | None = None) -> launch_decode.Splits:
+        q = torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+        k = q.new_empty(batch, 8, keys, 128)
+        facts = launch.Facts(1.0, None if window is None else window - 1, 0, None, None, None, None)
+        config = launch_decode.decode_config(90, 16, 128, "")
+        return launch_decode._splits(q, k, facts, config, 132)
+
+    assert splits(1, 2**18).number * 8 >= 264
+    assert splits(32, 2**18).number * 256 >= 264
+    assert splits(1, 100).number == 1
+    for keys in (1, 100, 1024, 5000, 2**20):
+        found = splits(1, keys)
+        assert found.number == 1 or found.span * 64 >= 256
+        assert found.number <= 256
+        # All blocks, each in one split, and none without any.
+        assert (found.number - 1) * found.span < found.last - found.first
+        assert found.number * found.span >= found.last - found.first
+        assert found.last * 64 >= keys
+    narrow = splits(1, 2**18, window=1000)
+    assert (narrow.last - narrow.first) * 64 <= 1000 + 2 * 128
+
+
+# ---- as PyTorch sees it -----------------------------------------------------------------------
+
+MASK = (rand(1, 2, 1, 9, seed=5) > -0.8).view(torch.uint8)
+IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
+ROW = rand(1, 2, 3, seed=6).float().abs()
+ALL = (MASK, IDS[:, -3:].contiguous(), IDS, ROW, 4, 2)
+TWINS = "attnzoo.backends.triton.common.activations:"
+
+
+def small() -> list[Tensor]:
+    return [
+        rand(1, heads, n, 8, seed=i).float()
+        for i, (heads, n) in enumerate(((2, 3), (1, 9), (1, 9)))
+    ]
+
+
+@pytest.mark.slow
+def test_opcheck() -> None:
+    q, k, v = small()
+    torch.library.opcheck(decode_ops.decode_statistics, (q, k, 0.3, *ALL))
+    threshold = (q, k, ROW, None, 0.3, *ALL, TWINS + "entmax15", 1.5)
+    torch.library.opcheck(decode_ops.decode_threshold, threshold)
+    products, tau = decode_ops.decode_threshold(*threshold)
+    for given, rows, form in (
+        (None, (ROW, None, None, ROW), ("exp", 1.4427, True, "online", True)),
+        (None, (None, ROW, None, None), ("sigmoid", 1.4427, True, "none", False)),
+        (products, (ROW, tau, None, None), ("entmax15", 1.0, True, "threshold", False)),
+    ):
+        twin, *rest = form
+        torch.library.opcheck(
+            decode_ops.decode_forward, (q, k, v, given, *rows, 0.3, *ALL, TWINS + twin, *rest)
+        )
+
+
+def test_compiles_whole() -> None:
+    q, k, v = small()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnzoo.attention(q, k, v, "ssmax", enable_gqa=True, backend="decode")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), attend(q, k, v))
+
+
+def test_refusals_name_who_takes_the_call() -> None:
+    q, k, v = small()
+    with pytest.raises(ValueError, match="decode.*has no backward; flash has"):
+        attnzoo.attention(q.requires_grad_(), k, v, enable_gqa=True, backend="decode")
+    for dtype, most in ((torch.float16, 64), (torch.float32, 32)):
+        q, k, v = (rand(1, heads, 33, 8).to(dtype) for heads in (2, 1, 1))
+        with pytest.raises(ValueError, match=f"up to {most} rows that read one key, not 66; flash"):
+            attnzoo.attention(q, k, v, enable_gqa=True, backend="decode")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in ("sink", "entmax") else pytest.param(v, marks=pytest.mark.slow) for v in DECODE],
+)
+def test_a_cache_decodes_the_same_tokens(variant: str) -> None:
+    """Token by token after a first piece, with sequences padded on the left."""
+    q, k, v = (rand(2, 4 if i == 0 else 2, 40, 8, seed=i).float() for i in range(3))
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    mask[1, ..., :9] = False
+    whole = attnzoo.attention(
+        q, k, v, variant, is_causal=True, attn_mask=mask, enable_gqa=True, **CASES[variant].params
+    )
+    cache, rows, start = attnzoo.nn.KVCache(64), [], 0
+    for stop in (30, 33, *range(34, 41)):
+        tokens = (x[:, :, start:stop] for x in (q, k, v))
+        options = {"attn_mask": mask[..., :stop], "enable_gqa": True, **CASES[variant].params}
+        backend = "decode" if start else None
+        rows.append(cache.attend(*tokens, variant, backend=backend, **options))
+        start = stop
+    assert torch.allclose(torch.cat(rows, dim=2), whole, atol=1e-5)

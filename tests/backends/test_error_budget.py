@@ -1,0 +1,191 @@
+"""The error budget is tight: bugs put into each backend are caught. That it is wide enough is what
+the tests of agreement show, on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnzoo.backends import sdpa
+from attnzoo.core.forms import Pairwise
+from attnzoo.functional import attention as dispatch
+from helpers import agreement
+from helpers.agreement import Inputs, bounds, by_backend, disagreements, make, outputs, reference
+from helpers.approx import Approx
+from helpers.cases import rand
+from helpers.coverage_table import FORWARD_ONLY, KERNELS
+
+every_backend = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=[pytest.mark.interpreter] if name in KERNELS else [])
+        for name in dispatch.BACKENDS
+    ],
+)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+ROW: dict[str, Any] = {
+    "span": "full", "mask": "keys", "mask_gradient": False, "heads": "2 heads",
+    "params": "default", "dims": (16, 16), "alibi": False, "segments": False, "dropout": False,
+    "lse": False, "batch": 1,
+}  # fmt: skip
+Change = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def example(backend: str, dtype: torch.dtype) -> tuple[str, Inputs]:
+    """A variant that the backend runs, over several of its blocks; keys from 50 on are padding."""
+    shape = (9, 100) if backend == "decode" else (40, 100)
+    variant = "taylor" if "linear" in backend else "ssmax"
+    inputs = make(variant, {**ROW, "shape": shape, "dtype": dtype})
+    inputs.rest["attn_mask"] = (torch.arange(100) < 50)[None, None, None]
+    return variant, inputs
+
+
+def complaints(backend: str, dtype: torch.dtype) -> list[str]:
+    variant, inputs = example(backend, dtype)
+    return disagreements(variant, backend, inputs, gradients=backend not in FORWARD_ONLY)
+
+
+@every_dtype
+@every_backend
+def test_without_a_bug_there_is_no_complaint(backend: str, dtype: torch.dtype) -> None:
+    assert complaints(backend, dtype) == []
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> None:
+    """The backend runs another call or form than it is given."""
+    real = dispatch.BACKENDS[backend]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, call: Any, form: Any) -> Any:
+        return real.run(q, k, v, *change(call, form))
+
+    stand_in: Any = SimpleNamespace(unsupported=real.unsupported, run=run)
+    monkeypatch.setitem(dispatch.BACKENDS, backend, stand_in)
+
+
+@every_dtype
+@every_backend
+def test_a_dropped_factor_is_caught(
+    backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gain of a form; the scale, where there is no gain."""
+
+    def drop(call: Any, form: Any) -> tuple[Any, Any]:
+        if isinstance(form, Pairwise):
+            return call, replace(form, gain=1.0)
+        return replace(call, scale=1.0), form
+
+    changed(monkeypatch, backend, drop)
+    assert complaints(backend, dtype) != []
+
+
+@every_dtype
+@pytest.mark.parametrize("off", [-1, 1])
+@every_backend
+def test_a_mask_that_is_off_by_one_is_caught(
+    backend: str, off: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key of fifty too few, or one of the padding too many; the gain stays what it was."""
+
+    def move(call: Any, form: Any) -> tuple[Any, Any]:
+        mask = (torch.arange(100) < 50 + off)[None, None, None]
+        return replace(call, mask=mask, whole_counts=call.counts), form
+
+    changed(monkeypatch, backend, move)
+    assert complaints(backend, dtype) != []
+
+
+class HalfProducts(TorchDispatchMode):
+    """Matrix products of torch come out with the digits of fp16."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        product = func.overloadpacket.__name__.rstrip("_") in ("mm", "bmm", "addmm", "baddbmm")
+        return out.copy_(out.half()) if product else out
+
+
+@contextmanager
+def half_accumulators(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch, ExitStack() as stack:
+        if backend == "sdpa":
+            fused = sdpa.scaled_dot_product_attention
+            patch.setattr(
+                sdpa,
+                "scaled_dot_product_attention",
+                lambda *args, **options: fused(*args, **options).half().float(),
+            )
+        elif backend in KERNELS:
+            from triton.runtime.interpreter import InterpreterBuilder
+
+            dot = InterpreterBuilder.create_dot
+
+            def half_dot(*args: Any) -> Any:
+                out = dot(*args)
+                out.data = out.data.astype("float16").astype(out.data.dtype)
+                return out
+
+            patch.setattr(InterpreterBuilder, "create_dot", half_dot)
+        elif backend == "tiled":  # no mode looks into its operators
+            bmm = torch.bmm
+
+            def half_bmm(*args: Any, **options: Any) -> Tensor:
+                out = bmm(*args, **options)
+                return out.copy_(out.half())
+
+            patch.setattr(torch, "bmm", half_bmm)
+        else:
+            stack.enter_context(HalfProducts())
+        yield
+
+
+@every_backend
+def test_a_half_precision_accumulator_is_caught(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant, inputs = example(backend, torch.float32)
+    run = outputs if backend in FORWARD_ONLY else by_backend
+    # Not what it is compared with: rounded alike, the two would agree.
+    with half_accumulators(backend, monkeypatch):
+        found = run(variant, backend, inputs)
+    exact, allowed = reference(variant, inputs), bounds(variant, backend, inputs)
+    assert agreement.complaints(backend, found, {n: exact[n] for n in found}, allowed) != []
+
+
+def test_bounds_hold_for_sums_in_any_order() -> None:
+    """And are not wider than the number of terms allows."""
+    terms = rand(20, 300).float()
+    exact = Approx(terms.double(), torch.zeros(20, 300, dtype=torch.float64), 2**-23)
+    total = exact.sum(-1)
+    for seed in range(20):
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(seed))
+        found = torch.zeros(20)
+        for j in order.tolist():
+            found = found + terms[:, j]
+        assert bool(((found.double() - total.value).abs() <= total.error).all())
+    assert bool((total.error <= 300 * 2**-24 * terms.double().abs().sum(-1)).all())
+
+
+def test_bounds_follow_errors_through_products_quotients_and_functions() -> None:
+    """Worst ends of the operands, one after the other."""
+    eps = 0.0
+    a = Approx(rand(50), 1e-3 * rand(50, seed=1).abs(), eps)
+    b = Approx(2 + rand(50, seed=2).abs(), 1e-3 * rand(50, seed=3).abs(), eps)
+    for sign_a in (-1, 1):
+        for sign_b in (-1, 1):
+            x, y = a.value + sign_a * a.error, b.value + sign_b * b.error
+            for found, want in (
+                (a + b, x + y),
+                (a - b, x - y),
+                (a * b, x * y),
+                (a / b, x / y),
+                (a.map(torch.sigmoid, 0, a.value), x.sigmoid()),
+            ):
+                assert bool(((want - found.value).abs() <= found.error * (1 + 1e-9)).all())

@@ -1,0 +1,224 @@
+"""flash_linear: outputs and all gradients against the fp64 definition, states cut anywhere.
+
+The kernels run in Triton's interpreter with chunks of 32 tokens and blocks of 16 features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.backends import linear
+from attnzoo.backends.triton.linear import backend as flash_linear
+from attnzoo.backends.triton.linear import operators as linear_ops
+from attnzoo.functional.attention import prepare
+from helpers.agreement import by_backend, disagreements, make
+from helpers.cases import rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
+from helpers.covering import covering, label
+from helpers.kernel_paths import Level, quick_rows, quick_variants
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
+
+KINDS = ("linear",)
+LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
+PARAMS: dict[str, dict[str, Any]] = {"taylor": {}, "cosformer": {"max_length": 256}}
+every_variant = pytest.mark.parametrize("variant", quick_variants(LINEAR, KINDS))
+
+FACTORS = {
+    "shape": ((1, 1), (63, 63), (100, 100), (17, 63), (100, 17), (1, 70), (33, 32)),
+    "batch": (1, 2),
+    "dtype": (torch.float32, torch.float16, torch.bfloat16),
+    "mask": ("none", "keys"),
+    "mask_gradient": (False,),
+    "span": ("full", "causal"),
+    "heads": ("2 heads", "gqa", "3 of 1"),
+    "params": ("default",),
+    "values": ("same",),
+    "dims": ((8, 8), (16, 16), (16, 72), (12, 5)),
+    "alibi": (False,),
+    "segments": (False,),
+    "dropout": (False,),
+    "lse": (False,),
+    "layout": ("contiguous", "bnhd", "sliced"),
+}
+
+
+THIN = [
+    {name: values[0] for name, values in FACTORS.items()}
+    | {"shape": (63, 63), "span": span, "mask": "keys", "heads": "gqa", "dtype": dtype}
+    for span in ("causal", "full")
+    for dtype in FACTORS["dtype"]
+]
+
+
+def anything(row: dict[str, Any]) -> bool:
+    return True
+
+
+def cells() -> Iterator[Any]:
+    """An array of the kernels' one path, see `kernel_paths`; slow are those of the variants."""
+    levels = [Level(variant, "default") for variant in LINEAR]
+    for seed, (variant, row) in enumerate(quick_rows(FACTORS, levels, anything, THIN, KINDS)):
+        yield pytest.param(variant, row, seed, id=f"quick-{variant}-{label(row)}")
+    for variant in LINEAR:
+        for seed, row in enumerate(covering(tuple(FACTORS.items()), anything)):
+            name = f"{variant}-{label(row)}"
+            yield pytest.param(variant, row, seed, id=name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
+def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
+    assert disagreements(variant, "flash_linear", make(variant, row, seed=10 * seed)) == []
+
+
+def qkv(n: int, kv_heads: int = 2, gradient: bool = False) -> list[Tensor]:
+    shapes = (2, 4, n, 6), (2, kv_heads, n, 6), (2, kv_heads, n, 5)
+    return [rand(*s, seed=i).float().requires_grad_(gradient) for i, s in enumerate(shapes)]
+
+
+def walk(backend: Any, variant: str, tensors: list[Tensor], cuts: list[int]) -> list[Tensor]:
+    """Outputs of the pieces and the last state, each piece from the state of the one before."""
+    sums, out = None, []
+    for start, stop in zip([0, *cuts], [*cuts, tensors[0].shape[2]], strict=True):
+        q, k, v = (x[:, :, start:stop] for x in tensors)
+        arguments = {"is_causal": True, "enable_gqa": True, **PARAMS[variant]}
+        ready = prepare(q, k, v, variant, arguments, origin=start)
+        forms = ready.variant.forms(ready.call, **ready.params)
+        form = next(f for f in forms if isinstance(f, attnzoo.Linear))
+        done, sums = backend.scan(q, k, v, ready.call, form, sums)
+        out.append(done)
+    assert sums is not None
+    return [torch.cat(out, dim=2), sums]
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [32], [40, 41], [0, 33, 64]], ids=str)
+@every_variant
+def test_cut_anywhere_it_is_the_scan(variant: str, cuts: list[int]) -> None:
+    """States in and out, with their gradients, are those of the backend in torch."""
+    found = []
+    for backend in (flash_linear, linear):
+        leaves = qkv(70, gradient=True)
+        out, sums = walk(backend, variant, leaves, cuts)
+        do, dsums = rand(*out.shape, seed=5).float(), rand(*sums.shape, seed=6).float()
+        grads = torch.autograd.grad((out * do).sum() + (sums * dsums).sum(), leaves)
+        found.append([out.detach(), sums.detach(), *grads])
+    for have, want in zip(*found, strict=True):
+        assert float((have - want).abs().max()) <= 2e-5 * float(want.abs().max())
+
+
+@every_variant
+def test_the_gradient_of_the_first_state(variant: str) -> None:
+    """Alone: the tokens after it need none."""
+    tensors, found = qkv(40), []
+    size = 28 if variant == "taylor" else 12
+    for backend in (flash_linear, linear):
+        first = rand(2, 2, size, 6, seed=7).float().abs().requires_grad_()
+        arguments = {"is_causal": True, "enable_gqa": True, **PARAMS[variant]}
+        ready = prepare(*tensors, variant, arguments, origin=3)
+        forms = ready.variant.forms(ready.call, **ready.params)
+        form = next(f for f in forms if isinstance(f, attnzoo.Linear))
+        out, last = backend.scan(*tensors, ready.call, form, first)
+        found.append(torch.autograd.grad(out.square().sum() + last.sum(), first)[0])
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
+
+
+@every_variant
+def test_empty_tensors_and_rows_without_keys(variant: str) -> None:
+    for batch, queries, keys, causal in ((0, 5, 5, True), (2, 0, 5, False), (2, 5, 0, False),
+                                         (2, 0, 5, True), (2, 9, 4, True)):  # fmt: skip
+        q, k, v = (rand(batch, 2, n, 8).float().requires_grad_() for n in (queries, keys, keys))
+        out = attnzoo.attention(
+            q, k, v, variant, is_causal=causal, backend="flash_linear", **PARAMS[variant]
+        )
+        assert out.shape == (batch, 2, queries, 8)
+        assert bool((out[:, :, : max(0, queries - keys)] == 0).all())
+        assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_features_of_fp16_do_not_overflow() -> None:
+    """(q·k)²/2 passes 65504 long before q and k do."""
+    q, k, v = (60 * x.half() for x in qkv(40))
+    out = attnzoo.attention(q, k, v, "taylor", is_causal=True, enable_gqa=True, scale=1.0,
+                            backend="flash_linear")  # fmt: skip
+    exact = attnzoo.attention(
+        *(x.double() for x in (q, k, v)), "taylor", is_causal=True, enable_gqa=True, scale=1.0
+    )
+    assert float((out.double() - exact).abs().max()) <= 4e-3 * float(exact.abs().max())
+
+
+def test_two_runs_are_equal_to_the_bit() -> None:
+    row = {name: levels[0] for name, levels in FACTORS.items()}
+    inputs = make("taylor", {**row, "shape": (70, 70), "heads": "gqa", "span": "causal"})
+    first, second = (by_backend("taylor", "flash_linear", inputs) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ---- as PyTorch sees it -----------------------------------------------------------------------
+
+
+def features(gradient: bool) -> tuple[Tensor, ...]:
+    """x, y, v and a state."""
+    x, y = rand(1, 4, 40, 24, seed=1).float().abs(), rand(1, 2, 40, 24, seed=2).float().abs()
+    v, first = rand(1, 2, 40, 5, seed=3).float(), rand(1, 2, 24, 12, seed=4).float().abs()
+    return tuple(t.requires_grad_(gradient) for t in (x, y, v, first))
+
+
+@pytest.mark.slow
+def test_opcheck() -> None:
+    x, y, v, first = features(True)
+    torch.library.opcheck(linear_ops.linear_state, (y, v, first))
+    torch.library.opcheck(linear_ops.linear_state, (y, v, None))
+    torch.library.opcheck(linear_ops.linear_read, (x, first, 5, torch.float32))
+    torch.library.opcheck(linear_ops.linear_causal, (x, y, v, first))
+    torch.library.opcheck(linear_ops.linear_causal, (x, y, v, None))
+
+
+@pytest.mark.slow
+def test_opcheck_backward() -> None:
+    x, y, v, first = features(False)
+    torch.library.opcheck(linear_ops.linear_state_backward, (first, y, v))
+    out, z = linear_ops.linear_read(x, first, 5, torch.float32)
+    do = torch.ones_like(out)
+    torch.library.opcheck(linear_ops.linear_read_backward, (do, x, first, out, z))
+    out, z, kept, last = linear_ops.linear_causal(x, y, v, first)
+    for dlast in (None, last):
+        torch.library.opcheck(linear_ops.linear_causal_backward, (do, dlast, x, y, v, out, z, kept))
+
+
+# torch traces an autograd.Function by making one, which torch itself warns about.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@every_variant
+def test_compiles_whole_and_agrees(variant: str, causal: bool) -> None:
+    def attend(*tensors: Tensor) -> Tensor:
+        return attnzoo.attention(
+            *tensors, variant=variant, is_causal=causal, enable_gqa=True, backend="flash_linear",
+            **PARAMS[variant],
+        )  # fmt: skip
+
+    torch.compiler.reset()
+    found = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        leaves = qkv(40, gradient=True)
+        out = function(*leaves)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_there_is_no_double_backward_and_no_silent_zero(causal: bool) -> None:
+    q, k, v = qkv(9, gradient=True)
+    out = attnzoo.attention(
+        q, k, v, "taylor", enable_gqa=True, is_causal=causal, backend="flash_linear"
+    )
+    (dv,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
+    assert dv.requires_grad
+    with pytest.raises(RuntimeError, match="eager"):
+        torch.autograd.grad(dv.square().sum(), k)

@@ -1,0 +1,327 @@
+"""flash as PyTorch sees it: operators, torch.compile, autocast, double backward, third parties."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.backends.triton.flash import operators as flash_ops
+from attnzoo.core import activations, registry
+from attnzoo.nn import Attention
+from helpers.cases import learned, rand
+
+pytestmark = pytest.mark.interpreter
+
+
+def qkv(n: int = 9, d: int = 8, gradient: bool = False) -> list[Tensor]:
+    """Two heads of queries and one of keys and values."""
+    shapes = ((1, 2, n, d), (1, 1, n, d), (1, 1, n, d))
+    return [rand(*shape, seed=i).float().requires_grad_(gradient) for i, shape in enumerate(shapes)]
+
+
+MASK = (rand(1, 1, 9, 9, seed=5) > -0.8).view(torch.uint8)
+IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
+ROW = rand(1, 2, 9, seed=6).float().abs()
+NOTHING = (None, None, None, None, None, 0)  # mask, segments, alibi; causal
+ALL = (MASK, IDS, IDS, ROW, 4, 2)
+TWINS = "attnzoo.backends.triton.common.activations:"
+# gain, tau, shape, sink, maps; scale, facts, twin, unit, vanishes, normalize
+FORMS: dict[str, tuple] = {
+    "online": ((ROW, None, None, ROW), ALL, ("exp", 1.4427, True, "online")),
+    "none": ((None, ROW, None, None), NOTHING, ("sigmoid", 1.4427, True, "none")),
+    "sum": ((None, None, None, None), NOTHING, ("taylor2", 1.0, False, "sum")),
+    "threshold": ((ROW, None, None, None), ALL, ("entmax15", 1.0, True, "threshold")),
+}
+
+
+def arguments(form: str, gradient: bool) -> tuple:
+    """Of flash_forward."""
+    rows, facts, (name, *rest) = FORMS[form]
+    q, k, v = qkv()
+    maps: tuple = (None, None, None)
+    if form == "threshold":
+        tau, *maps = flash_ops.flash_threshold(
+            q, k, v, rows[0], None, 0.3, *facts, TWINS + name, 1.5
+        )
+        rows = (rows[0], tau, None, None)
+    leaves = (x if x is None else x.clone().requires_grad_(gradient) for x in (q, k, v, *rows))
+    return (*leaves, *maps, 0.3, *facts, TWINS + name, *rest, form == "online")
+
+
+def test_opcheck_statistics() -> None:
+    q, k, _ = qkv()
+    torch.library.opcheck(flash_ops.flash_statistics, (q, k, 0.3, *ALL))
+
+
+@pytest.mark.parametrize("shape", [None, 1 + ROW.clamp(0.1, 1)], ids=["entmax15", "q_exp"])
+def test_opcheck_threshold(shape: Tensor | None) -> None:
+    twin, alpha = ("entmax15", 1.5) if shape is None else ("q_exp", None)
+    torch.library.opcheck(
+        flash_ops.flash_threshold, (*qkv(), ROW, shape, 0.3, *ALL, TWINS + twin, alpha)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck_forward(form: str) -> None:
+    torch.library.opcheck(flash_ops.flash_forward, arguments(form, gradient=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck_backward(form: str) -> None:
+    *forward, want_lse = arguments(form, gradient=False)
+    out, stat, lse = flash_ops.flash_forward(*forward, want_lse)
+    dlse = torch.ones_like(lse) if want_lse else None
+    q, k, v, gain, tau, _, sink, *_ = forward
+    wanted = (x is not None for x in (gain, tau, sink))
+    torch.library.opcheck(
+        flash_ops.flash_backward,
+        (torch.ones_like(out), dlse, q, k, v, out, stat, lse, *forward[3:], *wanted, want_lse),
+    )
+
+
+# ---- torch.compile ----------------------------------------------------------------------------
+
+
+def results(function: Any, attend: Attention, n: int, **options: Any) -> list[Tensor]:
+    leaves = qkv(n, gradient=True)
+    attend.zero_grad()
+    out = function(*leaves, backend="flash", enable_gqa=True, is_causal=True, **options)
+    out.square().sum().backward()
+    gradients = [x.grad for x in (*leaves, *attend.parameters())]
+    assert all(x is not None for x in gradients)
+    return [x.detach().clone() for x in (out, *gradients)]
+
+
+# torch traces an autograd.Function by making one, which torch itself warns about.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=pytest.mark.slow) for v in ("ssmax", "entmax", "adaptive_temperature")]
+    + ["sigmoid"],
+)
+def test_compiles_whole_and_agrees_at_every_length(variant: str) -> None:
+    torch.compiler.reset()
+    names = () if variant in ("entmax", "adaptive_temperature") else None
+    attend = Attention(variant, 2, learn=names, **(learned(variant, 2) if names is None else {}))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n in (9, 12, 70):
+        pairs = zip(results(compiled, attend, n), results(attend, attend, n), strict=True)
+        assert all(torch.equal(have, want) for have, want in pairs)
+
+
+# ---- precision and derivatives ----------------------------------------------------------------
+
+
+def test_autocast_runs_in_its_dtype() -> None:
+    leaves = qkv(gradient=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attnzoo.attention(*leaves, "ssmax", enable_gqa=True, backend="flash")
+    assert out.dtype == torch.bfloat16
+    low = [x.detach().bfloat16() for x in leaves]
+    assert torch.equal(out, attnzoo.attention(*low, "ssmax", enable_gqa=True, backend="flash"))
+    out.float().square().sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in leaves)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax"])
+def test_there_is_no_double_backward_and_no_silent_zero(variant: str) -> None:
+    q, k, v = qkv(gradient=True)
+    out = attnzoo.attention(q, k, v, variant, enable_gqa=True, backend="flash")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    assert dq.requires_grad
+    with pytest.raises(RuntimeError, match="eager"):
+        torch.autograd.grad(dq.square().sum(), k)
+
+
+@pytest.mark.parametrize("name", ["alpha", "attn_mask"])
+def test_without_gradients_a_learned_parameter_is_a_constant(name: str) -> None:
+    """A view of a parameter may say that it requires a gradient where none is kept."""
+    q, k, v = qkv()
+    given = {"alpha": torch.tensor([1.3, 1.6]), "attn_mask": rand(9, 9, seed=3).float()}[name]
+    options = {name: torch.nn.Parameter(given)}
+    with pytest.raises(ValueError, match="gives no gradient"):
+        attnzoo.attention(q, k, v, "entmax", enable_gqa=True, backend="flash", **options)
+    with torch.no_grad():
+        outs = [
+            attnzoo.attention(q, k, v, "entmax", enable_gqa=True, backend=backend, **options)
+            for backend in ("flash", "eager")
+        ]
+    assert torch.allclose(*outs, atol=1e-5)
+
+
+# ---- a third party's activation ---------------------------------------------------------------
+
+RELU2 = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def relu2(x, shape):
+    u = tl.maximum(x, 0.0)
+    return u * u, 2.0 * u
+"""
+
+
+@pytest.fixture
+def relu2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A variant with φ = relu(x)², its twin in a module of its own."""
+    (tmp_path / "their_kernels.py").write_text(RELU2)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    phi = attnzoo.Activation(
+        "relu2",
+        lambda s, shape: s.relu_().square_(),
+        lambda s, phi, shape: 2 * phi.sqrt(),
+        triton="their_kernels:relu2",
+    )
+
+    def weights(q: Tensor, k: Tensor, call: Any, strength: Any) -> Tensor:
+        s = strength * call.scores(q, k) + call.bias
+        w = s.relu().square().masked_fill(~call.visible, 0.0)
+        total = w.sum(-1, keepdim=True)
+        return w / total.masked_fill(total == 0, 1.0)
+
+    attnzoo.register_variant(
+        attnzoo.Variant(
+            "relu2", "ReLU(z)² / Σ", "-", weights,
+            params=(attnzoo.Param("strength", 1.0),),
+            forms=lambda call, strength: (
+                attnzoo.Pairwise(phi, "sum", gain=call.row(strength)),
+            ),
+        )
+    )  # fmt: skip
+    return "relu2"
+
+
+def test_a_third_party_activation_runs(relu2: str) -> None:
+    assert "their_kernels" not in sys.modules
+    found = []
+    for backend in ("flash", "tiled"):
+        leaves = [*qkv(70, gradient=True), torch.tensor([0.5, 2.0], requires_grad=True)]
+        leaves += [torch.tensor([0.02, 0.1], requires_grad=True)]
+        q, k, v, strength, alibi = leaves
+        out = attnzoo.attention(
+            q, k, v, relu2, strength=strength, alibi=alibi, is_causal=True, enable_gqa=True,
+            backend=backend,
+        )  # fmt: skip
+        do = rand(1, 2, 70, 8, seed=9).float()
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
+    for have, want in zip(*found, strict=True):
+        assert float((have - want).abs().max()) <= 2e-5 * float(want.abs().max())
+    del sys.modules["their_kernels"]
+
+
+THEIRS = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def power2(x, shape):
+    phi = tl.exp2(x)
+    return phi, 0.6931471805599453 * phi
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers variants of a third party, w = φ(z) normalized as said; φ = 2^x has a twin."""
+    (tmp_path / "more_kernels.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+    def register(normalize: str, triton: str = "more_kernels:power2", **fields: Any) -> str:
+        phi = attnzoo.Activation(
+            "power2", lambda s, shape: s.exp2_(), lambda s, phi, shape: math.log(2) * phi,
+            triton=triton,
+        )  # fmt: skip
+        total = normalize == "sum"
+
+        def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
+            w = (call.scores(q, k) + call.bias).exp2().masked_fill(~call.visible, 0.0)
+            return w / w.sum(-1, keepdim=True) if total else w
+
+        offset = {} if total else {"offset": 0.0}
+        form = attnzoo.Pairwise(phi, normalize, **offset)
+        attnzoo.register_variant(
+            attnzoo.Variant("power2", "2^z", "-", weights, forms=lambda call: (form,), **fields)
+        )
+        return "power2"
+
+    yield register
+    sys.modules.pop("more_kernels", None)
+
+
+def test_lse_is_that_of_exp_alone(theirs: Any) -> None:
+    """Another softmax may have one by definition; the kernels have none to give."""
+    scores = lambda q, k, call: math.log(2) * (call.scores(q, k) + call.bias)  # noqa: E731
+    name, options = theirs("sum", scores=scores), {"enable_gqa": True, "return_lse": True}
+    with pytest.raises(ValueError, match="returns lse of the softmax of exp only"):
+        attnzoo.attention(*qkv(), name, backend="flash", **options)
+    (_, have), (_, want) = (
+        attnzoo.attention(*qkv(), name, backend=backend, **options) for backend in (None, "eager")
+    )
+    assert torch.allclose(have, want)
+
+
+def test_fp16_has_no_room_for_what_is_not_normalized(theirs: Any) -> None:
+    name = theirs("none", normalized=False)
+    q, k, v = (3 * x for x in qkv())
+    with pytest.raises(ValueError, match="no bound for power2 without a normalizer in fp16"):
+        attnzoo.attention(*(x.half() for x in (q, k, v)), name, enable_gqa=True, backend="flash")
+    outs = [
+        attnzoo.attention(q, k, v, name, enable_gqa=True, backend=backend)
+        for backend in ("flash", "eager")
+    ]
+    assert torch.allclose(*outs, rtol=1e-4)
+
+
+@pytest.mark.parametrize("triton", ["more_kernels:power3", "nowhere:power2", "power2"])
+def test_a_twin_that_is_not_there_is_named(theirs: Any, triton: str) -> None:
+    name = theirs("sum", triton)
+    with pytest.raises(ValueError, match=f"must name a function as 'module:name', got '{triton}'"):
+        attnzoo.attention(*qkv(), name, enable_gqa=True, backend="flash")
+
+
+@pytest.mark.parametrize("backend", ["flash", "tiled", "sdpa"])
+def test_a_parameter_of_a_gain_from_statistics_is_learned(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statistics are constants then, and the parameter is not."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+    def gain(entropy: Tensor, strength: Tensor) -> Tensor:
+        return 1.0 + strength * entropy
+
+    def weights(q: Tensor, k: Tensor, call: Any, strength: Any) -> Tensor:
+        z = call.scores(q, k)
+        with torch.no_grad():
+            p = call.softmax(z)
+            entropy = torch.special.entr(p).sum(-1)
+        return call.softmax(gain(entropy[..., None], strength) * z)
+
+    def forms(call: Any, strength: Any) -> tuple:
+        def row(found: attnzoo.Statistics) -> Tensor:
+            return gain(found.entropy, call.row(strength))
+
+        return (attnzoo.Pairwise(activations.EXP, "sum", attnzoo.FromStatistics(row, False)),)
+
+    attnzoo.register_variant(
+        attnzoo.Variant("warm", "softmax((1 + a·H)·z)", "-", weights, forms=forms,
+                        params=(attnzoo.Param("strength", 0.0),))
+    )  # fmt: skip
+    found = []
+    for name in (backend, "eager"):
+        strength = torch.tensor([0.3, -0.1], requires_grad=True)
+        out = attnzoo.attention(*qkv(), "warm", strength=strength, enable_gqa=True, backend=name)
+        found.append(torch.autograd.grad(out.square().sum(), strength)[0])
+    assert bool((found[1] != 0).all())
+    assert torch.allclose(*found, rtol=1e-3)

@@ -1,0 +1,168 @@
+"""flash on a GPU: every variant against the fp64 definition, as the interpreter's tests do.
+
+A few rows per variant, each compiling kernels of its own: dtype, head dimension, span, masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from helpers.agreement import Inputs, by_backend, disagreements, make, outputs
+from helpers.cases import CASES
+from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+
+pytestmark = pytest.mark.gpu
+FLASH = [variant for variant, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
+
+PLAIN = {
+    "shape": (1000, 1000), "dtype": torch.bfloat16, "span": "causal", "mask": "none",
+    "mask_gradient": False, "heads": "gqa", "params": "default", "dims": (128, 128),
+    "alibi": False, "segments": False, "dropout": False, "lse": False, "batch": 2,
+}  # fmt: skip
+ROWS = {
+    "causal, bf16, 128": {},
+    "full, fp16, 64, keys masked": {
+        "shape": (200, 333), "dtype": torch.float16, "span": "full", "mask": "keys",
+        "dims": (64, 64), "heads": "3 of 1",
+    },
+    "window, fp32, 40": {
+        "shape": (333, 333), "dtype": torch.float32, "span": "window", "dims": (40, 24),
+        "alibi": True, "segments": True,
+    },
+    "masked, bf16, 256": {
+        "shape": (130, 257), "mask": "float", "dims": (256, 256), "heads": "2 heads", "lse": True,
+    },
+}  # fmt: skip
+
+
+def on_gpu(inputs: Inputs) -> Inputs:
+    def move(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(move, x))
+        return x.cuda() if isinstance(x, Tensor) else x
+
+    leaves = {name: move(x) for name, x in inputs.leaves.items()}
+    rest = {name: move(x) for name, x in inputs.rest.items()}
+    return replace(inputs, leaves=leaves, rest=rest, do=move(inputs.do), dlse=move(inputs.dlse))
+
+
+def check(variant: str, backend: str, inputs: Inputs) -> None:
+    """Within the budget; and without atomics two runs are bit-equal."""
+    assert disagreements(variant, backend, inputs) == []
+    found, again = (by_backend(variant, backend, inputs) for _ in range(2))
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def cells() -> Iterator[Any]:
+    for variant in FLASH:
+        for seed, (name, changes) in enumerate(ROWS.items()):
+            row = {**PLAIN, **changes}
+            if CASES[variant].learned and variant != "entmax":  # it has no gradient for α
+                row["params"] = "learned"
+            if variant in NO_SCORE:
+                row.update(alibi=False, mask=row["mask"].replace("float", "bool"))
+            row["lse"] = row["lse"] and variant not in NO_LSE
+            yield pytest.param(variant, row, seed, id=f"{variant}: {name}")
+
+
+@pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
+def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
+    inputs = on_gpu(make(variant, row, seed=10 * seed))
+    check(variant, "flash", inputs)
+
+
+LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
+OF_FEATURES = ("causal, bf16, 128", "full, fp16, 64, keys masked")
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (16, 128)])
+@pytest.mark.parametrize("row", OF_FEATURES)
+@pytest.mark.parametrize("variant", LINEAR)
+def test_linear_forms_agree_with_the_definition(
+    variant: str, row: str, dims: tuple[int, int]
+) -> None:
+    inputs = on_gpu(make(variant, {**PLAIN, **ROWS[row], "dims": dims}, seed=1))
+    check(variant, "flash_linear", inputs)
+
+
+TOKENS = {
+    "one, bf16, 128": {"shape": (1, 5000), "span": "causal"},
+    "four of eight heads, fp16, 64": {
+        "shape": (4, 3000), "dtype": torch.float16, "dims": (64, 64), "mask": "keys",
+        "heads": "mqa",
+    },
+    "window, fp32, 40": {
+        "shape": (2, 3000), "dtype": torch.float32, "span": "window", "window": 1500,
+        "dims": (40, 24), "alibi": True, "segments": True,
+    },
+    "masked, bf16, 256": {
+        "shape": (9, 1111), "mask": "float", "dims": (256, 256), "heads": "3 of 1", "lse": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("variant", FLASH)
+def test_few_rows_agree_with_the_definition(variant: str, name: str) -> None:
+    row = {**PLAIN, **TOKENS[name]}
+    if variant in NO_SCORE:
+        row.update(alibi=False, mask=row["mask"].replace("float", "bool"))
+    row["lse"] = row["lse"] and variant not in NO_LSE
+    inputs = on_gpu(make(variant, row, seed=3))
+    runs = [outputs(variant, "decode", inputs) for _ in range(2)]
+    assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+    assert disagreements(variant, "decode", inputs, gradients=False) == []
+
+
+@pytest.mark.parametrize("variant", LINEAR)
+def test_a_state_goes_on_through_the_kernels(variant: str) -> None:
+    q, k, v = torch.randn(3, 1, 4, 300, 16, device="cuda", dtype=torch.bfloat16).unbind()
+    params = CASES[variant].params | ({"max_length": 300} if variant == "cosformer" else {})
+    whole = attnzoo.attention(q, k, v, variant, is_causal=True, **params)
+    cache, rows = attnzoo.nn.StateCache(), []
+    for start, stop in ((0, 200), (200, 298), (298, 299), (299, 300)):
+        rows.append(cache.attend(*(x[:, :, start:stop] for x in (q, k, v)), variant, **params))
+    assert torch.allclose(torch.cat(rows, dim=2), whole, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("variant", FLASH)
+def test_compiles_whole(variant: str) -> None:
+    q, k, v = torch.randn(3, 1, 4, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnzoo.attention(
+            q, k, v, variant, is_causal=True, backend="flash", **CASES[variant].params
+        )
+
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True)):
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for have, want in zip(*results, strict=True):
+        assert torch.allclose(have, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["flash", "decode"])
+def test_a_new_length_compiles_nothing(backend: str) -> None:
+    from attnzoo.backends.triton.decode.kernels import decode
+    from attnzoo.backends.triton.flash.forward import flash_forward
+
+    def compiled() -> int:
+        kernel = flash_forward if backend == "flash" else decode
+        return sum(len(cache[0]) for cache in kernel.device_caches.values())
+
+    for n in (128, 1, 77, 1024, 4097):
+        q, k, v = torch.randn(3, 1, 2, n, 64, device="cuda", dtype=torch.bfloat16).unbind()
+        q = q[:, :, -1:] if backend == "decode" else q
+        attnzoo.attention(q, k, v, "sigmoid", is_causal=True, backend=backend)
+        if n == 128:
+            once = compiled()
+    assert compiled() == once

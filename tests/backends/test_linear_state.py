@@ -1,0 +1,211 @@
+"""linear_attention(): a sequence cut anywhere, a state that does not grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import attnzoo
+from attnzoo import LinearState, linear_attention
+from attnzoo.backends import linear
+from helpers.cases import VARIANTS, rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
+
+PARAMS: dict[str, dict[str, Any]] = {"taylor": {}, "cosformer": {"max_length": 64}}
+every_variant = pytest.mark.parametrize("variant", PARAMS)
+
+
+def qkv(n: int, heads: int = 2, kv_heads: int = 2, dtype: Any = torch.float64) -> list[Tensor]:
+    q = rand(2, heads, n, 6, seed=1, dtype=dtype)
+    k, v = (rand(2, kv_heads, n, d, seed=d, dtype=dtype) for d in (6, 5))
+    return [q, k, v]
+
+
+def in_pieces(
+    variant: str, q: Tensor, k: Tensor, v: Tensor, cuts: list[int], **options: Any
+) -> tuple[Tensor, LinearState | None]:
+    """The outputs of the pieces between the cuts, one after the other."""
+    mask = options.pop("attn_mask", None)
+    state, out = None, []
+    for start, stop in zip([0, *cuts], [*cuts, q.shape[2]], strict=True):
+        part = None if mask is None else mask[..., start:stop]
+        pieces = (x[:, :, start:stop] for x in (q, k, v))
+        done, state = linear_attention(
+            *pieces, variant, state=state, attn_mask=part, **PARAMS[variant], **options
+        )
+        out.append(done)
+    return torch.cat(out, dim=2), state
+
+
+def test_the_linear_variants_are_those_of_the_table() -> None:
+    table = {v for v in VARIANTS if VARIANT_BACKENDS[v]["linear"] is RUNS}
+    assert set(PARAMS) == table
+
+
+@pytest.mark.parametrize(
+    "cuts", [[], [1], [16], [3, 4], [1, 2, 15], [0, 5], list(range(1, 17))], ids=str
+)
+@every_variant
+def test_cut_anywhere_it_is_the_whole(variant: str, cuts: list[int]) -> None:
+    """Token by token too, and with a piece that is empty."""
+    q, k, v = qkv(17)
+    whole = attnzoo.attention(q, k, v, variant, is_causal=True, backend="eager", **PARAMS[variant])
+    out, state = in_pieces(variant, q, k, v, cuts)
+    assert torch.allclose(out, whole)
+    assert state is not None
+    assert state.length == 17
+
+
+@every_variant
+def test_pieces_longer_and_shorter_than_a_chunk(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "CHUNK", 4)
+    q, k, v = qkv(23, heads=4)
+    options = dict(enable_gqa=True)
+    whole = attnzoo.attention(
+        q, k, v, variant, is_causal=True, backend="eager", **options, **PARAMS[variant]
+    )
+    for cuts in ([4], [3, 12], [8, 16], [9, 10, 11]):
+        assert torch.allclose(in_pieces(variant, q, k, v, cuts, **options)[0], whole)
+    full = attnzoo.attention(q, k, v, variant, backend="linear", **options, **PARAMS[variant])
+    other = attnzoo.attention(q, k, v, variant, backend="eager", **options, **PARAMS[variant])
+    assert torch.allclose(full, other)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@every_variant
+def test_key_masks_and_groups(variant: str, per_head: bool) -> None:
+    """A mask per query head gives the heads of a group states of their own."""
+    q, k, v = qkv(17, heads=4)
+    mask = rand(2, 4 if per_head else 1, 1, 17, seed=9) > -0.4
+    options = dict(enable_gqa=True, attn_mask=mask)
+    whole = attnzoo.attention(
+        q, k, v, variant, is_causal=True, backend="eager", **options, **PARAMS[variant]
+    )
+    assert torch.allclose(in_pieces(variant, q, k, v, [1, 5, 12], **options)[0], whole)
+
+
+@pytest.mark.parametrize(
+    "backend", ["linear", pytest.param("flash_linear", marks=pytest.mark.interpreter)]
+)
+@every_variant
+def test_what_stands_at_a_masked_key_does_not_matter(variant: str, backend: str) -> None:
+    """NaN, say, in the padding of a batch: neither for outputs nor for gradients."""
+    q, k, v = (x.float() for x in qkv(17))
+    mask = torch.arange(17).expand(2, 1, 1, 17) >= 5
+    found = []
+    for spoilt in (0.0, float("nan")):
+        leaves = [q, *(x.masked_fill(~mask[:, :, 0, :, None], spoilt) for x in (k, v))]
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        out = attnzoo.attention(
+            *leaves, variant, attn_mask=mask, is_causal=True, backend=backend, **PARAMS[variant]
+        )
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@every_variant
+def test_the_state_has_one_size_at_any_length(variant: str) -> None:
+    features = {"taylor": 1 + 6 + 21, "cosformer": 12}[variant]
+    q, k, v = qkv(40)
+    sizes = set()
+    state = None
+    for start, stop in ((0, 1), (1, 2), (2, 30), (30, 40)):
+        pieces = (x[:, :, start:stop] for x in (q, k, v))
+        _, state = linear_attention(*pieces, variant, state=state, **PARAMS[variant])
+        sizes.add(tuple(state.sums.shape))
+    assert sizes == {(2, 2, features, 5 + 1)}
+
+
+@every_variant
+def test_a_state_is_not_changed_by_its_use(variant: str) -> None:
+    """So that a beam may go on from it twice."""
+    q, k, v = qkv(8)
+    pieces = [x[:, :, :5] for x in (q, k, v)], [x[:, :, 5:] for x in (q, k, v)]
+    _, state = linear_attention(*pieces[0], variant, **PARAMS[variant])
+    before = state.sums.clone()
+    one, _ = linear_attention(*pieces[1], variant, state=state, **PARAMS[variant])
+    two, _ = linear_attention(*pieces[1], variant, state=state, **PARAMS[variant])
+    assert torch.equal(state.sums, before)
+    assert torch.equal(one, two)
+
+
+@every_variant
+def test_gradients_flow_through_the_state(variant: str) -> None:
+    """The last piece's output depends on the first piece's keys and values."""
+    q, k, v = (x.requires_grad_() for x in qkv(9))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return in_pieces(variant, q, k, v, [2, 5])[0]
+
+    assert gradcheck(run, (q, k, v), fast_mode=True)
+    do = rand(2, 2, 4, 5, seed=7)
+    found = torch.autograd.grad(run(q, k, v)[:, :, 5:], (k, v), do)
+    whole = attnzoo.attention(q, k, v, variant, is_causal=True, **PARAMS[variant])
+    expected = torch.autograd.grad(whole[:, :, 5:], (k, v), do)
+    for have, want in zip(found, expected, strict=True):
+        assert bool((want[:, :, :2] != 0).any())
+        assert torch.allclose(have, want)
+
+
+@every_variant
+def test_gradients_flow_to_a_state_alone(variant: str) -> None:
+    """No input wants a gradient, only the state: an initial state may be learned."""
+    q, k, v = qkv(6)
+    _, state = linear_attention(*(x[:, :, :3] for x in (q, k, v)), variant, **PARAMS[variant])
+
+    def run(sums: Tensor) -> Tensor:
+        pieces = (x[:, :, 3:] for x in (q, k, v))
+        return linear_attention(*pieces, variant, state=LinearState(sums, 3), **PARAMS[variant])[0]
+
+    assert gradcheck(run, state.sums.clone().requires_grad_(), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_variant
+def test_states_are_fp32_for_low_precision(variant: str, dtype: torch.dtype) -> None:
+    q, k, v = qkv(12, dtype=dtype)
+    out, state = in_pieces(variant, q, k, v, [5])
+    assert out.dtype == dtype
+    assert state is not None
+    assert state.sums.dtype == torch.float32
+    exact = attnzoo.attention(
+        q.double(), k.double(), v.double(), variant, is_causal=True, **PARAMS[variant]
+    )
+    assert torch.allclose(out.double(), exact, atol=8 * torch.finfo(dtype).eps, rtol=0.01)
+
+
+def test_errors() -> None:
+    q, k, v = qkv(4)
+    _, state = linear_attention(q, k, v, "taylor")
+    with pytest.raises(TypeError, match="state must be a LinearState or None, got dict"):
+        linear_attention(q, k, v, "taylor", state={})  # type: ignore[arg-type]
+    wrong = r"state.sums must be \(2, 2, 12, 6\).*got \(2, 2, 28, 6\)"
+    with pytest.raises(ValueError, match=wrong):
+        linear_attention(q, k, v, "cosformer", max_length=64, state=state)
+    with pytest.raises(ValueError, match=r"state.sums must be \(1, 2, 28, 6\)"):
+        linear_attention(q[:1], k[:1], v[:1], "taylor", state=state)
+    with pytest.raises(ValueError, match=r"state.sums must be .*float32.*got .*float64"):
+        linear_attention(q.float(), k.float(), v.float(), "taylor", state=state)
+    with pytest.raises(ValueError, match="q and k must hold the same tokens, got 1 and 4"):
+        linear_attention(q[:, :, :1], k, v, "taylor")
+    with pytest.raises(ValueError, match="'softmax' cannot be run from a state"):
+        linear_attention(q, k, v, "softmax")
+    with pytest.raises(ValueError, match="'taylor' cannot be run from a state: only order 2"):
+        linear_attention(q, k, v, "taylor", order=4)
+    with pytest.raises(ValueError, match="max_length=6 is below the length 8"):
+        _, state = linear_attention(q, k, v, "cosformer", max_length=6)
+        linear_attention(q, k, v, "cosformer", max_length=6, state=state)
+    with pytest.raises(ValueError, match="linear_attention takes a mask of keys"):
+        linear_attention(q, k, v, "taylor", attn_mask=torch.ones(4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="bool"):
+        linear_attention(q, k, v, "taylor", attn_mask=torch.zeros(1, 4).double())
+    with pytest.raises(TypeError, match="'taylor' has no parameter 'max_length'; it has: order"):
+        linear_attention(q, k, v, "taylor", max_length=5)
+    with pytest.raises(ValueError, match="unknown variant 'linear'"):
+        linear_attention(q, k, v, "linear")

@@ -1,0 +1,85 @@
+"""The threshold solver of tiled: Σ w = 1 and the weights of a bisection in fp64, at any scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from helpers.cases import rand
+
+ALPHAS = (1.01, 1.1, 1.25, 1.5, 1.75, 2.0)
+SCORES = {
+    "gaussian": lambda n: rand(3, n, seed=n),
+    "flat": lambda n: 0.1 * rand(3, n, seed=n),
+    "sharp": lambda n: 100 * rand(3, n, seed=n),
+    "constant": lambda n: torch.full((3, n), 3.7, dtype=torch.float64),
+    "far from zero": lambda n: 1000 + rand(3, n, seed=n),
+    "two plateaus": lambda n: (torch.arange(n) % 2 * 0.5 - 0.25).double().expand(3, n),
+    "one far ahead": lambda n: torch.nn.functional.pad(rand(3, n - 1, seed=n), (0, 1), value=50.0),
+    "half masked": lambda n: rand(3, n, seed=n).masked_fill(rand(3, n, seed=1) > 0, -torch.inf),
+}
+
+
+def bisected(x: Tensor, alpha: float) -> Tensor:
+    """Weights in fp64, after Peters et al.: a bracket on (α − 1)x, halved 100 times."""
+    x = (alpha - 1) * (x - x.amax(-1, keepdim=True))
+    low, high = torch.full_like(x[:, :1], -1.0), torch.zeros_like(x[:, :1])
+    for _ in range(100):
+        tau = (low + high) / 2
+        above = (x - tau).relu().pow(1 / (alpha - 1)).sum(-1, keepdim=True) >= 1
+        low, high = torch.where(above, tau, low), torch.where(above, high, tau)
+    return (x - low).relu().pow(1 / (alpha - 1))
+
+
+def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
+    """fp32 scores [R, n] through tiled. D = 1: a score is the key times 1."""
+    rows, n = scores.shape
+    visible = scores != float("-inf")
+    k = scores.masked_fill(~visible, 0.0).view(1, rows, n, 1)
+    q = torch.ones(1, rows, 1, 1, dtype=scores.dtype)
+    v = torch.eye(n, dtype=scores.dtype).expand(1, rows, n, n) if n <= 64 else None
+    mask = visible.view(1, rows, 1, n)
+    if v is not None:
+        return attnzoo.attention(
+            q, k, v, "entmax", alpha=alpha, scale=1.0, attn_mask=mask, backend="tiled"
+        )[0, :, 0]
+    # Weights at large n without n² values: the gradient of the output in v.
+    v = torch.zeros(1, rows, n, 1, dtype=scores.dtype, requires_grad=True)
+    out = attnzoo.attention(
+        q, k, v, "entmax", alpha=alpha, scale=1.0, attn_mask=mask, backend="tiled"
+    )
+    return torch.autograd.grad(out.sum(), v)[0][0, :, :, 0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 16384])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int) -> None:
+    # An alpha that fp32 holds, or 1.01 itself would be off by more than the weights may be.
+    alpha = float(torch.tensor(alpha))
+    for kind, make in SCORES.items():
+        scores = make(n).float()
+        if bool((scores == float("-inf")).all(-1).any()):
+            continue  # "half masked" of one key
+        w = solved(scores, alpha)
+        assert float((w.double().sum(-1) - 1).abs().max()) <= 1e-5, kind
+        exact = bisected(scores.double(), alpha)
+        assert float((w.double() - exact).abs().max()) <= 1e-5, kind
+
+
+@pytest.mark.parametrize("n", [5, 1000])
+def test_an_alpha_per_head_is_solved_as_the_number_is(n: int) -> None:
+    alphas = torch.tensor(ALPHAS)
+    scores = rand(len(ALPHAS), n).float()
+    together = solved(scores, alphas)
+    for row, alpha in enumerate(alphas.tolist()):
+        alone = solved(scores[row : row + 1], alpha)
+        assert torch.allclose(together[row], alone[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_fp64_is_solved_to_its_own_accuracy(alpha: float) -> None:
+    for make in SCORES.values():
+        scores = make(50)
+        assert float((solved(scores, alpha) - bisected(scores, alpha)).abs().max()) <= 1e-11

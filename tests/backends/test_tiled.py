@@ -1,0 +1,304 @@
+"""tiled: how a call is cut into blocks changes nothing; lse; memory."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.profiler import ProfilerActivity, profile
+
+import attnzoo
+from attnzoo.backends.tiled import blocks
+from attnzoo.core.call import Call
+from attnzoo.core.validation import check_call
+from helpers.agreement import disagreements, kept, make
+from helpers.cases import CASES, VARIANTS, rand
+from helpers.coverage_table import NO_LSE, NO_SCORE
+
+
+@pytest.fixture(params=[(90, 3, 1), (300, 5, 2), (4000, 128, 8)], ids=str)
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, rows, heads = request.param
+    monkeypatch.setattr(blocks, "SCORES", scores)
+    monkeypatch.setattr(blocks, "ROWS", rows)
+    monkeypatch.setattr(blocks, "HEADS", heads)
+
+
+def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[str, Any]:
+    return {
+        "shape": (23, 31),
+        "dtype": torch.float64,
+        "mask": "keys" if variant in NO_SCORE else "float",
+        "mask_gradient": True,
+        "span": span,
+        "heads": heads,
+        "params": "learned" if CASES[variant].learned else "default",
+        "values": "other",
+        "alibi": variant not in NO_SCORE,
+        "segments": span == "pair",
+        "dropout": dropout,
+        "lse": variant not in NO_LSE,
+    }
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("heads", "span"), [("gqa", "causal"), ("mqa", "pair"), ("mha", "window")])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_of_any_size_agree_with_the_definition(variant: str, heads: str, span: str) -> None:
+    """Split over rows, heads and batches: outputs and all gradients."""
+    inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
+    keep = kept(variant, "tiled", inputs)
+    assert disagreements(variant, "tiled", inputs, keep=keep) == []
+
+
+def facts(heads: int, kv_heads: int, **options: Any) -> Call:
+    q, k = rand(2, heads, 23, 4), rand(2, kv_heads, 31, 4)
+    return check_call(q, k, k, enable_gqa=True, **options)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (3, 2)}], ids=str)
+def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, Any]) -> None:
+    call = facts(4, kv_heads, **options)
+    times = torch.zeros(2, 4, 23, 31, dtype=torch.long)
+    for block in blocks.blocks(call):
+        part = times[block.batches, block.heads, block.rows, block.keys]
+        part += 1
+        assert (block.call.batch, block.call.heads) == part.shape[:2]
+        assert (block.call.queries, block.call.keys) == part.shape[2:]
+        # A group is never torn apart, and the flat range of key heads is that of the block.
+        assert block.call.heads % call.group == 0
+        flat = torch.arange(2 * kv_heads).view(2, kv_heads)
+        own = flat[block.batches, block.heads.start // call.group : block.heads.stop // call.group]
+        assert torch.equal(flat.flatten()[block.kv], own.flatten())
+        # The block sees of its keys what the call sees of them.
+        seen = call.visible.expand(2, 4, 23, 31)
+        seen = seen[block.batches, block.heads, block.rows, block.keys]
+        assert torch.equal(block.call.visible.expand(seen.shape), seen)
+    assert int(times.max()) == 1
+    assert bool(times[call.visible.expand(2, 4, 23, 31)].all())
+
+
+def expected_gain(variant: str, s: Tensor) -> Tensor:
+    """Of the rows of a 5 × 5 causal call, written once more: (..., 5, 1)."""
+    log_n = torch.arange(1, 6, dtype=torch.float64).log()[:, None]
+    if variant == "ssmax":
+        return 0.168 * log_n
+    if variant == "log_n":
+        return log_n / math.log(512)
+    if variant == "adaptive_temperature":
+        p = s.softmax(-1)
+        entropy = -(p * p.clamp(min=1e-300).log()).sum(-1, keepdim=True)
+        beta = torch.from_numpy(np.polyval([-0.037, 0.481, -2.3, 4.917, -1.791], entropy.numpy()))
+        assert bool((beta > 1).any())
+        return torch.where(entropy > 0.5, beta.clamp(min=1), 1.0)
+    # topk keeps five keys in the table of cases, which is all of them here.
+    assert variant in ("softmax", "sink", "topk")
+    return torch.ones_like(log_n)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in NO_LSE])
+def test_lse_is_that_of_the_scores_without_the_sink(variant: str, backend: str) -> None:
+    q, k, v = rand(2, 2, 7, 6, seed=1), rand(2, 2, 5, 6, seed=2), rand(2, 2, 5, 6, seed=3)
+    params = CASES[variant].params
+    out, lse = attnzoo.attention(
+        q, k, v, variant, is_causal=True, return_lse=True, backend=backend, **params
+    )
+    assert lse.shape == (2, 2, 7)
+    assert torch.equal(lse[..., :2], torch.full((2, 2, 2), float("-inf"), dtype=torch.float64))
+    s = (q @ k.mT / 6**0.5)[:, :, 2:]
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    gained = expected_gain(variant, s.masked_fill(later, float("-inf"))) * s
+    expected = gained.masked_fill(later, float("-inf")).logsumexp(-1)
+    assert torch.allclose(lse[..., 2:], expected)
+    plain = attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
+    assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_lse_of_empty_rows_sends_no_gradient(backend: str) -> None:
+    q, k, v = (rand(1, 2, 4, 6, seed=i).requires_grad_() for i in range(3))
+    mask = torch.tensor([True, True, False, True])[:, None].expand(4, 4)
+    _, lse = attnzoo.attention(q, k, v, attn_mask=mask, return_lse=True, backend=backend)
+    assert torch.equal(lse[:, :, 2], torch.full((1, 2), float("-inf"), dtype=torch.float64))
+    gradients = torch.autograd.grad(lse, (q, k), torch.ones_like(lse))
+    assert torch.equal(gradients[0][:, :, 2], torch.zeros(1, 2, 6, dtype=torch.float64))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
+    q, k, v = (rand(1, 2, 9, 8, seed=i, dtype=torch.bfloat16) for i in range(3))
+    for backend in ("eager", "tiled"):
+        out, lse = attnzoo.attention(q, k, v, return_lse=True, dropout_p=0.5, backend=backend)
+        assert out.dtype == torch.bfloat16
+        assert lse.dtype == torch.float32
+        exact = (q.double() @ k.double().mT / 8**0.5).logsumexp(-1)
+        assert torch.allclose(lse.double(), exact, atol=1e-5)
+
+
+# One of each kind of normalizer, and a linear form; the others are slow.
+QUICK = ("cosformer", "entmax", "sigmoid", "softmax", "topk")
+
+
+@pytest.mark.parametrize(
+    "variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
+)
+def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of N² in forward or backward: none above what a block and the inputs hold."""
+    n, rows = 512, 16
+    monkeypatch.setattr(blocks, "SCORES", rows * n)
+    monkeypatch.setattr(blocks, "ROWS", rows)
+    params = {**CASES[variant].params}
+    if variant == "cosformer":
+        params["max_length"] = n
+    q, k, v = (rand(1, 1, n, 8, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        out = attnzoo.attention(q, k, v, variant, backend="tiled", is_causal=True, **params)
+        out.sum().backward()
+    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes of a step
+    features = 45 if variant == "taylor" else 16
+    assert 0 < largest <= 8 * max(rows, features) * n  # positions are int64
+
+
+def test_many_heads_of_one_key_head_with_rows_before_all_keys() -> None:
+    """A block is then so few rows that all of it may stand before the first key."""
+    q = rand(1, 1024, 128, 2, seed=1)
+    k, v = rand(1, 1, 100, 2, seed=2), rand(1, 1, 100, 2, seed=3)
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+    out = attnzoo.attention(q, k, v, backend="tiled", **options)
+    assert torch.equal(out[:, :, :28], torch.zeros(1, 1024, 28, 2, dtype=torch.float64))
+    expected = attnzoo.attention(q[:, :3], k, v, backend="eager", **options)
+    assert torch.allclose(out[:, :3], expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_without_values_give_the_shapes(variant: str) -> None:
+    """On the meta device and as fake tensors, above the size from which on tiled is chosen."""
+    params = {**CASES[variant].params}
+    if variant == "cosformer":
+        params["max_length"] = 400
+    for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(), "cpu")):
+        with mode:
+            q, k, v = (torch.empty(1, 1, 400, 8, device=device).requires_grad_() for _ in range(3))
+            out = attnzoo.attention(q, k, v, variant, backend="tiled", **params)
+            assert out.shape == (1, 1, 400, 8)
+            assert out.device.type == device
+            assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+
+
+# Forward-mode derivatives make torch load what torch itself warns about.
+of_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+TRANSFORMS: dict[str, Any] = {
+    "vmap": lambda f, x: torch.vmap(f)(x[None]),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+}
+
+
+@of_torch
+@pytest.mark.parametrize("variant", ["softmax", "adaptive_temperature", "entmax", "cosformer"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_and_point_to_eager(name: str, variant: str) -> None:
+    q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
+
+    def run(q: Tensor, backend: str) -> Tensor:
+        return attnzoo.attention(q, k, v, variant, backend=backend, **CASES[variant].params)
+
+    with pytest.raises(ValueError, match="'tiled' .*vmap.*backend='eager'"):
+        TRANSFORMS[name](lambda q: run(q, "tiled"), q)
+
+
+def test_transforms_are_refused_where_tiled_is_chosen() -> None:
+    q, k, v = (rand(1, 1, 400, 2, seed=i) for i in range(3))
+    assert attnzoo.explain(q, k, v, "entmax").chosen == "tiled"
+    with pytest.raises(ValueError, match="'tiled' .*vmap.*backend='eager'"):
+        torch.vmap(lambda q: attnzoo.attention(q, k, v, "entmax"))(q[None])
+
+
+@of_torch
+def test_a_tangent_is_refused_and_points_to_eager() -> None:
+    """Not handed on as a tangent of 0."""
+    q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
+    slopes, mask = torch.tensor([0.5]).double(), rand(4, 4, seed=4)
+    for name, x in (("q", q), ("alibi", slopes), ("attn_mask", mask), ("b", slopes)):
+        with forward_ad.dual_level():
+            given = {"q": q, "k": k, "v": v, name: forward_ad.make_dual(x, torch.ones_like(x))}
+            with pytest.raises(ValueError, match="forward-mode.*backend='eager'"):
+                attnzoo.attention(variant="sink", backend="tiled", **given)
+
+
+# ---- NaN among the scores -------------------------------------------------------------------
+
+
+def with_and_without(variant: str, change: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Outputs (2, 2, 12, 4) after the change of q, k and v, and before."""
+    inputs = [rand(2, 2, 12, 4, seed=i).float() for i in range(3)]
+    options = {"backend": "tiled", **CASES[variant].params, **options}
+    clean = attnzoo.attention(*inputs, variant, **options)
+    change(*inputs)
+    return attnzoo.attention(*inputs, variant, **options), clean
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_query_of_nan_makes_its_row_nan_and_no_other(variant: str) -> None:
+    def change(q: Tensor, k: Tensor, v: Tensor) -> None:
+        q[0, 1, 5, 2] = torch.nan
+
+    found, clean = with_and_without(variant, change, is_causal=True)
+    assert bool(found[0, 1, 5].isnan().all())
+    found[0, 1, 5] = clean[0, 1, 5]
+    assert torch.allclose(found, clean, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_key_of_nan_makes_those_rows_nan_that_see_it(variant: str) -> None:
+    def change(q: Tensor, k: Tensor, v: Tensor) -> None:
+        k[0, 1, 5, 2] = torch.nan
+
+    found, clean = with_and_without(variant, change, is_causal=True)
+    assert bool(found[0, 1, 5:].isnan().all())
+    found[0, 1, 5:] = clean[0, 1, 5:]
+    assert torch.allclose(found, clean, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_key_of_nan_that_is_masked_changes_nothing(variant: str) -> None:
+    def change(q: Tensor, k: Tensor, v: Tensor) -> None:
+        k[:, :, 5] = torch.nan
+
+    mask = torch.arange(12)[None] != 5
+    found, clean = with_and_without(variant, change, attn_mask=mask)
+    assert torch.equal(found, clean)
+
+
+@pytest.mark.parametrize(
+    ("variant", "value"),
+    # Of an infinite score the sigmoid is 1: nothing about it is undefined.
+    [
+        (v, x)
+        for v in VARIANTS
+        if v not in NO_SCORE
+        for x in (math.nan, math.inf)
+        if (v, x) != ("sigmoid", math.inf)
+    ],
+)
+def test_a_score_of_nan_or_inf_makes_its_row_nan_and_no_other(variant: str, value: float) -> None:
+    q, k, v = (rand(2, 2, 12, 4, seed=i).float() for i in range(3))
+    mask = torch.zeros(12, 12)
+    options = {"backend": "tiled", **CASES[variant].params}
+    clean = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
+    mask[5, 3] = value
+    found = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
+    assert bool(found[:, :, 5].isnan().all())
+    found[:, :, 5] = clean[:, :, 5]
+    assert torch.allclose(found, clean, atol=1e-6)

@@ -1,0 +1,64 @@
+"""The operators of tiled: torch's own checks of schema, fake, autograd and compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from attnzoo.backends.tiled import operators as tiled_ops
+from attnzoo.backends.tiled import statistics
+from attnzoo.core import activations
+from helpers.cases import rand
+
+NUMBERS: dict[str, Any] = {"scale": 0.5, "left": 3, "right": 0, "query_origin": 2, "key_origin": 0}
+# Of each way to normalize: the activation, the rows with a gradient, and what else there is.
+FORMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "none": ("sigmoid", ("gain", "offset"), {}),
+    "sum": ("exp", ("gain", "sink"), {"want_lse": True}),
+    "threshold": ("q_exp", ("shape",), {"dropout_p": 0.5}),
+    "select": ("exp", (), {"keep": 2, "want_lse": True}),
+}
+
+
+def operands() -> tuple[list[Tensor], Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """q, k and v; mask; slopes; segments."""
+    leaves = [rand(2, 4, 5, 4, seed=1), rand(2, 2, 7, 4, seed=2), rand(2, 2, 7, 3, seed=3)]
+    mask, slopes = rand(1, 4, 5, 7, seed=4), torch.linspace(0.1, 0.4, 4).double().view(1, 4, 1)
+    segments = torch.zeros(2, 5, dtype=torch.int64), torch.arange(7).repeat(2, 1) // 5
+    return [x.requires_grad_() for x in leaves], mask, slopes, segments
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["qkv", "mask and slopes too"])
+@pytest.mark.parametrize("normalize", FORMS)
+def test_forward_and_backward(normalize: str, gradient: bool) -> None:
+    activation, names, options = FORMS[normalize]
+    qkv, mask, slopes, segments = operands()
+    rows = [
+        (1.5 + 0.1 * rand(1, 4, 1, seed=i)).requires_grad_() if name in names else None
+        for i, name in enumerate(("gain", "offset", "shape", "sink"))
+    ]
+    seed = torch.tensor(7) if "dropout_p" in options else None
+    arguments = (
+        *qkv, mask.requires_grad_(gradient), slopes.requires_grad_(gradient), *rows, *segments, seed
+    )  # fmt: skip
+    plain = {"dropout_p": 0.0, "want_lse": False, "keep": None, "activation": activation}
+    opcheck(
+        tiled_ops.tiled_forward, arguments, {**NUMBERS, **plain, "normalize": normalize, **options}
+    )
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["q and k", "mask and slopes too"])
+def test_statistics(gradient: bool) -> None:
+    (q, k, _), mask, slopes, segments = operands()
+    arguments = (q, k, mask.requires_grad_(gradient), slopes.requires_grad_(gradient), *segments)
+    opcheck(statistics.tiled_statistics, arguments, NUMBERS)
+
+
+def test_the_keys_of_our_own_activations_are_their_names() -> None:
+    """A program that was exported finds them in another process."""
+    for activation in (activations.EXP, activations.Q_EXP, activations.TAYLOR[4]):
+        assert tiled_ops.key_of(activation) == activation.name

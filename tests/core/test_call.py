@@ -1,0 +1,236 @@
+"""What a row sees: positions, masks, windows, segments and n_i, against loops in Python."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.core.call import Call
+from attnzoo.core.validation import check_call
+from helpers.cases import rand
+
+SHAPES = (1, 1), (5, 5), (1, 6), (4, 7), (7, 4), (6, 1)
+
+
+def facts(queries: int, keys: int, heads: int = 2, **options: Any) -> Call:
+    q, k = torch.zeros(2, heads, queries, 4), torch.zeros(2, heads, keys, 4)
+    return check_call(q, k, k, **options)
+
+
+def seen_by_hand(call: Call, **options: Any) -> Tensor:
+    """visible[b, h, i, j], from the words of the contract, one entry after the other."""
+    shape = (call.batch, call.heads, call.queries, call.keys)
+    visible = torch.zeros(shape, dtype=torch.bool)
+    window, mask = options.get("window"), options.get("attn_mask")
+    ids = options.get("segment_ids")
+    ids = (ids, ids) if isinstance(ids, Tensor) else ids
+    for b, h, i, j in product(*map(range, shape)):
+        position = call.keys - call.queries + i  # bottom right
+        see = True
+        if options.get("is_causal"):
+            see = see and j <= position
+        if isinstance(window, int):  # W keys: the row's own and W − 1 before it
+            see = see and position - j < window
+        elif window is not None:
+            see = see and position - window[0] <= j <= position + window[1]
+        if mask is not None:
+            entry = mask.expand(shape)[b, h, i, j]
+            see = see and bool(entry if mask.dtype == torch.bool else entry != float("-inf"))
+        if ids is not None:
+            see = see and bool(ids[0][b, i] == ids[1][b, j])
+        visible[b, h, i, j] = see
+    return visible
+
+
+def options_for(queries: int, keys: int) -> list[dict[str, Any]]:
+    mask = rand(2, 2, queries, keys, seed=1) > -0.3
+    floats = rand(queries, keys, seed=2).float()
+    ids = rand(2, queries + keys, seed=3).round().long() * 10**12 - 5  # any int64
+    segments = {"segment_ids": (ids[:, :queries], ids[:, queries:])}
+    masks: list[dict[str, Any]] = [
+        {},
+        {"attn_mask": mask},
+        {"attn_mask": mask[:1, :1]},
+        {"attn_mask": mask[:, :1, :1]},  # of keys, one per batch
+        {"attn_mask": mask[:, :, :1]},  # of keys, one per head
+        {"attn_mask": mask[0, 0, 0]},  # of keys, one for all
+        {"attn_mask": mask[0, 0, :, :1]},  # of whole rows
+        {"attn_mask": floats.masked_fill(floats < -0.3, float("-inf"))},
+        segments,
+        {**segments, "attn_mask": mask[:, :, :1]},
+        {**segments, "attn_mask": mask},
+    ]
+    spans: list[dict[str, Any]] = [{}, {"is_causal": True}]
+    spans += [{"is_causal": True, "window": w} for w in (1, 2, 3, 20)]
+    spans += [{"window": w} for w in ((0, 0), (1, 0), (0, 2), (2, 1), (20, 20))]
+    return [{**a, **b} for a in masks for b in spans]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_visible_keys_and_their_counts(shape: tuple[int, int]) -> None:
+    for options in options_for(*shape):
+        call = facts(*shape, **options)
+        expected = seen_by_hand(call, **options)
+        assert torch.equal(call.visible.expand(expected.shape), expected), options
+        counts = call.counts.expand(expected.shape[:3])
+        assert torch.equal(counts, expected.sum(-1).float()), options
+        assert call.counts.dtype == torch.float32
+        # What `tiled` masks: the complement, listed by columns.
+        hidden = torch.zeros_like(expected)
+        for columns, where in call.hidden():
+            hidden[..., columns] |= where
+        assert torch.equal(hidden, ~expected), options
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (4, 7), (7, 4)], ids=str)
+def test_a_block_of_a_call_sees_what_the_call_sees(shape: tuple[int, int]) -> None:
+    for options in options_for(*shape):
+        call = facts(*shape, **options)
+        whole = seen_by_hand(call, **options)
+        for rows in (slice(0, 2), slice(2, 4), slice(3, 4)):
+            part, keys = call.block(slice(1, 2), slice(0, 2), rows)
+            expected = whole[1:2, :, rows, keys]
+            assert torch.equal(part.visible.expand(expected.shape), expected), options
+            # Nothing visible lies beyond its keys, so that its counts are those of the row.
+            assert int(expected.sum()) == int(whole[1:2, :, rows].sum())
+            _ = call.counts
+            part, _ = call.block(slice(1, 2), slice(0, 2), rows)
+            counts = whole[1:2, :, rows].sum(-1).float()
+            assert torch.equal(part.counts.expand(counts.shape), counts), options
+
+
+def test_counts_of_long_calls_take_linear_memory() -> None:
+    """65 536² entries would be 4 GiB as bools: counted in O(N) all the same."""
+    n = 65536
+    ids = (torch.arange(n) // 1000)[None]
+    q = torch.zeros(1, 1, n, 1)
+    call = check_call(
+        q, q, q, is_causal=True, segment_ids=ids, attn_mask=(torch.arange(n) % 2 == 0)
+    )
+    at = torch.arange(n) % 1000
+    assert torch.equal(call.counts[0, 0], (at // 2 + 1).float())
+    windowed = check_call(q, q, q, is_causal=True, window=4096)
+    assert torch.equal(windowed.counts.flatten(), torch.arange(1, n + 1).clamp(max=4096).float())
+
+
+def test_a_mask_with_one_query_is_a_key_mask_by_shape_alone() -> None:
+    """However equal the rows of a dense mask are, it stays dense; linear forms tell them apart."""
+    q = rand(1, 2, 6, 4)
+    keys = torch.tensor([True, True, False, True, True, False])
+    dense = keys.expand(6, 6).clone()
+    assert check_call(q, q, q, attn_mask=keys).key_mask
+    assert check_call(q, q, q, attn_mask=keys[None, None, None]).key_mask
+    assert not check_call(q, q, q, attn_mask=dense).key_mask
+    same = attnzoo.attention(q, q, q, "taylor", attn_mask=keys, backend="linear")
+    assert torch.allclose(same, attnzoo.attention(q, q, q, "taylor", attn_mask=dense))
+    with pytest.raises(ValueError, match="dense"):
+        attnzoo.attention(q, q, q, "taylor", attn_mask=dense, backend="linear")
+
+
+def test_causality_is_bottom_right() -> None:
+    """Nk > Nq: the last row sees all keys. Nq > Nk: the first rows see none."""
+    q, k = rand(1, 1, 2, 4), rand(1, 1, 5, 4)
+    w = attnzoo.attention_weights(q, k, k, is_causal=True)[0, 0]
+    assert torch.equal(w != 0, torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool())
+    w = attnzoo.attention_weights(k, q, q, is_causal=True)[0, 0]
+    assert torch.equal(w != 0, torch.tensor([[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]).bool())
+
+
+def test_mask_and_causality_hold_together() -> None:
+    q = rand(1, 1, 4, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 0]]).bool()
+    for backend in ("eager", "tiled"):
+        both = attnzoo.attention(q, q, q, attn_mask=mask, is_causal=True, backend=backend)
+        one = attnzoo.attention(q, q, q, attn_mask=mask.tril(), backend=backend)
+        assert torch.equal(both, one)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_window_counts_the_rows_own_key(backend: str) -> None:
+    q = rand(1, 1, 5, 4)
+    v = torch.eye(5, dtype=torch.float64)[None, None]
+    own = attnzoo.attention(q, q, v, is_causal=True, window=1, backend=backend)
+    assert torch.equal(own, v)
+    three = attnzoo.attention(q, q, v, is_causal=True, window=3, backend=backend)
+    assert (three != 0).sum(-1).flatten().tolist() == [1, 2, 3, 3, 3]
+    pair = attnzoo.attention(q, q, v, window=(1, 2), backend=backend)
+    assert (pair != 0).sum(-1).flatten().tolist() == [3, 4, 4, 3, 2]
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_bias_comes_after_the_gain(backend: str) -> None:
+    """ssmax with s = 2: softmax(2 log n z + mask − slope |i − j|)."""
+    q, k = rand(1, 2, 4, 6, seed=1), rand(1, 2, 7, 6, seed=2)
+    mask, slopes = rand(4, 7, seed=3), torch.tensor([0.5, 0.125]).double()
+    position = torch.arange(3, 7)
+    distance = (position[:, None] - torch.arange(7)).abs()
+    z = q @ k.mT / 6**0.5
+    s = 2 * torch.tensor(7.0).double().log() * z + mask - slopes[:, None, None] * distance
+    found = attnzoo.attention(
+        q, k, k, "ssmax", s=2.0, attn_mask=mask, alibi=slopes, backend=backend
+    )
+    assert torch.allclose(found, s.softmax(-1) @ k)
+
+
+@pytest.mark.parametrize("variant", ["ssmax", "log_n", "sigmoid", "asentmax"])
+def test_every_finite_entry_of_a_float_mask_counts(variant: str) -> None:
+    """−1e4 hides a key from a softmax, but not from n: only −inf does."""
+    q, k = rand(1, 1, 3, 6, seed=1), rand(1, 1, 8, 6, seed=2)
+    low = torch.zeros(8, dtype=torch.float64)
+    low[5:] = -1e4
+    hidden = low.masked_fill(low < 0, float("-inf"))
+    assert check_call(q, k, k, attn_mask=low).counts.unique().tolist() == [8.0]
+    assert check_call(q, k, k, attn_mask=hidden).counts.unique().tolist() == [5.0]
+    params = {"gamma": 2.0} if variant == "asentmax" else {}
+    a = attnzoo.attention(q, k, k, variant, attn_mask=low, **params)
+    b = attnzoo.attention(q, k, k, variant, attn_mask=hidden, **params)
+    c = attnzoo.attention(q, k, k, variant, attn_mask=hidden == 0, **params)
+    assert not torch.allclose(a, b)
+    assert torch.allclose(b, c)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("variant", ["softmax", "ssmax", "sigmoid", "entmax", "cosformer"])
+def test_segments_are_calls_of_their_own(variant: str, backend: str) -> None:
+    """Packed sequences give what each gives alone, counts and causality included."""
+    q, k, v = (rand(1, 2, 12, 6, seed=i) for i in range(3))
+    ids = torch.tensor([[4, 4, 4, 4, 4, -1, -1, -1, 9, 9, 9, 9]])
+    params = {"max_length": 12} if variant == "cosformer" else {}
+    options = dict(is_causal=True, backend=backend, **params)
+    packed = attnzoo.attention(q, k, v, variant, segment_ids=ids, **options)
+    for part in (slice(0, 5), slice(5, 8), slice(8, 12)):
+        alone = attnzoo.attention(*(x[:, :, part] for x in (q, k, v)), variant, **options)
+        assert torch.allclose(packed[:, :, part], alone)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled", "sdpa"])
+def test_groups_share_the_key_head_of_their_block(backend: str) -> None:
+    """Query heads 0, 1 use key head 0 and 2, 3 use 1, as torch's enable_gqa."""
+    q, k, v = rand(2, 4, 6, 8, seed=1), rand(2, 2, 6, 8, seed=2), rand(2, 2, 6, 8, seed=3)
+    found = attnzoo.attention(q, k, v, enable_gqa=True, backend=backend)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.allclose(found, expected)
+    assert not torch.allclose(found[:, 0], found[:, 2])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_strides_do_not_matter(dtype: torch.dtype) -> None:
+    """(B, N, H, D) storage, a broadcast batch, a slice and a reversed layout."""
+    base = rand(2, 9, 4, 16, dtype=dtype)
+    q, k, v = base.transpose(1, 2)[..., ::2], base.transpose(1, 2)[..., 1::2], base[:1, :, :, :8]
+    v = v.transpose(1, 2).expand(2, 4, 9, 8)
+    for variant in ("softmax", "sigmoid", "entmax", "taylor"):
+        expected = attnzoo.attention(
+            q.contiguous(), k.contiguous(), v.contiguous(), variant, backend="eager"
+        )
+        for backend in attnzoo.functional.attention.BACKENDS:
+            if attnzoo.explain(q, k, v, variant, backend=backend).chosen:
+                found = attnzoo.attention(q, k, v, variant, backend=backend)
+                close = torch.allclose(found, expected, rtol=1e-5, atol=20 * torch.finfo(dtype).eps)
+                assert close, (variant, backend)

@@ -1,0 +1,272 @@
+"""A definition of a user's own: what it receives, and what it must return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo import Param
+from attnzoo.core import registry
+from attnzoo.core.activations import EXP, SIGMOID
+from helpers.cases import rand
+
+POWER = torch.tensor([1.0, 1.5, 2.0, 3.0]).double()
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+
+def register(weights: Callable[..., Any], **fields: Any) -> None:
+    """As a newcomer writes it: a definition, and perhaps a parameter."""
+    attnzoo.register_variant(attnzoo.Variant("mine", "-", "-", weights, **fields))
+
+
+def shifted_relu(q: Tensor, k: Tensor, call: Any, power: Any) -> Tensor:
+    weights = call.scores(q, k).relu() ** power / call.counts.clamp(min=1)[..., None]
+    return weights.masked_fill(~call.visible, 0.0)
+
+
+# Four heads: as many as keys, as queries, as both, and as neither.
+SHAPES = [(5, 4), (4, 6), (4, 4), (5, 6)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize(("queries", "keys"), SHAPES)
+def test_each_head_has_its_own_parameter(queries: int, keys: int, backend: str) -> None:
+    register(shifted_relu, params=(Param("power", 1.0),))
+    q, k, v = (rand(2, 4, n, 8, seed=n) for n in (queries, keys, keys))
+    options: dict[str, Any] = {"is_causal": True, "backend": backend}
+    found = attnzoo.attention(q, k, v, "mine", power=POWER, **options)
+    for head, power in enumerate(POWER.tolist()):
+        one = (x[:, head : head + 1] for x in (q, k, v))
+        alone = attnzoo.attention(*one, "mine", power=power, **options)
+        assert torch.allclose(found[:, head : head + 1], alone)
+    weights = attnzoo.attention_weights(q, k, v, "mine", is_causal=True, power=POWER)
+    assert torch.allclose(weights @ v, found)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_each_query_has_its_own_parameter(backend: str) -> None:
+    register(shifted_relu, params=(Param("power", 1.0, per_token=True),))
+    q, k, v = rand(3, 2, 4, 4, 8).unbind()
+    power = 1 + rand(2, 4, 4, seed=5).abs()
+    found = attnzoo.attention(q, k, v, "mine", power=power, backend=backend)
+    z = (q @ k.mT / 8**0.5).relu()
+    assert torch.allclose(found, z ** power[..., None] / 4 @ v)
+
+
+def test_gradients_reach_the_parameter_of_each_head() -> None:
+    register(shifted_relu, params=(Param("power", 1.0),))
+    q, k, v = rand(3, 2, 4, 4, 8).unbind()
+    power = POWER.clone().requires_grad_()
+    z = (q @ k.mT / 8**0.5).relu()
+    (expected,) = torch.autograd.grad((z ** power[:, None, None] / 4 @ v).sum(), power)
+    for backend in ("eager", "tiled"):
+        out = attnzoo.attention(q, k, v, "mine", power=power, backend=backend)
+        (found,) = torch.autograd.grad(out.sum(), power)
+        assert torch.allclose(found, expected)
+
+
+WRONG_WEIGHTS: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    (
+        lambda q, k, call: call.scores(q, k)[None],
+        ValueError,
+        r"weights of variant 'mine' must have shape .* = \(2, 4, 5, 6\), got \(1, 2, 4, 5, 6\)",
+    ),
+    (
+        lambda q, k, call: call.scores(q, k).mT,
+        ValueError,
+        r"weights of variant 'mine' must have shape .*got \(2, 4, 6, 5\)",
+    ),
+    (
+        lambda q, k, call: torch.full((1, 1, 1, call.keys), 1 / call.keys),
+        ValueError,
+        r"weights of variant 'mine' must have shape .*got \(1, 1, 1, 6\)",
+    ),
+    (
+        lambda q, k, call: call.scores(q, k).to(torch.float64),
+        TypeError,
+        "weights of variant 'mine' must be in the dtype .*torch.float32, got torch.float64",
+    ),
+    (
+        lambda q, k, call: call.visible.expand(2, 4, 5, 6),
+        TypeError,
+        "weights of variant 'mine' must be in the dtype .*torch.float32, got torch.bool",
+    ),
+    (lambda q, k, call: None, TypeError, "weights .*'mine' must be a tensor, got NoneType"),
+]
+
+
+@pytest.mark.parametrize("case", WRONG_WEIGHTS, ids=lambda case: case[2][-20:])
+def test_wrong_weights_are_refused(case: tuple[Callable[..., Any], type[Exception], str]) -> None:
+    weights, error, words = case
+    register(weights)
+    q, k, v = (rand(2, 4, n, 8).float() for n in (5, 6, 6))
+    for backend in ("eager", "tiled"):
+        with pytest.raises(error, match=words):
+            attnzoo.attention(q, k, v, "mine", backend=backend)
+    with pytest.raises(error, match=words):
+        attnzoo.attention_weights(q, k, v, "mine")
+
+
+def test_wrong_scores_are_refused() -> None:
+    def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
+        return call.softmax(call.scores(q, k))
+
+    register(weights, scores=lambda q, k, call: call.scores(q, k)[0])
+    q, k, v = (rand(2, 4, n, 8).float() for n in (5, 6, 6))
+    with pytest.raises(ValueError, match=r"scores of variant 'mine' must .*got \(4, 5, 6\)"):
+        attnzoo.attention(q, k, v, "mine", return_lse=True)
+
+
+def weights(q: Tensor, k: Tensor, call: Any, **params: Any) -> Tensor:
+    return call.softmax(call.scores(q, k))
+
+
+A = Param("a", 1.0)
+
+
+def positive(**fields: Any) -> tuple[Param]:
+    return (Param("a", check=lambda x: x > 0, allowed="above 0", **fields),)
+
+
+# (fields of the variant, error, words of its message in this order)
+WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"name": 3}, TypeError, "variant name must be a str, got 3"),
+    ({"name": ""}, ValueError, "variant name must be an identifier, got ''"),
+    ({"name": "class"}, ValueError, "variant name must be an identifier, got 'class'"),
+    ({"formula": None}, TypeError, "'mine': formula must be a str, got None"),
+    ({"paper": 2024}, TypeError, "'mine': paper must be a str, got 2024"),
+    ({"normalized": "no"}, TypeError, "'mine': normalized must be a bool, got 'no'"),
+    ({"weights": None}, TypeError, r"weights must be a function of \(q, k, call\), got None"),
+    (
+        {"weights": lambda q, k: q},
+        TypeError,
+        r"weights .* of \(q, k, call\), got \(q, k\): too many",
+    ),
+    (
+        {"weights": lambda q, k, call: q, "params": (A,)},
+        TypeError,
+        r"weights must be a function of \(q, k, call, a=…\), got \(q, k, call\): .*'a'",
+    ),
+    (
+        {"weights": lambda q, k, call, a: q},
+        TypeError,
+        "weights .*: missing a required argument: 'a'",
+    ),
+    ({"scores": "z"}, TypeError, r"scores must be a function of \(q, k, call\), got 'z'"),
+    ({"forms": ()}, TypeError, r"forms must be a function of \(call\), got \(\)"),
+    (
+        {"forms": lambda call: (), "params": (A,)},
+        TypeError,
+        r"forms .* of \(call, a=…\), got \(call",
+    ),
+    ({"refuse": None}, TypeError, r"refuse must be a function of \(call\), got None"),
+    ({"calibrate": 1.0}, TypeError, r"calibrate must be a function of \(log_n\), got 1.0"),
+    ({"params": A}, TypeError, r"params must be a tuple of Param, got Param\(name='a'"),
+    ({"params": [A]}, TypeError, r"params must be a tuple of Param, got \[Param"),
+    ({"params": {"a": 1.0}}, TypeError, "params must be a tuple of Param, got {'a': 1.0}"),
+    ({"params": (A, A)}, ValueError, "names a parameter twice: a, a"),
+    ({"params": (Param(3),)}, TypeError, "parameter name must be a str, got 3"),
+    ({"params": (Param("a b"),)}, ValueError, "parameter name must be an identifier, got 'a b'"),
+    ({"params": (Param("lambda"),)}, ValueError, "name must be an identifier, got 'lambda'"),
+    ({"params": (Param("a", kind="x"),)}, ValueError, "kind must be row, .* or bool, got 'x'"),
+    ({"params": (Param("a", doc=None),)}, TypeError, "'a': doc must be a str, got None"),
+    ({"params": (Param("a", allowed=1),)}, TypeError, "'a': allowed must be a str, got 1"),
+    ({"params": (Param("a", check=1),)}, TypeError, "check must be a function or None, got 1"),
+    ({"params": (Param("a", "x"),)}, TypeError, "default must be a number, got 'x'"),
+    ({"params": (Param("a", torch.ones(4)),)}, TypeError, "default must be a number, got a tensor"),
+    ({"params": (Param("a", float("nan")),)}, ValueError, "default must be finite, got nan"),
+    ({"params": (Param("a", 10**400),)}, ValueError, "default must be finite, got 1000"),
+    ({"params": (Param("a", 1.5, kind="int"),)}, TypeError, "default must be an int, got 1.5"),
+    ({"params": (Param("a", 1, kind="bool"),)}, TypeError, "default must be a bool, got 1"),
+    ({"params": positive(default=0.0)}, ValueError, "default must be above 0, got 0.0"),
+    ({"params": positive(init=-1.0)}, ValueError, "init must be above 0, got -1.0"),
+    ({"params": (Param("a", init="x"),)}, TypeError, "init must be a number, got 'x'"),
+    ({"params": (Param("a", init=1e39),)}, ValueError, r"init must be finite, got 1e\+39"),
+    ({"params": (Param("a", kind="int", init=1),)}, ValueError, "init is for kind 'row', .*'int'"),
+    ({"params": (Param("a", kind="float", per_token=True),)}, ValueError, "per_token is for kind"),
+    ({"params": (Param("a", per_token=1),)}, TypeError, "per_token must be a bool, got 1"),
+    ({"params": (Param("a", between=1),)}, TypeError, "between must be a pair of numbers, got 1"),
+    ({"params": (Param("a", between=(2, 1)),)}, ValueError, r"with low < high, got \(2, 1\)"),
+    ({"params": (Param("a", init=5, between=(0, 2)),)}, ValueError, r"between \(0, 2\), got 5"),
+]
+
+
+@pytest.mark.parametrize("case", WRONG_FIELDS, ids=lambda case: case[2][:30])
+def test_wrong_variants_are_not_registered(
+    case: tuple[dict[str, Any], type[Exception], str],
+) -> None:
+    wrong, error, words = case
+    fields = {"name": "mine", "formula": "-", "paper": "-", "weights": weights, **wrong}
+    with pytest.raises(error, match=words):
+        attnzoo.register_variant(attnzoo.Variant(**fields))
+    assert fields["name"] not in attnzoo.list_variants()
+
+
+WRONG_FORMS: list[tuple[Any, type[Exception], str]] = [
+    (None, TypeError, "forms of variant 'mine' must be a tuple of Pairwise, .*got None"),
+    (("x",), TypeError, r"forms of variant 'mine' must be a tuple of Pairwise, .*got \('x',\)"),
+    (attnzoo.Pairwise(EXP, "sum"), TypeError, r"must be a tuple of Pairwise, .*got Pairwise\("),
+    (
+        (attnzoo.Pairwise(EXP, "sum", gain=torch.ones(4)),),
+        ValueError,
+        r"gain must be .*\(B, H, Nq\) = \(2, 4, 5\), got \(4,\)",
+    ),
+    (
+        (attnzoo.Pairwise(EXP, "sum", sink=torch.ones(1, 3, 1)),),
+        ValueError,
+        r"sink must be .*\(2, 4, 5\), got \(1, 3, 1\)",
+    ),
+    (
+        (attnzoo.Pairwise(SIGMOID, "none", offset=torch.ones(1, 4, 1, 1)),),
+        ValueError,
+        r"offset must be .*\(2, 4, 5\), got \(1, 4, 1, 1\)",
+    ),
+    (
+        (attnzoo.Pairwise(EXP, "sum", gain=torch.ones(1, 4, 1).long()),),
+        ValueError,
+        "gain must be a float or a float tensor .*got .*torch.int64",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WRONG_FORMS, ids=lambda case: case[2][:30])
+def test_wrong_forms_are_refused(case: tuple[Any, type[Exception], str]) -> None:
+    found, error, words = case
+    register(weights, forms=lambda call: found)
+    q, k, v = (rand(2, 4, n, 8).float() for n in (5, 6, 6))
+    with pytest.raises(error, match=words):
+        attnzoo.attention(q, k, v, "mine")
+    with pytest.raises(error, match=words):
+        attnzoo.explain(q, k, v, "mine")
+
+
+def test_a_refusal_is_a_reason() -> None:
+    register(weights, refuse=lambda call: True)
+    with pytest.raises(TypeError, match="refuse of variant 'mine' must be a str or None, got True"):
+        attnzoo.explain(*rand(3, 2, 4, 6, 8).unbind(), "mine")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"activation": None}, TypeError, "activation must be an Activation, got None"),
+        ({"normalize": ["sum"]}, ValueError, r"normalize must be one of none, .*got \['sum'\]"),
+        ({"gain": "1"}, TypeError, "gain must be a row or FromStatistics, got '1'"),
+        ({"sink": [0.0]}, TypeError, r"sink must be a row, a float or a tensor, got \[0.0\]"),
+        ({"normalize": "select", "keep": 1.5}, ValueError, "keep must be an int .* 1, got 1.5"),
+        ({"normalize": "select", "keep": -1}, ValueError, "keep must be an int .* 1, got -1"),
+    ],
+)
+def test_wrong_pairwise_forms(fields: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        attnzoo.Pairwise(**{"activation": EXP, "normalize": "sum", **fields})

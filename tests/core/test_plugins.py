@@ -1,0 +1,254 @@
+"""A plugin is loaded once, under its own name, from any folder and in every command."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import attnzoo
+from attnzoo.core import plugins, registry
+from benchmarks.__main__ import main as benchmarks
+from evals.__main__ import main as evals
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SMALL = ["--heads", "2", "--head-dim", "16", "--repeats", "2", "--min-seconds", "0.001"]
+
+
+def example(name: str) -> str:
+    """One of the README's files."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if block.startswith(f"# {name}\n")]
+    return block
+
+
+@pytest.fixture(autouse=True)
+def forgotten_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test loads is gone after it."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    before = set(sys.modules)
+    yield
+    for name in set(plugins._LOADED) - before:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def cube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The README's variant with a kernel, in another folder than the one that commands run in."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "theirs" / "cube.py").write_text(example("cube.py"))
+    return str(Path("..") / "theirs" / "cube.py")
+
+
+# ---- loading ----------------------------------------------------------------------------------
+
+
+def test_a_plugin_is_the_module_of_its_name_and_is_executed_once(cube: str) -> None:
+    plugin = attnzoo.load_plugin(cube)
+    assert plugin.variants == ("cube",)
+    assert sys.modules["cube"] is plugin.module
+    assert attnzoo.load_plugin(Path(cube).resolve()) is plugin
+
+
+def test_two_files_of_one_name_are_refused(cube: str, tmp_path: Path) -> None:
+    attnzoo.load_plugin(cube)
+    (tmp_path / "here" / "cube.py").write_text("")
+    with pytest.raises(ValueError, match=r"module name 'cube' is taken by .*theirs.cube\.py"):
+        attnzoo.load_plugin("cube.py")
+
+
+@pytest.mark.parametrize("name", ["statistics", "sys", "einops", "colorsys"])
+def test_a_plugin_named_like_an_installed_module_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / f"{name}.py"
+    file.write_text("raise SystemError('executed')")
+    with pytest.raises(ValueError, match=f"the module name '{name}' is taken by"):
+        attnzoo.load_plugin(file)
+
+
+def test_a_plugin_that_was_imported_before_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_before.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("imported_before")
+    with pytest.raises(ValueError, match="was imported before"):
+        attnzoo.load_plugin(tmp_path / "imported_before.py")
+    del sys.modules["imported_before"]
+    assert attnzoo.load_plugin(tmp_path / "imported_before.py").variants == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("raises.py", "1 / 0", "raises.py: ZeroDivisionError: division by zero"),
+        ("leaves.py", "import sys; sys.exit(3)", r"leaves.py: it ends with sys.exit\(3\)"),
+        ("no-module.py", "", "must be named like a module"),
+        ("lambda.py", "", "must be named like a module"),
+        ("text.txt", "", "must be a Python file"),
+        ("missing.py", None, "must be a Python file"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_and_leaves_no_module(
+    name: str, text: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        attnzoo.load_plugin(file)
+    assert file.stem not in sys.modules
+    file.write_text("")
+    if name == "leaves.py":
+        assert attnzoo.load_plugin(file).variants == ()
+
+
+# ---- commands ---------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("command", ["attention", "decode"])
+def test_benchmarks_run_a_plugins_kernel(
+    command: str, cube: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [command, "--device", "cpu", "--plugin", cube, "--variants", "cube", "--lengths", "32"]
+    line += ["--threads", "1", *SMALL]
+    own = {
+        "attention": ["--backend", "flash", "--no-memory", "--no-sdpa"],
+        "decode": ["--backend", "decode", "--kv-heads", "2"],
+    }
+    assert benchmarks([*line, *own[command]]) == 0
+    found = capsys.readouterr()
+    (row,) = [text for text in found.out.splitlines() if " cube " in text]
+    assert re.search(r"out \d\.\de-\d+ \(0\.\d+\)", row), "its error is within the budget"
+    assert not found.err
+
+
+LINEAR = """
+import attnzoo
+
+def features(x, positions):
+    return x.sigmoid()
+
+def weights(q, k, call):
+    w = ((call.scale * q).sigmoid() @ k.sigmoid().mT).masked_fill(~call.visible, 0.0)
+    return w / w.sum(-1, keepdim=True)
+
+form = attnzoo.Linear(features, lambda dim: dim)
+attnzoo.register_variant(attnzoo.Variant("soft_linear", "σ(q)·σ(k) / Σ", "-", weights,
+                                         forms=lambda call: (form,)))
+"""
+
+
+def test_linear_times_a_plugins_linear_variant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "soft_linear.py"
+    file.write_text(LINEAR)
+    line = ["linear", "--device", "cpu", "--plugin", str(file), "--lengths", "32", *SMALL]
+    assert benchmarks([*line, "--threads", "1", "--direction", "forward"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"forward +soft_linear +(out|d[qkv]) ", text)
+    assert re.search(r"soft_linear, forward: (not )?faster than soft_linear, pairwise", text)
+    assert benchmarks([*line, "--variants", "softmax"]) == 2
+    assert "softmax has no linear form" in capsys.readouterr().err
+
+
+def test_laws_and_ranks_take_a_plugin(
+    cube: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.theory.laws.LAWS", ())
+    monkeypatch.setattr("evals.theory.laws.LENGTHS", (16, 64))
+    assert evals(["laws", "--plugin", cube]) == 0
+    assert "cube" in capsys.readouterr().out
+    seen = []
+    monkeypatch.setattr(
+        "evals.theory.ranks.main", lambda *_: seen.append(attnzoo.list_variants()) or 0
+    )
+    assert evals(["ranks", "--plugin", cube]) == 0
+    assert "cube" in seen[0]
+
+
+@pytest.mark.parametrize("command", ["max-retrieval", "laws", "ranks", "report", "sharpness"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys\nsys.exit(3)", ": it ends with sys.exit(3)"),
+        ("1 / 0", ": ZeroDivisionError: division by zero"),
+        ("", " registered no variant"),
+    ],
+)
+def test_evals_refuse_a_plugin_in_one_line(
+    text: str, message: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "refused.py"
+    file.write_text(text)
+    more = {"report": [str(tmp_path)], "sharpness": ["--model", "m", "--text", str(file)]}
+    out = [] if command == "report" else ["--out", str(tmp_path / "out")]
+    assert evals([command, *more.get(command, []), *out, "--plugin", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: --plugin {file}{message}\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["attention", "linear", "decode", "compile", "tune --kernel dq", "gpu --out x"]
+)
+def test_benchmarks_refuse_a_plugin_without_a_variant(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "empty.py"
+    file.write_text("")
+    assert benchmarks([*command.split(), "--plugin", str(file)]) == 2
+    assert f"--plugin {file} registered no variant" in capsys.readouterr().err
+
+
+def command_line(folder: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command from another folder, with kernels compiled rather than interpreted."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, env=env
+    )
+
+
+@pytest.mark.slow
+def test_kernels_of_a_plugin_are_compiled_and_tuned(cube: str) -> None:
+    small = ["--plugin", cube, "--jobs", "1"]
+    done = command_line(
+        ".", "benchmarks", "compile", "--arch", "sm_90", "--head-dims", "64", "--kernels",
+        "forward,decode", *small,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [text.split()[:3] for text in done.stdout.splitlines() if " sm_90 " in text]
+    assert rows == [["forward", "cube", "D=64"], ["decode", "cube", "D=64"]]
+    few = ["--blocks", "32", "--warps", "4", "--stages", "1", "--head-dim", "64"]
+    done = command_line(
+        ".", "benchmarks", "tune", "--kernel", "forward", "--twin", "cube", *few, *small
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Config(32, 32, 4, 1)" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_plugin_runs_in_worker_processes_and_fresh_ones(cube: str, tmp_path: Path) -> None:
+    small = ["--variants", "cube", "--seeds", "1", "--steps", "2", "--lengths", "16"]
+    done = command_line(
+        ".", "evals", "needle", "--preset", "smoke", "--plugin", cube, *small, "--workers", "1",
+        "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^cube.* \d+\.\d+", done.stdout, re.MULTILINE)
+    done = command_line(
+        ".", "benchmarks", "attention", "--plugin", cube, "--variants", "cube", "--lengths", "64",
+        "--no-time", "--no-sdpa", "--threads", "1", *SMALL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"64  cube .* \d+$", done.stdout, re.MULTILINE), "its memory was measured"

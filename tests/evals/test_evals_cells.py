@@ -1,0 +1,353 @@
+"""Specs, what is refused, keys, shards, the store and the progress."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import attnzoo
+from commandline.errors import UsageError
+from commandline.files import write_whole
+from commandline.variants import complete, every_variant, parse_spec, parse_specs, split_list
+from evals.__main__ import main
+from evals.harness import costs
+from evals.harness.options import Options
+from evals.harness.progress import Progress, clock
+from evals.harness.store import Folder, Rows, Shard
+from evals.harness.study import Place, Study, plan_study
+from evals.reporting.plots import length_axis, name_lines
+from evals.tasks import TASKS
+from evals.tasks.families.retrieval import Settings
+from helpers.evals_rows import row
+
+TASK = TASKS["max-retrieval"]
+
+
+def study(*specs: str, **settings: object) -> Study:
+    chosen = Settings(**{"steps": 3000, **settings})  # type: ignore[arg-type]
+    return Study(TASK, tuple(parse_specs(list(specs))), ("none",), 1, (16,), chosen)
+
+
+def key(of: Study, seed: int = 0, length: int = 16, positions: str = "none") -> str:
+    return of.row_key(Place(of.specs[0], positions, seed, length))
+
+
+@pytest.mark.parametrize(
+    ("text", "train", "test", "params", "canonical"),
+    [
+        ("softmax", "softmax", "softmax", {}, "softmax"),
+        ("ssmax( s = .5,b=-1)", "ssmax", "ssmax", {"s": 0.5, "b": -1}, "ssmax(b=-1, s=0.5)"),
+        (" softmax -> log_n(train_length=16)", "softmax", "log_n", {"train_length": 16},
+         "softmax->log_n(train_length=16)"),
+        ("a->b(x=True,y=None,z='w')", "a", "b", {"x": True, "y": None, "z": "w"},
+         "a->b(x=True, y=None, z='w')"),
+        ("softmax->softmax", "softmax", "softmax", {}, "softmax"),
+    ],
+)  # fmt: skip
+def test_specs_are_read(text: str, train: str, test: str, params: dict, canonical: str) -> None:
+    spec = parse_spec(text)
+    assert (spec.train.name, spec.test.name, spec.test.params) == (train, test, params)
+    assert str(spec) == canonical
+    assert parse_spec(str(spec)) == spec
+    assert spec.is_swap == ("->" in canonical)
+
+
+def test_a_list_is_split_outside_parentheses() -> None:
+    assert split_list("a, b(x=1,y=2),c->d(z=3)") == ["a", "b(x=1,y=2)", "c->d(z=3)"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a b", "a->", "->a", "a->b->c", "a(1)", "a(x)", "a(x=1", "a(**x)", "a(x=[1])", "a.b", "3",
+     "a(x=open('f'))", "a()()", "a(x=1, x=2)"],
+)  # fmt: skip
+def test_specs_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot read variant"):
+        parse_spec(text)
+
+
+REFUSED = {
+    "unknown variant": (["--variants", "nosuch"], "unknown variant 'nosuch'; known: .*softmax"),
+    "unknown swap": (["--variants", "softmax->nosuch"], "unknown variant 'nosuch'"),
+    "unknown parameter": (["--variants", "ssmax(t=1)"], "no parameter 't'; it has: s, b"),
+    "bad value": (["--variants", "entmax(alpha=9)"], "alpha must be"),
+    "scale": (["--set", "scale=cube"], "scale must be sqrt or none, got 'cube'"),
+    "setting": (["--set", "scala=none"], "max-retrieval has no setting 'scala'; it has: steps"),
+    "positions": (["--positions", "rope"], "--positions of max-retrieval must be among none"),
+    "config": (["--config", "no/such.toml"], "--config no/such.toml: .*No such file"),
+    "too short": (["--variants", "cosformer(max_length=32)", "--lengths", "64"], "max_length"),
+    "twice": (["--variants", "softmax,softmax"], "listed twice"),
+    "twice, completed": (["--variants", "topk,topk(top_k=8)"], "names topk.* twice"),
+    "a value of its own kind": (["--variants", "ssmax(s={[]: 1})"], "cannot read variant"),
+    "log": (["--log", "paper", "--dry-run"], "--log must be among tensorboard, wandb"),
+    "out": (["--out", "/proc/nosuch"], "/proc/nosuch"),
+    "not a spec": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
+    "seeds": (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+    "steps": (["--steps", "0"], "--steps must be at least 1"),
+    "workers": (["--workers", "-1"], "--workers must be at least 0"),
+    "length": (["--lengths", "16,1"], "--lengths must be at least 2, got 1"),
+    "lengths twice": (["--lengths", "16,16"], "twice"),
+    "device": (["--device", "abacus"], "--device must be cpu, cuda or cuda:N"),
+    "no such GPU": (["--device", "cuda:99"], "torch sees"),
+    "no plugin": (["--plugin", "no/such/file.py"], "--plugin must be a Python file"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_is_refused_before_anything_is_written(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["max-retrieval", "--preset", "smoke", "--out", str(out), *options]) == 2
+    shown = capsys.readouterr()
+    assert re.search(rf"^error: .*{message}.*\n\Z", shown.err)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "options", [["--preset", "huge"], ["--lengths", "many"], ["--nosuch"], ["--set", "cube"]]
+)
+def test_unknown_options_end_with_usage(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["max-retrieval", *options])
+    assert end.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_seed_beyond_what_torch_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ranks", "--seed", str(2**64)])
+    assert "a seed is an integer from 0 to 2³² − 1" in capsys.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
+    assert main(["max-retrieval", *few, "--dry-run", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "3 variants × 1 positions × 3 seeds × 2 lengths = 18 rows, 0 of them" in text
+    assert "6 trainings, 18 rows" in text  # two trainings per seed serve three variants
+    assert re.search(r"  max-retrieval ssmax seed 2: 2 rows, about \d+ s\n", text)
+    assert re.search(r"about \d+\.\d minutes on \d+ worker", text)
+    assert "one-cycle cosine, 2000 steps" in text
+    assert not out.exists()
+
+
+def test_a_dry_run_makes_little_data_and_times_models_of_one_size_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What it takes does not depend on how much is to be tested."""
+    made: list[tuple[str, str, int, int]] = []
+    family = type(TASK)
+    batch = family.batch
+
+    def counted(self, seed, split, length, start, stop, settings):
+        made.append((self.name, split, length, stop - start))
+        return batch(self, seed, split, length, start, stop, settings)
+
+    monkeypatch.setattr(family, "batch", counted)
+    few = ["--variants", "softmax,ssmax", "--dry-run", "--out", str(tmp_path)]
+    assert main(["max-retrieval", *few]) == 0
+    tests = [item for item in made if item[1] == "test" and item[3] > 1]
+    assert max(length for _, _, length, _ in tests) < 4096
+    assert sum(length * count for _, _, length, count in tests) < 10_000  # not 9 times 2¹⁵
+    assert sum(split == "train" for _, split, _, _ in made) == 4
+    text = capsys.readouterr().out
+    assert "an estimate, from a training step" in text
+    needle, here = (plan_study(TASKS[t], Options(), {}).jobs({})[0] for t in ("needle", TASK.name))
+    assert costs.kind(needle) == costs.kind(here)  # equal models: timed once for both
+
+
+def test_a_key_changes_with_whatever_the_figures_depend_on() -> None:
+    base = study("softmax")
+    swap = study("softmax->adaptive_temperature")
+    keys = {
+        key(base),
+        key(base, seed=1),
+        key(base, length=32),
+        key(base, positions="rope"),
+        key(swap),
+        key(study("softmax", steps=7)),
+        key(study("softmax", scale="none")),
+        key(study("softmax", test_sequences=9)),
+        key(replace(base, device="cuda:1")),
+        key(replace(base, plugins={"softmax": "f00"})),
+        key(replace(base, task=TASKS["needle"])),
+    }
+    assert len(keys) == 11
+    train = base.specs[0].train
+    assert base.training_key(train, "none", 0) == swap.training_key(train, "none", 0)
+    assert base.training_key(train, "none", 0) == study("softmax", test_sequences=9).training_key(
+        train, "none", 0
+    )
+    # More seeds, lengths or variants leave a cell what it was.
+    wider = replace(base, specs=(*base.specs, *swap.specs), seeds=5, lengths=(16, 99))
+    assert key(wider) == key(base)
+
+
+def test_shards_together_are_the_whole() -> None:
+    whole = replace(study("softmax", "ssmax", "softmax->log_n(train_length=16)"), seeds=3)
+    parts = [whole.jobs({}, Shard(index, 4)) for index in range(4)]
+    every = [job.training_key for job in whole.jobs({})]
+    assert len(every) == 6  # a swap rests on softmax's training
+    assert sorted(job.training_key for part in parts for job in part) == sorted(every)
+    assert [len(part) for part in parts] == [2, 2, 1, 1]
+    # What is done already does not move the rest to another shard.
+    done = {key: {} for test in parts[0][0].tests.values() for key in test}
+    assert [j.training_key for j in whole.jobs(done, Shard(1, 4))] == [
+        j.training_key for j in parts[1]
+    ]
+
+
+def test_the_length_of_training_is_always_tested_and_what_a_task_knows_is_filled_in() -> None:
+    given = Options(preset="smoke", lengths=[64], variants=["cosformer", "topk", "topk(top_k=3)"])
+    planned = plan_study(TASK, given, {})
+    assert planned.lengths == (16, 64)
+    names = [str(spec) for spec in planned.specs]
+    assert names == ["cosformer(max_length=16384)", "topk(top_k=8)", "topk(top_k=3)"]
+    assert complete(parse_spec("nosuch").train, 9).name == "nosuch"  # refused elsewhere
+
+
+@pytest.mark.parametrize("preset", ["smoke", "quick", "paper"])
+@pytest.mark.parametrize("name", TASKS)
+def test_every_preset_can_be_planned(name: str, preset: str) -> None:
+    planned = plan_study(TASKS[name], Options(preset=preset), {})
+    assert planned.settings.train_longest in planned.lengths
+    assert planned.seeds == {"smoke": 1}.get(preset, planned.seeds)
+    assert len({planned.row_key(place) for place in planned.places()}) == len([*planned.places()])
+    assert {reason for reason in planned.left_out.values() if "alibi" not in reason} == set()
+
+
+def test_every_variant_is_every_registered_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = every_variant(16)
+    assert found[0] == "softmax"
+    assert {parse_spec(text).test.name for text in found} == set(attnzoo.list_variants())
+    assert "softmax->adaptive_temperature" in found
+    assert "softmax->log_n(train_length=16)" in found
+
+
+def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_refused() -> None:
+    given = Options(preset="smoke", variants=["softmax", "cosformer"], positions=["rope", "alibi"])
+    planned = plan_study(TASKS["mqar"], given, {})
+    assert [(str(s), p) for s, p in planned.left_out] == [("cosformer(max_length=4096)", "alibi")]
+    assert len(list(planned.places())) == 3 * len(planned.lengths)
+    with pytest.raises(UsageError, match="cosformer.*alibi"):
+        plan_study(TASKS["mqar"], replace(given, positions=["alibi"]), {})
+
+
+def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) -> None:
+    for index in range(2):
+        Folder(tmp_path, Shard(index, 2)).append(row("softmax", 0.5, key=f"k{index}"))
+    with (tmp_path / "rows-0-of-2.jsonl").open("ab") as file:
+        file.write(b'{"key": "torn')
+    whole = Folder(tmp_path)
+    assert (sorted(whole.by_key), whole.damaged) == (["k0", "k1"], 1)
+    whole.append(row("softmax", 0.5, key="k2"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "rows-0-of-2.jsonl", "rows-1-of-2.jsonl", "rows.jsonl"
+    ]  # fmt: skip
+
+
+def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "rows.jsonl"
+    rows = Rows(path)
+    assert not path.parent.exists()
+    for key in "abc":
+        rows.append(row("softmax", 0.5, key=key))
+    path.write_bytes(path.read_bytes()[:-5])  # the last line is cut
+    rows = Rows(path)
+    assert (sorted(rows.by_key), rows.damaged) == (["a", "b"], 1)
+    rows.append(row("softmax", 0.75, key="c"))
+    with path.open("ab") as file:
+        file.write(b'[1\n\xff\xfe\n{"no": \n')
+    rows = Rows(path)
+    assert (sorted(rows.by_key), rows.damaged) == (["a", "b", "c"], 4)
+    assert rows.by_key["c"]["metrics"] == {"accuracy": 0.75}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        rows.append(row("softmax", float("nan"), key="d"))
+    assert json.loads(path.read_bytes().splitlines()[0]) == row("softmax", 0.5, key="a")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        write_whole(tmp_path / "file", text)
+    assert (tmp_path / "file").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+class Screen(io.StringIO):
+    """A terminal that remembers."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_a_bar_per_cell_on_a_terminal() -> None:
+    screen = Screen()
+    bars = Progress(2, screen)
+    bars.update("softmax seed 0", 0.25, "training")
+    bars.update("ssmax seed 0", 0.5, "n = 64")
+    bars._drawn = 0.0
+    bars.update("ssmax seed 0", 0.75, "n = 128")
+    bars.finish("ssmax seed 0")
+    bars.close()
+    text = screen.getvalue()
+    assert re.search(r"█{5}░{15}  25% +\d:\d\d left  softmax seed 0  training", text)
+    assert re.search(r"█{15}░{5}  75% +\d:\d\d left  ssmax seed 0  n = 128", text)
+    assert re.search(r"█{20} 100% +\d:\d\d taken  ssmax seed 0  done", text)
+    assert "1 of 2 cells" in text
+    assert clock(3661) == "1:01:01"
+
+
+class Log(io.StringIO):
+    """A file that says when it has a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_line = threading.Event()
+
+    def flush(self) -> None:
+        self.has_line.set()
+
+
+def test_progress_says_a_line_now_and_then_where_there_is_no_terminal() -> None:
+    log = Log()
+    progress = Progress(4, log, every=0.001)
+    progress.finish("softmax seed 0")
+    progress.update("ssmax seed 0", 0.5, "n = 64")
+    log.has_line.clear()
+    assert log.has_line.wait(60)
+    log.has_line.clear()
+    assert log.has_line.wait(60)
+    progress.close()
+    text = log.getvalue()
+    line = (
+        r"1 of 4 runs done \(38%\) after 0:\d\d, about \d:\d\d left; now ssmax seed 0: n = 64, 50%"
+    )
+    assert re.fullmatch(line, text.splitlines()[-1])
+    assert "█" not in text
+    assert log.getvalue() == text  # nothing comes after it is closed
+    quiet = Log()
+    Progress(4, quiet).close()
+    assert quiet.getvalue() == ""
+
+
+def test_line_names_do_not_overlap() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.set_ylim(0, 1)
+    length_axis(axes, [16, 32])
+    name_lines(axes, [(f"v{i}", 0.5 + i / 1000, "black") for i in range(9)], log=False)
+    heights = sorted(text.xyann[1] for text in axes.texts)
+    assert len(heights) == 9
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 0.045

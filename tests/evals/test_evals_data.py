@@ -1,0 +1,222 @@
+"""Retrieval (max-retrieval, needle): data, model, metrics; training and testing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from attnzoo.nn import parameter_groups
+from commandline.variants import VariantCall, parse_spec
+from evals.harness import training
+from evals.harness.draws import lengths
+from evals.harness.training import NotFinite, evaluate, fit, one_cycle, train
+from evals.measures.metrics import Tally, weight_metrics
+from evals.task import Figures
+from evals.tasks import TASKS, max_retrieval, needle
+from evals.tasks.families.retrieval import METRICS, Batch, Model, Settings
+
+TINY = Settings(steps=4, batch=8, width=8, test_sequences=40, test_least=20)
+TASK = TASKS["max-retrieval"]
+
+
+def silent(*_: float) -> None:
+    pass
+
+
+def trained(variant: str, seed: int, settings: Settings = TINY) -> Model:
+    model = train(TASK, VariantCall(variant), "none", seed, settings, "cpu", silent)
+    assert isinstance(model, Model)
+    return model
+
+
+def test_the_generator_is_pinned() -> None:
+    """Worked from the raw words of numpy's Philox, one by one."""
+    length, index = 6, 5  # 7 words: two counters of four words each
+    key = np.array([1, (2 << 32) | length], dtype=np.uint64)
+    words = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
+    batch = max_retrieval.draw(1, "test", length, index, index + 1)
+    assert batch.query.item() == (words[0] >> 40) / 2**24
+    assert batch.features[0, :, 0].tolist() == [(word >> 40) / 2**24 for word in words[1:7]]
+    assert batch.classes[0].tolist() == [((w & (2**32 - 1)) * 10) >> 32 for w in words[1:7]]
+
+
+def test_the_data_are_uniform() -> None:
+    batch = max_retrieval.draw(0, "test", 64, 0, 2000)
+    counts = batch.classes.flatten().bincount(minlength=10)
+    expected = batch.classes.numel() / 10
+    assert ((counts - expected).abs() < 5 * math.sqrt(expected)).all()
+    assert batch.features.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert batch.features.var().item() == pytest.approx(1 / 12, abs=0.002)
+    assert batch.features.max() < 1
+    assert batch.features.min() >= 0
+    # The place of the largest item says nothing about its class, nor about the query.
+    assert batch.label.bincount(minlength=10).max() < 260
+    drawn = lengths(0, 5, [16] * 6000)
+    assert set(drawn) == set(range(5, 17))
+    assert (np.bincount(drawn)[5:] > 400).all()
+    assert set(lengths(0, 16, [64] * 200, 16)) == {16, 32, 48, 64}
+
+
+def test_label_and_input_of_a_hand_worked_batch() -> None:
+    rho = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.5, 0.25]])
+    classes = torch.tensor([[4, 7, 0], [2, 3, 9]])
+    batch = Batch(rho[..., None], classes, query=torch.zeros(2, 1), closeness=rho)
+    assert batch.target.tolist() == [1, 0]  # of equals, the first
+    assert batch.label.tolist() == [7, 2]
+    items = batch.items()
+    assert items.shape == (2, 3, 11)
+    assert items[0, 1].tolist() == pytest.approx([0.9, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
+
+
+def test_a_needle_has_the_key_asked_for_and_no_other_item_has() -> None:
+    """Worked from the raw words, one by one."""
+    length, index = 3, 2  # 2 + 2 · 3 words: two counters
+    key = np.array([7, (2 << 32) | length], dtype=np.uint64)
+    words = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
+
+    def choice(word: int, choices: int) -> int:
+        return ((word & (2**32 - 1)) * choices) >> 32
+
+    asked, place = choice(words[0], 16), choice(words[1], length)
+    keys = [choice(word, 15) for word in words[5:8]]
+    keys = [asked if i == place else k + (k >= asked) for i, k in enumerate(keys)]
+    batch = needle.draw(7, "test", length, index, index + 1)
+    assert batch.query[0].nonzero().item() == asked
+    assert batch.features[0].argmax(-1).tolist() == keys
+    assert (batch.features.sum(-1) == 1).all()
+    assert batch.classes[0].tolist() == [choice(word, 10) for word in words[2:5]]
+    assert batch.target.item() == place
+    assert keys.count(asked) == 1
+
+
+def test_needles_are_anywhere_and_hay_is_every_other_key() -> None:
+    batch = needle.draw(0, "test", 8, 0, 4000)
+    places, keys = batch.target.bincount(minlength=8), batch.features.argmax(-1)
+    assert ((places - 500).abs() < 5 * 500**0.5).all()
+    asked = batch.query.argmax(-1)
+    assert ((keys == asked[:, None]).sum(-1) == 1).all()
+    assert len(asked.unique()) == 16
+    assert len(keys.unique()) == 16
+
+
+def test_metrics_of_hand_worked_weights() -> None:
+    weights = torch.tensor(
+        [[0.5, 0.3, 0.2, 0.0], [0.4, 0.3, 0.3, 0.0], [0.0] * 4, [0.25] * 4], dtype=torch.float64
+    )
+    classes = torch.tensor([[1, 2, 3, 4], [1, 2, 2, 4], [1, 2, 3, 4], [5, 5, 5, 5]])
+    target, label = torch.tensor([0, 1, 0, 3]), torch.tensor([1, 2, 1, 5])
+    found = weight_metrics(weights, target, classes, label, 10)
+    assert found["hit_rate"].tolist() == [True, False, False, False]
+    assert found["oracle_accuracy"].tolist() == [True, True, False, True]  # .3 + .3 beats .4
+    assert found["max_weight"].tolist() == [0.5, 0.3, 0.0, 0.25]
+    assert found["mass"].tolist() == pytest.approx([1, 1, 0, 1])
+    assert found["n_eff"].tolist() == pytest.approx([1 / 0.38, 1 / 0.34, 0, 4])
+    entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)) / math.log(4)
+    assert found["entropy"][0].item() == pytest.approx(entropy)
+    assert found["entropy"][2:].tolist() == pytest.approx([0, 1])
+
+
+@pytest.mark.parametrize("name", ["max-retrieval", "needle"])
+@pytest.mark.parametrize("length", [16, 500])
+def test_an_oracle_is_always_right_and_a_blind_scorer_by_chance(name: str, length: int) -> None:
+    batch = TASKS[name].batch(0, "test", length, 0, 3000, TINY)
+    sharp = torch.nn.functional.one_hot(batch.target, length).double()
+    blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # sharp, but anywhere
+    rates = []
+    for weights in (sharp, blind):
+        found = weight_metrics(weights, batch.target, batch.classes, batch.label, 10)
+        rates.append([found[m].double().mean().item() for m in ("hit_rate", "oracle_accuracy")])
+    assert rates[0] == [1, 1]
+    assert rates[1][0] == pytest.approx(1 / length, abs=0.015)
+    assert rates[1][1] == pytest.approx(0.1 + 0.9 / length, abs=0.03)
+
+
+def test_folding_the_projections_changes_nothing_but_rounding() -> None:
+    model = Model((1, 1), VariantCall("softmax"), TINY)
+    batch = max_retrieval.draw(0, "test", 9, 0, 4)
+    with torch.inference_mode():
+        plain = model.project(batch.items(), batch.query)
+        folded = model.folded()(batch.items(), batch.query)
+    for x, y in zip(plain, folded, strict=True):
+        assert x.shape == y.shape
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_does_not_depend_on_chunks_and_swaps_share_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = trained("softmax", 0)
+    tests = {"own": None, "swap": parse_spec("softmax->log_n(train_length=16)").test}
+    whole = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
+    monkeypatch.setattr(training, "CHUNK_ITEMS", 16 * 7)
+    pieces = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
+    for name in tests:
+        assert whole[name].status == pieces[name].status == "ok"
+        assert {metric.name for metric in METRICS} <= set(whole[name].metrics)
+        assert whole[name].metrics == pytest.approx(pieces[name].metrics, abs=1e-7)
+        best = whole[name].curves["best_keys"]
+        assert best == pytest.approx(pieces[name].curves["best_keys"], abs=1e-7)
+        for curve, values in whole[name].curves.items():
+            assert values == pytest.approx(pieces[name].curves[curve], abs=1e-6), curve
+        assert sum(best) == pytest.approx(1)  # n = 16: all keys are the best 16
+    # log n / log 16 is 1 at n = 16: the swap is softmax itself.
+    assert whole["own"].metrics == pytest.approx(whole["swap"].metrics, abs=1e-6)
+
+
+def test_training_is_reproducible_and_shared_between_variants_at_the_start() -> None:
+    models = [trained("ssmax", 5) for _ in range(2)]
+    for x, y in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(x, y)
+    none = Settings(steps=0, width=8)
+    first, other = trained("softmax", 5, none), trained("ssmax", 5, none)
+    for name, value in first.named_parameters():
+        assert torch.equal(value, other.get_parameter(name))
+
+
+def test_a_variants_own_parameters_are_not_decayed() -> None:
+    model = Model((1, 1), VariantCall("ssmax"), TINY)
+    network, own = parameter_groups(model, 0.5)
+    assert (network["weight_decay"], own["weight_decay"]) == (0.5, 0.0)
+    assert [p.shape for p in own["params"]] == [(1,)]
+    assert len(network["params"]) + 1 == len(list(model.parameters()))
+
+
+def test_one_cycle_rises_to_the_peak_and_falls_to_zero() -> None:
+    rates = [one_cycle(step, Settings(steps=100)) for step in range(100)]
+    assert rates[0] == pytest.approx(1e-3 / 25)
+    assert rates.index(max(rates)) == 30
+    assert max(rates) == pytest.approx(1e-3)
+    assert rates == sorted(rates[:31]) + sorted(rates[31:], reverse=True)
+    assert rates[-1] < 1e-6
+
+
+def test_a_loss_that_is_not_finite_ends_training() -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(NotFinite, match=r"nan at step 4"):
+        fit(model, lambda step: model.weight.sum() * math.nan, TINY, silent)
+
+
+def test_a_tally_reports_nan_and_want_of_memory_and_lets_defects_through() -> None:
+    def found(value: float) -> Figures:
+        return Figures({"mass": torch.tensor([1.0, value])}, {"best_keys": torch.ones(2, 3)})
+
+    def out_of_memory() -> Figures:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+
+    tally = Tally()
+    tally.add(lambda: found(3.0))
+    assert (tally.outcome().status, tally.outcome().metrics) == ("ok", {"mass": 2.0})
+    tally.add(lambda: found(math.nan))
+    assert (tally.outcome().status, tally.outcome().message) == ("nan", "not finite: mass")
+    tally = Tally()
+    tally.add(out_of_memory)
+    tally.add(lambda: found(1.0))  # not counted any more
+    assert tally.outcome().status == "oom"
+    assert "can't allocate" in tally.outcome().message
+    with pytest.raises(ZeroDivisionError):
+        Tally().add(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RuntimeError, match="defect"):
+        Tally().fail(RuntimeError("defect"))

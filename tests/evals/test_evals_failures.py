@@ -1,0 +1,163 @@
+"""What goes wrong in a run of evals ends in one line or in a row, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.__main__ import main as benchmarks
+from benchmarks.harness import report
+from commandline.files import NotWritten, write_whole
+from evals.__main__ import main
+from evals.harness import jobs
+from evals.harness.store import Rows
+from evals.harness.training import NotFinite, fit
+from evals.task import Settings
+from helpers.evals_rows import row
+
+SMALL = ["max-retrieval", "--preset", "smoke", "--seeds", "1", "--steps", "2", "--lengths", "16"]
+TASK = "max-retrieval"
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes: a write that passes them is cut short, then fails."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+# ---- a full disk ------------------------------------------------------------------------------
+
+
+def test_a_row_that_does_not_fit_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = Rows(path)
+    rows.append(row("softmax", 0.5, key="a"))
+    before = path.read_bytes()
+    with full_disk(len(before) + 10), pytest.raises(NotWritten, match=r"rows\.jsonl could not be"):
+        rows.append(row("softmax", 0.5, key="b"))
+    assert path.read_bytes() == before
+    assert sorted(rows.by_key) == ["a"]
+    rows.append(row("softmax", 0.5, key="b"))
+    assert sorted(Rows(path).by_key) == ["a", "b"]
+    assert Rows(path).damaged == 0
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "summary.csv"
+    write_whole(file, "old")
+    with full_disk(1000), pytest.raises(NotWritten, match=r"summary\.csv could not be written"):
+        write_whole(file, "x" * 2000)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(NotWritten, match="could not be written"):
+        write_whole(file / "below a file", "")
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_run_on_a_full_disk_ends_in_one_line(
+    workers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [*SMALL, "--variants", "softmax", "--workers", workers, "--out", str(tmp_path)]
+    with full_disk(20_000):  # less than a model; a worker inherits it
+        assert main(run) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {tmp_path / TASK / 'models'}")
+    assert shown.endswith("could not be written: File too large\n")
+    assert shown.count("\n") == 1
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_benchmark_whose_file_does_not_fit_ends_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(report, "environment", lambda: {"cpu": "x" * 20_000, "cores": 1, "load": 0,
+                                                        "commit": None})  # fmt: skip
+    line = ["attention", "--variants", "softmax", "--lengths", "16", "--check-only"]
+    with full_disk(10_000):
+        assert benchmarks([*line, "--json", str(file)]) == 2
+    assert f"{file} could not be written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- defects ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_without_workers_a_defect_ends_its_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = jobs.train
+
+    def broken(task, variant, *rest):
+        if variant.name == "softmax":
+            raise KeyError("a defect")
+        return train(task, variant, *rest)
+
+    monkeypatch.setattr(jobs, "train", broken)
+    run = [*SMALL, "--variants", "softmax,ssmax", "--workers", "0", "--out", str(tmp_path)]
+    assert main(run) == 1
+    rows = (tmp_path / TASK / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["variant"] for line in rows] == ["ssmax"]
+    shown = capsys.readouterr().err
+    assert shown.startswith("failed: max-retrieval softmax seed 0: Traceback")
+    assert "KeyError: 'a defect'" in shown
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
+
+
+# ---- divergence -------------------------------------------------------------------------------
+
+STEPS = Settings(
+    steps=1, batch=1, train_shortest=2, train_longest=2, test_sequences=1, test_least=1
+)
+
+
+def test_a_last_step_to_nan_is_no_training() -> None:
+    model = nn.Linear(1, 1)
+
+    def loss(step: int) -> torch.Tensor:  # finite, and its gradient is not
+        return (model.weight - model.weight.detach()).abs().sum().sqrt()
+
+    with pytest.raises(NotFinite, match="parameters are not finite after step 1"):
+        fit(model, loss, STEPS, lambda step, value, part: None)
+
+
+def test_what_an_error_comes_from_is_told_by_the_parameters() -> None:
+    model = nn.Linear(1, 1)
+
+    def loss(step: int) -> torch.Tensor:
+        raise IndexError("index -1 is out of bounds")
+
+    with pytest.raises(IndexError):
+        fit(model, loss, STEPS, lambda step, value, part: None)
+    model.weight.data.fill_(float("nan"))
+    with pytest.raises(NotFinite, match="not finite at step 1: index -1 is out of bounds"):
+        fit(model, loss, STEPS, lambda step, value, part: None)
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("steps", ["1", "2", "30"])
+def test_a_run_that_diverges_ends_in_rows(steps: str, tmp_path: Path) -> None:
+    """After one step the parameters are huge, and finite; after two they are not."""
+    options = ["--variants", "softmax,ssmax,softmax->topk", "--set", "learning_rate=1e38"]
+    run = [*SMALL, *options, "--steps", steps, "--workers", "0", "--out", str(tmp_path)]
+    assert main(run) in (0, 1)
+    rows = [json.loads(x) for x in (tmp_path / TASK / "rows.jsonl").read_text().splitlines()]
+    assert [found["status"] for found in rows] == ["nan"] * 3
+    assert all("finite" in found["message"] or "nan" in found["message"] for found in rows)

@@ -1,0 +1,185 @@
+"""The laws: the closed forms hold, and a wrong one is found."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import evals.theory.closed_forms as forms
+import evals.theory.laws as laws
+from attnzoo.core import plugins, registry
+from commandline.errors import UsageError
+from commandline.variants import VariantCall
+from evals.__main__ import main
+from evals.harness.jobs import lean_arithmetic
+from evals.reporting.tables import Table
+
+
+def test_every_law_holds_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["laws", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    for law in laws.LAWS:
+        assert f"{law}: " in text
+    assert "leading term for n → ∞" in text
+    assert (tmp_path / "laws.png").read_bytes()[:4] == b"\x89PNG"
+    with (tmp_path / "laws.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert "‖∂w/∂z‖₂" in text
+    assert {int(line["n"]) for line in lines} == set(laws.LENGTHS)
+    assert {line["gap"] for line in lines} == {"fixed", "shrinking", "uniform"}
+    assert all(line["failed"] == "0" for line in lines)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # n for n − 1
+        laws.Law("sparsemax", {}, None, forms.entmax_shrinking(1.8)),
+        laws.Law("softmax", {}, None, lambda n, kappa: math.nan),
+        laws.Law("entmax", {}, uniform=lambda n: 1 / n),  # softmax's
+        laws.Law("softmax", {}, uniform=lambda n: 0.0),
+    ],
+)
+def test_a_wrong_law_is_found(
+    wrong: laws.Law, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert laws.main(tmp_path, laws=(wrong,)) == 1
+    assert f"broken: {wrong.variant}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("law", "n", "gap", "value"),
+    [  # worked by hand
+        (forms.softmax_fixed, 2, math.log(3), 3 / 4),
+        (forms.sigmoid_fixed, 3, math.log(3), 1 / 2),
+        (forms.sparsemax_fixed, 4, 0.5, 5 / 8),
+        (forms.entmax15_fixed, 2, 0.0, 1 / 2),
+        (forms.entmax15_fixed, 10**12, 1.0, 1 / 4),
+        (forms.entmax15_fixed, 4, 2.0, 1.0),
+        (forms.with_log_gain(forms.softmax_fixed, 1.0), 5, 1.0, 5 / 9),
+    ],
+)
+def test_closed_forms(law, n: int, gap: float, value: float) -> None:
+    assert law(n, gap) == pytest.approx(value, rel=1e-5)
+
+
+def test_entmax_law_is_not_held_where_its_support_exceeds_n() -> None:
+    law = next(law for law in laws.LAWS if str(law) == "sparsemax")
+    assert not law.holds(1024, 0.001)
+    assert law.holds(1024, laws.KAPPA)
+
+
+@pytest.mark.parametrize(
+    ("law", "n", "value"),
+    [  # worked by hand
+        (forms.entmax_uniform(1.0), 16, 1 / 16),
+        (forms.entmax_uniform(1.5), 16, 1 / 4),
+        (forms.entmax_uniform(2.0), 16, 1.0),
+        (forms.log_gain_uniform(0.5), 4, math.log(2) / 4),
+        (forms.sigmoid_uniform, 3, 3 / 16),
+    ],
+)
+def test_jacobian_norms_at_equal_scores(law, n: int, value: float) -> None:
+    assert law(n) == pytest.approx(value, rel=1e-12)
+
+
+def test_jacobians_hold_to_the_last_digits() -> None:
+    with lean_arithmetic():
+        points = [point for point in laws.measure(lengths=()) if point.gap == "uniform"]
+    assert {str(point.law) for point in points} == {str(law) for law in laws.LAWS}
+    assert all(point.deviation < 1e-12 for point in points)
+
+
+# ------------------------------------------------------------------------- a third party's
+
+PLUGIN = """
+import attnzoo
+from evals.theory.laws import Law
+
+def weights(q, k, call):
+    return attnzoo.get_variant("softmax").weights(q, k, call)
+
+attnzoo.register_variant(attnzoo.Variant("{name}", "softmax(z)", "none", weights))
+LAWS = {laws}
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a plugin registers is gone after its test."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    yield
+    sys.modules.pop("laws_plugin", None)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laws, "LAWS", ())
+    monkeypatch.setattr(laws, "without_law", lambda found: [])
+
+
+def plugin(folder: Path, name: str, stated: str) -> Path:
+    path = folder / "laws_plugin.py"
+    path.write_text(PLUGIN.format(name=name, laws=stated))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("power", "status"), [("1", 0), ("2", 1)], ids=["a right law", "a broken law"]
+)
+def test_a_plugin_is_held_to_its_laws(
+    power: str, status: int, few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated = f'(Law("laws_stated", {{}}, uniform=lambda n: n ** -{power}),)'
+    assert laws.command(plugin=plugin(tmp_path, "laws_stated", stated)) == status
+    text = capsys.readouterr().out
+    assert ("broken: laws_stated, Jacobian at equal scores, n = 16" in text) == bool(status)
+    assert "laws_stated " in text
+
+
+@pytest.mark.parametrize("stated", ["3", "(1,)", '(Law("no_such_variant"),)'])
+def test_laws_that_are_none_are_refused(stated: str, few: None, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="LAWS"):
+        laws.command(plugin=plugin(tmp_path, "laws_refused", stated))
+
+
+def test_a_plugin_without_laws_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(laws, "LAWS", ())
+    path = plugin(tmp_path, "laws_unstated", "()")
+    found = []
+    monkeypatch.setattr(laws, "main", lambda out, held, variants: found.extend(variants) or 0)
+    assert laws.command(plugin=path) == 0
+    assert VariantCall("laws_unstated") in found
+    assert VariantCall("topk", (("top_k", 8),)) in found
+
+
+def column(table: Table, name: str) -> list[str]:
+    return [line[table.header.index(name)] for line in table.rows]
+
+
+def test_what_has_no_law_is_measured() -> None:
+    table = laws.measured_table(VariantCall("topk", (("top_k", 4),)), lengths=(16, 64))
+    keep = math.exp(1.5) / (math.exp(1.5) + 3)  # one at Δ = 1.5 and three at 0 are kept
+    assert column(table, "Δ=1.5") == [f"{keep:.6f}", f"{keep:.6f}", "0.000"]
+    assert column(table, "Jacobian") == ["0.250000", "0.250000", "0.000"]  # uniform over four
+    soft = laws.measured_table(VariantCall("softmax"), lengths=(2**15, 2**16))
+    assert column(soft, "Δ=1")[-1] == "-1.000"  # e/n
+
+
+def test_growth() -> None:
+    assert laws.growth([4, 16, 64], [9.0, 2.0, 0.25]) == pytest.approx(-1.5)
+    assert laws.growth([4, 16], [1.0, 0.0]) is None
+
+
+def test_a_variant_that_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    call = VariantCall("cosformer", (("max_length", 16),))
+    assert laws.main(laws=(), variants=[call]) == 0
+    assert "max_length=16 is below the length" in capsys.readouterr().out

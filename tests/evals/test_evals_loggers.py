@@ -1,0 +1,93 @@
+"""Loggers get each training's loss and each metric by length, and are refused where they cannot be.
+
+TensorBoard and wandb are stood in for by what records the calls that they get.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from evals.__main__ import main
+
+RUN = ["max-retrieval", "--preset", "smoke", "--variants", "softmax,ssmax(s=0.5)", "--steps", "30"]
+RUN += ["--workers", "0", "--set", "test_sequences=20", "--lengths", "16"]
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
+
+
+def test_tensorboard_gets_a_folder_for_each_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, list[tuple[str, int]]] = {}
+    closed = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            self.folder = folder
+            seen[folder] = []
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            assert isinstance(value, float)
+            seen[self.folder].append((name, step))
+
+        def close(self) -> None:
+            closed.append(self.folder)
+
+    stand_in = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
+    assert main([*RUN, "--log", "tensorboard", "--out", str(tmp_path)]) == 0
+    folder = tmp_path / "tensorboard" / "max-retrieval"
+    assert set(seen) == {
+        str(folder / "softmax" / "none" / "seed0"),
+        str(folder / "ssmax_s=0.5_" / "none" / "seed0"),
+    }
+    assert closed == list(seen)
+    calls = seen[str(folder / "softmax" / "none" / "seed0")]
+    assert [step for name, step in calls if name == "train/loss"] == [25, 30]
+    assert ("test/accuracy", 16) in calls
+
+
+def test_wandb_gets_a_run_for_each_training_with_its_own_axes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+
+    def init(**options: Any) -> Any:
+        run = SimpleNamespace(options=options, axes={}, rows=[], finished=False)
+        run.define_metric = lambda name, step_metric=None: run.axes.update({name: step_metric})
+        run.log = run.rows.append
+        run.finish = lambda: setattr(run, "finished", True)
+        runs.append(run)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert main([*RUN, "--log", "wandb", "--out", str(tmp_path)]) == 0
+    assert [run.options["name"] for run in runs] == [
+        "max-retrieval/softmax/none/seed0",
+        "max-retrieval/ssmax(s=0.5)/none/seed0",
+    ]
+    for run in runs:
+        assert run.options["dir"] == str(tmp_path)
+        assert run.axes["test/*"] == "length"
+        assert [row["step"] for row in run.rows if "train/loss" in row] == [25, 30]
+        assert any(row.get("length") == 16 and "test/accuracy" in row for row in run.rows)
+        assert run.finished
+
+
+def test_without_its_package_a_logger_is_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    out = tmp_path / "out"
+    assert main([*RUN, "--log", "wandb", "--out", str(out)]) == 2
+    assert "error: --log wandb: " in (text := capsys.readouterr().err)
+    assert "attnzoo[wandb]" in text
+    assert not out.exists()

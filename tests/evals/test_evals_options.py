@@ -1,0 +1,139 @@
+"""What a run is asked for: files, the command line, and who launched it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from commandline.errors import UsageError
+from evals.__main__ import main, parser
+from evals.harness.options import Options, gather
+from evals.harness.study import plan_study
+from evals.tasks import TASKS
+
+CONFIG = """
+preset = "smoke"
+seeds = 2
+variants = ["softmax", "ssmax(s=1)"]
+[settings]
+width = 32
+[mqar]
+lengths = [64, 128]
+[mqar.settings]
+density = 8
+"""
+
+
+def test_help_names_each_task_in_a_whole_phrase(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # no word is broken
+    text = " ".join(parser().format_help().split())
+    assert "flip-flop Flip-flop language modelling (arXiv:2306.00946) copy" in text
+    assert text.count("(") == text.count(")")
+    for name, task in TASKS.items():
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert " ".join(task.about.split()) in " ".join(capsys.readouterr().out.split())
+
+
+def gathered(tmp_path: Path, text: str, *line: str, task: str = "mqar") -> Options:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return gather(parser().parse_args([task, "--config", str(file), *line]), [task])[task]
+
+
+def test_a_file_gives_options_and_the_command_line_has_the_last_word(tmp_path: Path) -> None:
+    found = gathered(tmp_path, CONFIG, "--seeds", "1", "--set", "width=48", "--set", "steps=9")
+    assert (found.preset, found.seeds, found.lengths) == ("smoke", 1, [64, 128])
+    assert found.settings == {"width": 48, "density": 8, "steps": 9}
+    settings = plan_study(TASKS["mqar"], found, {}).settings
+    assert (settings.width, settings.steps, settings.batch) == (48, 9, 16)
+    assert gathered(tmp_path, CONFIG, task="copy").lengths is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("presett = 'smoke'", "unknown key 'presett'; known: preset, variants"),
+        ("[mqar]\nout = 'x'", r"\[mqar\] unknown key 'out'"),
+        ("[nosuch]\nseeds = 1", "unknown key 'nosuch'"),
+        ("mqar = 3", "must begin a table"),
+        ("seeds = 'two'", "seeds must be int, got 'two'"),
+        ("seeds = true", "seeds must be int, got True"),
+        ("lengths = ['a']", "lengths must hold int"),
+        ("shard = '3/2'", "shard: expected I/N"),
+        ("seeds = ", "Invalid value"),
+        ("[settings]\nwidht = 3", "mqar has no setting 'widht'; it has: steps, batch"),
+        ("[settings]\nwidth = 3.5", "setting width must be of int, got 3.5"),
+        ("[settings]\nwidth = 0", "setting width must be at least 1"),
+        ("[settings]\ncurriculum = 2", "curriculum must be in"),
+        ("[settings]\ntrain_stride = 7", "train_stride must divide"),
+        ("preset = 'huge'", "--preset must be one of smoke, quick, paper, got 'huge'"),
+        ("log = ['paper']", "--log must be among tensorboard, wandb, got 'paper'"),
+        ("lengths = [65]", "multiples of 4"),
+        ("positions = ['up']", "--positions of mqar must be among none, rope"),
+        ("positions = []", "positions must hold str, got "),
+        ("positions = ['rope', 'rope']", "--positions names rope twice"),
+        ("shard = '²/3'", "shard: expected I/N"),
+        ("[needle.settings]\nfoo = 1", "needle has no setting 'foo'"),
+        ("[settings]\nwidth = 3", "settings: embed_dim=3 is not a multiple of num_heads=2"),
+        ("[settings]\nlearning_rate = nan", "learning_rate must be above 0, got nan"),
+        ("[settings]\nwarmup = 2", "warmup must be in"),
+        ("[settings]\nbatch = 10000000000000000", "setting batch must be at most"),
+        ("lengths = [1000000000000]", "--lengths must be at most"),
+    ],
+)
+def test_a_file_that_says_what_cannot_be_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "out"
+    file.write_text(text if "preset" in text else f"preset = 'smoke'\n{text}")
+    assert main(["mqar", "--config", str(file), "--out", str(out)]) == 2
+    assert re.search(rf"^error: .*{message}.*\n\Z", capsys.readouterr().err)
+    assert not out.exists()
+
+
+def test_of_several_tasks_each_gets_what_it_has() -> None:
+    line = ["all", "--positions", "rope,none", "--set", "heads=4", "--set", "steps=9"]
+    found = gather(parser().parse_args(line), ["needle", "mqar"])
+    assert (found["needle"].positions, found["needle"].settings) == (None, {"steps": 9})
+    assert found["mqar"].positions == ["rope", "none"]
+    assert found["mqar"].settings == {"heads": 4, "steps": 9}
+    with pytest.raises(UsageError, match="no task has a setting 'head'"):
+        gather(parser().parse_args(["all", "--set", "head=4"]), ["needle", "mqar"])
+
+
+def test_a_shard_comes_from_the_command_line_or_from_who_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def shard(text: str) -> tuple[int, int]:
+        found = parser().parse_args(["copy", "--shard", text]).shard
+        return found.index, found.count
+
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "SLURM_ARRAY_TASK_ID",
+        "SLURM_ARRAY_TASK_COUNT",
+        "LOCAL_RANK",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    assert shard("1/3") == (1, 3)
+    for wrong in ("3/3", "1", "-1/2", "a/b", "env"):
+        with pytest.raises(SystemExit):
+            shard(wrong)
+    for name, value in (("ID", "9"), ("COUNT", "4"), ("MIN", "3"), ("STEP", "2")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    assert shard("env") == (3, 4)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert shard("env") == (0, 8)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    line = ["copy", "--shard", "env", "--device", "cuda"]
+    found = gather(parser().parse_args(line), ["copy"])["copy"]
+    assert (found.device, found.workers) == ("cuda:3", 1)
+    found = gather(parser().parse_args([*line[:3], "--workers", "5"]), ["copy"])["copy"]
+    assert (found.device, found.workers) == ("cpu", 5)

@@ -1,0 +1,348 @@
+"""The report: what it says, that hostile texts stay texts, and that it works in a browser."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from base64 import b64encode
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.select import Select
+
+from evals.harness.store import Row
+from evals.reporting.report import Laws, report_html
+from evals.reporting.summary import groups
+from evals.tasks import TASKS
+from helpers import evals_rows
+
+EVIL = "</script><script>alert(1)</script>'\"&\u2028<img src=//evil.test/x onerror=alert(1)>"
+LENGTHS = (16, 64, 256)
+NOTE = "smoke: figures mean nothing"
+ACCURACY = {  # by variant, at the three lengths; None: not finite
+    "softmax": (0.99, 0.5, 0.12),
+    "ssmax": (0.98, 0.9, 0.8),
+    "softmax->log_n(train_length=16)": (0.97, 0.7, 0.4),
+    EVIL: (0.5, 0.4, 0.3),
+    "cosformer(max_length=512)": (0.96, 0.2, None),
+}
+BITS = {"softmax": (2.0, 3.0, 5.0), "ssmax": (2.2, 2.5, 2.75), "sigmoid": (2.1, 2.6, 4.0)}
+RANKED = ["ssmax", "softmax->log_n(train_length=16)", EVIL, "softmax", "cosformer(max_length=512)"]
+
+
+def row(task: str, variant: str, length: int, seed: int, score: float | None, longest: int) -> Row:
+    """A row as a run writes it; the other metrics follow the score."""
+    positions = "none" if task == "needle" else "rope"
+    metrics = {metric.name: score for metric in TASKS[task].metrics}
+    peaks = {"softmax": [0.4, 0.3], "ssmax": [0.9, 0.8]}.get(variant)
+    curves = {"best_keys": [0.5, 0.2, 0.1]} if task == "needle" else {"bits_by_position": [3.0] * 4}
+    if peaks is not None and task == "needle":
+        curves["head_peak"] = [peak * 16 / length for peak in peaks]
+        curves |= {f"head_{name}": [0.5, 0.4] for name in ("range", "strength", "alignment")}
+    ok = score is not None
+    return evals_rows.row(
+        variant, score, task=task, positions=positions, seed=seed, length=length,
+        status="ok" if ok else "nan", message="" if ok else f"not finite: {EVIL}",
+        metrics=metrics if ok else {}, curves=curves if ok else {},
+        chance=0.1 if task == "needle" else 8.0,
+        settings={"steps": 20, "train_shortest": 5, "train_longest": longest},
+    )  # fmt: skip
+
+
+def rows() -> list[Row]:
+    """Two seeds of needle, one of the language model; the last cell of all is missing a seed."""
+    found = []
+    for variant, scores in ACCURACY.items():
+        for length, score in zip(LENGTHS, scores):
+            for seed in (0, 1):
+                value = None if score is None else score + 0.01 * (2 * seed - 1)
+                found.append(row("needle", variant, length, seed, value, 16))
+    found = [r for r in found if (r["variant"], r["length"], r["seed"]) != ("ssmax", 64, 1)]
+    for variant, scores in BITS.items():
+        for length, score in zip(LENGTHS, scores):
+            found.append(row("language-model", variant, length, 0, score, 16))
+    return found
+
+
+class Page(HTMLParser):
+    """What a browser would find: ids, attributes, scripts, and tables as texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
+        self.boards: list[list[list[str]]] = []
+        self.texts: list[str] = []
+        self._board = False
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag if tag in ("script", "style") else self._inside
+        if tag == "table" and dict(attrs).get("class") == "sortable":
+            self._board = True
+            self.boards.append([])
+        if self._board and tag == "tr":
+            self.boards[-1].append([])
+        if self._board and tag in ("td", "th"):
+            self.boards[-1][-1].append("")
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._board = self._board and tag != "table"
+        self._inside = "" if tag == self._inside else self._inside
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside == "style":
+            self.styles.append(data)
+        else:
+            self.texts.append(data)
+            if self._board and self.boards[-1]:
+                self.boards[-1][-1][-1] += data
+
+    @property
+    def ids(self) -> list[str]:
+        return [str(attrs["id"]) for _, attrs in self.tags if "id" in attrs]
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    return report_html(groups(rows()), f"{NOTE} {EVIL}")
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
+def test_hostile_texts_stay_texts(html: str, page: Page) -> None:
+    assert "<script>alert" not in html
+    assert "<img" not in html
+    assert len(page.scripts) == 3  # the numbers of two tasks, and ours
+    assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
+    words = "".join(page.texts)
+    for text in (f"{NOTE} {EVIL}", f"not finite: {EVIL}", f"{EVIL} † 2/2"):
+        assert text in words
+
+
+def test_nothing_is_fetched(page: Page) -> None:
+    for _, attrs in page.tags:
+        assert not {"srcset", "action", "data", "poster", "xlink:href"} & set(attrs)
+        assert str(attrs.get("src", "data:")).startswith("data:")
+        assert str(attrs.get("href", "#")).startswith("#")
+        assert "url(" not in str(attrs.get("style", ""))
+    style = "".join(page.styles)
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "http" not in page.scripts[-1]
+    policy = next(attrs["content"] for tag, attrs in page.tags if tag == "meta" and len(attrs) == 2
+                  and "http-equiv" in attrs)  # fmt: skip
+    assert str(policy).startswith("default-src 'none'; img-src data:;")
+
+
+def test_the_embedded_numbers_are_the_measured_ones(page: Page) -> None:
+    data = json.loads(page.scripts[0])
+    assert not re.search("[<>&\u2028\u2029]", page.scripts[0])
+    assert data["lengths"] == list(LENGTHS)
+    assert data["train"] == [5, 16]
+    assert [data["metrics"][0][k] for k in ("factor", "digits", "chance")] == [100, 1, 0.1]
+    assert all(metric["chance"] is None for metric in data["metrics"][1:])
+    series = {one["name"]: one for one in data["series"]}
+    assert series["softmax"]["values"][0][1] == pytest.approx([0.5, 0.49, 0.51])
+    assert series["ssmax"]["values"][0][1] == pytest.approx([0.89])  # one seed: no interval
+    assert series["cosformer(max_length=512)"]["values"][0][2] is None
+    assert f"{EVIL} † 2/2" in series
+    assert series["softmax"]["colour"] == "black"
+    assert series["softmax->log_n(train_length=16)"]["dash"]
+    markers = [one["marker"] for one in data["series"]]
+    assert len(set(markers)) == len(markers)
+
+
+def test_the_leaderboard_is_ranked_at_the_longest_length(page: Page) -> None:
+    head, *lines, chance = page.boards[0]
+    assert head == ["series", "16in distribution", "64× 4", "256× 16"]
+    assert [line[0].split(" †")[0] for line in lines] == RANKED
+    assert [line[0] for line in lines if "†" in line[0]] == [f"{EVIL} † 2/2"]
+    assert lines[0] == ["ssmax", "98.097.0 … 99.0", "89.0*", "80.079.0 … 81.0"]
+    assert lines[-1][-1] == "nan"
+    assert chance == ["chance", "10.0", "10.0", "10.0"]
+
+
+def test_lower_is_better_where_the_task_says_so(page: Page) -> None:
+    lines = page.boards[1][1:-1]
+    assert [line[0] for line in lines] == ["ssmax · rope", "sigmoid · rope", "softmax · rope"]
+    assert lines[0][1:] == ["2.20", "2.50", "2.75"]  # one seed: no intervals
+    sorts = [attrs["aria-sort"] for tag, attrs in page.tags if "aria-sort" in attrs]
+    assert sorts == ["descending", "ascending"]
+
+
+def test_every_link_leads_somewhere(page: Page) -> None:
+    links = {str(attrs["href"])[1:] for tag, attrs in page.tags if tag == "a"}
+    assert len(set(page.ids)) == len(page.ids)
+    assert links <= set(page.ids)
+    assert {"needle", "language-model", "needle-rows", "language-model-rows"} <= links
+    assert len([link for link in links if re.fullmatch(r"needle-\d+-\d+", link)]) == 15
+
+
+def test_every_row_is_shown(html: str) -> None:
+    body = html[html.index("id='needle-rows'") :].split("</table>")[0]
+    assert body.count("<tr") - 1 == len([r for r in rows() if r["task"] == "needle"])
+    assert "needle softmax none 1 64" in body
+
+
+def test_failed_and_missing_cells_are_listed(html: str) -> None:
+    listed = html[html.index("id='failed'") :].split("</details>")[0]
+    assert "2 cells failed or missing" in listed
+    assert "cosformer(max_length=512), n = 256</a> — nan in 2 of 2 seeds: not finite" in listed
+    assert "ssmax, n = 64</a> — missing in 1 of 2 seeds" in listed
+    whole = report_html(groups([r for r in rows() if r["task"] == "language-model"]), "")
+    assert "id='failed'" not in whole
+
+
+def test_maps_and_theory_where_heads_were_looked_at(html: str) -> None:
+    needle, language = html.split("<section id='language-model'>")
+    assert "Theory beside measurement" in needle
+    assert "Theory beside measurement" not in language
+    assert "Largest weight of each head" in needle
+    assert "n = 16, 2: 0.3</title>" in needle
+    assert "Bits per byte along the sequence" in language
+
+
+def test_groups_of_one_task_are_told_apart() -> None:
+    other = [r | {"settings": r["settings"] | {"steps": 40}} for r in rows()]
+    page = Page(report_html(groups([*rows(), *other]), ""))
+    assert {"needle-1", "needle-2"} <= set(page.ids)
+    assert len(set(page.ids)) == len(page.ids)
+    assert {"needle · steps 20", "needle · steps 40"} <= set(page.texts)
+
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+    "disable-component-update disable-sync disable-dev-shm-usage window-size=1200,900"
+).split()
+
+
+@pytest.fixture
+def browser(tmp_path: Path, html: str) -> Iterator[webdriver.Chrome]:
+    """Chromium on the page, from disk."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for flag in (*FLAGS, f"user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(executable_path=DRIVER))
+    try:
+        file = tmp_path / "report.html"
+        file.write_text(html, encoding="utf-8")
+        driver.get(file.as_uri())
+        yield driver
+    finally:
+        driver.quit()
+
+
+def click(browser: webdriver.Chrome, element: WebElement) -> None:
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    element.click()
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
+def test_in_a_browser(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    def one(query: str) -> WebElement:
+        return browser.find_element(By.CSS_SELECTOR, f"#needle {query}")
+
+    def drawn() -> list[str]:
+        lines = browser.find_elements(By.CSS_SELECTOR, "#needle .plot .series")
+        return [str(line.get_attribute("data-series")) for line in lines]
+
+    def names() -> list[str]:
+        cells = browser.find_elements(By.CSS_SELECTOR, "#needle .sortable tbody th")
+        return [cell.text.split(" †")[0] for cell in cells]
+
+    everything = [str(i) for i in range(5)]
+    assert drawn() == everything
+
+    button = one(".legend button")
+    click(browser, button)
+    assert button.get_attribute("aria-pressed") == "false"
+    assert drawn() == everything[1:]
+    button.send_keys(Keys.ENTER)
+    assert button.get_attribute("aria-pressed") == "true"
+    assert drawn() == everything
+
+    plot, said = one(".plot svg"), one(".plot output")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+    ActionChains(browser).move_to_element(plot).perform()
+    assert re.search(r", n = 64: \d\d\.\d", said.text)
+    ActionChains(browser).move_to_element(one("h2")).perform()
+    assert said.text == ""
+    plot.send_keys(Keys.ARROW_LEFT)
+    before = said.text
+    assert before
+    plot.send_keys(Keys.ARROW_DOWN)
+    assert said.text not in ("", before)
+
+    before = str(plot.get_attribute("innerHTML"))
+    metric = Select(one(".controls select"))
+    metric.select_by_index(3)  # on a log axis
+    assert plot.get_attribute("innerHTML") != before
+    assert "Weight on the true key" in plot.text
+
+    assert names()[0] == "ssmax"
+    heads = browser.find_elements(By.CSS_SELECTOR, "#needle .sortable thead button")
+    click(browser, heads[1])
+    assert names()[:2] == ["softmax", "ssmax"]
+    click(browser, heads[1])
+    assert names()[-1] == "softmax"
+    click(browser, heads[0])
+    assert names()[-1] == "ssmax"
+    click(browser, heads[3])
+    assert names()[-1].startswith("cosformer")  # without a score: last, whichever the way
+    click(browser, heads[3])
+    assert names()[-1].startswith("cosformer")
+
+    folded = browser.find_element(By.ID, "needle-rows")
+    assert folded.get_attribute("open") is None
+    click(browser, one(".sortable tbody td a"))
+    assert folded.get_attribute("open") is not None
+    assert "#needle-" in browser.current_url
+
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True},
+    )
+    browser.execute_script("for (const d of document.querySelectorAll('details')) d.open = true")
+    assert browser.execute_script(
+        "return [innerWidth, document.documentElement.scrollWidth]"
+    ) == [360, 360]  # fmt: skip
+
+    browser.execute_script("document.querySelector('#needle .curves').scrollIntoView()")
+    picture = browser.get_screenshot_as_png()
+    (tmp_path / "report.png").write_bytes(picture)
+    with Image.open(io.BytesIO(picture)) as image:
+        assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 50
+
+    assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
+
+
+def test_the_picture_of_the_laws_is_part_of_the_page() -> None:
+    found = groups([row("needle", "softmax", 16, 0, 0.5, 16)])
+    page = report_html(found, "", [Laws([], b"\x89PNG")])
+    assert b64encode(b"\x89PNG").decode() in page
+    assert "<img" not in report_html(found, "", [Laws([])])

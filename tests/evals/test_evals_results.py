@@ -1,0 +1,326 @@
+"""From rows to what is shown: estimates, groups, tables, summary.csv, and two results compared."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from commandline.errors import UsageError
+from evals.__main__ import main
+from evals.harness.store import read_rows
+from evals.reporting.readme import scores as scores_table
+from evals.reporting.summary import (
+    Series,
+    bootstrap,
+    csv_text,
+    estimate,
+    failures,
+    groups,
+    mixtures,
+)
+from evals.reporting.tables import Table, cost_table, learned_table, legend, score_tables
+from helpers.evals_rows import SETTINGS, row, written
+
+SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
+
+
+def test_estimates() -> None:
+    found = estimate([0.5, 0.7, 0.9])
+    assert found is not None
+    assert found.text(100) == "70.0 ±11.5"  # s = 0.2, √3 seeds
+    single = estimate([0.25])
+    assert single is not None
+    assert single.text(100, 1, sign=True) == "+25.0"
+    assert single.interval is None
+    assert single.span() == ""
+    assert estimate([]) is None
+
+
+def test_the_bootstrap_of_few_seeds_counts_every_resample() -> None:
+    # Of three seeds each of the 27 resamples; all three the same occurs once: 1/27 > 2.5 %.
+    assert bootstrap([0.0, 3.0, 6.0]) == (0.0, 6.0)
+    # Of four 256: four times the least has 1/256, with one of the second least 5/256, and so on.
+    assert bootstrap([0.0, 4.0, 8.0, 12.0]) == pytest.approx((2.0, 10.0))
+
+
+def test_the_bootstrap_of_many_seeds_is_the_same_each_time_and_near_the_normal() -> None:
+    values = [float(i) for i in range(20)]
+    low, high = bootstrap(values)
+    assert (low, high) == bootstrap(values)
+    error = (sum((v - 9.5) ** 2 for v in values) / 20 / 20) ** 0.5
+    assert (low, high) == pytest.approx((9.5 - 1.96 * error, 9.5 + 1.96 * error), abs=0.2)
+
+
+def test_rows_are_grouped_by_task_settings_device_and_data() -> None:
+    rows = [
+        row("softmax", 0.5, task="mqar", positions="rope"),
+        row("softmax", 0.5),
+        row("softmax", 0.6, seed=1, device="cpu"),
+        row("softmax", 0.7, settings={**SETTINGS, "steps": 11}),
+        row("softmax", 0.8, device="cuda:1"),
+        row("softmax", 0.9, data="other"),
+    ]
+    found = groups(rows)
+    assert [group.task.name for group in found] == ["max-retrieval"] * 4 + ["mqar"]
+    assert sorted(len(group.rows) for group in found) == [1, 1, 1, 1, 2]
+    with pytest.raises(UsageError, match="unknown task 'nosuch'; known: max-retrieval"):
+        groups([row("softmax", 0.5) | {"task": "nosuch"}])
+
+
+def test_differences_are_paired_by_seed_and_position() -> None:
+    rows = [
+        *(row("softmax", 0.5 + seed / 10, seed=seed) for seed in range(3)),
+        *(row("ssmax", 0.6 + seed / 5, seed=seed) for seed in (0, 1)),
+        row("ssmax", None, seed=2),
+    ]
+    (group,) = groups(rows)
+    point = group.points[SSMAX, 16]
+    assert point.versus_baseline is not None
+    assert point.versus_baseline.mean == pytest.approx(0.15)  # (0.1 + 0.2) / 2
+    assert point.metrics["accuracy"].count == 2
+    assert point.failures == {"oom": 1}
+    assert group.points[SOFTMAX, 16].versus_baseline is None
+    assert failures(group) == ["failed: ssmax, n = 16: out of memory (oom, 1 seed(s))"]
+
+
+def test_a_cell_counts_as_trained_from_the_bar_on() -> None:
+    rows = [row("softmax", 0.95), row("ssmax", 0.949), row("ssmax", 1.0, length=64)]
+    (group,) = groups(rows)
+    assert group.untrained(SOFTMAX) == 0
+    assert group.untrained(SSMAX) == 1
+    shown = score_tables(group)[0]
+    assert [line[0] for line in shown.rows] == ["softmax", "ssmax † 1/1"]
+    assert "chance 10.0 %" in shown.title
+    line = legend(group)[0]
+    assert line.endswith("below 95% at training's own length, 16")
+    seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
+    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed is not a trained one
+    (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
+    assert text.untrained(Series("softmax", "rope")) == 0
+
+
+def test_tables_show_intervals_differences_costs_and_what_was_learned() -> None:
+    rows = [row("softmax", 0.5 + seed / 10, seed=seed) for seed in range(2)]
+    rows += [row("ssmax", 0.7, seed=seed, learned={"s": [0.2, 0.4]}) for seed in range(2)]
+    (group,) = groups(rows)
+    score, spans, published, versus = score_tables(group)
+    assert score.rows[0] == ["softmax † 2/2", "55.0 ±5.0"]
+    assert spans.rows[0][1] == "50.0 … 60.0"
+    assert published.rows[0] == ["softmax, here", "55.0 ±5.0"]
+    assert published.rows[1] == ["softmax, paper", "98.6"]
+    assert versus.rows == [["ssmax † 2/2", "+15.0 ±5.0"]]
+    assert cost_table(group).rows[0] == ["softmax", "2.0 (2.0 to 2.0)", "1.0 (1.0 to 1.0)"]
+    learned = learned_table(group)
+    assert learned is not None
+    assert learned.rows == [["ssmax", "s", "0.300 (0.200 to 0.400)"]]
+
+
+def test_a_table_is_aligned() -> None:
+    table = Table("T", ["n", "16", "1024"], [["softmax", "9.5", "10"], ["x", "—", "1"]])
+    assert table.text() == "T\nn         16  1024\nsoftmax  9.5    10\nx          —     1"
+
+
+def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
+    rows = [row(v, 0.5, seed=s, length=n) for v in "ab" for s in (0, 1) for n in (16, 64)]
+    (one,), (two,) = groups(rows), groups(rows[::-1])
+    assert csv_text([one]) == csv_text([two])
+    lines = list(csv.DictReader(io.StringIO(csv_text([one]))))
+    assert [(line["variant"], line["length"]) for line in lines] == [
+        ("a", "16"), ("a", "64"), ("b", "16"), ("b", "64")
+    ]  # fmt: skip
+    assert lines[0]["accuracy_low"] == "0.5"
+    assert lines[0]["trained_to"] == "16"
+
+
+def test_rows_of_several_versions_are_said() -> None:
+    rows = [row("softmax", 0.5), row("softmax", 0.5, seed=1, torch="3")]
+    assert mixtures(groups(rows)) == ["warning: rows of several values of torch: 2, 3"]
+
+
+def test_two_versions_of_a_variant_are_never_averaged() -> None:
+    """As when a plugin's file changed between two runs into one folder: the latest counts."""
+    rows = [row("mine", 0.1, seed=seed, version="old") for seed in (0, 1)]
+    rows += [row("mine", 0.9, seed=0, version="new", key="other")]
+    (group,) = groups(rows)
+    assert group.points[Series("mine", "none"), 16].metrics["accuracy"].mean == 0.9
+    assert [line.split("warning: max-retrieval: ")[1] for line in mixtures([group])] == [
+        "mine: 2 row(s) of other versions left out"
+    ]
+
+
+def test_results_under_several_settings_or_test_sizes_are_told_apart_and_all_shown() -> None:
+    more = {**SETTINGS, "steps": 11}
+    rows = [
+        row("softmax", 0.1),
+        row("softmax", 0.2, key="longer", settings=more),
+        row("softmax", 0.3, key="fewer", sequences=4),
+        row("softmax", 0.4, key="elsewhere", device="cuda:0"),
+    ]
+    for order in (rows, rows[::-1]):
+        found = groups(order)
+        assert {(group.apart, group.rows[0]["metrics"]["accuracy"]) for group in found} == {
+            ("steps 10, device cpu, test sequences 8 at 16", 0.1),
+            ("steps 11", 0.2),
+            ("steps 10, device cpu, test sequences 4 at 16", 0.3),
+            ("steps 10, device cuda", 0.4),
+        }
+        assert mixtures(found) == []
+        lines = list(csv.DictReader(io.StringIO(csv_text(found))))
+        assert sorted((line["accuracy"], line["steps"]) for line in lines) == [
+            ("0.1", "10"), ("0.2", "11"), ("0.3", "10"), ("0.4", "10")
+        ]  # fmt: skip
+        assert {line["settings"] for line in lines} == {group.apart for group in found}
+    assert [group.apart for group in groups(rows[:1])] == [""]
+
+
+def test_the_readmes_table_is_the_summary(tmp_path: Path) -> None:
+    rows = [row(v, s, seed=i, length=n) for v, n, scores in (
+        ("softmax", 16, (0.96, 0.98)), ("softmax", 64, (0.5, 0.5)),
+        ("ssmax", 16, (0.9, 0.96)), ("ssmax", 64, (0.6, None)),
+    ) for i, s in enumerate(scores)]  # fmt: skip
+    assert scores_table(tmp_path) == "Nothing has been measured yet.\n"
+    (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(rows)))
+    text = scores_table(tmp_path)
+    assert "**max-retrieval**: Accuracy, %, mean of 2 seeds (95 % bootstrap interval); " in text
+    assert "trained to n = 16, chance 10.0" in text
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    assert lines == [
+        "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* |",
+        "| `softmax` | 97.0 (96.0–98.0) | 50.0 (50.0–50.0) |",
+    ]
+    assert "† not trained, in so many of the seeds: below 95%" in text
+    assert "* some seeds failed" in text
+
+
+# ---- results on disk
+
+
+def test_results_are_read_from_a_folder_or_the_folder_of_a_task(tmp_path: Path) -> None:
+    folder = written(tmp_path, [row("softmax", 0.5), row("softmax", 0.5, task="needle")])
+    assert len(read_rows([folder])) == 2
+    assert len(read_rows([folder / "needle"])) == 1
+    assert len(read_rows([folder, folder / "needle"])) == 2
+    with pytest.raises(UsageError, match="there is no rows.jsonl"):
+        read_rows([folder, tmp_path / "nosuch"])
+
+
+def spoilt(**changes: object) -> dict:
+    """A row with other values, or without those that are given as `...`."""
+    changed = row("softmax", 0.5) | changes
+    return {name: value for name, value in changed.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (spoilt(positions=..., seed=...), "the row has no positions, seed"),
+        (spoilt(metrics={"accuracy": float("nan")}), "metrics must be finite numbers by name, got"),
+        (spoilt(metrics={"hit_rate": 0.5}), "metrics has no accuracy, although status is ok"),
+        (spoilt(metrics=0.5), "metrics must be finite numbers by name, got 0.5"),
+        (spoilt(curves={"head_peak": [0.5, None]}), "curves must be lists of finite numbers"),
+        (spoilt(seed="0"), "seed must be an integer from 0 on, got '0'"),
+        (spoilt(status="fine"), "status must be one of ok, nan, oom, got 'fine'"),
+        (spoilt(settings={"steps": 3}), "settings must have train_shortest, an integer"),
+        ([1], "a row must be an object, got [1]"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "compare", "max-retrieval"])
+def test_a_line_that_is_no_row_is_named_and_nothing_is_written(
+    command: str, line: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path / "results", [row("softmax", 0.5)])
+    file = folder / "max-retrieval" / "rows.jsonl"
+    file.write_text(f"{file.read_text()}\n{json.dumps(line)}\n")
+    before = file.read_bytes()
+    arguments = {
+        "report": [str(folder)],
+        "compare": [str(folder), str(folder)],
+        "max-retrieval": ["--preset", "smoke", "--out", str(folder)],
+    }
+    assert main([command, *arguments[command]]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {file}, line 3: {message}")
+    assert shown.endswith("; mend or remove this line\n")
+    assert shown.count("\n") == 1
+    assert file.read_bytes() == before
+    assert [path for path in folder.rglob("*") if path.is_file()] == [file]
+
+
+def test_a_report_of_results_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = written(tmp_path / "one", [row("softmax", 0.5)])
+    two = written(tmp_path / "two", [row("ssmax", 0.5, task="needle")])
+    assert main(["report", str(one), str(two)]) == 0
+    page = (one / "report.html").read_text()
+    assert "max-retrieval" in page
+    assert "needle" in page
+    assert main(["report", str(one), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").exists()
+    assert main(["report", str(tmp_path / "nosuch")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def both(tmp_path: Path, before: list, after: list) -> list[str]:
+    return [str(written(tmp_path / "a", before)), str(written(tmp_path / "b", after))]
+
+
+def test_compare_shows_gains_and_fails_below_a_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [row("softmax", 0.80, seed=s) for s in (0, 1)] + [row("ssmax", 0.9, seed=0)]
+    after = [row("softmax", 0.75 + s / 50, seed=s) for s in (0, 1)] + [row("ssmax", 0.95)]
+    folders = both(tmp_path, before, after)
+    assert main(["compare", *folders]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"softmax +16 +80\.0 ±0\.0 +76\.0 ±1\.0 +-4\.0 ±1\.0", text)
+    assert re.search(r"ssmax +16 +90\.0 +95\.0 +\+5\.0", text)
+    assert main(["compare", *folders, "--fail-below", "-4.5"]) == 0
+    assert main(["compare", *folders, "--fail-below", "-3.5"]) == 1
+    text = capsys.readouterr().out
+    assert "below -3.5: max-retrieval, softmax, n = 16: -4.0" in text
+    assert "1 of 2 are not below -3.5" in text
+
+
+def test_a_bound_that_is_no_number_is_refused_and_other_data_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.5, data="other")])
+    assert main(["compare", *folders, "--fail-below", "nan"]) == 2
+    assert main(["compare", *folders, "--fail-below", "-100"]) == 0
+    assert "has data = made by hand in A and other in B" in capsys.readouterr().out
+
+
+def test_a_lower_loss_is_a_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = {"task": "language-model", "positions": "rope"}
+    folders = both(tmp_path, [row("softmax", 3.0, **task)], [row("softmax", 2.5, **task)])
+    assert main(["compare", *folders, "--fail-below", "0.4"]) == 0
+    assert main(["compare", *folders[::-1], "--fail-below", "0"]) == 1
+    assert "+0.50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("after", [[], [row("softmax", None)]], ids=["missing", "failed"])
+def test_what_b_lacks_fails(
+    after: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = both(tmp_path, [row("softmax", 0.5)], [row("ssmax", 0.5), *after])
+    assert main(["compare", *folders]) == 0
+    assert main(["compare", *folders, "--fail-below", "-100"]) == 1
+    assert "B lacks seed 0" in capsys.readouterr().out
+
+
+def test_other_settings_are_said_and_several_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = row("softmax", 0.5, settings={**SETTINGS, "steps": 11})
+    folders = both(tmp_path, [row("softmax", 0.5)], [other])
+    assert main(["compare", *folders]) == 0
+    assert "max-retrieval has steps = 10 in A and 11 in B" in capsys.readouterr().out
+    written(tmp_path / "b", [row("softmax", 0.5, seed=7)])
+    assert main(["compare", *folders]) == 2
+    assert "B has max-retrieval under 2 settings" in capsys.readouterr().err

@@ -1,0 +1,325 @@
+"""Whole runs of max-retrieval, small: results, killing and resuming, failures, plugins."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evals.__main__ import main
+from evals.harness import jobs
+from evals.harness.training import NotFinite
+from evals.tasks.families.retrieval import METRICS
+
+ROOT = Path(__file__).parents[2]
+SPECS = "softmax,softmax->log_n(train_length=16),ssmax"
+SMALL = ["max-retrieval", "--preset", "smoke", "--variants", SPECS, "--seeds", "2"]
+SMALL += ["--steps", "20", "--lengths", "16,32,64"]
+TASK = "max-retrieval"
+ROWS = 3 * 2 * 3
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / TASK / "rows.jsonl").read_text().splitlines()]
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "evals", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes two seconds of each run; one run shows that it works."""
+    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of one run that nothing disturbed, in this process."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert main([*SMALL, "--workers", "0", "--out", str(out)]) == 0
+    return out
+
+
+def test_a_run_leaves_rows_summary_plots_and_report(undisturbed: Path) -> None:
+    rows = lines(undisturbed)
+    assert len({row["key"] for row in rows}) == len(rows) == ROWS
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["task"] == "max-retrieval"
+        assert row["schedule"].startswith("one-cycle cosine, 20 steps")
+        assert (row["settings"]["steps"], row["sequences"]) == (20, 500)
+        assert all(isinstance(row["metrics"][metric.name], float) for metric in METRICS)
+        assert row["cpu_seconds"] > 0
+        assert row["train_cpu_seconds"] > 0
+        assert row["torch"]
+        assert row["commit"]
+        assert len(row["curves"]["best_keys"]) == 16
+        assert len(row["curves"]["head_peak"]) == 1
+        assert ("s" in row["learned"]) == (row["variant"] == "ssmax")
+    assert {(row["variant"], row["seed"], row["length"]) for row in rows} == {
+        (variant, seed, length)
+        for variant in SPECS.split(",")
+        for seed in (0, 1)
+        for length in (16, 32, 64)
+    }
+    assert (
+        len(list((undisturbed / TASK / "models").iterdir())) == 4
+    )  # a swap has no training of its own
+    with (undisturbed / TASK / "summary.csv").open() as file:
+        summary = list(csv.DictReader(file))
+    assert len(summary) == ROWS / 2
+    found = [r["metrics"]["accuracy"] for r in rows if (r["variant"], r["length"]) == ("ssmax", 32)]
+    mean = sum(found) / 2
+    line = next(s for s in summary if (s["variant"], s["length"]) == ("ssmax", "32"))
+    assert float(line["accuracy"]) == pytest.approx(mean, rel=1e-5)
+    assert (line["seeds"], line["failed"], line["chance"]) == ("2", "", "0.1")
+    base = next(s for s in summary if (s["variant"], s["length"]) == ("softmax", "32"))
+    gain = float(line["accuracy"]) - float(base["accuracy"])
+    assert float(line["accuracy_minus_softmax"]) == pytest.approx(gain, abs=1e-5)
+    assert [float(line[f"accuracy_{end}"]) for end in ("low", "high")] == pytest.approx(
+        [min(found), max(found)], rel=1e-5
+    )  # of two seeds, a quarter of the resamples is twice the one, a quarter twice the other
+    for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
+        assert (undisturbed / TASK / name).read_bytes()[:4] == b"\x89PNG"
+    assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_killed_run_goes_on_and_ends_with_the_same_summary(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start([*SMALL, "--workers", "1", "--out", str(tmp_path)])
+    file, deadline = tmp_path / TASK / "rows.jsonl", time.monotonic() + 600
+    while time.monotonic() < deadline and not (file.exists() and file.read_bytes().count(b"\n")):
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    before = lines(tmp_path)
+    assert 0 < len(before) < ROWS
+    assert not (tmp_path / TASK / "summary.csv").exists()
+    assert main([*SMALL, "--workers", "0", "--out", str(tmp_path)]) == 0
+    assert f"{ROWS} rows, {len(before)} of them there already" in capsys.readouterr().out
+    after = lines(tmp_path)
+    assert after[: len(before)] == before
+    assert len({row["key"] for row in after}) == len(after) == ROWS
+    same = (tmp_path / TASK / "summary.csv").read_bytes()
+    assert same == (undisturbed / TASK / "summary.csv").read_bytes()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_torn_last_line_costs_one_row_and_no_training(
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "torn"
+    shutil.copytree(undisturbed, out)
+    rows, wanted = (out / TASK / "rows.jsonl"), (out / TASK / "summary.csv").read_bytes()
+    rows.write_bytes(rows.read_bytes()[:-20])
+    (out / TASK / "summary.csv").unlink()
+    monkeypatch.setattr(jobs, "train", None)  # the trained model is there
+    assert main([*SMALL, "--workers", "0", "--out", str(out)]) == 0
+    assert (out / TASK / "summary.csv").read_bytes() == wanted
+    text = capsys.readouterr().out
+    assert f"{ROWS} rows, {ROWS - 1} of them there already" in text
+    assert "0 trainings, 1 rows" in text
+    assert "1 unreadable line(s)" in text
+    assert rows.read_bytes().count(b"\n") == ROWS + 1
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_console_shows_tables_schedule_chance_cost_and_the_papers_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--preset", "paper", "--variants", "softmax,softmax->adaptive_temperature"]
+    sizes = ["--seeds", "1", "--steps", "2", "--lengths", "16,32,33", "--workers", "0"]
+    assert main(["max-retrieval", *options, *sizes, "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"softmax, paper +98\.6 +97\.1\?\n", text)
+    assert re.search(r"softmax->adaptive_temperature, here +\d+\.\d +\d+\.\d\n", text)
+    assert "Accuracy, %, minus softmax" in text
+    assert "chance 10.0 %" in text
+    assert "schedule: one-cycle cosine, 2 steps" in text
+    assert re.search(r"softmax->adaptive_temperature +shared +\d+\.\d", text)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_training_to_nan_is_rows_that_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = jobs.train
+
+    def broken(task, variant, positions, seed, *rest):
+        if (variant.name, seed) == ("ssmax", 1):
+            raise NotFinite("the training loss is nan at step 25")
+        return train(task, variant, positions, seed, *rest)
+
+    monkeypatch.setattr(jobs, "train", broken)
+    options = ["--variants", "softmax,ssmax", "--lengths", "16", "--steps", "2", "--workers", "0"]
+    run = [*SMALL, *options, "--out", str(tmp_path)]
+    assert main(run) == 0
+    bad = next(row for row in lines(tmp_path) if (row["variant"], row["seed"]) == ("ssmax", 1))
+    assert (bad["status"], bad["metrics"]) == ("nan", {})
+    assert bad["message"] == "training: the training loss is nan at step 25"
+    text = capsys.readouterr().out
+    assert "failed: ssmax, n = 16: training: the training loss is nan at step 25" in text
+    with (tmp_path / TASK / "summary.csv").open() as file:
+        line = next(line for line in csv.DictReader(file) if line["variant"] == "ssmax")
+    assert (line["seeds"], line["failed"], line["accuracy_se"]) == ("1", "nan:1", "")
+    assert main(run) == 0  # it is not tried again
+    assert "0 trainings, 0 rows" in capsys.readouterr().out
+
+
+def test_a_run_of_failures_alone_is_shown_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(jobs, "train", broken)
+    options = ["--variants", "softmax", "--lengths", "16,32", "--workers", "0"]
+    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 1  # nothing at all succeeded
+    assert {row["status"] for row in lines(tmp_path)} == {"oom"}
+    assert re.search(r"softmax † 2/2 +oom +oom", capsys.readouterr().out)
+    assert (tmp_path / TASK / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.undo()
+    again = [*SMALL, *options, "--out", str(tmp_path), "--retry-failed"]
+    assert main(again) == 0
+    assert [row["status"] for row in lines(tmp_path)] == ["oom"] * 4 + ["ok"] * 4
+    assert "failed" not in (tmp_path / TASK / "summary.csv").read_text().splitlines()[1]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_model_that_cannot_be_read_is_trained_again(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(undisturbed / TASK / "models", tmp_path / TASK / "models")
+    wrong = [b"", b"no model", (undisturbed / TASK / "rows.jsonl").read_bytes()]
+    for path, content in zip(sorted((tmp_path / TASK / "models").iterdir()), wrong, strict=False):
+        path.write_bytes(content)
+    assert main([*SMALL, "--workers", "0", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("cannot be read, and is trained again") == 3
+    same = (tmp_path / TASK / "summary.csv").read_bytes()
+    assert same == (undisturbed / TASK / "summary.csv").read_bytes()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_second_run_into_the_same_folder_keeps_the_results_of_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other variants, other test sizes, another training: each is added to what is there."""
+    few = ["--lengths", "16,64", "--workers", "0", "--out", str(tmp_path), "--steps", "2"]
+    small = ["--set", "test_least=4", "--set", "test_items=640"]
+    seen: list[list[tuple[str, ...]]] = []
+    for more in (["softmax"], ["ssmax"], ["softmax", *small], ["softmax", "--steps", "3"]):
+        assert main([*SMALL, *few, "--seeds", "1", "--variants", *more]) == 0
+        with (tmp_path / TASK / "summary.csv").open() as file:
+            lines = list(csv.DictReader(file))
+        seen.append([(x["variant"], x["length"], x["accuracy"], x["steps"]) for x in lines])
+        assert all(line in seen[-1] for earlier in seen for line in earlier)
+    assert [len(lines) for lines in seen] == [2, 4, 6, 8]
+    assert {x["settings"] for x in lines} == {
+        "steps 2, test sequences 500 at 16, 500 at 64",
+        "steps 2, test sequences 40 at 16, 10 at 64",
+        "steps 3",
+    }
+    assert capsys.readouterr().out.count(f"\n{TASK} · ") == 5  # 2 groups, then 3
+    page = (tmp_path / TASK / "report.html").read_text()
+    assert all(f"<h2>{TASK} · {x['settings']}</h2>" in page for x in lines)
+    assert "6 rows of earlier ones are shown, too" in page
+    pictures = {path.name for path in (tmp_path / TASK).glob("accuracy*")}
+    assert pictures == {"accuracy.png", "accuracy-2.png", "accuracy-3.png"}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_two_shards_are_one_whole_run(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(2):
+        shard = [*SMALL, "--workers", "0", "--shard", f"{index}/2", "--out", str(tmp_path)]
+        assert main(shard) == 0
+        text = capsys.readouterr().out
+        assert f"to do (shard {index} of 2)" in text
+        assert ("rows are missing, of other shards" in text) == (index == 0)
+    names = {path.name for path in (tmp_path / TASK).glob("rows*")}
+    assert names == {"rows-0-of-2.jsonl", "rows-1-of-2.jsonl"}
+    summary = (tmp_path / TASK / "summary.csv").read_bytes()
+    assert summary == (undisturbed / TASK / "summary.csv").read_bytes()
+
+
+PLUGIN = """
+import multiprocessing, os, signal
+from attnzoo import Variant, register_variant
+
+def relu(q, k, call):
+    s = (call.scores(q, k) + call.bias).relu() / call.counts.clamp(min=1)[..., None]
+    return s.masked_fill(~call.visible, 0.0)
+
+def holes(q, k, call):  # NaN beyond 16 keys
+    return relu(q, k, call) + (float("nan") if call.keys > 16 else 0.0)
+
+def greedy(q, k, call):  # killed as by the kernel at 32 keys, in a worker
+    if call.keys == 32 and multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return relu(q, k, call)
+
+def defect(q, k, call):
+    if call.keys == 32 and multiprocessing.parent_process() is not None:
+        raise KeyError("a defect")
+    return relu(q, k, call)
+
+for weights in (relu, holes, greedy, defect):
+    register_variant(Variant(f"my_{weights.__name__}", "ReLU(z)/n", "a test", weights,
+                             normalized=False))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
+def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) -> None:
+    plugin, out = tmp_path / "plugin.py", tmp_path / "out"
+    plugin.write_text(PLUGIN)
+    variants = "my_relu,softmax->my_holes,softmax->my_greedy,my_defect"
+    sizes = ["--lengths", "16,32,48", "--steps", "5", "--workers", "1", "--out", str(out)]
+    run = ["max-retrieval", "--plugin", str(plugin), "--variants", variants, "--seeds", "1"]
+    process = start([*run, *sizes])
+    text, errors = process.communicate(timeout=900)
+    found = {(row["variant"], row["length"]): row for row in lines(out)}
+    assert {key: row["status"] for key, row in found.items()} == {
+        ("my_relu", 16): "ok",
+        ("my_relu", 32): "ok",
+        ("my_relu", 48): "ok",
+        ("softmax->my_holes", 16): "ok",
+        ("softmax->my_holes", 32): "oom",  # in the process that was killed
+        ("softmax->my_holes", 48): "nan",
+        ("softmax->my_greedy", 16): "ok",
+        ("softmax->my_greedy", 32): "oom",
+        ("softmax->my_greedy", 48): "ok",
+        ("my_defect", 16): "ok",
+    }
+    assert found["my_relu", 16]["metrics"]["mass"] > 0
+    assert "not finite" in found["softmax->my_holes", 48]["message"]
+    assert "process killed twice at n = 32" in found["softmax->my_greedy", 32]["message"]
+    assert "failed: softmax->my_greedy, n = 32: process killed twice" in text
+    # A defect is no result: it has no row, the other cells run, and the status says so.
+    assert process.returncode == 1
+    assert "failed: max-retrieval my_defect seed 0: Traceback" in errors
+    assert "█" not in errors  # no bars off a terminal
+    assert "KeyError: 'a defect'" in errors
+    assert re.search(r"my_defect † 1/1 +\d+\.\d +missing +missing", text)

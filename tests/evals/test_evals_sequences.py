@@ -1,0 +1,372 @@
+"""Sequence tasks: each generator against a hand-worked instance, an oracle that is always right,
+and blind guesses that are right by chance; the model, its training and its tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from commandline.errors import UsageError
+from commandline.variants import VariantCall, parse_spec
+from evals.harness.training import evaluate, train
+from evals.measures.heads import Watch, learned, swapped
+from evals.task import Look
+from evals.tasks import TASKS, flip_flop, language_model, mqar
+from evals.tasks.families.sequence import Batch, Sequence, Settings
+from evals.tasks.language_model import DIGITS, corpus
+
+SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, Sequence)}
+SMOKE = {name: task.presets["smoke"].settings for name, task in SEQUENCES.items()}
+
+
+def words(seed: int, split: int, length: int, index: int, count: int) -> list[int]:
+    """The raw words of one sequence, straight from numpy's Philox."""
+    key = np.array([seed, (split << 32) | length], dtype=np.uint64)
+    blocks = -(-count // 4)
+    return np.random.Philox(counter=index * blocks, key=key).random_raw(4 * blocks).tolist()[:count]
+
+
+def choice(word: int, choices: int) -> int:
+    return ((word & (2**32 - 1)) * choices) >> 32
+
+
+def ranked(some: list[int]) -> list[int]:
+    """Places of the words in ascending order."""
+    return sorted(range(len(some)), key=some.__getitem__)
+
+
+# ---- hand-worked instances
+
+
+def test_mqar_is_pairs_and_then_each_key_again() -> None:
+    settings = mqar.Settings(steps=1, batch=1, train_shortest=8, train_longest=8, vocabulary=16)
+    raw = words(5, 2, 8, 3, 8 + 2 + 4)  # a word per key, per value and per later place
+    keys = [1 + k for k in ranked(raw[:8])[:2]]
+    values = [9 + choice(word, 7) for word in raw[8:10]]
+    places = [4 + place for place in ranked(raw[10:14])[:2]]
+    tokens, answers = [keys[0], values[0], keys[1], values[1], 0, 0, 0, 0], [-1] * 8
+    for place, key, value in zip(places, keys, values, strict=True):
+        tokens[place], answers[place] = key, value
+    batch = mqar.draw(5, "test", 8, 3, 4, settings)
+    assert batch.tokens[0].tolist() == tokens
+    assert batch.answers[0].tolist() == answers
+
+
+def test_flip_flop_asks_for_the_bit_last_written() -> None:
+    steps, index = 8, 1
+    raw = words(2, 2, 2 * steps, index, 2 * steps)
+    tokens, answers, stored = [], [], 0
+    for step in range(steps):
+        chance, bit = (raw[step] >> 40) / 2**24, choice(raw[steps + step], 2)
+        kind = "i" if chance < 0.8 else "w" if chance < 0.8 + 0.2 / 2 else "r"
+        kind = {0: "w", steps - 1: "r"}.get(step, kind)
+        if kind == "w":
+            stored = bit
+        bit = stored if kind == "r" else bit
+        tokens += [{"w": 2, "r": 3, "i": 4}[kind], bit]
+        answers += [bit if kind == "r" else -1, -1]
+    batch = flip_flop.draw(2, "test", 2 * steps, index, index + 1, None)
+    assert batch.tokens[0].tolist() == tokens
+    assert batch.answers[0].tolist() == answers
+
+
+@pytest.mark.parametrize(
+    ("split", "ignored"), [("train", 0.8), ("test", 0.8), ("sparse", 0.98), ("dense", 0.1)]
+)
+def test_flip_flops_tails_ignore_as_much_as_they_say(split: str, ignored: float) -> None:
+    kinds = flip_flop.draw(0, split, 256, 0, 400, None).tokens[:, 2:-2:2]
+    shares = [(kinds == kind).double().mean().item() for kind in (4, 2, 3)]
+    assert shares == pytest.approx([ignored, (1 - ignored) / 2, (1 - ignored) / 2], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("copy", lambda s: s), ("reverse", lambda s: s[::-1]), ("sort", sorted)],
+)
+def test_what_is_read_is_said_again(name: str, said: Callable[[list[int]], list[int]]) -> None:
+    symbols = [choice(word, 32) for word in words(1, 2, 5, 0, 5)]
+    batch = SEQUENCES[name].batch(1, "test", 5, 0, 1, SMOKE[name])
+    assert batch.tokens[0].tolist() == [*symbols, 32, *said(symbols)]
+    assert batch.answers[0].tolist() == [*[-1] * 5, *said(symbols), -1]
+    assert SEQUENCES[name].tokens(5) == 11
+
+
+def test_a_needle_is_planted_and_its_digits_are_asked_for() -> None:
+    length, index = 96, 3
+    raw = words(4, 6, length, index, 2 + DIGITS)
+    text = corpus()[0]["test"]
+    start = choice(raw[0], len(text) - length)
+    whole = text[start : start + length].tobytes()
+    digits = "".join(str(choice(word, 10)) for word in raw[2:]).encode()
+    depth = choice(raw[1], length - 2 * 11)
+    line, end = b"\n#key=" + digits + b"\n", b"\n#key=" + digits[:-1]
+    planted = whole[:depth] + line + whole[depth + len(line) : length - len(end)] + end
+    batch = language_model.draw(4, "planted", length, index, index + 1, None)
+    assert bytes(batch.tokens[0].tolist()) == planted
+    assert batch.answers[0].tolist() == [-1] * (length - DIGITS) + list(digits)
+    plain = language_model.draw(4, "test", length, 0, 3, None)
+    assert (plain.answers[:, :-1] == plain.tokens[:, 1:]).all()
+
+
+def test_training_reads_other_text_and_every_second_sequence_has_a_needle() -> None:
+    texts, digest = corpus()
+    assert len(digest) == 16
+    assert min(map(len, texts.values())) > 2**18
+    train, test = (texts[split].tobytes() for split in ("train", "test"))
+    known = {train[i : i + 64] for i in range(0, len(train) - 64, 4)}
+    pieces = [test[i + j : i + j + 64] for i in range(0, len(test) - 68, 256) for j in range(4)]
+    shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)  # one of four would align
+    assert 0 < shared < 0.03
+    batch = language_model.draw(0, "train", 128, 0, 40, None)
+    found = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
+    assert found == [0, 2] * 20
+    assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # all of the text is learned from
+    assert batch.asked.all()
+
+
+def test_a_sequence_depends_on_seed_split_length_and_index_only() -> None:
+    for name, task in SEQUENCES.items():
+        length, settings = SMOKE[name].train_longest, SMOKE[name]
+        whole = task.batch(3, "test", length, 0, 12, settings)
+        pieces = [task.batch(3, "test", length, a, b, settings) for a, b in ((0, 5), (5, 12))]
+        for field in ("tokens", "answers"):
+            joined = torch.cat([getattr(piece, field) for piece in pieces])
+            assert torch.equal(getattr(whole, field), joined), name
+        assert not torch.equal(task.batch(4, "test", length, 0, 12, settings).tokens, whole.tokens)
+        assert not torch.equal(task.batch(3, "train", length, 0, 12, settings).tokens, whole.tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "message"),
+    [
+        ("mqar", 30, "multiples of 4"),
+        ("mqar", 1024, "no more than 128 pairs"),
+        ("flip-flop", 7, "even numbers from 4 on, got 7"),
+        ("language-model", 20, "at least 44, got 20"),
+    ],
+)
+def test_lengths_that_a_task_cannot_have_are_refused(name: str, length: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SEQUENCES[name].batch(0, "test", length, 0, 1, SMOKE[name])
+
+
+# ---- oracles and chance: what follows from the tokens alone
+
+
+def solve(name: str, tokens: list[int]) -> Iterator[int]:
+    """The answers to what a sequence asks, in order, from the tokens alone."""
+    if name == "mqar":
+        pairs = len(tokens) // 4
+        value = dict(zip(tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2], strict=True))
+        yield from (value[key] for key in tokens[2 * pairs :] if key)
+    elif name == "flip-flop":
+        stored = -1
+        for kind, bit in zip(tokens[::2], tokens[1::2], strict=True):
+            stored = bit if kind == 2 else stored
+            if kind == 3:
+                yield stored
+    elif name == "language-model":
+        text = bytes(tokens)
+        at = text.index(b"\n#key=") + 6
+        yield from text[at : at + DIGITS]
+    else:
+        symbols = tokens[: tokens.index(32)]
+        yield from {"copy": symbols, "reverse": symbols[::-1], "sort": sorted(symbols)}[name]
+
+
+def drawn(name: str, split: str, count: int) -> Batch:
+    length = SMOKE[name].train_longest
+    return SEQUENCES[name].batch(0, split, length, 0, count, SMOKE[name])
+
+
+SPLITS = [
+    (name, split)
+    for name, task in SEQUENCES.items()
+    for split in task.splits.values()
+    if (name, split) != ("language-model", "test")  # text has no oracle
+]
+
+
+@pytest.mark.parametrize(("name", "split"), SPLITS)
+def test_an_oracle_scores_everything_and_one_mistake_is_seen(name: str, split: str) -> None:
+    task, batch = SEQUENCES[name], drawn(name, split, 20)
+    solved = [answer for row in batch.tokens.tolist() for answer in solve(name, row)]
+    logits = torch.nn.functional.one_hot(torch.tensor(solved), task.vocabulary(SMOKE[name])) * 30.0
+    found = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
+    hits = {k: v for k, v in found.items() if k != "loss"}
+    assert set(hits.values()) == {1.0}
+    logits[-1] = 0
+    logits[-1, (solved[-1] + 1) % logits.shape[1]] = 1
+    worse = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
+    each = len(solved)
+    for metric in hits:
+        total = len(batch.tokens) if metric in ("exact", "needle") else each
+        assert worse[metric] == pytest.approx(1 - 1 / total)
+
+
+@pytest.mark.parametrize(("name", "split"), SPLITS)
+def test_a_blind_guess_scores_chance(name: str, split: str) -> None:
+    task, settings = SEQUENCES[name], SMOKE[name]
+    batch = drawn(name, split, 1500)
+    asked = int(batch.asked.sum())
+    guesses = {
+        "mqar": (1 + settings.vocabulary // 2, settings.vocabulary) if name == "mqar" else (),
+        "flip-flop": (0, 2),
+        "language-model": (ord("0"), ord("9") + 1),
+    }.get(name, (0, 32))
+    blind = torch.randint(*guesses, (asked,), generator=torch.Generator().manual_seed(0))
+    logits = torch.nn.functional.one_hot(blind, task.vocabulary(settings)).double()
+    found = {k: v.double() for k, v in task.read(logits, batch).metrics.items()}
+    score = found["digits" if name == "language-model" else "accuracy"]
+    chance = 1 / (guesses[1] - guesses[0])
+    assert abs(score.mean().item() - chance) < 5 * math.sqrt(chance / len(score))
+    if name in ("mqar", "flip-flop"):
+        assert task.chance(settings) == pytest.approx(chance)
+
+
+def test_of_text_a_blind_guess_costs_eight_bits() -> None:
+    task, batch = SEQUENCES["language-model"], drawn("language-model", "test", 8)
+    figures = task.read(torch.zeros(int(batch.asked.sum()), 256), batch)
+    assert figures.metrics["bits"].mean().item() == pytest.approx(8)
+    assert figures.metrics["bits_last"].mean().item() == pytest.approx(8)
+    assert figures.curves["bits_by_position"].shape == (8, 16)
+    assert task.chance(SMOKE["language-model"]) == 8
+
+
+def test_exact_match_takes_every_symbol() -> None:
+    batch = drawn("copy", "test", 3)
+    logits = torch.nn.functional.one_hot(batch.answers[batch.asked], 33).double()
+    logits[5] = 0  # one symbol of the first sequence
+    figures = SEQUENCES["copy"].read(logits, batch)
+    assert figures.metrics["exact"].tolist() == [0, 1, 1]
+    logits[-1] = math.nan
+    assert SEQUENCES["copy"].read(logits, batch).metrics["exact"].isnan().any()
+
+
+# ---- the model
+
+
+TINY = Settings(
+    steps=3, batch=4, width=16, train_shortest=4, train_longest=8, train_stride=2,
+    test_sequences=6, test_least=6,
+)  # fmt: skip
+FLIP = SEQUENCES["flip-flop"]
+
+
+def silent(*_: float) -> None:
+    pass
+
+
+def model_of(variant: str, positions: str = "rope", settings: Settings = TINY) -> torch.nn.Module:
+    call = parse_spec(variant).train
+    return train(FLIP, call, positions, 0, settings, "cpu", silent)
+
+
+def test_training_is_reproducible_and_asks_only_where_an_answer_is() -> None:
+    one, two = (model_of("ssmax").state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    model = FLIP.build(VariantCall("softmax"), "none", TINY)
+    batch = FLIP.batch(0, "train", 8, 0, 4, TINY)
+    logits = model(batch.tokens)
+    wanted = torch.nn.functional.cross_entropy(logits[batch.asked], batch.answers[batch.asked])
+    torch.testing.assert_close(FLIP.loss(model, batch), wanted)
+
+
+def test_a_step_has_as_many_tokens_at_every_length_and_lengths_grow() -> None:
+    settings = replace(TINY, steps=10, batch=8, train_longest=16, curriculum=0.5)
+    assert [settings.share(n) for n in (4, 8, 16)] == [32, 16, 8]
+    assert replace(settings, fill=False).share(4) == 8
+    assert settings.ceilings() == [4, 6, 8, 10, 12, 16, 16, 16, 16, 16]
+    assert replace(settings, curriculum=0.0).ceilings() == [16] * 10
+
+
+@pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi"])
+def test_every_split_is_measured_and_every_head_is_watched(positions: str) -> None:
+    model = model_of("softmax", positions)
+    tests = {"own": None, "swap": VariantCall("sparsemax")}
+    found = evaluate(FLIP, model, tests, 0, 8, TINY, "cpu", silent)
+    for outcome in found.values():
+        assert outcome.status == "ok", outcome.message
+        assert {metric.name for metric in FLIP.metrics} <= set(outcome.metrics)
+        assert len(outcome.curves["head_peak"]) == 4  # two layers of two heads
+        assert outcome.curves["head_mass"] == pytest.approx([1] * 4)
+    assert found["own"].curves["head_peak"] != found["swap"].curves["head_peak"]
+
+
+def test_a_swap_lasts_as_long_as_it_is_asked_for() -> None:
+    model = model_of("ssmax")
+    tokens = torch.randint(5, (2, 12))
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return model(tokens)
+
+    before = run()
+    assert list(learned(model)) == ["s"]
+    assert len(learned(model)["s"]) == 4
+    with swapped(model, VariantCall("sigmoid")):
+        assert not torch.allclose(run(), before)
+        assert learned(model) == {}
+    with swapped(model, None):
+        assert torch.equal(run(), before)
+    assert torch.equal(run(), before)
+
+
+def test_heads_of_hand_worked_scores() -> None:
+    """One head, one row: keys with scores 0, 1 and 3."""
+    attention = attnzoo.nn.Attention("softmax", 1)
+    q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
+    with Watch(attention, Look(1, 1)) as watch:
+        attention(q, scores[None, None, :, None], torch.zeros(1, 1, 3, 1), scale=1.0)
+    found = {name: rows.item() for name, rows in watch.curves().items()}
+    p = torch.softmax(scores.double(), 0)
+    assert found["head_peak"] == pytest.approx(p[2].item())
+    assert found["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
+    assert found["head_entropy"] == pytest.approx(-(p * p.log()).sum().item() / math.log(3))
+    assert found["head_range"] == pytest.approx(3)
+    assert found["head_bound"] == 1  # e³ / 3, of 1
+    assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
+    jacobian = torch.diag(p) - torch.outer(p, p)
+    assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
+    assert found["head_alignment"] == pytest.approx(1 / 3)  # cosines 0, 0 and 1
+
+
+@pytest.mark.parametrize("positions", ["none", "alibi"])
+def test_softmax_never_passes_its_bound_and_every_visible_key_counts(positions: str) -> None:
+    q, k = torch.randn(2, 3, 2, 300, 8, generator=torch.Generator().manual_seed(0))
+    slopes = {"alibi": torch.tensor([4.0, 0.5])} if positions == "alibi" else {}
+    attention = attnzoo.nn.Attention("softmax", 2)
+    with Watch(attention, Look(2, 1)) as watch:
+        attention(q, k, k, is_causal=True, scale=0.3, **slopes)
+    found = watch.curves()
+    assert (found["head_peak"] <= found["head_bound"]).all()
+    assert found["head_peak"].shape == (2 * 4, 2)  # of two sequences the last four rows
+    assert (found["head_bound"] < 1).any() == (positions == "none")
+    if positions == "alibi":  # though fp64 holds no weight of the farthest key
+        assert (found["head_range"][:, 0] > 4 * 290).all()
+    assert "head_jacobian" not in found  # beyond 256 keys
+
+
+def test_a_jacobian_is_of_weights_that_the_scores_alone_give() -> None:
+    q = torch.rand(1, 1, 1, 4)
+    for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9})):
+        attention = attnzoo.nn.Attention(variant, 1, **params)
+        with Watch(attention, Look(1, 1)) as watch:
+            attention(q, torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4))
+        assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
+
+
+def test_a_row_that_attends_to_nothing_has_no_effective_keys() -> None:
+    attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
+    k = -torch.ones(1, 1, 3, 2)  # no feature is positive
+    with Watch(attention, Look(1, 1)) as watch:
+        attention(torch.ones(1, 1, 1, 2), k, k)
+    found = watch.curves()
+    assert found["head_mass"].item() == found["head_n_eff"].item() == 0

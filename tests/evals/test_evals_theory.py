@@ -1,0 +1,312 @@
+"""Theory beside measurement: fits of made heads are exact, bounds and ranks are right."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from commandline.variants import VariantCall, parse_spec
+from evals.reporting import theory_plots
+from evals.reporting.summary import Group, groups
+from evals.theory import ranks
+from evals.theory import trained_heads as theory
+from evals.theory.closed_forms import entmax15_fixed, softmax_fixed
+from evals.theory.fits import FIXED, SHRINKING, fit, log_law
+from helpers import evals_rows
+
+KEYS = (16, 64, 256, 1024)
+SOFTMAX = VariantCall("softmax")
+FIGURES = ("peak", "range", "bound", "alignment", "strength")
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def row(variant: str, length: int, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """A row as a run writes it; head_… are the curves."""
+    curves = {f"head_{name}": [0.5] for name in FIGURES} | {
+        name: values for name, values in more.items() if name.startswith("head_")
+    }
+    more = {"curves": curves, **{n: x for n, x in more.items() if n not in curves}}
+    return evals_rows.row(variant, 1.0, task="needle", seed=seed, length=length, **more)
+
+
+def group_of(rows: list[dict[str, Any]]) -> Group:
+    (found,) = groups(rows)
+    return found
+
+
+# ------------------------------------------------------------------------------------- fits
+
+
+@pytest.mark.parametrize(
+    ("variant", "learned", "law", "gap"),
+    [
+        ("softmax", {}, softmax_fixed, 3.0),
+        ("ssmax", {"s": 0.3}, lambda n, gap: 1 / (1 + (n - 1) * n ** (-0.3 * gap)), 2.5),
+        ("sink", {"b": 1.5}, lambda n, gap: 1 / (1 + (n - 1 + math.e**1.5) * math.exp(-gap)), 4.0),
+        ("entmax", {}, entmax15_fixed, 1.2),
+    ],
+)
+def test_a_fixed_gap_is_found_again(variant: str, learned: dict[str, float], law, gap: float):
+    peaks = column(*(law(n, gap) for n in KEYS))
+    own = {name: torch.tensor([value]).double() for name, value in learned.items()}
+    found = fit(FIXED, VariantCall(variant), KEYS, peaks, own)
+    assert found.sizes.item() == pytest.approx(gap, rel=1e-3)
+    assert found.errors.item() < 1e-3
+    assert not found.below.item()
+    assert not found.above.item()
+    assert fit(SHRINKING, VariantCall(variant), KEYS, peaks, own).errors.item() > 0.02
+
+
+@pytest.mark.parametrize("variant", ["softmax", "sparsemax", "ssmax(s=0.4)", "topk(top_k=8)"])
+def test_a_shrinking_gap_is_found_again_from_true_draws(variant: str) -> None:
+    call = parse_spec(variant).test
+    draw = torch.Generator().manual_seed(3)
+    peaks = []
+    for n in KEYS:
+        k = 30 * torch.rand(500, 1, n, 1, generator=draw, dtype=torch.float64)
+        q = torch.ones(500, 1, 1, 1, dtype=torch.float64)
+        w = attnzoo.attention_weights(q, k, k, call.name, scale=1.0, **call.params)
+        peaks.append(w.amax(-1).mean().item())
+    found = fit(SHRINKING, call, KEYS, column(*peaks))
+    assert found.sizes.item() == pytest.approx(30, rel=0.05)
+    assert found.errors.item() < 0.03
+    assert fit(FIXED, call, KEYS, column(*peaks)).errors.item() > 1.5 * found.errors.item()
+
+
+def test_each_head_is_fitted_with_what_it_learned() -> None:
+    learned = {"s": torch.tensor([0.2, 0.6]).double()}
+    sizes = torch.tensor([[12.0, 40.0]]).double()
+    call = VariantCall("ssmax")
+    peaks = torch.cat([log_law(SHRINKING.scores(n), call, sizes, learned).exp() for n in KEYS])
+    found = fit(SHRINKING, call, KEYS, peaks, learned)
+    assert found.sizes.tolist() == pytest.approx([12, 40], rel=1e-3)
+    swapped = fit(SHRINKING, call, KEYS, peaks, {"s": learned["s"].flip(0)})
+    assert swapped.sizes.tolist() != pytest.approx([12, 40], rel=0.5)
+
+
+def test_what_no_law_fits_has_a_large_error() -> None:
+    rising = column(0.01, 0.1, 0.5, 0.9)
+    for gap in (FIXED, SHRINKING):
+        assert fit(gap, SOFTMAX, KEYS, rising).errors.item() > math.log(3)
+
+
+def test_weights_that_are_not_above_0_are_left_out() -> None:
+    peaks = column(*(softmax_fixed(n, 3.0) for n in KEYS)).expand(-1, 3).clone()
+    peaks[1, 0], peaks[0, 1] = 0.0, math.nan
+    peaks[1:, 2] = -1.0
+    found = fit(FIXED, SOFTMAX, KEYS, peaks)
+    assert found.sizes[:2].tolist() == pytest.approx([3, 3], rel=1e-3)
+    assert found.sizes[2].isnan()
+    assert found.errors[2].isnan()
+
+
+def test_a_size_may_be_only_a_bound() -> None:
+    certain = fit(FIXED, VariantCall("sparsemax"), KEYS, torch.ones(4, 1))
+    assert certain.above.item()
+    assert not certain.below.item()
+    assert certain.sizes.item() == pytest.approx(1.0, rel=0.02)
+    flat = fit(SHRINKING, SOFTMAX, KEYS, column(*(1 / n for n in KEYS)))
+    assert flat.below.item()
+    assert not flat.above.item()
+    free = fit(FIXED, VariantCall("cosformer", (("max_length", 1024),)), KEYS, torch.ones(4, 1))
+    assert free.below.item()
+    assert free.above.item()
+
+
+def test_draws_are_uniform() -> None:
+    for n in (1, 5, 4096):
+        u = SHRINKING.scores(n)
+        assert u.shape == (16, n)
+        assert ((u > 0) & (u < 1)).all()
+        assert (u.diff(dim=1) < 0).all()
+        top = n / (n + 1)  # the mean of the largest of n
+        assert 1 - u[:, 0].mean().item() == pytest.approx(1 - top, rel=0.15)
+
+
+# ---------------------------------------------------------------------------------- bounds
+
+
+def test_bounds_by_hand() -> None:
+    assert theory.half_length(math.log(20)) == pytest.approx(40)
+    assert theory.half_length(1e4) == math.inf
+    assert theory.critical_gain(0.75) == 4
+    assert theory.critical_gain(-1) == 0.5
+    assert theory.critical_gain(1.0) == math.inf
+
+
+# ---------------------------------------------------------------------------------- tables
+
+
+def rows_of(variant: str, law, seeds: int = 1, **more: Any) -> list[dict[str, Any]]:
+    return [
+        row(variant, n, seed, head_peak=[law(n)], head_range=[math.log(20)],
+            head_bound=[min(1, 20 / n)],
+            head_alignment=[0.75], head_strength=[2.5], **more)
+        for n in KEYS for seed in range(seeds)
+    ]  # fmt: skip
+
+
+def test_tables_of_a_group() -> None:
+    rows = rows_of("softmax", lambda n: softmax_fixed(n, 3.0), seeds=2)
+    rows += rows_of(
+        "ssmax", lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4)), seeds=2, learned={"s": [0.3]}
+    )
+    # What was swapped in learned nothing: its s is its default.
+    s = 0.168
+    rows += rows_of(
+        "ssmax->ssmax(b=0)", lambda n: 1 / (1 + (n - 1) * n ** (-s * 9)), learned={"s": [0.3]}
+    )
+    for one in rows:
+        if one["length"] <= 256:
+            one["curves"]["head_jacobian"] = [one["length"] / 1000]
+    fits, bounds = theory.tables(group_of(rows))
+    cells = {line[0].split(" †")[0]: line for line in fits.rows}
+    assert "each fitted by itself" in fits.note
+    delta = fits.header.index("Δ")
+    assert cells["softmax"][delta : delta + 2] == ["3 (3 to 3)", "×1 (1 to 1)"]
+    assert cells["ssmax"][delta : delta + 2] == ["4 (4 to 4)", "×1 (1 to 1)"]
+    assert cells["ssmax->ssmax(b=0)"][delta : delta + 2] == ["9", "×1"]
+    assert {line[-1] for line in fits.rows} == {"fixed"}
+    first = dict(zip(bounds.header, bounds.rows[0], strict=True))
+    assert first["n"] == "1024"
+    assert first["bound"] == f"{20 / 1024:.3g}"
+    assert first["2e^δ"] == "40"
+    assert (first["β/log n"], first["γ_c"]) == ("2.5", "4")
+    assert first["‖∂w/∂z‖₂"] == "0.256 at 256"
+
+
+def test_the_sharpest_eight_heads_are_shown() -> None:
+    many = {f"head_{name}": [0.5] * 10 for name in FIGURES}
+    peaks = [[0.01 * (h + 1) for h in range(10)], [0.001 * (h + 1) for h in range(10)]]
+    rows = [
+        row(
+            "softmax",
+            n,
+            settings=evals_rows.SETTINGS | {"heads": 5},
+            **(many | {"head_peak": peak}),
+        )
+        for n, peak in zip((16, 64), peaks, strict=True)
+    ]
+    fits, bounds = theory.tables(group_of(rows))
+    assert [line[1] for line in fits.rows] == ["2.5", "2.4", "2.3", "2.2", "2.1", "1.5", "1.4",
+                                               "1.3"]  # fmt: skip
+    assert len(bounds.rows) == 8
+    assert fits.note.endswith("the 8 sharpest of 10 heads")
+
+
+@pytest.mark.parametrize(
+    ("variant", "lengths", "peak", "words"),
+    [
+        ("softmax", (16,), 0.5, "one length: no fit"),
+        ("softmax", (16, 64), 0.0, "no fit"),
+        ("cosformer(max_length=32)", (16, 64), 0.5, "no law: cosformer: max_length=32"),
+        ("cosformer(max_length=64)", (16, 64), 0.5, "weights free of κ, Δ"),
+    ],
+)
+def test_why_there_is_no_verdict(variant: str, lengths, peak: float, words: str) -> None:
+    group = group_of([row(variant, n, head_peak=[peak]) for n in lengths])
+    fits, bounds = theory.tables(group)
+    assert words in fits.rows[0][-1]
+    assert len(bounds.rows) == 1
+    figure = theory_plots.theory_plot(group)
+    assert (figure is None) == (peak == 0)
+
+
+def test_far_out_both_laws_fall_alike() -> None:
+    rows = [row("softmax", n, head_peak=[6 / n]) for n in (1024, 2048, 4096)]
+    fits, _ = theory.tables(group_of(rows))
+    assert fits.rows[0][-1] == "either"
+
+
+def test_nothing_to_show_without_heads() -> None:
+    group = group_of([row("softmax", 16, curves={}) | {"curves": {}}])
+    assert theory.tables(group) == []
+    assert theory_plots.theory_plot(group) is None
+
+
+def test_failed_seeds_are_left_out() -> None:
+    rows = rows_of("softmax", lambda n: softmax_fixed(n, 3.0))
+    rows += [
+        row("softmax", n, 1, status="nan", message="NaN", metrics={}) | {"curves": {}} for n in KEYS
+    ]
+    fits, _ = theory.tables(group_of(rows))
+    assert fits.rows[0][fits.header.index("Δ")] == "3"
+
+
+def test_the_picture_has_marks_lines_and_the_bound() -> None:
+    rows = rows_of("softmax", lambda n: softmax_fixed(n, 3.0)) + rows_of("entmax", lambda n: 0.3)
+    figure = theory_plots.theory_plot(group_of(rows))
+    assert figure is not None
+    marks, law, bound, *others = figure.axes[0].lines
+    assert list(marks.get_ydata()) == pytest.approx([softmax_fixed(n, 3.0) for n in KEYS])
+    x = [int(n) for n in law.get_xdata()]
+    assert set(KEYS) < set(x)
+    assert list(law.get_ydata()) == pytest.approx([softmax_fixed(n, 3.0) for n in x], rel=1e-3)
+    assert list(bound.get_ydata()) == pytest.approx([1, 20 / 64, 20 / 256, 20 / 1024])
+    assert len(others) == 2
+
+
+# ----------------------------------------------------------------------------------- ranks
+
+
+def test_ranks_of_made_matrices() -> None:
+    assert ranks.rank(torch.diag(torch.tensor([3.0, 2.0, 0.0]))) == 2
+    assert ranks.rank(torch.ones(4, 5, dtype=torch.float64)) == 1
+    tiny = torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64))
+    assert ranks.rank(tiny) == 2
+    assert ranks.rank(tiny.float()) == 1  # below fp32's tolerance
+    row, line = torch.rand(2, 6, dtype=torch.float64) + 0.1
+    assert ranks.log_rank(row[:, None] * line) == 2  # log a_i + log b_j
+    assert ranks.log_rank(torch.eye(2)) is None
+
+
+def test_softmax_has_log_weights_of_rank_d_and_one() -> None:
+    found = ranks.attention_table([SOFTMAX, VariantCall("sparsemax")], tokens=24, width=3)
+    assert found.rows[0][1:3] == ["4", "4"]
+    assert int(found.rows[0][4]) > 10
+    assert found.rows[1][1:3] == ["—", "—"]
+
+
+def test_a_refused_variant_is_named() -> None:
+    call = VariantCall("cosformer", (("max_length", 8),))
+    (line,) = ranks.attention_table([call], tokens=24, width=3).rows
+    assert "max_length=8" in line[0]
+
+
+def test_a_mixture_passes_the_bound_of_one_softmax() -> None:
+    table = ranks.mixture_table(sizes=(3, 40, 60))
+    assert "H + 2 = 5" in table.title
+    for line in table.rows:
+        assert int(line[1]) <= 5
+        assert int(line[2]) > 5
+    normal = ranks.mixture(2, "normal", torch.float64, sizes=(3, 40, 60))
+    assert torch.allclose(normal.sum(-1), torch.ones(60, dtype=torch.float64))
+
+
+def test_published_ranks_stand_beside_their_own_sizes_only(monkeypatch) -> None:
+    monkeypatch.setattr(ranks, "log_rank", lambda matrix: 7)
+    monkeypatch.setattr(ranks, "mixture", lambda *given: None)
+    assert ranks.mixture_table().rows[-1] == ["published", "34", "629", "979", "995", "997"]
+    assert all("published" not in line for line in ranks.mixture_table(sizes=(3, 40, 60)).rows)
+
+
+def test_ranks_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ranks.main(tmp_path, tokens=24, sizes=(3, 40, 60)) == 0
+    text = capsys.readouterr().out
+    assert "depend on dtype, initialization and tolerance" in text
+    for name in attnzoo.list_variants():
+        assert name in text
+    with (tmp_path / "ranks.csv").open() as file:
+        cells = {line[0]: line[1:] for line in csv.reader(file)}
+    assert cells["softmax"][:2] == ["17", "17"]
+    assert int(cells["fp64, normal (W ~ N(0, 1/H), b ~ N(0, 1))"][0]) == 5

@@ -1,0 +1,202 @@
+"""torch.utils.checkpoint around a call, on every backend that trains: the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
+
+import attnzoo
+from attnzoo.backends.tiled import blocks
+from attnzoo.core import registry
+from attnzoo.integrations.transformers import convert
+from helpers.cases import CASES, learned, rand
+from helpers.coverage_table import CONSTANT_PARAMETERS, TRAINED, cell, precise
+from helpers.hf_models import llama, quiet
+
+Function = Callable[..., Tensor]
+
+
+def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Tensor]]:
+    """A call on that backend and no other, as a function of its leaves; and the leaves."""
+    dtype = precise(backend)
+    leaves = [rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3)]
+    constant = (variant, backend) in CONSTANT_PARAMETERS
+    named = {} if constant else {n: x.to(dtype) for n, x in learned(variant, 2).items()}
+    options = {"is_causal": True, "backend": backend, **CASES[variant].params, **options}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        params = dict(zip(named, rest, strict=True))
+        return attnzoo.attention(q, k, v, variant, **options, **params)
+
+    leaves = [x.requires_grad_() for x in (*leaves, *named.values())]
+    plan = attnzoo.explain(
+        *leaves[:3], variant, **options, **dict(zip(named, leaves[3:], strict=True))
+    )
+    assert plan.chosen == backend
+    return run, leaves
+
+
+def once(run: Function, *inputs: Tensor, use_reentrant: bool = False) -> Tensor:
+    return checkpoint(run, *inputs, use_reentrant=use_reentrant)
+
+
+def nested(run: Function, *inputs: Tensor) -> Tensor:
+    return once(lambda *x: once(run, *x).sin(), *inputs)
+
+
+def gradients(function: Function, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    for x in leaves:
+        x.grad = None
+    out = function(*leaves)
+    # Not torch.autograd.grad, which a reentrant checkpoint refuses.
+    out.backward(rand(*out.shape, seed=9, dtype=out.dtype))
+    return tuple(x.grad for x in leaves if x.grad is not None)
+
+
+def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for have, want in zip(found, expected, strict=True):
+        assert torch.allclose(have, want)
+
+
+@pytest.mark.parametrize(("variant", "backend"), TRAINED)
+def test_a_checkpoint_changes_no_gradient(variant: str, backend: str) -> None:
+    run, leaves = call(variant, backend)
+    agree(gradients(lambda *x: once(run, *x), leaves), gradients(run, leaves))
+
+
+BACKENDS = [
+    cell("ssmax", "eager"),
+    cell("ssmax", "tiled"),
+    cell("ssmax", "sdpa"),
+    cell("ssmax", "flash"),
+    cell("taylor", "linear"),
+    cell("taylor", "flash_linear"),
+]
+every_backend = pytest.mark.parametrize(("variant", "backend"), BACKENDS)
+
+
+@every_backend
+def test_a_checkpoint_in_a_checkpoint(variant: str, backend: str) -> None:
+    run, leaves = call(variant, backend)
+    agree(
+        gradients(lambda *x: nested(run, *x), leaves), gradients(lambda *x: run(*x).sin(), leaves)
+    )
+
+
+@every_backend
+def test_a_reentrant_checkpoint(variant: str, backend: str) -> None:
+    run, leaves = call(variant, backend)
+    found = gradients(lambda *x: once(run, *x, use_reentrant=True), leaves)
+    agree(found, gradients(run, leaves))
+
+
+@every_backend
+def test_a_checkpoint_under_autocast(variant: str, backend: str) -> None:
+    """The recomputation has the autocast of the forward, and the backward none."""
+    run, leaves = call(variant, backend)
+    leaves = [x.detach().float().requires_grad_() for x in leaves]
+
+    def half(*inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(*inputs)
+        assert out.dtype == torch.bfloat16
+        return out
+
+    def checkpointed(*inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return once(run, *inputs)
+
+    agree(gradients(checkpointed, leaves), gradients(half, leaves))
+
+
+@pytest.mark.parametrize("variant", ["taylor", "adaptive_temperature"])
+def test_autocast_around_the_backward_of_tiled_changes_nothing(variant: str) -> None:
+    options = {"differentiable": True} if variant == "adaptive_temperature" else {}
+    run, leaves = call(variant, "tiled", **options)
+    leaves = [x.detach().float().requires_grad_() for x in leaves]
+    expected = gradients(run, leaves)
+    out = run(*leaves)
+    do = rand(*out.shape, seed=9, dtype=out.dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(out, leaves, do)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_statistics_of_a_gain_are_checkpointed_too() -> None:
+    run, leaves = call("adaptive_temperature", "tiled", differentiable=True)
+    agree(
+        gradients(lambda *x: nested(run, *x), leaves), gradients(lambda *x: run(*x).sin(), leaves)
+    )
+
+
+def test_a_variant_without_a_form_is_checkpointed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are checkpoints themselves."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    monkeypatch.setattr(blocks, "ROWS", 4)
+    monkeypatch.setitem(CASES, "halved", CASES["softmax"])
+    attnzoo.register_variant(
+        attnzoo.Variant("halved", "-", "-", lambda q, k, call: call.softmax(call.scores(q, k) / 2))
+    )
+    run, leaves = call("halved", "tiled")
+    agree(
+        gradients(lambda *x: nested(run, *x), leaves), gradients(lambda *x: run(*x).sin(), leaves)
+    )
+
+
+def test_dropout_is_drawn_again_as_it_was() -> None:
+    run, leaves = call("softmax", "tiled", dropout_p=0.5)
+    torch.manual_seed(1)
+    expected = gradients(run, leaves)
+    torch.manual_seed(1)
+    agree(gradients(lambda *x: once(run, *x), leaves), expected)
+
+
+# torch 2.13 traces an autograd.Function by making one, which torch itself warns about.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("variant", "backend", "options"),
+    [
+        ("ssmax", "tiled", {}),
+        ("adaptive_temperature", "tiled", {"differentiable": True}),
+        pytest.param("entmax", "tiled", {}, marks=pytest.mark.slow),
+        pytest.param("ssmax", "eager", {}, marks=pytest.mark.slow),
+        pytest.param("ssmax", "sdpa", {}, marks=pytest.mark.slow),
+        pytest.param("taylor", "linear", {}, marks=pytest.mark.slow),
+        pytest.param("ssmax", "flash", {}, marks=[pytest.mark.slow, pytest.mark.interpreter]),
+    ],
+)
+def test_a_compiled_checkpoint(variant: str, backend: str, options: dict[str, Any]) -> None:
+    run, leaves = call(variant, backend, **options)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *x: once(run, *x), fullgraph=True, backend="aot_eager")
+    agree(gradients(compiled, leaves), gradients(run, leaves))
+
+
+@quiet
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_trainer_checkpoints_a_converted_model_that_reaches_tiled(tmp_path: Path) -> None:
+    """The length is one at which the calls of the model go to tiled, not to eager."""
+    length = 192
+    ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    weights = []
+    for checkpointing in (False, True):
+        model = convert(llama(), "entmax")
+        q = torch.empty(2, 4, length, 8)
+        assert attnzoo.explain(q, q, q, "entmax", is_causal=True).chosen == "tiled"
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, learning_rate=1e-2,
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        Trainer(model, arguments, train_dataset=rows).train()
+        weights.append([x.detach() for x in model.parameters()])
+    for have, want in zip(*weights, strict=True):
+        assert torch.allclose(have, want, atol=1e-5)

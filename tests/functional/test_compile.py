@@ -1,0 +1,279 @@
+"""torch.compile(fullgraph=True): no graph break, and the results of eager mode.
+
+One compilation per (variant, backend), because they are slow: the options change from one variant
+to the next so that all of them are compiled somewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import attnzoo
+from attnzoo import Activation, Pairwise
+from attnzoo.core import registry
+from attnzoo.nn import Attention
+from helpers.cases import CASES, VARIANTS, learned, rand
+from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+
+IDS = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+KEYS = rand(2, 1, 1, 9, seed=5) > -0.8
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "bool mask": {"attn_mask": rand(2, 1, 9, 9, seed=6) > -0.8},
+    "key mask and segments": {"attn_mask": KEYS, "segment_ids": IDS, "is_causal": True},
+    "window": {"window": 3, "is_causal": True},
+    "float mask": {"attn_mask": rand(9, 9, seed=6).float()},
+    "window pair and alibi": {"window": (3, 2), "alibi": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "lse": {"return_lse": True, "is_causal": True},
+}
+# What variants without an additive score take.
+NO_SCORE_OPTIONS = ("causal", "bool mask", "key mask and segments", "window")
+SPECIAL: dict[str, list[dict[str, Any]]] = {
+    "sdpa": [{"is_causal": True}, OPTIONS["bool mask"], OPTIONS["float mask"]],
+    "linear": [{"is_causal": True}, {"attn_mask": KEYS}],
+}
+
+
+# A linear form, a threshold and a sum with a learned sink; the others are slow.
+QUICK = ("cosformer", "entmax", "sink")
+
+
+def cells() -> Iterator[Any]:
+    special = {name: cycle(options) for name, options in SPECIAL.items()}
+    names = {"eager": cycle(OPTIONS), "tiled": cycle(reversed(OPTIONS))}
+    for variant in VARIANTS:
+        for backend, cycled in names.items():
+            name = next(cycled)
+            while (variant in NO_SCORE and name not in NO_SCORE_OPTIONS) or (
+                variant in NO_LSE and name == "lse"
+            ):
+                name = next(cycled)
+            marks = [] if variant in QUICK else [pytest.mark.slow]
+            case = f"{variant}-{backend}-{name}"
+            yield pytest.param(variant, backend, OPTIONS[name], id=case, marks=marks)
+        for backend, options in special.items():
+            if VARIANT_BACKENDS[variant][backend] is RUNS:
+                quick = variant in (*QUICK, "softmax")
+                marks = [] if quick else [pytest.mark.slow]
+                case = f"{variant}-{backend}"
+                yield pytest.param(variant, backend, next(options), id=case, marks=marks)
+
+
+CELLS = list(cells())
+
+# torch 2.13 traces an autograd.Function by making one, which torch itself warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[Tensor]:
+    """Outputs and gradients of q, k, v and what is learned."""
+    leaves = [rand(2, 4, 9, 8, seed=i).float().requires_grad_() for i in range(3)]
+    attend.zero_grad()
+    out = function(*leaves, **options)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    sum(x.square().sum() for x in outs).backward()
+    gradients = [x.grad for x in (*leaves, *attend.parameters())]
+    assert all(x is not None for x in gradients)
+    return [x.detach().clone() for x in (*outs, *gradients)]
+
+
+@pytest.mark.parametrize(("variant", "backend", "options"), CELLS)
+def test_compiles_whole_and_agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
+    params = CASES[variant].params
+    names = tuple(CASES[variant].learned)
+    if (variant, backend) == ("entmax", "eager"):
+        names = ()  # a definition that bisects α unrolls into 17 s of compilation
+    attend = Attention(variant, 4, learn=names, **params, **(learned(variant, 4) if names else {}))
+    options = {**options, "backend": backend}
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for have, want in zip(
+        results(compiled, attend, options), results(attend, attend, options), strict=True
+    ):
+        assert torch.allclose(have, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_every_option_is_compiled(backend: str) -> None:
+    compiled = {cell.id.split("-", 2)[2] for cell in CELLS if cell.values[1] == backend}
+    assert compiled == set(OPTIONS)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "sdpa"])
+def test_other_lengths_and_scales_are_compiled_too(backend: str) -> None:
+    """At the second value torch makes a symbol of a number: nothing may mind."""
+    attend = Attention("softmax", 4, learn=())
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n, scale in ((9, 0.5), (12, 0.25)):
+        q, k, v = (rand(2, 4, n, 8, seed=i).float() for i in range(3))
+        options = {"is_causal": True, "scale": scale, "backend": backend}
+        assert torch.allclose(compiled(q, k, v, **options), attend(q, k, v, **options), atol=1e-6)
+
+
+LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # of two blocks of rows to four
+
+
+def graphs_over(
+    lengths: tuple[int, ...], backend: str, variant: str, dynamic: bool | None = None, **params: Any
+) -> int:
+    """How many graphs a call and its gradients are compiled to over these lengths."""
+    names = tuple(CASES[variant].learned)
+    attend = Attention(
+        variant, 2, learn=names, **{**CASES[variant].params, **params, **learned(variant, 2)}
+    )
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
+    options: dict[str, Any] = {"is_causal": True, "backend": backend}
+    for n in lengths:
+        leaves = [rand(1, 2, n, 4, seed=i).float().requires_grad_() for i in range(3)]
+        out = compiled(*leaves, **options)
+        out.sum().backward()
+        assert torch.allclose(out, attend(*leaves, **options), atol=1e-5)
+    return counter.frame_count
+
+
+QUICK = ("ssmax", "entmax")
+FEW_GRAPHS = [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
+
+
+@pytest.mark.parametrize("variant", FEW_GRAPHS)
+def test_tiled_has_few_graphs_for_all_lengths(variant: str) -> None:
+    """One for the first length, then one for few scores and one for many: no blocks unrolled."""
+    params = {"max_length": max(LENGTHS)} if variant == "cosformer" else {}
+    assert graphs_over(LENGTHS, "tiled", variant, **params) <= 3
+
+
+@pytest.mark.slow
+def test_differentiable_statistics_have_few_graphs_for_all_lengths() -> None:
+    assert graphs_over(LENGTHS, "tiled", "adaptive_temperature", differentiable=True) <= 3
+
+
+@pytest.mark.slow
+def test_the_definition_of_a_learned_alpha_has_two_graphs_for_all_lengths() -> None:
+    assert graphs_over((9, 12, 14, 20, 11, 31, 25, 13, 17), "eager", "entmax") == 2
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "ssmax",
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("softmax", "log_n")),
+        pytest.param("adaptive_temperature", marks=pytest.mark.slow),
+    ],
+)
+def test_sdpa_is_compiled_with_all_sizes_symbolic(variant: str) -> None:
+    assert graphs_over((20, 31, 40), "sdpa", variant, dynamic=True) <= 2
+
+
+def test_few_graphs_hold_no_walk_over_blocks() -> None:
+    """The size of the graph is that of a call of one block."""
+
+    def nodes(n: int) -> int:
+        counter = CompileCounterWithBackend("eager")
+        q = rand(1, 2, n, 4).float()
+        torch.compile(attnzoo.attention, fullgraph=True, backend=counter, dynamic=False)(
+            q, q, q, "entmax", alpha=1.3, is_causal=True, backend="tiled"
+        )
+        return counter.op_count
+
+    assert nodes(900) == nodes(10)
+
+
+def test_a_linear_variant_is_compiled_at_a_second_length() -> None:
+    """Which backend is chosen depends on the work, a symbol at the second length."""
+    attend = Attention("cosformer", 1, max_length=4096)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n in (1100, 1200):
+        q, k, v = (rand(1, 1, n, 64, seed=i).float() for i in range(3))
+        assert torch.allclose(compiled(q, k, v), attend(q, k, v), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_another_order_of_taylor_is_compiled_too() -> None:
+    q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))
+    compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="aot_eager")
+    for order in (2, 4, 6):
+        options: dict[str, Any] = {"order": order, "backend": "tiled"}
+        out = compiled(q, k, v, "taylor", **options)
+        assert torch.allclose(out, attnzoo.attention(q, k, v, "taylor", **options), atol=1e-6)
+
+
+def fresh(name: str, factor: float) -> Activation:
+    return Activation(name, lambda s, shape: (factor * s).exp(), lambda s, phi, shape: factor * phi)
+
+
+TWO, THREE = fresh("same name", 2.0), fresh("same name", 3.0)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+
+def register(name: str, forms: Any) -> None:
+    attnzoo.register_variant(
+        attnzoo.Variant(
+            name, "-", "-", lambda q, k, call: call.softmax(call.scores(q, k)), forms=forms
+        )
+    )
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_activations_of_one_name_are_told_apart() -> None:
+    q, k, v = (rand(1, 2, 9, 4, seed=i).requires_grad_() for i in range(3))
+    register("two", lambda call: (Pairwise(TWO, "sum"),))
+    register("three", lambda call: (Pairwise(THREE, "sum"),))
+    compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="aot_eager")
+    for attend in (attnzoo.attention, compiled):
+        outs = [attend(q, k, v, name, backend="tiled") for name in ("two", "three")]
+        for out, factor in zip(outs, (2.0, 3.0), strict=True):
+            expected = (factor * q @ k.mT / 2).softmax(-1) @ v
+            assert torch.allclose(out, expected)
+            have = torch.autograd.grad(out.square().sum(), q, retain_graph=True)[0]
+            want = torch.autograd.grad(expected.square().sum(), q)[0]
+            assert torch.allclose(have, want)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_an_activation_made_in_a_compiled_call_is_refused() -> None:
+    q, k, v = (rand(1, 2, 9, 4, seed=i).float() for i in range(3))
+    register("made", lambda call: (Pairwise(fresh("made", 2.0), "sum"),))
+    expected = (2 * q @ k.mT / 2).softmax(-1) @ v
+    out = attnzoo.attention(q, k, v, "made", backend="tiled")
+    assert torch.allclose(out, expected, atol=1e-6)
+    compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="an Activation must be made before the call"):
+        compiled(q, k, v, "made", backend="tiled")
+
+
+def test_other_parameters_are_compiled_too() -> None:
+    """A model has the same variant with another number in another layer."""
+    q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))
+    for alpha in (1.3, 2.0):
+        attend = Attention("entmax", 4, alpha=alpha)
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        out = compiled(q, k, v, backend="tiled")
+        assert torch.allclose(out, attend(q, k, v, backend="tiled"), atol=1e-6)
+
+
+def test_dropout_compiles() -> None:
+    attend = Attention("softmax", 4)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    q, k = (rand(2, 4, 9, 8, seed=i).float().requires_grad_() for i in range(2))
+    eye = torch.eye(9).expand(2, 4, 9, 9)  # the output is the weights
+    out = compiled(q, k, eye, dropout_p=0.5, backend="tiled")
+    out.sum().backward()
+    assert bool(q.grad.isfinite().all())
+    assert 0.4 < float((out != 0).float().mean()) < 0.6
+    assert not torch.equal(out, compiled(q, k, eye, dropout_p=0.5, backend="tiled"))

@@ -1,0 +1,244 @@
+"""Which backend runs: explain(), the rule of preference, and third-party variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import attnzoo
+from attnzoo.backends.selection import FEW_SCORES, preference
+from attnzoo.core import registry
+from attnzoo.functional.attention import BACKENDS
+from helpers.cases import CASES, VARIANTS, rand
+
+
+def tensors(n: int, d: int = 64, heads: int = 8, gradient: bool = False) -> list[Tensor]:
+    # Expanded from one number: explain() looks at shapes alone.
+    return [torch.zeros(1).expand(1, heads, n, d).requires_grad_(gradient) for _ in range(3)]
+
+
+def chosen(variant: str, n: int, d: int = 64, gradient: bool = False, **options: Any) -> str | None:
+    options = {**CASES[variant].params, **options}
+    if variant == "cosformer":
+        options["max_length"] = n
+    return attnzoo.explain(*tensors(n, d, gradient=gradient), variant, **options).chosen
+
+
+def test_few_scores_are_run_by_definition() -> None:
+    few = int((FEW_SCORES / 8) ** 0.5)
+    for variant in VARIANTS:
+        fused = variant in ("softmax", "ssmax", "log_n", "adaptive_temperature")
+        assert chosen(variant, few) == ("sdpa" if fused else "eager")
+        assert chosen(variant, few + 1) != "eager"
+
+
+def test_softmax_and_gains_on_it_go_to_torch() -> None:
+    for variant in ("softmax", "ssmax", "log_n", "adaptive_temperature"):
+        assert chosen(variant, 1024, is_causal=True) == "sdpa"
+        assert chosen(variant, 1024, is_causal=True, window=100) == "tiled"
+    for variant in ("sigmoid", "entmax", "sparsemax", "asentmax", "sink", "topk"):
+        assert chosen(variant, 1024, is_causal=True) == "tiled"
+
+
+def test_linear_where_it_is_less_work() -> None:
+    """Able is not preferred: Taylor at D = 64 has 2145 features."""
+    for n, backend in ((1024, "tiled"), (4096, "tiled"), (8192, "tiled"), (65536, "linear")):
+        # Six times 2145 · 2 · 65 against 128 n.
+        assert chosen("taylor", n, d=64) == backend
+        assert (128 * n > 6 * 2145 * 2 * 65) == (backend == "linear")
+    assert chosen("taylor", 2048, d=64, is_causal=True) == "tiled"  # half of the keys
+    assert chosen("taylor", 1024, d=16) == "linear"
+    assert chosen("cosformer", 1024) == "linear"
+    assert chosen("cosformer", 1024, window=(5, 5)) == "tiled"  # linear objects
+
+
+def test_the_choice_is_a_function_of_sizes_alone() -> None:
+    """Gradients and values do not sway it where no backend objects."""
+    for variant in VARIANTS:
+        for n in (64, 1024, 8192):
+            assert chosen(variant, n) == chosen(variant, n, gradient=True)
+
+
+def test_preference_lists_every_candidate_once() -> None:
+    q, k, v = tensors(1024)
+    for variant in VARIANTS:
+        params = {"max_length": 1024} if variant == "cosformer" else CASES[variant].params
+        plan = attnzoo.explain(q, k, v, variant, **params)
+        pairs = [(c.backend, c.form.kind) for c in plan.candidates]
+        assert len(set(pairs)) == len(pairs)
+        assert {backend for backend, _ in pairs} == set(BACKENDS)
+        assert pairs[-1][0] == "eager"  # last resort of a large call
+    assert preference((), attnzoo.core.validation.check_call(q, k, v)) == []
+
+
+def test_the_table_of_reasons() -> None:
+    q, k, v = tensors(1024)
+    text = str(attnzoo.explain(q, k, v, "taylor", is_causal=True, dropout_p=0.1))
+    lines = text.splitlines()
+    assert lines[0] == "taylor: tiled"
+    rows = {tuple(line.split()[:2]): " ".join(line.split()[2:]) for line in lines[1:]}
+    assert rows["tiled", "pairwise"] == "chosen"
+    assert rows["eager", "definition"] == "able"
+    assert rows["linear", "linear"] == "has no weights to drop"
+    assert rows["sdpa", "pairwise"] == "carries softmax and row gains on it only"
+    assert rows["flash", "pairwise"] == "has no dropout; tiled has"
+
+
+def test_explain_of_a_refusal_and_of_an_objection() -> None:
+    q, k, v = tensors(64)
+    plan = attnzoo.explain(q, k, v, "taylor", alibi=torch.zeros(8))
+    assert plan.chosen is None
+    assert "attn_mask must be bool" in str(plan)
+    plan = attnzoo.explain(q, k, v, "taylor", backend="sdpa")
+    assert plan.chosen is None
+    assert "carries softmax" in str(plan)
+    plan = attnzoo.explain(q, k, v, "softmax", backend="tiled")
+    assert plan.chosen == "tiled"
+
+
+def test_explain_runs_nothing() -> None:
+    """A terabyte of scores, explained at once."""
+    assert chosen("softmax", 10**6, return_lse=True) == "tiled"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_named_backend_is_the_one_that_runs(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    for name, module in BACKENDS.items():
+
+        def run(*args: Any, name: str = name, original: Any = module.run) -> Any:
+            ran.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(module, "run", run)
+    q, k, v = rand(3, 1, 2, 5, 8).float().unbind()
+    variant = "taylor" if "linear" in backend else "softmax"
+    attnzoo.attention(q, k, v, variant, backend=backend)
+    assert ran[0] == backend
+    ran.clear()
+    attnzoo.attention(q, k, v, variant)
+    assert ran[0] == attnzoo.explain(q, k, v, variant).chosen
+
+
+# ---- a third party's variant ------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+
+def relu(q: Tensor, k: Tensor, call: Any, p: Any) -> Tensor:
+    """ReLU(z)^p / n."""
+    z = (call.scores(q, k) + call.bias).relu()
+    inside = torch.where(z > 0, z, 1.0) ** p * (z > 0)
+    return (inside / call.counts.clamp(min=1)[..., None]).masked_fill(~call.visible, 0.0)
+
+
+RELU = attnzoo.Variant(
+    "relu",
+    "ReLU(z)^p / n",
+    "Wortsman et al. 2023, arXiv:2309.08586",
+    relu,
+    params=(attnzoo.Param("p", 1.0, doc="power", init=1.0),),
+    normalized=False,
+)
+
+
+def test_a_variant_without_a_form_is_a_complete_citizen() -> None:
+    attnzoo.register_variant(RELU)
+    assert "relu" in attnzoo.list_variants()
+    assert attnzoo.get_variant("relu") is RELU
+    q, k, v = rand(2, 4, 9, 8, seed=1), rand(2, 2, 11, 8, seed=2), rand(2, 2, 11, 5, seed=3)
+    p = torch.tensor([1.0, 1.5, 2.0, 3.0]).double()
+    leaves = [x.requires_grad_() for x in (q, k, v, p)]
+    options = {
+        "is_causal": True,
+        "enable_gqa": True,
+        "alibi": torch.tensor([0.1, 0.2, 0.3, 0.4]).double(),
+        "attn_mask": rand(2, 1, 9, 11, seed=4) > -1,
+    }
+    z = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    distance = (torch.arange(2, 11)[:, None] - torch.arange(11)).abs()
+    z = (z - options["alibi"][:, None, None] * distance).relu()
+    seen = options["attn_mask"] & torch.ones(9, 11, dtype=torch.bool).tril(2)
+    w = torch.where(seen & (z > 0), z ** p[:, None, None], 0.0)
+    w = w / seen.sum(-1, keepdim=True).clamp(min=1)
+    expected = w @ v.repeat_interleave(2, 1)
+    do = rand(2, 4, 9, 5, seed=5)
+    gradients = torch.autograd.grad(expected, leaves, do)
+    for backend in ("eager", "tiled"):
+        found = attnzoo.attention(q, k, v, "relu", p=p, backend=backend, **options)
+        assert torch.allclose(found, expected)
+        for have, want in zip(torch.autograd.grad(found, leaves, do), gradients, strict=True):
+            assert torch.allclose(have, want)
+    for backend in ("sdpa", "flash", "linear", "flash_linear"):
+        with pytest.raises(ValueError, match=f"'{backend}' cannot run 'relu' here.*no .* form"):
+            attnzoo.attention(q, k, v, "relu", backend=backend, **options)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_tiled_differentiates_a_definition_in_small_blocks(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are checkpointed: mask, slopes and parameters get their gradients too."""
+    from attnzoo.backends.tiled import blocks
+
+    monkeypatch.setattr(blocks, "SCORES", 40)
+    monkeypatch.setattr(blocks, "ROWS", 3)
+    monkeypatch.setattr(blocks, "HEADS", 2)
+    attnzoo.register_variant(RELU)
+    leaves = [rand(2, 4, 5, 3, seed=1), rand(2, 2, 6, 3, seed=2), rand(2, 2, 6, 3, seed=3)]
+    leaves += [torch.tensor([1.5, 2.0, 2.5, 3.0]).double(), rand(5, 6, seed=4)]
+    leaves += [torch.tensor([0.1, 0.2, 0.3, 0.4]).double()]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, p: Tensor, mask: Tensor, slopes: Tensor) -> Tensor:
+        return attnzoo.attention(
+            q, k, v, "relu", p=p, attn_mask=mask, alibi=slopes, enable_gqa=True,
+            is_causal=True, backend=backend,
+        )  # fmt: skip
+
+    assert gradcheck(run, [x.requires_grad_() for x in leaves], fast_mode=True)
+
+
+def test_a_large_call_of_a_definition_is_tiled() -> None:
+    attnzoo.register_variant(RELU)
+    assert attnzoo.explain(*tensors(32), "relu").chosen == "eager"
+    assert attnzoo.explain(*tensors(1024), "relu").chosen == "tiled"
+
+
+def test_a_definition_returns_lse_if_it_has_scores() -> None:
+    def scores(q: Tensor, k: Tensor, call: Any) -> Tensor:
+        return 2 * call.scores(q, k) + call.bias
+
+    def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
+        return call.softmax(scores(q, k, call))
+
+    attnzoo.register_variant(attnzoo.Variant("double", "softmax(2z)", "-", weights, scores=scores))
+    q, k, v = rand(3, 1, 2, 6, 8).unbind()
+    expected = (2 * q @ k.mT / 8**0.5).logsumexp(-1)
+    for backend in ("eager", "tiled"):
+        _, lse = attnzoo.attention(q, k, v, "double", return_lse=True, backend=backend)
+        assert torch.allclose(lse, expected)
+
+
+def test_the_module_finds_a_third_party_variant() -> None:
+    attnzoo.register_variant(RELU)
+    module = attnzoo.nn.Attention("relu", 2)
+    assert module.p.tolist() == [1.0, 1.0]
+    q, k, v = rand(3, 1, 2, 6, 8, dtype=torch.float32).unbind()
+    module(q, k, v).sum().backward()
+    assert module.p.grad.abs().sum() > 0
+
+
+def test_registering_does_not_leak_between_tests() -> None:
+    """All tests above registered: nothing of it is left."""
+    assert attnzoo.list_variants() == VARIANTS

@@ -1,0 +1,264 @@
+"""Which backend runs on a GPU, on a machine without one: fake tensors have a device and no memory.
+
+A torch without CUDA can fake little beyond the choice, so what runs is shown on the device "meta".
+And where `flash` must not run: by itself on a CPU, and by name without the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_flash import FLASH
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import attnzoo
+from attnzoo.functional.attention import _candidates, prepare
+from attnzoo.functional.linear_attention import scan_for
+from helpers.cases import CASES, VARIANTS, rand
+from helpers.coverage_table import NO_LSE
+
+ROOT = Path(__file__).parents[2]
+PAIRWISE = ("sigmoid", "sink", "sparsemax", "entmax", "asentmax", "taylor")
+FUSED = ("softmax", "ssmax", "log_n")
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+def qkv(
+    n: int = 2048,
+    d: int = 64,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_heads: int = 8,
+    queries: int | None = None,
+    gradient: bool = True,
+) -> list[Tensor]:
+    kind: dict[str, Any] = {"dtype": dtype, "device": "cuda", "requires_grad": gradient}
+    shapes = (8, queries or n, d), (kv_heads, n, d), (kv_heads, n, value_dim or d)
+    return [torch.empty(2, *shape, **kind) for shape in shapes]
+
+
+def plan(variant: str, tensors: list[Tensor] | None = None, **options: Any) -> attnzoo.Plan:
+    q, k, v = tensors or qkv()
+    options = {**CASES[variant].params, **options}
+    if variant == "cosformer":
+        options["max_length"] = q.shape[2]
+    return attnzoo.explain(q, k, v, variant, **options)
+
+
+def chosen(variant: str, tensors: list[Tensor] | None = None, **options: Any) -> str | None:
+    return plan(variant, tensors, **options).chosen
+
+
+@pytest.mark.usefixtures("fake")
+class TestChoice:
+    def test_plain_softmax_and_gains_on_it_are_torchs(self) -> None:
+        for variant in FUSED:
+            assert chosen(variant) == chosen(variant, is_causal=True) == "sdpa"
+
+    def test_what_torch_cannot_carry_is_for_the_kernels(self) -> None:
+        for options in (
+            {"window": 100, "is_causal": True},
+            {"window": (5, 5)},
+            {"alibi": torch.empty(8, device="cuda")},
+            {"return_lse": True},
+        ):
+            for variant in FUSED:
+                assert chosen(variant, **options) == "flash", options
+        for variant in FUSED:
+            assert chosen(variant, qkv(value_dim=128)) == "flash"
+
+    def test_what_torch_would_do_densely_is_for_the_kernels(self) -> None:
+        """Its fused kernels take no groups of heads in fp32, and nothing in fp64."""
+        for dtype, backend in ((torch.float32, "flash"), (torch.bfloat16, "sdpa")):
+            assert chosen("softmax", qkv(kv_heads=2, dtype=dtype), enable_gqa=True) == backend
+        assert chosen("softmax", qkv(dtype=torch.float64)) == "tiled"
+
+    def test_other_normalizers_are_for_the_kernels(self) -> None:
+        for variant in PAIRWISE:
+            assert chosen(variant) == chosen(variant, is_causal=True, window=64) == "flash"
+
+    def test_short_calls_too(self) -> None:
+        """The definition is for few scores on a CPU: on a GPU its launches cost more."""
+        for variant in (*PAIRWISE, "adaptive_temperature"):
+            assert chosen(variant, qkv(n=16)) == "flash"
+
+    def test_statistics_of_rows_are_taken_in_a_kernel(self) -> None:
+        assert chosen("adaptive_temperature") == "flash"
+        exact = plan("adaptive_temperature", differentiable=True)
+        assert exact.chosen == "tiled"
+        assert "takes the gain as a constant" in str(exact)
+
+    def test_what_the_kernels_refuse_is_tiled_and_said(self) -> None:
+        for variant, tensors, options, reason in (
+            ("topk", None, {}, "selects no keys"),
+            ("sink", None, {"dropout_p": 0.1}, "has no dropout"),
+            ("sink", qkv(dtype=torch.float64), {}, "not torch.float64"),
+            ("sink", qkv(d=264), {}, "head dimensions up to 256"),
+            ("taylor", None, {"order": 6}, "taylor6 names no Triton function"),
+        ):
+            refused = plan(variant, tensors, **options)
+            assert refused.chosen == "tiled"
+            assert reason in str(refused)
+
+    def test_a_linear_form_runs_where_it_is_less_work(self) -> None:
+        assert chosen("cosformer") == "flash_linear"
+        assert chosen("taylor") == "flash"
+        assert chosen("taylor", qkv(d=16)) == "flash_linear"
+        assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
+        assert chosen("taylor", qkv(n=2**17)) == "linear"  # 2145 features are not held in memory
+
+    def test_few_rows_against_many_keys_are_decoded(self) -> None:
+        def step(queries: int, keys: int = 4096, **kind: Any) -> list[Tensor]:
+            return qkv(n=keys, queries=queries, **{"gradient": False, **kind})
+
+        for variant in (*FUSED, *PAIRWISE, "adaptive_temperature"):
+            for queries in (1, 16):
+                tensors = step(queries, kv_heads=2)
+                assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
+        # 17 queries of 4 heads are more rows than a tile has; few keys are not worth a split.
+        assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
+        assert chosen("sink", step(1, 512)) == "flash"
+        assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
+        # Torch splits keys too: its one launch comes first as long as launches count.
+        assert chosen("softmax", step(1, 2048)) == "sdpa"
+        assert chosen("sink", step(1, 2048)) == "decode"
+        assert chosen("adaptive_temperature", step(1, 2048)) == "decode"
+        assert chosen("sink", step(1, gradient=True)) == "flash"
+        many = step(9, kv_heads=2, dtype=torch.float32)
+        assert chosen("sink", many, enable_gqa=True) == "flash"
+        assert chosen("topk", step(1)) == "tiled"
+
+    @pytest.mark.parametrize("variant", ["cosformer", "taylor"])
+    def test_the_state_is_walked_by_the_kernels_but_for_single_tokens(self, variant: str) -> None:
+        for n, d, dtype, name in (
+            (2048, 16, torch.bfloat16, "flash_linear"),
+            (1, 16, torch.bfloat16, "linear"),
+            (2048, 16, torch.float64, "linear"),
+            (2048, 64, torch.bfloat16, "linear" if variant == "taylor" else "flash_linear"),
+        ):
+            params = {"max_length": 4096} if variant == "cosformer" else {}
+            ready = prepare(
+                *qkv(n=n, d=d, dtype=dtype), variant, {"is_causal": True, **params}, origin=7
+            )
+            form = ready.variant.forms(ready.call, **ready.params)
+            assert scan_for(next(f for f in form if f.kind == "linear"), ready.call) == name
+
+
+def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
+    """The choice for a call on "meta" that says it is on a GPU: fake masks cannot be indexed."""
+    shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
+    q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
+    ready = prepare(q, k, v, variant, options)
+    ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
+    return next(c.backend for c in _candidates(ready) if c.objection is None)
+
+
+def test_masks_and_segments_choose_too() -> None:
+    ids = torch.zeros(2, 256, dtype=torch.long, device="meta")
+    keys = torch.ones(2, 1, 1, 256, dtype=torch.bool, device="meta")
+    learned = torch.zeros(256, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert first_able("softmax", attn_mask=keys) == "sdpa"
+    assert first_able("softmax", attn_mask=keys, is_causal=True) == "flash"
+    assert first_able("softmax", kv_heads=2, enable_gqa=True, attn_mask=keys) == "flash"
+    assert first_able("softmax", segment_ids=ids) == "flash"
+    assert first_able("sparsemax", attn_mask=keys) == "flash"
+    assert first_able("softmax", attn_mask=learned) == "tiled"
+
+
+def test_a_learned_alpha_is_tiled_and_a_given_one_is_not() -> None:
+    for gradient, backend in ((True, "tiled"), (False, "flash")):
+        alpha = torch.full((8,), 1.5, device="meta", requires_grad=gradient)
+        assert first_able("entmax", alpha=alpha) == backend
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("variant", FLASH)
+def test_shapes_dtypes_and_strides_without_memory(variant: str) -> None:
+    """A layer that holds its heads in its rows gets its output, and its gradients, as such."""
+    shapes = (2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 48)
+    kind = {"dtype": torch.float16, "device": "meta", "requires_grad": True}
+    leaves = [torch.empty(shape, **kind) for shape in shapes]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    options: dict[str, Any] = {"return_lse": True} if variant not in NO_LSE else {}
+    out = attnzoo.attention(
+        q, k, v, variant, enable_gqa=True, is_causal=True, backend="flash", **options
+    )
+    if options:
+        out, lse = out
+        assert (lse.shape, lse.dtype) == ((2, 4, 64), torch.float32)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 4, 64, 48), torch.float16, "meta")
+    assert out.transpose(1, 2).is_contiguous()
+    for x, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert (gradient.shape, gradient.dtype) == (x.shape, torch.float16)
+        assert gradient.is_contiguous()
+
+
+# ---- on a CPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [16, 1024])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_on_a_cpu_the_kernels_are_never_chosen(variant: str, n: int) -> None:
+    q, k, v = (torch.zeros(1).expand(1, 8, n, 64) for _ in range(3))
+    params = {"max_length": n} if variant == "cosformer" else CASES[variant].params
+    for options in ({}, {"is_causal": True, "window": 7}):
+        assert attnzoo.explain(q, k, v, variant, **options, **params).chosen not in (
+            "flash", "flash_linear", "decode",
+        )  # fmt: skip
+
+
+def in_a_fresh_process(code: str) -> str:
+    """What it prints, in a process without the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_without_the_interpreter_a_cpu_is_refused_in_words() -> None:
+    said = in_a_fresh_process(
+        "import torch, attnzoo; q = torch.zeros(1, 1, 4, 8)\n"
+        "try: attnzoo.attention(q, q, q, 'sink', backend='flash')\n"
+        "except ValueError as error: print(error)"
+    )
+    assert "backend 'flash' cannot run 'sink' here" in said
+    assert "needs a CUDA device, or Triton's interpreter; these tensors are on cpu" in said
+
+
+def test_a_call_on_a_cpu_loads_no_triton() -> None:
+    """Each variant by the backend that is chosen, few scores and many, forward and backward."""
+    said = in_a_fresh_process(
+        "import sys, torch, attnzoo\n"
+        "required = {'cosformer': {'max_length': 256}, 'topk': {'top_k': 5}}\n"
+        "for n in (8, 256):\n"
+        "    for name in attnzoo.list_variants():\n"
+        "        q = torch.randn(1, 4, n, 8, requires_grad=True)\n"
+        "        options = required.get(name, {})\n"
+        "        attnzoo.attention(q, q, q, name, is_causal=True, **options).sum().backward()\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'triton'])"
+    )
+    assert said == "[]"
+
+
+def test_without_triton_flash_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnzoo.backends.triton.flash.backend.find_spec", lambda name: None)
+    q, k, v = rand(3, 1, 2, 8, 8, dtype=torch.float32).unbind()
+    with pytest.raises(ValueError, match=r"needs Triton: pip install 'attnzoo\[gpu\]'"):
+        attnzoo.attention(q, k, v, "sink", backend="flash")

@@ -1,0 +1,147 @@
+"""Dropout on the weights: unbiased, governed by torch's generator, and the same in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import attnzoo
+from attnzoo.backends.tiled import blocks
+from helpers.cases import CASES, VARIANTS, learned, rand
+
+both = pytest.mark.parametrize("backend", ["eager", "tiled"])
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def qkv(batch: int = 2, heads: int = 2, n: int = 6, d: int = 6) -> list[Tensor]:
+    return [rand(batch, heads, n, d, seed=i) for i in range(3)]
+
+
+def seeded(seed: int, *args: Any, **options: Any) -> Tensor:
+    torch.manual_seed(seed)
+    return attnzoo.attention(*args, **options)
+
+
+@both
+@every_variant
+def test_it_drops_whole_weights_and_scales_the_rest(variant: str, backend: str) -> None:
+    """With v the identity the output is the weights: each is 0, or its own value over 1 − p."""
+    q, k, _ = qkv(n=40)
+    eye = torch.eye(40, dtype=torch.float64).expand(2, 2, 40, 40)
+    params = CASES[variant].params
+    w = attnzoo.attention(q, k, eye, variant, backend="eager", **params)
+    out = seeded(0, q, k, eye, variant, backend=backend, dropout_p=0.25, **params)
+    kept = out != 0
+    assert torch.allclose(out[kept], w[kept] / 0.75)
+    share = float(kept[w > 0].double().mean())
+    n = int((w > 0).sum())
+    assert abs(share - 0.75) < 4 * (0.75 * 0.25 / n) ** 0.5  # four standard errors
+
+
+@both
+def test_the_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None:
+    q, k, v = qkv(n=8)
+    exact = attnzoo.attention(q, k, v, backend=backend)
+    runs = torch.stack([seeded(i, q, k, v, backend=backend, dropout_p=0.5) for i in range(600)])
+    error = (runs.mean(0) - exact) / (runs.std(0) / 600**0.5)
+    assert float(error.abs().max()) < 5  # of standard errors, over 192 numbers
+    assert float(error.std()) == pytest.approx(1.0, abs=0.35)
+
+
+@both
+def test_the_generator_governs_the_draw(backend: str) -> None:
+    q, k, v = qkv()
+    options = dict(backend=backend, dropout_p=0.5)
+    first = seeded(1, q, k, v, **options)
+    assert torch.equal(first, seeded(1, q, k, v, **options))
+    assert not torch.equal(first, seeded(2, q, k, v, **options))
+    torch.manual_seed(1)
+    attnzoo.attention(q, k, v, **options)
+    assert not torch.equal(first, attnzoo.attention(q, k, v, **options))  # a new draw each call
+
+
+@both
+def test_nothing_is_drawn_at_zero(backend: str) -> None:
+    q, k, v = qkv()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    out = attnzoo.attention(q, k, v, backend=backend, dropout_p=0.0)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(out, attnzoo.attention(q, k, v, backend=backend))
+
+
+@both
+@every_variant
+def test_gradients_are_those_of_the_mask_that_was_drawn(variant: str, backend: str) -> None:
+    named = {name: x.double() for name, x in learned(variant, 2).items()}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        params = {**CASES[variant].params, **dict(zip(named, rest, strict=True))}
+        if variant == "adaptive_temperature":
+            params["differentiable"] = True
+        return seeded(4, q, k, v, variant, backend=backend, dropout_p=0.4, is_causal=True, **params)
+
+    leaves = [x.requires_grad_() for x in (*qkv(n=5, d=4), *named.values())]
+    assert gradcheck(run, leaves, fast_mode=True)
+
+
+def test_backward_draws_what_forward_drew_whatever_was_drawn_between() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    do = rand(2, 2, 6, 6, seed=9)
+    out = seeded(5, q, k, v, backend="tiled", dropout_p=0.5)
+    undisturbed = torch.autograd.grad(out, (q, k, v), do)
+    out = seeded(5, q, k, v, backend="tiled", dropout_p=0.5)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    for have, want in zip(torch.autograd.grad(out, (q, k, v), do), undisturbed, strict=True):
+        assert torch.equal(have, want)
+    assert torch.equal(state, torch.get_rng_state())  # and leaves the generator alone
+
+
+@pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax", "topk"])
+def test_the_mask_does_not_depend_on_the_size_of_blocks(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = rand(3, 4, 11, 6, seed=1), rand(3, 2, 13, 6, seed=2), rand(3, 2, 13, 6, seed=3)
+    options = dict(enable_gqa=True, is_causal=True, dropout_p=0.5, backend="tiled")
+    options.update(CASES[variant].params)
+    whole = seeded(6, q, k, v, variant, **options)
+    for scores, rows, heads in ((30, 2, 1), (100, 3, 2), (500, 5, 8)):
+        monkeypatch.setattr(blocks, "SCORES", scores)
+        monkeypatch.setattr(blocks, "ROWS", rows)
+        monkeypatch.setattr(blocks, "HEADS", heads)
+        assert torch.allclose(seeded(6, q, k, v, variant, **options), whole)
+
+
+def drawn(heads: int = 4, n: int = 200) -> Tensor:
+    """What tiled keeps of equal weights: bool (heads, n, n)."""
+    zeros = torch.zeros(1, heads, n, 1)
+    eye = torch.eye(n).expand(1, heads, n, n)
+    return seeded(7, zeros, zeros, eye, backend="tiled", dropout_p=0.5)[0] != 0
+
+
+def test_rows_columns_and_heads_are_drawn_independently() -> None:
+    """Shares of ½, and no correlation between neighbours in any direction, nor of diagonals."""
+    kept = drawn().double() - 0.5
+    n = kept[0].numel()
+    limit = 5 / n**0.5
+    assert abs(float(kept.mean())) * 2 < 5 / kept.numel() ** 0.5
+    for share in (kept.mean((0, 1)), kept.mean((0, 2))):
+        assert float(share.abs().max()) * 2 < 5 / 800**0.5
+    pairs = {
+        "heads": kept[0] * kept[1],
+        "rows": kept[0, 1:] * kept[0, :-1],
+        "keys": kept[0, :, 1:] * kept[0, :, :-1],
+        "diagonals": kept[0, 1:, 1:] * kept[0, :-1, :-1],
+        "transposed": kept[0] * kept[0].T * (1 - torch.eye(200)),
+        "rows far apart": kept[0, 64:] * kept[0, :-64],
+    }
+    for name, products in pairs.items():
+        assert abs(float(products.mean())) * 4 < 1.5 * limit, name
+    # Four corners of rectangles: a mask that is the exclusive or of a row's and a key's bit fails.
+    corners = kept[0, 1:, 1:] * kept[0, :-1, 1:] * kept[0, 1:, :-1] * kept[0, :-1, :-1]
+    assert abs(float(corners.mean())) * 16 < 1.5 * limit

@@ -1,0 +1,79 @@
+"""A large call against fp64 on 128 of its rows: the first, the last and a random run.
+
+All 2048 rows are computed by the backend that is chosen for the size; dO is zero elsewhere, so that
+the gradients of keys and values are those of the 128 rows alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from helpers.agreement import Inputs, bounds_of, complaints, prepared
+from helpers.cases import CASES, VARIANTS, learned, rand
+
+pytestmark = pytest.mark.slow
+
+N, HEADS, DIM = 2048, 2, 16
+RUNS = slice(0, 43), slice(1201, 1243), slice(N - 43, N)
+ROWS = torch.cat([torch.arange(run.start, run.stop) for run in RUNS])
+assert len(ROWS) == 128
+
+
+def results(out: Tensor, leaves: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(out, list(leaves.values()), do)
+    named = {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {"out": out.detach(), **named}
+
+
+def expected(
+    variant: str, backend: str, inputs: Inputs
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The definition on the blocks of rows, which know their places and counts; and its bounds."""
+    leaves, arguments = inputs.arguments(torch.float64)
+    whole = prepared(variant, backend, arguments, inputs, 1.0)
+    call, form = replace(whole.call, whole_counts=whole.call.counts), whole.definition
+    parts, out_bounds = [], []
+    allowed = {"d" + name: torch.zeros_like(x, dtype=torch.float64) for name, x in leaves.items()}
+    for run in RUNS:
+        part, keys = call.block(slice(0, 1), slice(0, HEADS), run)
+        q, k, v, do = whole.q[:, :, run], whole.k[:, :, keys], whole.v[:, :, keys], whole.do
+        parts.append(form.weights(q, k, part, **form.params) @ v)
+        problem = replace(whole, call=part, q=q, k=k, v=v, do=do[:, :, run])
+        found = bounds_of(problem, leaves)
+        out_bounds.append(found.pop("out"))
+        allowed["dq"][:, :, run] += found.pop("dq")
+        for name in ("dk", "dv"):
+            allowed[name][:, :, keys] += found.pop(name)
+        for name in allowed:
+            allowed[name] += found.get(name, 0.0)
+    exact = results(torch.cat(parts, dim=2), leaves, inputs.do[:, :, ROWS].double())
+    return exact, {"out": torch.cat(out_bounds, dim=2), **allowed}
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_a_large_call(variant: str, window: int | None) -> None:
+    rest: dict[str, Any] = {"is_causal": True, "window": window, **CASES[variant].params}
+    if variant == "cosformer":
+        rest["max_length"] = N
+    leaves = {n: rand(1, HEADS, N, DIM, seed=i).float() for i, n in enumerate("qkv")}
+    leaves.update(learned(variant, HEADS))
+    if CASES[variant].positions_enter:  # as in agreement.py: no row of 0/0
+        for name in "qk":
+            leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
+    do = torch.zeros(1, HEADS, N, DIM)
+    do[:, :, ROWS] = rand(1, HEADS, 128, DIM, seed=5).float()
+    inputs = Inputs(leaves, rest, do, torch.zeros(()))
+    fresh, arguments = inputs.arguments()
+    backend = attnzoo.explain(variant=variant, **arguments).chosen
+    assert backend in ("sdpa", "tiled", "linear")
+    found = results(attnzoo.attention(variant=variant, **arguments), fresh, do)
+    found["out"] = found["out"][:, :, ROWS]
+    exact, allowed = expected(variant, backend, inputs)
+    assert complaints(backend, found, exact, allowed) == []

@@ -1,0 +1,290 @@
+"""Does a backend agree with the definition in fp64? Inputs, references and the verdict.
+
+The definition in fp64, with torch's autograd, is what a result is compared with. How far it may be
+from that is no fixed tolerance and nothing that a machine happened to do: it is the forward error
+analysis of `error_budget`, elementwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.functional.attention import prepare
+from helpers.approx import Approx
+from helpers.cases import CASES, learned, rand
+from helpers.error_budget import VECTORS, Problem, budget
+
+HEAD_DIM = 8
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "2 heads": (2, 2), "3 of 1": (3, 1)}
+
+
+@dataclass
+class Inputs:
+    """The leaves (all that takes a gradient, by name), the rest of the arguments, and dO.
+
+    layout: of q, k and v in memory, where a backend gets them; the references do not care.
+    """
+
+    leaves: dict[str, Tensor]
+    rest: dict[str, Any]
+    do: Tensor
+    dlse: Tensor
+    layout: str = "contiguous"
+
+    def arguments(self, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict]:
+        """Fresh leaves, and the arguments made of them; in fp64 the same numbers, upcast."""
+        leaves = {
+            name: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
+            for name, x in self.leaves.items()
+        }
+        rest = dict(self.rest)
+        if dtype is not None and "attn_mask" in rest and rest["attn_mask"].is_floating_point():
+            rest["attn_mask"] = rest["attn_mask"].to(dtype)
+        return leaves, {**rest, **leaves}
+
+
+def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
+    """Inputs with the settings of a row of the covering array; see `FACTORS` in test_backends."""
+    queries, keys = row["shape"]
+    dtype, span = row["dtype"], row["span"]
+    batch = row.get("batch") or (2 if max(queries, keys) < 100 else 1)
+    heads, kv_heads = HEADS[row["heads"]]
+    head_dim, value_dim = row.get("dims") or (HEAD_DIM, HEAD_DIM if row["values"] == "same" else 5)
+    leaves = {
+        "q": 1.5 * rand(batch, heads, queries, head_dim, seed=seed),
+        "k": 1.5 * rand(batch, kv_heads, keys, head_dim, seed=seed + 1),
+        "v": rand(batch, kv_heads, keys, value_dim, seed=seed + 2),
+    }
+    if CASES[variant].positions_enter:
+        # cosFormer: with q·k nearly 0 for all keys the row is 0/0, and its gradient only noise.
+        for name in ("q", "k"):
+            leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
+    leaves = {name: x.to(dtype) for name, x in leaves.items()}
+    rest: dict[str, Any] = {"enable_gqa": kv_heads != heads}
+    if span != "full":
+        rest["is_causal"] = span != "pair"
+    if span in ("window", "pair"):
+        rest["window"] = row.get("window") or (11 if span == "window" else (6, 3))
+    if row["mask"] != "none":
+        rows = 1 if "keys" in row["mask"] else queries
+        per_head = heads if seed % 2 else 1
+        mask = rand(batch, per_head, rows, keys, seed=seed + 3)
+        if "float" in row["mask"]:
+            where = leaves if row["mask_gradient"] else rest
+            where["attn_mask"] = mask.masked_fill(mask < -0.5, float("-inf")).to(dtype)
+        else:
+            rest["attn_mask"] = mask > -0.5
+    if row["alibi"]:
+        leaves["alibi"] = torch.linspace(0.02, 0.3, heads)
+    if row["segments"]:
+        ids = rand(batch, queries + keys, seed=seed + 4).mul(1.5).round().long()
+        rest["segment_ids"] = ids[:, :queries], ids[:, queries:]
+    if row["dropout"]:
+        rest["dropout_p"] = 0.3
+    if row["lse"]:
+        rest["return_lse"] = True
+    rest.update(CASES[variant].params)
+    if row["params"] == "learned":
+        leaves.update(learned(variant, heads, seed))
+    elif row["params"] == "per_head":  # and no gradient
+        rest.update(learned(variant, heads, seed))
+    elif row["params"] == "per_token":
+        leaves.update(learned(variant, heads, seed, (batch, queries)))
+    elif row["params"] != "default":
+        rest.update(CASES[variant].settings[row["params"]])
+    do = rand(batch, heads, queries, value_dim, seed=seed + 5).to(dtype)
+    dlse = rand(batch, heads, queries, seed=seed + 6)
+    return Inputs(leaves, rest, do, dlse, row.get("layout", "contiguous"))
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same (B, H, N, D): its heads inside its rows, or cut out of something larger."""
+    if layout == "bnhd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        return torch.nn.functional.pad(x, (1, 2, 3, 0, 0, 1))[:, :-1, 3:, 1:-2]
+    assert layout == "contiguous"
+    return x
+
+
+def differentiate(result: Any, leaves: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
+    """Output, lse and the gradients of all leaves, by name."""
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    found, loss = {"out": out.detach()}, (out * inputs.do.to(out.dtype)).sum(dtype=torch.float64)
+    if lse is not None:
+        seen = lse != float("-inf")
+        loss = loss + torch.where(seen, lse * inputs.dlse.to(lse.dtype), 0.0).sum()
+        found["lse"] = lse.detach()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        assert gradient is None or gradient.dtype == leaf.dtype
+        found["d" + name] = torch.zeros_like(leaf) if gradient is None else gradient
+    return found
+
+
+def by_backend(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
+    leaves, arguments = inputs.arguments()
+    arguments.update({name: laid_out(arguments[name], inputs.layout) for name in "qkv"})
+    torch.manual_seed(5)  # dropout
+    result = attnzoo.attention(variant=variant, backend=backend, **arguments)
+    return differentiate(result, leaves, inputs)
+
+
+def outputs(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
+    """What a call without gradients gives: the output, and lse."""
+    with torch.no_grad():
+        _, arguments = inputs.arguments()
+        arguments.update({name: laid_out(arguments[name], inputs.layout) for name in "qkv"})
+        result = attnzoo.attention(variant=variant, backend=backend, **arguments)
+    return dict(zip(("out", "lse"), result if isinstance(result, tuple) else (result,)))
+
+
+def kept(variant: str, backend: str, inputs: Inputs) -> Tensor | float:
+    """The mask that dropout draws: with v the identity, the output is the weights themselves."""
+    if "dropout_p" not in inputs.rest:
+        return 1.0
+    with torch.no_grad():
+        _, arguments = inputs.arguments()
+        batch, kv_heads, keys, _ = arguments["k"].shape
+        # Large enough for a small weight not to become 0 in fp16.
+        eye = 3e4 * torch.eye(keys, dtype=arguments["k"].dtype)
+        eye = eye.expand(batch, kv_heads, keys, keys)
+        arguments.update(v=eye, return_lse=False)
+        torch.manual_seed(5)
+        drawn = attnzoo.attention(variant=variant, backend=backend, **arguments)
+    # A weight that is 0 anyway has slope 0 in every variant: whether it was dropped is the same.
+    return (drawn != 0).double() / (1 - inputs.rest["dropout_p"])
+
+
+def reference(variant: str, inputs: Inputs, keep: Tensor | float = 1.0) -> dict[str, Tensor]:
+    """The definition in fp64, and its gradients by torch's autograd."""
+    leaves, arguments = inputs.arguments(torch.float64)
+    problem = prepared(variant, "eager", arguments, inputs, keep)
+    call, form, q, k, v = problem.call, problem.definition, problem.q, problem.k, problem.v
+    w = form.weights(q, k, call, **form.params) * keep
+    out = w @ problem.of_queries(v)
+    if not call.return_lse:
+        return differentiate(out, leaves, inputs)
+    assert form.scores is not None
+    lse = call.logsumexp(form.scores(q, k, call, **form.params))
+    return differentiate((out, lse), leaves, inputs)
+
+
+def prepared(
+    variant: str, backend: str, arguments: dict[str, Any], inputs: Inputs, keep: Tensor | float
+) -> Problem:
+    """The call in fp64 as the library prepares it."""
+    arguments = {**arguments, "dropout_p": 0.0}
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    ready = prepare(q, k, v, variant, arguments)
+    assert ready.refusal is None, ready.refusal
+    return Problem(
+        variant=ready.variant,
+        definition=ready.definition,
+        backend=backend,
+        call=ready.call,
+        params=ready.params,
+        q=q,
+        k=k,
+        v=v,
+        do=inputs.do.double(),
+        dlse=inputs.dlse.double(),
+        dtype=inputs.do.dtype,
+        keep=keep,
+    )
+
+
+def bounds(
+    variant: str, backend: str, inputs: Inputs, keep: Tensor | float = 1.0
+) -> dict[str, Tensor]:
+    """How far out, lse and the gradients of all leaves may be from `reference`, elementwise."""
+    with torch.no_grad():
+        _, arguments = inputs.arguments(torch.float64)
+        return bounds_of(prepared(variant, backend, arguments, inputs, keep), inputs.leaves)
+
+
+@torch.no_grad()
+def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = budget(problem)
+    call, score = problem.call, found["dscore"]
+    for name, leaf in leaves.items():
+        if name == "attn_mask":
+            dims = [d for d in range(4) if leaf.shape[d] == 1 < score.shape[d]]
+            found["dattn_mask"] = score.sum(*dims, keepdim=True) if dims else score
+        elif name == "alibi":
+            distance = problem.exact(call.distance.abs().double())
+            found["dalibi"] = of_heads((score * distance).sum(3), leaf)
+        elif name not in "qkv":
+            found["d" + name] = of_parameter(problem, found, name, leaf)
+    for name, leaf in leaves.items():
+        found["d" + name] = found["d" + name].stored(leaf.dtype)
+    return {name: x.error for name, x in found.items()}
+
+
+def of_heads(rows: Approx, leaf: Tensor) -> Approx:
+    """(B, H, Nq) summed to (H,), perhaps in the leaf's own dtype: fp32 where the call is fp64."""
+    units = torch.finfo(leaf.dtype).eps / rows.eps
+    return rows.sum(0, 2).rounded(units, rows.value.abs().sum((0, 2)))
+
+
+def of_parameter(problem: Problem, found: dict[str, Approx], name: str, leaf: Tensor) -> Approx:
+    """The gradient of a parameter, from those of the vectors that it makes."""
+    value, total = problem.params[name].detach(), None
+    step = 1e-6
+    moved = [problem.form({**problem.params, name: value + sign * step}) for sign in (1, -1)]
+    for vector in VECTORS:
+        if "d" + vector not in found or isinstance(getattr(moved[0], vector), float):
+            continue
+        ends = [problem.vector(getattr(form, vector)).value for form in moved]
+        slope = problem.exact((ends[0] - ends[1]) / (2 * step))
+        share = (slope.rounded(8, slope.value) * found["d" + vector])[..., 0]
+        share = share if leaf.dim() == 3 else of_heads(share, leaf)
+        total = share if total is None else total + share
+    assert total is not None, f"no vector depends on {name}"
+    return total
+
+
+def disagreements(
+    variant: str,
+    backend: str,
+    inputs: Inputs,
+    exact: dict[str, Tensor] | None = None,
+    keep: Tensor | float = 1.0,
+    gradients: bool = True,
+) -> list[str]:
+    """Run the backend: what of its results exceeds the bounds, in words."""
+    found = (by_backend if gradients else outputs)(variant, backend, inputs)
+    exact = reference(variant, inputs, keep) if exact is None else exact
+    exact = {name: exact[name] for name in found}
+    return complaints(backend, found, exact, bounds(variant, backend, inputs, keep))
+
+
+def complaints(
+    backend: str,
+    found: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    allowed: dict[str, Tensor],
+) -> list[str]:
+    said = []
+    for name, want in exact.items():
+        have, most = found[name].double(), allowed[name].expand(want.shape)
+        if have.numel() == 0:
+            continue
+        hidden = want == float("-inf")  # lse of rows without keys
+        if not torch.equal(have == float("-inf"), hidden):
+            said.append(f"{backend}: {name}: −inf in the wrong places")
+            continue
+        error = (have - want).masked_fill(hidden, 0.0).abs()
+        # NaN must not pass as small.
+        outside = ~(error <= most.masked_fill(hidden, 0.0))
+        if bool(outside.any()):
+            ratio = (error / most).where(outside, 0.0).nan_to_num(float("inf"), float("inf"))
+            worst = int(ratio.argmax())
+            figures = f"error {error.flatten()[worst]:.2e}, allowed {most.flatten()[worst]:.2e}"
+            said.append(f"{backend}: {name}: {int(outside.sum())} outside, {figures}")
+    return said

@@ -1,0 +1,322 @@
+"""Converted models are saved and loaded: variants, layers, learned values; specs half known."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+from transformers.utils import logging
+
+import attnzoo
+from attnzoo.integrations.transformers import convert, from_config, from_pretrained, revert
+from helpers.hf_models import GQA, ids, llama, quiet
+
+pytestmark = quiet
+ROOT = Path(__file__).parents[2]
+
+LOADER = """
+import sys, torch, transformers
+from attnzoo.integrations.transformers import from_pretrained
+transformers.logging.set_verbosity_error()
+model = from_pretrained(transformers.AutoModelForCausalLM, sys.argv[1]).eval()
+tokens = model.generate(torch.tensor([eval(sys.argv[2])]), max_new_tokens=6, min_new_tokens=6,
+                        do_sample=False, pad_token_id=0)
+print(tokens[0].tolist())
+"""
+
+
+@pytest.fixture
+def propagated(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What transformers warns of."""
+    logging.set_verbosity_warning()
+    logging.enable_propagation()
+    yield caplog
+    logging.disable_propagation()
+    logging.set_verbosity_error()
+
+
+@pytest.mark.parametrize("shards", [pytest.param("1GB", marks=pytest.mark.slow), "20KB"])
+def test_trained_saved_and_loaded_in_a_fresh_process(tmp_path: Path, shards: str) -> None:
+    """The same tokens."""
+    model = convert(llama(), "ssmax", layers=[0])
+    convert(model, "asentmax", layers=[1], delta=0.9).train()
+    optimizer = torch.optim.AdamW(attnzoo.nn.parameter_groups(model, 0.1), lr=1e-2)
+    for _ in range(4):
+        model(ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(tmp_path, max_shard_size=shards)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 or shards == "20KB"
+    prompt = ids()[0].tolist()
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(tmp_path), str(prompt)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == expected[0].tolist()
+    again = from_pretrained(AutoModelForCausalLM, tmp_path)
+    for name, x in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], x), name
+    assert again.model.layers[1].self_attn.attnzoo.delta == 0.9
+
+
+def test_a_base_model_loads_what_a_head_was_saved_on(tmp_path: Path) -> None:
+    model = convert(llama(), "ssmax")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.attnzoo.s.fill_(0.77)
+    model.save_pretrained(tmp_path)
+    base = from_pretrained(AutoModel, tmp_path).eval()
+    assert torch.equal(base.layers[0].self_attn.attnzoo.s, torch.full((4,), 0.77))
+    assert torch.allclose(base(ids())[0], model.model(ids())[0], atol=1e-6)
+
+
+def test_what_a_checkpoint_does_not_hold_has_its_initial_value(tmp_path: Path) -> None:
+    model = convert(llama(), "ssmax", s=0.4)
+    config = model.config
+    revert(model).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "attnzoo" not in written
+    convert(model, "ssmax", s=0.4)
+    written["attnzoo"] = config.attnzoo
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    again = from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert torch.equal(again.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.4))
+    made = from_config(AutoModelForCausalLM, config)
+    assert torch.equal(made.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.4))
+    assert made.config._attn_implementation == "attnzoo"
+
+
+def test_tensors_that_are_given_are_each_layers_own(tmp_path: Path) -> None:
+    """Fixed ones are saved once per layer; what is handed in as a Parameter stays learned."""
+    model = convert(llama(), "entmax", layers=[0], alpha=torch.tensor([1.2, 1.3, 1.4, 1.5]))
+    convert(model, "ssmax", layers=[1], b=torch.nn.Parameter(torch.full((4,), 0.2)))
+    convert(model, "entmax", layers=[0], alpha=torch.tensor([1.2, 1.3, 1.4, 1.6]))
+    model.save_pretrained(tmp_path)
+    again = from_pretrained(AutoModelForCausalLM, tmp_path)
+    first, second = (layer.self_attn.attnzoo for layer in again.model.layers)
+    assert torch.equal(first.alpha, torch.tensor([1.2, 1.3, 1.4, 1.6]))
+    assert {name for name, _ in second.named_parameters()} == {"s", "b"}
+    assert torch.equal(again(ids()).logits, model.eval()(ids()).logits)
+
+
+def test_what_a_config_says_of_another_model_is_not_believed(tmp_path: Path) -> None:
+    """Two models that were made from one config object share it."""
+    plain, converted = llama(), llama()
+    converted.config = plain.config
+    convert(converted, "ssmax", layers=[0])
+    with pytest.raises(ValueError, match="model was not converted"):
+        revert(plain)
+    convert(plain, "entmax", layers=[1])
+    assert list(plain.config.attnzoo["layers"]) == ["model.layers.1.self_attn"]
+    plain.save_pretrained(tmp_path)
+    again = from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert "attnzoo" not in again.model.layers[0].self_attn._modules
+
+
+# ---- transformers' own loader -----------------------------------------------------------------
+
+LOADERS: dict[str, Any] = {
+    "auto": AutoModelForCausalLM.from_pretrained,
+    "class": LlamaForCausalLM.from_pretrained,
+    "ours": partial(from_pretrained, AutoModelForCausalLM),
+}
+every_loader = pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+
+
+def trained() -> LlamaForCausalLM:
+    """Two variants, whose learned values are not the initial ones; one value is fixed."""
+    model = convert(llama(num_hidden_layers=3), "ssmax", layers=[0], b=torch.full((4,), 0.1))
+    convert(model, "entmax", layers=[2], learn=("alpha",))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.attnzoo.s.copy_(torch.tensor([0.4, 0.5, 0.6, 0.7]))
+        model.model.layers[2].self_attn.attnzoo.alpha = torch.tensor([1.2, 1.3, 1.4, 1.7])
+    return model
+
+
+@every_loader
+def test_each_loader_loads_the_variants(load: Any, tmp_path: Path, propagated: Any) -> None:
+    """With what they have learned, layer by layer, and no report of unknown or missing values."""
+    model = trained()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    again, info = load(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert propagated.text == ""
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(load(tmp_path / "again")(ids()).logits, model(ids()).logits)
+    assert torch.equal(revert(again)(ids()).logits, revert(model)(ids()).logits)
+
+
+@every_loader
+def test_learned_values_are_loaded_in_fp32(load: Any, tmp_path: Path) -> None:
+    model = convert(llama().bfloat16(), "ssmax", s=0.1717)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert (again.dtype, again.lm_head.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(again.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.1717))
+
+
+@every_loader
+def test_values_that_are_missing_are_initial_ones(load: Any, tmp_path: Path) -> None:
+    """A checkpoint of the plain model, under a config that was converted afterwards."""
+    llama().save_pretrained(tmp_path)
+    converted = convert(llama(), "entmax", alpha=1.3, learn=("alpha",), layers=[0])
+    convert(converted, "ssmax", layers=[1], s=torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    converted.config.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    for name, x in converted.state_dict().items():
+        assert torch.equal(again.state_dict()[name], x), name
+
+
+def test_other_ways_to_make_a_model_of_its_config() -> None:
+    """The class itself, and from_config; the entry is not of the class's name."""
+    config = convert(llama(), "ssmax", layers=[1], s=0.3).config
+    for make in (LlamaForCausalLM, LlamaModel, AutoModel.from_config):
+        model = make(config)
+        base = getattr(model, "model", model)
+        assert torch.allclose(base.layers[1].self_attn.attnzoo.s, torch.tensor(0.3))
+        assert "attnzoo" not in base.layers[0].self_attn._modules
+
+
+def test_models_of_several_parts(tmp_path: Path) -> None:
+    """Their weights have other names in a checkpoint; and a part may be made of its own config."""
+    text = LlamaConfig(**GQA)
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        image_size=16, patch_size=4,
+    )  # fmt: skip
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=98)
+    model = LlavaForConditionalGeneration(config).eval()
+    convert(model, "ssmax", s=0.7, inputs=ids())
+    layer = model.model.language_model.layers[1].self_attn
+    layer.attnzoo.s.data += 0.1
+    model.save_pretrained(tmp_path)
+    again = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(again.model.language_model.layers[1].self_attn.attnzoo.s, layer.attnzoo.s)
+    with torch.no_grad():
+        assert torch.allclose(again(ids()).logits, model(ids()).logits, atol=1e-6)
+    alone = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))  # takes the text part
+    assert torch.equal(alone.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.7))
+    revert(again)
+    assert not hasattr(again.config.text_config, "attnzoo")
+    assert again.config.text_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("asked", ["sdpa", "eager"])
+@every_loader
+def test_softmax_has_to_be_asked_for_afterwards(load: Any, asked: str, tmp_path: Path) -> None:
+    convert(llama(), "ssmax", s=1.0).save_pretrained(tmp_path)
+    message = f"attn_implementation is '{asked}', but config.attnzoo gives variants to 2 layers"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, attn_implementation=asked)
+    model = load(tmp_path)
+    model.set_attn_implementation(asked)
+    assert torch.allclose(model(ids()).logits, llama()(ids()).logits, atol=1e-6)
+
+
+def test_a_process_without_attnzoo_cannot_load_it(tmp_path: Path) -> None:
+    """It would compute softmax."""
+    convert(llama(), "ssmax", s=1.0).save_pretrained(tmp_path / "converted")
+    revert(convert(llama(), "ssmax", s=1.0)).save_pretrained(tmp_path / "reverted")
+    code = (
+        "import sys, transformers\n"
+        "transformers.LlamaForCausalLM.from_pretrained(sys.argv[1] + '/reverted')\n"
+        "try: transformers.LlamaForCausalLM.from_pretrained(sys.argv[1] + '/converted')\n"
+        "except ValueError as error: print(error, 'attnzoo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert 'attn_implementation="attnzoo"` is not supported' in done.stdout, done.stderr
+    assert done.stdout.strip().endswith("False")
+
+
+def test_file_variants(tmp_path: Path) -> None:
+    """Of transformers: model.fp16.safetensors."""
+    model = trained()
+    model.save_pretrained(tmp_path, variant="fp16")
+    again = from_pretrained(AutoModelForCausalLM, tmp_path, variant="fp16")
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+
+
+# ---- specs half known -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "config has no 'attnzoo'"),
+        ({"version": 2}, "is of version 2, this attnzoo knows up to 1"),
+        ({"version": None}, "no version"),
+        ({"layers": {}}, "no layers"),
+        ({"layers": {"model.layers.0.self_attn": {"variant": "ssmax"}}}, "has no num_heads"),
+        (
+            {"layers": {"x": {"variant": "ssmax", "num_heads": 4, "params": {}, "new": 1}}},
+            r"unknown entries: \['new'\]",
+        ),
+        (
+            {"layers": {"x": {"variant": "ssmax", "num_heads": 4, "params": {}}}},
+            "has no module 'x'",
+        ),
+    ],
+)
+def test_half_known_specs_are_refused(change: dict[str, Any] | None, message: str) -> None:
+    config = convert(llama(), "ssmax").config
+    config.attnzoo = None if change is None else {**config.attnzoo, **change}
+    with pytest.raises(ValueError, match=message):
+        from_config(AutoModelForCausalLM, config)
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_with_one() -> None:
+    """FSDP2, and tensor parallelism over heads: outputs and gradients of what is learned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "tests/distributed_models.py"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port)], cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    assert all("agreed" in text for text in said)
+
+
+def test_heads_that_ranks_do_not_divide() -> None:
+    class Mesh:
+        def size(self) -> int:
+            return 3
+
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of 3 ranks"):
+        attnzoo.nn.Attention("ssmax", 4).shard_heads(Mesh())

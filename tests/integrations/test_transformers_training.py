@@ -1,0 +1,95 @@
+"""Converted models in transformers' Trainer and under PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Trainer, TrainingArguments
+
+from attnzoo.integrations.transformers import TrainerMixin, convert
+from attnzoo.nn import parameter_groups
+from helpers.hf_models import ids, llama, quiet
+
+pytestmark = [quiet, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+def test_trainer_takes_groups_without_decay_of_scales(tmp_path: Path) -> None:
+    """With a decay that would take everything at once, the scales stay where the loss puts them."""
+    model = convert(llama(), "ssmax", s=0.5)
+    optimizer = torch.optim.SGD(parameter_groups(model, weight_decay=100.0), lr=1e-3)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids()]
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    before = model.model.embed_tokens.weight.norm().item()
+    Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, schedule)).train()
+    assert model.model.embed_tokens.weight.norm().item() < 0.8 * before
+    for layer in model.model.layers:
+        s = layer.self_attn.attnzoo.s
+        assert not torch.equal(s, torch.full((4,), 0.5))
+        assert torch.allclose(s, torch.full((4,), 0.5), atol=1e-2)
+
+
+class MyTrainer(TrainerMixin, Trainer):
+    pass
+
+
+@pytest.mark.parametrize("variant", ["ssmax", "entmax"])
+def test_a_trainer_with_the_mixin_decays_all_but_scales(variant: str, tmp_path: Path) -> None:
+    """Without gradients all that an optimizer does is to decay."""
+    learn = {"ssmax": ("s", "b"), "entmax": ("alpha",)}[variant]
+    model = convert(llama(), variant, learn=learn)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    arguments = TrainingArguments(
+        str(tmp_path), weight_decay=0.5, learning_rate=1e-2, report_to=[], use_cpu=True
+    )
+    optimizer = MyTrainer(model, arguments).create_optimizer()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    still = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    scales = {name for name in before if ".attnzoo." in name}
+    assert len(scales) == 2 * len(learn)
+    assert still == scales | {name for name in before if "norm" in name}
+
+
+def test_a_trainer_with_the_mixin_trains(tmp_path: Path) -> None:
+    """With a decay that would take everything at once, the scales stay where the loss puts them."""
+    model = convert(llama(), "ssmax", s=0.5)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, weight_decay=200.0,
+        learning_rate=1e-3, lr_scheduler_type="constant",
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids()]
+    before = model.model.embed_tokens.weight.norm().item()
+    MyTrainer(model, arguments, train_dataset=rows).train()
+    assert model.model.embed_tokens.weight.norm().item() < 0.8 * before
+    for layer in model.model.layers:
+        s = layer.self_attn.attnzoo.s
+        assert not torch.equal(s, torch.full((4,), 0.5))
+        assert torch.allclose(s, torch.full((4,), 0.5), atol=1e-2)
+
+
+def test_peft_trains_and_saves_what_the_variant_learns(tmp_path: Path) -> None:
+    model = convert(llama(), "ssmax")
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["attnzoo"], r=2)
+    adapted = get_peft_model(model, config)
+    trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
+    assert len([n for n in trained if n.endswith("attnzoo.modules_to_save.default.s")]) == 2
+    adapted.train()
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
+    for _ in range(3):
+        adapted(input_ids=ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapted.eval().save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(convert(llama(), "ssmax"), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(ids()).logits, adapted(ids()).logits)
+        assert not torch.allclose(again(ids()).logits, convert(llama(), "ssmax")(ids()).logits)

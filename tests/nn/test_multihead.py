@@ -1,0 +1,351 @@
+"""attnzoo.nn.MultiheadAttention is torch's layer, with any variant; replace() puts it in place."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils.parametrizations
+from torch import Tensor, nn
+
+import attnzoo
+from attnzoo.nn import MultiheadAttention, replace
+from helpers.cases import CASES, VARIANTS, rand
+
+E, H = 12, 3
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False},
+    "key and value learned": {"add_bias_kv": True},
+    "key of zeros": {"add_zero_attn": True},
+    "both added": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+    "other keys and values": {"kdim": 7, "vdim": 5},
+    "other values": {"vdim": 5, "add_bias_kv": True},
+}
+MASKS = ("none", "bool", "float", "padding", "float padding", "bool and padding", "both float",
+         "per head")  # fmt: skip
+every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+
+
+def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
+    """Torch's layer and ours, with the same weights, in fp64."""
+    torch.manual_seed(3)
+    theirs = nn.MultiheadAttention(E, H, dtype=torch.float64, **options)
+    torch.manual_seed(3)
+    ours = MultiheadAttention(E, H, dtype=torch.float64, **options)
+    return theirs, ours
+
+
+def tensors(layer: nn.MultiheadAttention, length: int = 6, keys: int = 8) -> list[Tensor]:
+    sizes = ((length, E), (keys, layer.kdim), (keys, layer.vdim))
+    made = [rand(n, 2, dim, seed=i) for i, (n, dim) in enumerate(sizes)]
+    return [x.transpose(0, 1).contiguous() if layer.batch_first else x for x in made]
+
+
+def masks(kind: str, length: int = 6, keys: int = 8) -> dict[str, Tensor]:
+    """No row without a key: torch's is NaN there."""
+    blocked = rand(length, keys, seed=5) > 0.5
+    padding = torch.arange(keys).expand(2, keys) >= torch.tensor([[keys], [keys - 3]])
+    blocked[:, 0] = False
+    added = rand(length, keys, seed=6).masked_fill(blocked, float("-inf"))
+    as_float = torch.zeros(2, keys, dtype=torch.float64).masked_fill(padding, float("-inf"))
+    return {
+        "none": {},
+        "bool": {"attn_mask": blocked},
+        "float": {"attn_mask": added},
+        "padding": {"key_padding_mask": padding},
+        "float padding": {"key_padding_mask": as_float},
+        "bool and padding": {"attn_mask": blocked, "key_padding_mask": padding},
+        "both float": {"attn_mask": added, "key_padding_mask": as_float},
+        "per head": {"attn_mask": torch.stack([blocked, *[blocked.roll(1, 0)] * 5])},
+    }[kind]
+
+
+def results(layer: Any, given: list[Tensor], **options: Any) -> list[Tensor]:
+    """Output, weights if there are any, and the gradients of inputs and parameters."""
+    leaves = [x.clone().requires_grad_() for x in given]
+    out, weights = layer(*leaves, **options)
+    loss = (out * rand(*out.shape, seed=8)).sum()
+    found = [out]
+    if weights is not None:
+        loss = loss + (weights * rand(*weights.shape, seed=9)).sum()
+        found.append(weights)
+    parameters = [p for _, p in sorted(layer.named_parameters())]
+    return [*found, *torch.autograd.grad(loss, [*leaves, *parameters])]
+
+
+@every_layer
+def test_the_same_seed_draws_the_same_weights(options: dict[str, Any]) -> None:
+    theirs, ours = (layer.state_dict() for layer in pair(**options))
+    assert list(theirs) == list(ours)
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@every_layer
+def test_outputs_weights_and_gradients_are_torchs(options: dict[str, Any], kind: str) -> None:
+    theirs, ours = pair(**options)
+    given = tensors(theirs)
+    for need, average in ((True, True), (True, False), (False, True)):
+        call = {**masks(kind), "need_weights": need, "average_attn_weights": average}
+        for have, want in zip(results(ours, given, **call), results(theirs, given, **call)):
+            assert have.shape == want.shape
+            assert torch.allclose(have, want, atol=1e-9)
+
+
+@every_layer
+def test_without_a_batch(options: dict[str, Any]) -> None:
+    theirs, ours = pair(**options)
+    given = [x[0] if theirs.batch_first else x[:, 0] for x in tensors(theirs)]
+    call = {"key_padding_mask": torch.arange(8) >= 6, "attn_mask": masks("bool")["attn_mask"]}
+    for have, want in zip(results(ours, given, **call), results(theirs, given, **call)):
+        assert have.shape == want.shape
+        assert torch.allclose(have, want, atol=1e-9)
+
+
+def test_a_causal_hint_is_the_mask() -> None:
+    theirs, ours = pair()
+    given = tensors(theirs, 6, 6)
+    later = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+    padding = torch.zeros(2, 6, dtype=torch.float64)
+    padding[1, 4:] = float("-inf")
+    padding = {"key_padding_mask": padding}
+    for more in ({}, padding, {"need_weights": False}):
+        call = {"attn_mask": later, "is_causal": True, **more}
+        for have, want in zip(results(ours, given, **call), results(theirs, given, **call)):
+            assert torch.allclose(have, want, atol=1e-9)
+    alone = ours(*given, is_causal=True)[0]
+    assert torch.allclose(alone, ours(*given, attn_mask=later)[0])
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_added_keys_are_seen_by_all_rows_of_a_causal_call(options: dict[str, Any]) -> None:
+    _, ours = pair(**options)
+    given = tensors(ours, 5, 5)
+    weights = ours(*given, is_causal=True)[1]
+    assert bool((weights[..., -1] > 0).all())
+    assert torch.equal(weights[..., :5].triu(1), torch.zeros(2, 5, 5, dtype=torch.float64))
+
+
+def test_a_fully_blocked_row_is_the_bias() -> None:
+    _, ours = pair()
+    nn.init.normal_(ours.out_proj.bias)
+    given = tensors(ours)
+    for need in (True, False):
+        blocked = torch.ones(2, 8, dtype=torch.bool)
+        out = ours(*given, key_padding_mask=blocked, need_weights=need)[0]
+        assert torch.allclose(out, ours.out_proj.bias.expand_as(out))
+
+
+def test_dropout_is_for_training() -> None:
+    layer = MultiheadAttention(E, H, dropout=0.5)
+    x = [x.float() for x in tensors(layer)]
+    one, two = layer(*x)[0], layer(*x)[0]
+    assert not torch.equal(one, two)
+    layer.eval()
+    assert torch.equal(layer(*x)[0], layer(*x)[0])
+    assert torch.allclose(layer(*x)[0], layer(*x, need_weights=False)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_in_groups_of_heads(variant: str) -> None:
+    layer = MultiheadAttention(
+        16, 4, batch_first=True, variant=variant, num_kv_heads=2, **CASES[variant].params
+    )
+    x = rand(2, 9, 16).float()
+    padding = torch.arange(9).expand(2, 9) >= torch.tensor([[9], [6]])
+    dense, weights = layer(x, x, x, key_padding_mask=padding, average_attn_weights=False)
+    fast, none = layer(x, x, x, key_padding_mask=padding, need_weights=False)
+    assert none is None
+    assert torch.allclose(dense, fast, atol=1e-5)
+    assert weights.shape == (2, 4, 9, 9)
+    assert torch.equal(weights[1, ..., 6:], torch.zeros(4, 9, 3))
+    state = copy.deepcopy(layer.state_dict())
+    again = MultiheadAttention(
+        16, 4, batch_first=True, variant=variant, num_kv_heads=2, **CASES[variant].params
+    )
+    again.load_state_dict(state)
+    assert torch.equal(again(x, x, x)[0], layer(x, x, x)[0])
+
+
+def test_a_torch_checkpoint_loads() -> None:
+    theirs = nn.MultiheadAttention(E, H)
+    ours = MultiheadAttention(E, H, variant="ssmax")
+    missing = ours.load_state_dict(theirs.state_dict(), strict=False).missing_keys
+    assert missing == ["attend.s"]
+    assert torch.equal(ours.in_proj_weight, theirs.in_proj_weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embed_dim": 10}, "embed_dim=10 is not a multiple of num_heads=3"),
+        ({"num_heads": 0}, "num_heads must be an int of at least 1, got 0"),
+        ({"num_kv_heads": 2}, "num_heads=3 is not a multiple of num_kv_heads=2"),
+        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
+        ({"kdim": 0}, "kdim must be an int of at least 1, got 0"),
+        ({"variant": "softmaxx"}, "'softmaxx'"),
+    ],
+)
+def test_bad_arguments_of_the_constructor(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiheadAttention(**{"embed_dim": E, "num_heads": H, **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"attn_mask": torch.zeros(6, 8, dtype=torch.long)}, TypeError, "attn_mask must be bool"),
+        ({"attn_mask": torch.zeros(6, 7)}, ValueError, r"attn_mask must have shape \(6, 8\) or"),
+        ({"key_padding_mask": torch.zeros(8)}, ValueError, r"key_padding_mask .* \(2, 8\), got"),
+        ({"query": torch.zeros(6, 2, 11)}, ValueError, "query must have 12 features"),
+        ({"query": torch.zeros(6, 12)}, ValueError, "must all have 3 dimensions, or 2"),
+    ],
+)
+def test_bad_arguments_of_a_call(change: dict, error: type, message: str) -> None:
+    layer = MultiheadAttention(E, H)
+    given = dict(zip(("query", "key", "value"), (x.float() for x in tensors(layer))))
+    with pytest.raises(error, match=message):
+        layer(**{**given, **change})
+
+
+# ---- replace ----------------------------------------------------------------------------------
+
+
+def encoder(**options: Any) -> nn.TransformerEncoder:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, 2)
+
+
+# Torch's own fused path, and that it cannot be taken.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested")
+@pytest.mark.parametrize(("training", "norm_first"), list(product((True, False), repeat=2)))
+def test_an_encoder_is_the_same_with_softmax(training: bool, norm_first: bool) -> None:
+    """Also where torch would take its fused path, in eval without gradients."""
+    theirs = encoder(norm_first=norm_first).train(training)
+    ours = replace(copy.deepcopy(theirs), "softmax")
+    x = rand(2, 7, 16).float()
+    padding = torch.arange(7).expand(2, 7) >= torch.tensor([[7], [5]])
+    later = nn.Transformer.generate_square_subsequent_mask(7)
+    seen = ~padding[..., None]
+    with torch.set_grad_enabled(training):
+        for options in ({}, {"src_key_padding_mask": padding}, {"mask": later, "is_causal": True}):
+            have, want = ours(x, **options), theirs(x, **options)
+            rows = seen if "src_key_padding_mask" in options else torch.ones_like(seen)
+            assert torch.allclose(have * rows, want * rows, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_encoder_of_any_variant_passes_by_the_fused_path(variant: str) -> None:
+    """Eval without gradients gives what training gives."""
+    model = replace(encoder(), variant, **CASES[variant].params)
+    x = rand(2, 7, 16).float()
+    padding = torch.arange(7).expand(2, 7) >= torch.tensor([[7], [5]])
+    trained = model(x, src_key_padding_mask=padding)
+    trained.sum().backward()
+    with torch.no_grad():
+        assert torch.allclose(model.eval()(x, src_key_padding_mask=padding), trained, atol=1e-5)
+
+
+def test_parameters_stay_the_same_tensors() -> None:
+    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
+    before = dict(model.named_parameters())
+    replace(model, "ssmax", s=0.3)
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in before)
+    new = set(after) - set(before)
+    layers = ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn",
+              "decoder.layers.0.multihead_attn")  # fmt: skip
+    assert new == {f"{name}.attend.s" for name in layers}
+    x = rand(2, 5, 16).float()
+    model(x, x).sum().backward()
+
+
+def test_a_shared_layer_stays_shared_and_a_layer_alone_is_returned() -> None:
+    layer = nn.MultiheadAttention(16, 4)
+    model = nn.ModuleList([layer, layer])
+    replace(model, "softmax")
+    assert model[0] is model[1]
+    assert isinstance(replace(layer, "softmax"), MultiheadAttention)
+
+
+def test_replacing_twice_exchanges_the_variant() -> None:
+    """Of layers that were replaced before, and of torch's own beside them."""
+    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True, dropout=0.0).eval()
+    once = replace(copy.deepcopy(model), "entmax", alpha=1.3)
+    replace(model.encoder, "ssmax")
+    before = dict(model.named_parameters())
+    assert replace(model, "entmax", alpha=1.3) is model
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in after)
+    assert set(before) - set(after) == {"encoder.layers.0.self_attn.attend.s"}
+    x = rand(2, 5, 16).float()
+    assert torch.equal(model(x, x), once(x, x))
+    layer = MultiheadAttention(16, 4, variant="sink")
+    assert replace(layer, "ssmax") is layer
+    assert layer.attend.variant == "ssmax"
+    with pytest.raises(TypeError, match="max_length"):
+        replace(model, "cosformer")
+    assert torch.equal(model(x, x), once(x, x))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "key_padding_mask", "attn_mask"])
+def test_lists_are_no_tensors(name: str) -> None:
+    x = torch.randn(2, 5, 16)
+    given = {"query": x, "key": x, "value": x, name: [[0.0]]}
+    with pytest.raises(TypeError, match=f"^{name} must be a tensor, got list"):
+        MultiheadAttention(16, 4, batch_first=True)(**given)
+
+
+def test_nothing_changes_where_something_is_wrong() -> None:
+    model = encoder()
+    with pytest.raises(TypeError, match="max_length"):
+        replace(model, "cosformer")
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    with pytest.raises(ValueError, match=r"model has no torch\.nn\.MultiheadAttention: Linear"):
+        replace(nn.Linear(2, 2), "ssmax")
+
+
+def test_layers_that_are_not_as_torch_made_them_are_refused() -> None:
+    hooked, normed = nn.MultiheadAttention(16, 4), nn.MultiheadAttention(16, 4)
+    hooked.register_forward_hook(lambda *args: None)
+    torch.nn.utils.parametrizations.weight_norm(normed.out_proj)
+    for layer, message in ((hooked, "has hooks"), (normed, "parametrizations.weight")):
+        with pytest.raises(ValueError, match=message):
+            replace(nn.ModuleList([layer]), "softmax")
+
+
+def test_a_hint_that_is_wrong_gives_what_torch_gives() -> None:
+    """With weights the mask holds, without them the hint."""
+    theirs, ours = pair()
+    given = tensors(theirs, 6, 6)
+    later = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+    later[:, 2] -= 3
+    for need in (True, False):
+        call = {"attn_mask": later, "is_causal": True, "need_weights": need}
+        assert torch.allclose(ours(*given, **call)[0], theirs(*given, **call)[0])
+
+
+def test_it_compiles_whole() -> None:
+    layer = MultiheadAttention(16, 4, batch_first=True, variant="ssmax")
+    x = rand(2, 9, 16).float()
+    padding = torch.arange(9).expand(2, 9) >= torch.tensor([[9], [6]])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    call = {"key_padding_mask": padding, "need_weights": False}
+    assert torch.allclose(compiled(x, x, x, **call)[0], layer(x, x, x, **call)[0], atol=1e-6)
+
+
+def test_attention_gives_weights_on_demand() -> None:
+    attend = attnzoo.nn.Attention("entmax", 4)
+    q, k, v = rand(2, 4, 5, 8), rand(2, 2, 5, 8, seed=1), rand(2, 2, 5, 8, seed=2)
+    out, weights = attend(q, k, v, is_causal=True, enable_gqa=True, need_weights=True)
+    assert torch.allclose(out, attend(q, k, v, is_causal=True, enable_gqa=True))
+    assert torch.allclose(weights.sum(-1), torch.ones(2, 4, 5, dtype=torch.float64))
+    for wrong in ({"return_lse": True}, {"cache": attend.new_cache(8)}):
+        with pytest.raises(ValueError, match="need_weights|return_lse"):
+            attend(q, k, v, enable_gqa=True, need_weights=True, **wrong)

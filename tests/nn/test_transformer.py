@@ -1,0 +1,159 @@
+"""attnzoo.nn.Transformer: positions, variants per layer, caches, and that it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnzoo.nn import Attention, KVCache, StateCache, Transformer
+from attnzoo.nn.transformer import POSITIONS
+from helpers.cases import CASES, VARIANTS
+from helpers.kernel_paths import quick_variants
+
+SIZES: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "depth": 2}
+
+
+def tokens(n: int = 14, batch: int = 2) -> Tensor:
+    return torch.randint(20, (batch, n), generator=torch.Generator().manual_seed(n))
+
+
+def model(variant: Any = "softmax", positions: str = "rope", **options: Any) -> Transformer:
+    torch.manual_seed(0)
+    made = Transformer(20, variant=variant, positions=positions, **{**SIZES, **options})
+    return made.eval()
+
+
+def able(variant: str, positions: str) -> bool:
+    return positions != "alibi" or variant not in ("cosformer", "taylor")
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_with_caches_as_without(variant: str, positions: str) -> None:
+    if not able(variant, positions):
+        with pytest.raises(ValueError, match="alibi None"):
+            model(variant, positions, **CASES[variant].params)(tokens())
+        return
+    made = model(variant, positions, num_kv_heads=2, **CASES[variant].params)
+    with torch.no_grad():
+        whole = made(tokens())
+        caches, parts = made.new_caches(16), []
+        for start, stop in ((0, 9), (9, 10), (10, 14)):
+            parts.append(made(tokens()[:, start:stop], caches=caches))
+    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["rope", "p-rope", "alibi"])
+def test_padding_on_the_left_changes_nothing(positions: str) -> None:
+    """These tell distances only. (Without any, counts do, which are those of visible keys.)"""
+    made, real = model("ssmax", positions), tokens()
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), real], dim=1)
+    mask = (torch.arange(19) >= 5).expand(2, 1, 1, 19)
+    with torch.no_grad():
+        assert torch.allclose(made(padded, attn_mask=mask)[:, 5:], made(real), atol=1e-4)
+
+
+def test_rotations_are_about_distances() -> None:
+    from attnzoo.nn.transformer import _rotate
+
+    made = model(rope_base=100.0)
+    q, k = torch.randn(2, 1, 1, 1, 8).double().unbind()
+
+    def score(i: int, j: int) -> float:
+        turns = [made._turns(at, torch.zeros(1, 1, dtype=torch.long)) for at in (i, j)]
+        return float((_rotate(q, turns[0]) * _rotate(k, turns[1])).sum())
+
+    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-4)
+    # By hand: of D = 8 the first pair, numbers 0 and 4, turns by one radian a token.
+    x = torch.zeros(1, 1, 1, 8)
+    x[..., 0] = 1.0
+    turned = _rotate(x, made._turns(1, torch.zeros(1, 1, dtype=torch.long)))[0, 0, 0]
+    assert turned[[0, 4]].tolist() == pytest.approx([0.5403, 0.8415], abs=1e-4)
+
+
+def test_p_rope_lies_between_rope_and_none() -> None:
+    with torch.no_grad():
+        shares = {share: model(positions="p-rope", rope_share=share)(tokens()) for share in (0, 1)}
+        assert torch.equal(shares[0], model(positions="none")(tokens()))
+        assert torch.equal(shares[1], model(positions="rope")(tokens()))
+    assert model(positions="p-rope").rotated == 3  # of the 4 pairs of D = 8
+
+
+def test_a_window_and_a_variant_for_each_layer() -> None:
+    made = model([("entmax", {"alpha": 1.3}), "ssmax"], window=4)
+    found = [m.variant for m in made.modules() if isinstance(m, Attention)]
+    assert found == ["entmax", "ssmax"]
+    with torch.no_grad():
+        one, two = tokens(), tokens()
+        two[:, 0] = (one[:, 0] + 1) % 20
+        # Two layers of 4 keys reach 6 tokens back.
+        same = (made(one) == made(two)).all(-1).all(0)
+    assert same.tolist() == [False] * 7 + [True] * 7
+
+
+def test_a_layer_decodes_with_a_state_where_it_has_one() -> None:
+    made = model([("cosformer", {"max_length": 32}), "ssmax"])
+    assert [type(cache) for cache in made.new_caches(32)] == [StateCache, KVCache]
+    made = model([("cosformer", {"max_length": 32}), "taylor"], window=4)
+    assert [type(cache) for cache in made.new_caches(32)] == [KVCache, KVCache]
+
+
+@pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
+def test_it_learns(variant: str) -> None:
+    """A cycle of tokens, from chance to certainty."""
+    params = {"max_length": 32} if variant == "cosformer" else CASES[variant].params
+    made = model(variant, dropout=0.0, **params).train()
+    optimizer = torch.optim.AdamW(made.parameters(), 3e-3)
+    cycle = torch.arange(24).remainder(7).expand(4, 24) + torch.arange(4)[:, None]
+    losses = []
+    for _ in range(40):
+        logits = made(cycle[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), cycle[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 2.9
+    assert losses[-1] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"positions": "sine"}, ValueError, "positions must be one of rope, p-rope, alibi, none"),
+        ({"embed_dim": 30}, ValueError, "embed_dim=30 is not a multiple of num_heads=4"),
+        ({"num_kv_heads": 3}, ValueError, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"embed_dim": 12}, ValueError, "needs an even head dimension, 3"),
+        ({"depth": 0}, ValueError, "depth must be an int of at least 1, got 0"),
+        ({"window": 0}, ValueError, "window must be an int of at least 1, got 0"),
+        ({"dropout": 1.0}, ValueError, r"dropout must be a number in \[0, 1\)"),
+        ({"rope_share": 2}, ValueError, r"rope_share must be from 0 to 1, got 2"),
+        ({"rope_base": 0}, ValueError, "rope_base must be from 1 to .*, got 0"),
+        ({"rope_base": float("nan")}, ValueError, "rope_base must be from 1 to .*, got nan"),
+        ({"rope_base": 10**400}, ValueError, "rope_base must be from 1 to "),
+        ({"variant": ["ssmax"]}, ValueError, "variant must be one name, or 2 of them, got 1"),
+        ({"variant": ["ssmax"] * 2, "s": 1.0}, TypeError, "give pairs"),
+        ({"variant": "cosformer"}, TypeError, "max_length"),
+        ({"variant": "nonsense"}, ValueError, "'nonsense'"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Transformer(20, **{**SIZES, **options})
+
+
+def test_bad_calls() -> None:
+    made = model()
+    with pytest.raises(ValueError, match=r"tokens must be int \(B, N\), got torch.float32"):
+        made(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match=r"tokens must be an int tensor \(B, N\), got list"):
+        made([[1, 2]])
+    for wrong in (-1, 20):
+        with pytest.raises(ValueError, match=f"tokens must be from 0 to 19, .*, got {wrong}"):
+            made(torch.tensor([[3, wrong, 4]]))
+    with pytest.raises(ValueError, match="caches must be one per layer, 2, got 1"):
+        made(tokens(), caches=made.new_caches(8)[:1])

@@ -1,0 +1,320 @@
+"""The contract of DESIGN section 4, for every variant that the registry knows."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from helpers.cases import CASES, VARIANTS, learned, rand
+from helpers.coverage_table import (
+    CONSTANT_PARAMETERS,
+    NO_LSE,
+    NO_SCORE,
+    PAIRS,
+    TRAINED,
+    VARIANT_BACKENDS,
+    precise,
+)
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
+# A prefix of each length is a call of its own, and decode runs several kernels for it.
+PREFIX_PAIRS = [
+    pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
+    if pair.values[1] == "decode" and pair.values[0] != "softmax"
+    else pair
+    for pair in PAIRS
+]
+every_trained_pair = pytest.mark.parametrize(("variant", "backend"), TRAINED)
+
+
+def qkv(queries: int = 7, keys: int = 7, seed: int = 0, dtype: Any = torch.float64) -> list[Tensor]:
+    """q, k, v with 2 batches, 2 heads, D = 6 and Dv = 6."""
+    shapes = (queries, keys, keys)
+    return [rand(2, 2, n, 6, seed=seed + i, dtype=dtype) for i, n in enumerate(shapes)]
+
+
+def leaves_of(variant: str, backend: str) -> dict[str, Tensor]:
+    """Learned parameters, with a gradient where the backend gives one."""
+    gradient = (variant, backend) not in CONSTANT_PARAMETERS
+    return {name: x.requires_grad_(gradient) for name, x in learned(variant, 2).items()}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Up to the order in which numbers of size 1 are added."""
+    return torch.allclose(a, b, rtol=0, atol=1e-12 if a.dtype == torch.float64 else 5e-6)
+
+
+def gradients_of(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])
+
+
+# ---- every variant is documented, and has its row in the table of cases ------------------------
+
+
+def test_every_variant_has_its_case() -> None:
+    assert set(CASES) == set(VARIANTS) == set(VARIANT_BACKENDS)
+
+
+@every_variant
+def test_documented(variant: str) -> None:
+    found = attnzoo.get_variant(variant)
+    assert found.formula
+    assert found.paper
+    module = sys.modules[found.weights.__module__]
+    assert module.__name__ == f"attnzoo.variants.{variant}"  # one file, named as the variant
+    text = module.__doc__ or ""
+    assert text.startswith(f"{variant}")
+    for year in [word for word in found.paper.replace(",", " ").split() if word.isdigit()]:
+        assert year in text  # the citation stands on top of the file
+    for param in found.params:
+        assert param.doc
+        assert param.name.isidentifier()
+
+
+def test_what_is_learned_by_the_cases_are_the_row_parameters() -> None:
+    for name, case in CASES.items():
+        rows = {p.name for p in attnzoo.get_variant(name).params if p.kind == "row"}
+        assert set(case.learned) == rows, name
+        per_token = any(p.per_token for p in attnzoo.get_variant(name).params)
+        assert case.per_token == per_token, name
+
+
+def test_unknown_variant_lists_the_known_ones() -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="'softmaxx'.*known: .*entmax.*softmax.*topk"):
+        attnzoo.attention(q, k, v, "softmaxx")
+
+
+@every_variant
+def test_unknown_parameter_lists_the_known_ones(variant: str) -> None:
+    q, k, v = qkv()
+    names = [param.name for param in attnzoo.get_variant(variant).params] or ["none"]
+    with pytest.raises(TypeError, match=f"'nonsense'.*{names[-1]}"):
+        attnzoo.attention(q, k, v, variant, **{**CASES[variant].params, "nonsense": 1})
+
+
+# ---- weights ----------------------------------------------------------------------------------
+
+
+@every_variant
+def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
+    q, k, v = qkv(dtype=torch.float32)
+    mask = rand(2, 2, 7, 7, seed=9) > 0
+    for params in ({}, *CASES[variant].settings):
+        params = {**CASES[variant].params, **params}
+        w = attnzoo.attention_weights(q, k, v, variant, attn_mask=mask, is_causal=True, **params)
+        hidden = ~(mask & torch.ones(7, 7, dtype=torch.bool).tril())
+        assert torch.equal(w[hidden], torch.zeros(int(hidden.sum())))
+        assert bool((w[~hidden] >= 0).all())
+
+
+@every_variant
+def test_rows_sum_to_one_where_normalized(variant: str) -> None:
+    q, k, v = qkv(queries=9)  # causal with Nq > Nk: two rows see nothing
+    sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **CASES[variant].params).sum(
+        -1
+    )
+    if variant == "cosformer":  # a row whose products are all 0 is 0 too
+        products = (q.relu() @ k.relu().transpose(-1, -2)).tril(-2).sum(-1)
+        assert torch.allclose(sums, (products > 0).double())
+        return
+    assert torch.equal(sums[..., :2], torch.zeros(2, 2, 2, dtype=torch.float64))
+    if attnzoo.get_variant(variant).normalized:
+        assert torch.allclose(sums[..., 2:], torch.ones(2, 2, 7, dtype=torch.float64))
+    else:
+        assert bool(((sums[..., 2:] - 1).abs() > 1e-3).any())
+
+
+@every_variant
+def test_output_is_weights_times_values(variant: str) -> None:
+    q, k, v = qkv()
+    params = {**CASES[variant].params, **learned(variant, 2)}
+    w = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params)
+    out = attnzoo.attention(q, k, v, variant, is_causal=True, **params)
+    assert torch.allclose(out, w @ v)
+
+
+@pytest.mark.parametrize(("variant", "backend"), PREFIX_PAIRS)
+def test_a_prefix_keeps_its_outputs(variant: str, backend: str) -> None:
+    """Appending keys and queries under causality changes no earlier output."""
+    q, k, v = qkv(queries=32, keys=32, dtype=precise(backend))
+    options = {"is_causal": True, "backend": backend, **CASES[variant].params}
+    whole = attnzoo.attention(q, k, v, variant, **options)
+    for n in (1, 2, 17, 31):
+        part = attnzoo.attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], variant, **options)
+        assert same(part, whole[:, :, :n])
+
+
+@every_pair
+def test_decoding_a_token_is_the_last_row(variant: str, backend: str) -> None:
+    q, k, v = qkv(queries=12, keys=12, dtype=precise(backend))
+    options = {"is_causal": True, "backend": backend, **CASES[variant].params}
+    whole = attnzoo.attention(q, k, v, variant, **options)
+    last = attnzoo.attention(q[:, :, -1:], k, v, variant, **options)
+    assert same(last, whole[:, :, -1:])
+
+
+@every_pair
+def test_the_order_of_keys_does_not_matter(variant: str, backend: str) -> None:
+    q, k, v = qkv(dtype=precise(backend))
+    order = torch.tensor([3, 0, 6, 5, 1, 4, 2])
+    mask = rand(1, 1, 1, 7, seed=9) > -0.5
+    params = CASES[variant].params
+    one = attnzoo.attention(q, k, v, variant, attn_mask=mask, backend=backend, **params)
+    k, v, mask = k[:, :, order], v[:, :, order], mask[..., order]
+    two = attnzoo.attention(q, k, v, variant, attn_mask=mask, backend=backend, **params)
+    assert same(one, two) != CASES[variant].positions_enter
+
+
+@every_pair
+def test_inputs_are_left_as_they_are(variant: str, backend: str) -> None:
+    q, k, v = qkv(dtype=torch.float32)
+    before = [x.clone() for x in (q, k, v)]
+    attnzoo.attention(q, k, v, variant, backend=backend, **CASES[variant].params)
+    assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
+
+
+@every_pair
+def test_the_default_dtype_does_not_matter(variant: str, backend: str) -> None:
+    """A bool times a Python float takes it, which fp64 code must not notice."""
+    options = {"is_causal": True, "backend": backend, **CASES[variant].params}
+    q, k, v = qkv(dtype=precise(backend))
+    before = attnzoo.attention(q, k, v, variant, **options)
+    torch.set_default_dtype(torch.bfloat16)  # as while a large model is loaded
+    try:
+        after = attnzoo.attention(q, k, v, variant, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(before, after)
+
+
+# ---- rows with no key and with one ------------------------------------------------------------
+
+
+@every_trained_pair
+def test_rows_without_keys_are_zero_and_send_no_gradient(variant: str, backend: str) -> None:
+    q, k, v = qkv(dtype=torch.float32)
+    mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    mask[1] = False  # all rows of the second batch see nothing
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    params = leaves_of(variant, backend)
+    out = attnzoo.attention(
+        q, k, v, variant, attn_mask=mask, backend=backend, **{**CASES[variant].params, **params}
+    )
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    gradients = gradients_of(out.sum(), [*leaves, *params.values()])
+    for gradient in gradients:
+        assert bool(gradient.isfinite().all())
+    for gradient in gradients[:3]:
+        assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))
+    # No row of the second batch alone says anything about a parameter.
+    q, k, v = (x[1:] for x in leaves)
+    out = attnzoo.attention(
+        q, k, v, variant, attn_mask=mask[1:], backend=backend, **{**CASES[variant].params, **params}
+    )
+    out.sum().backward()
+    for leaf in (*leaves, *params.values()):
+        assert not leaf.requires_grad or torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("float_mask", [False, True])
+@every_variant
+def test_one_empty_row_among_others(variant: str, float_mask: bool, backend: str) -> None:
+    """An empty row leaves the other rows and their gradients as they are without it."""
+    if float_mask and variant in NO_SCORE:
+        q, k, v = qkv()
+        with pytest.raises(ValueError, match="bool"):
+            attnzoo.attention(q, k, v, variant, attn_mask=q @ q.mT, **CASES[variant].params)
+        return
+    q, k, v = (x.requires_grad_() for x in qkv())
+    mask = rand(7, 7, seed=9) > -0.3
+    mask[:, 0] = True
+    mask[4] = False
+    given = mask
+    if float_mask:
+        given = torch.zeros(7, 7, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+        given.requires_grad_()
+    params = CASES[variant].params
+    out = attnzoo.attention(q, k, v, variant, attn_mask=given, backend=backend, **params)
+    assert torch.equal(out[:, :, 4], torch.zeros(2, 2, 6, dtype=torch.float64))
+    do = rand(2, 2, 7, 6, seed=8)
+    found = torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
+    assert torch.equal(found[0][:, :, 4], torch.zeros(2, 2, 6, dtype=torch.float64))
+    rest = [0, 1, 2, 3, 5, 6]
+    if CASES[variant].positions_enter:
+        assert all(bool(x.isfinite().all()) for x in found)
+        return
+    less = attnzoo.attention(q[:, :, rest], k, v, variant, attn_mask=mask[rest], **params)
+    expected = torch.autograd.grad(less, (q, k, v), do[:, :, rest])
+    for have, want in zip(found, expected, strict=True):
+        assert torch.allclose(have, want)
+    if float_mask:
+        gradient = torch.autograd.grad(out, given, do)[0]
+        assert torch.equal(gradient[~mask], torch.zeros(int((~mask).sum()), dtype=torch.float64))
+
+
+@every_trained_pair
+def test_a_row_with_one_key(variant: str, backend: str) -> None:
+    """The first causal row: weight 1 where normalized, and finite gradients (log n is 0 there)."""
+    q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
+    params = leaves_of(variant, backend)
+    options = {"is_causal": True, "backend": backend, **CASES[variant].params}
+    out = attnzoo.attention(q, k, v, variant, **options, **params)
+    if attnzoo.get_variant(variant).normalized:
+        assert torch.allclose(out[:, :, 0], v[:, :, 0])
+    gradients = gradients_of(out[:, :, 0].sum(), [q, k, v, *params.values()])
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    if attnzoo.get_variant(variant).normalized:
+        # One key has weight 1 whatever its score is.
+        for gradient in (*gradients[:2], *gradients[3:]):
+            assert float(gradient.abs().max()) < 1e-5
+
+
+# ---- extreme scores ---------------------------------------------------------------------------
+
+EXTREME = {
+    "all −200": lambda z: torch.full_like(z, -200.0),
+    "all +80": lambda z: torch.full_like(z, 80.0),
+    "−200 and +80": lambda z: torch.where(z > 0, 80.0, -200.0),
+    "of size 1e4": lambda z: 1e4 * z,
+}
+
+
+@pytest.mark.parametrize("kind", EXTREME)
+@every_trained_pair
+def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> None:
+    """In fp32: outputs and gradients are finite, and outputs are those of fp64."""
+    z = EXTREME[kind](rand(1, 2, 6, 9, seed=3, dtype=torch.float32))
+    # D = 9 and unit vectors as keys: the scores are the queries.
+    q, k = z, torch.eye(9).expand(1, 2, 9, 9)
+    v = rand(1, 2, 9, 9, seed=4, dtype=torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    params = leaves_of(variant, backend)
+    options = {"scale": 1.0, "backend": backend, **CASES[variant].params}
+    with_lse = variant not in NO_LSE and backend != "sdpa"
+    result = attnzoo.attention(*leaves, variant, return_lse=with_lse, **options, **params)
+    out, lse = result if with_lse else (result, torch.zeros(()))
+    assert bool(out.isfinite().all())
+    assert bool(lse.isfinite().all())
+    loss = (out * out.detach()).sum() + lse.sum()
+    for gradient in gradients_of(loss, [*leaves, *params.values()]):
+        assert bool(gradient.isfinite().all())
+    exact = attnzoo.attention_weights(
+        *(x.detach().double() for x in leaves),
+        variant,
+        scale=1.0,
+        **CASES[variant].params,
+        **{name: x.detach().double() for name, x in params.items()},
+    )
+    # A score of 1e4 carries an error of 1e-3 in fp32.
+    tolerance = 1e-2 if "1e4" in kind else 1e-4
+    assert torch.allclose(out.double(), exact @ v.double(), rtol=0, atol=tolerance)

@@ -1,0 +1,314 @@
+"""Scales and gains of 0 or below, and scores that are NaN or infinite, in every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from helpers.cases import CASES, rand
+from helpers.coverage_table import FORWARD_ONLY, PAIRS, precise
+
+N = 12
+every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
+# Those whose scores take a gain, which may be negative.
+GAINS = {
+    "ssmax": {"s": torch.tensor([-0.4, 0.0]), "b": torch.tensor([-0.5, 0.0])},
+    "asentmax": {
+        "beta": torch.tensor([-0.6, 0.0]),
+        "gamma": torch.tensor([0.5, 0.0]),
+        "delta": torch.tensor([-1.0, 0.0]),
+    },
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": torch.ones(N, N, dtype=torch.bool).tril(2)},
+}
+
+
+def qkv(dtype: torch.dtype) -> list[Tensor]:
+    return [rand(1, 2, N, 8, seed=seed).to(dtype) for seed in (1, 2, 3)]
+
+
+def results(
+    variant: str, backend: str, inputs: list[Tensor], options: dict[str, Any]
+) -> list[Tensor]:
+    """The output, and the gradients of q, k and v where the backend has any."""
+    trains = backend not in FORWARD_ONLY
+    leaves = [x.clone().requires_grad_(trains) for x in inputs]
+    out = attnzoo.attention(*leaves, variant, backend=backend, **options)
+    if not trains:
+        return [out]
+    return [out.detach(), *torch.autograd.grad(out, leaves, rand(*out.shape).to(out.dtype))]
+
+
+def agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
+    """Output and gradients are those of the definition in fp64."""
+    inputs = qkv(precise(backend))
+    found = results(variant, backend, inputs, options)
+    exact = results(variant, "eager", [x.double() for x in inputs], options)
+    for have, want in zip(found, exact):
+        tolerance = 1e-10 if have.dtype == torch.float64 else 2e-5
+        assert torch.allclose(have.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def takes(variant: str, backend: str, options: dict[str, Any]) -> bool:
+    """The variant has a meaning for these arguments, and the backend takes them."""
+    plan = attnzoo.explain(*qkv(precise(backend)), variant, backend=backend, **options)
+    return plan.chosen is not None
+
+
+# ---- scales and gains that are not positive ---------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@every_pair
+def test_a_scale_that_is_negative_or_zero(variant: str, backend: str, mask: str) -> None:
+    for scale in (-0.7, 0.0):
+        options = {**MASKS[mask], "scale": scale, **CASES[variant].params}
+        if variant == "cosformer":
+            with pytest.raises(ValueError, match="any scale above 0"):
+                attnzoo.attention(*qkv(torch.float32), variant, backend=backend, **options)
+        elif takes(variant, backend, options):
+            agrees(variant, backend, options)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("variant", "backend"), [pair for pair in PAIRS if pair.values[0] in GAINS]
+)
+def test_a_gain_that_is_negative_or_zero(variant: str, backend: str, mask: str) -> None:
+    agrees(variant, backend, {**MASKS[mask], "scale": -0.4, **GAINS[variant]})
+
+
+ANY_SCALE = pytest.mark.parametrize("variant", [x for x in CASES if x != "cosformer"])
+
+
+@ANY_SCALE
+def test_a_negative_scale_by_default(variant: str) -> None:
+    """Whatever backend is chosen; long enough that few scores are no reason to choose."""
+    q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
+    options = {"is_causal": True, **CASES[variant].params}
+    out = attnzoo.attention(q, k, v, variant, scale=-0.7, **options)
+    assert torch.allclose(out, attnzoo.attention(-q, k, v, variant, scale=0.7, **options))
+
+
+@ANY_SCALE
+def test_a_scale_below_what_fp32_can_tell_is_zero(variant: str) -> None:
+    q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
+    options = {"is_causal": True, **CASES[variant].params}
+    zero = attnzoo.attention(q, k, v, variant, scale=0.0, **options)
+    for scale in (1e-46, -1e-50):
+        out = attnzoo.attention(q, k, v, variant, scale=scale, **options)
+        assert torch.allclose(out, zero, atol=1e-6)
+
+
+# ---- scores that are NaN or infinite ----------------------------------------------------------
+
+SETTINGS = [
+    pytest.param(*pair.values, params, marks=pair.marks, id=f"{pair.id}-{i}")
+    for pair in PAIRS
+    for i, params in enumerate([CASES[pair.values[0]].params, *CASES[pair.values[0]].settings])
+    if i == 0 or pair.values[1] in ("eager", "tiled")
+]
+every_setting = pytest.mark.parametrize(("variant", "backend", "params"), SETTINGS)
+
+
+def spoil(x: Tensor, head: int, token: int, value: float) -> Tensor:
+    x = x.clone()
+    x[:, head, token] = value
+    return x
+
+
+def only_these_are_nan(out: Tensor, clean: Tensor, rows: Tensor) -> bool:
+    """NaN throughout the rows (bool [B, H, Nq]), and the others as they are without it.
+
+    Up to rounding: rows are solved for a threshold together, until the last one is solved.
+    """
+    atol = 1e-12 if out.dtype == torch.float64 else 1e-6
+    others = torch.allclose(out[~rows], clean[~rows], rtol=0, atol=atol)
+    return bool(out[rows].isnan().all()) and others
+
+
+@every_setting
+def test_nan_in_gives_nan_out(variant: str, backend: str, params: dict[str, Any]) -> None:
+    """In the row of the query that is NaN, and in every row that sees a key that is."""
+    q, k, v = qkv(precise(backend))
+    options = {"is_causal": True, "backend": backend, **params}
+    clean = attnzoo.attention(q, k, v, variant, **options)
+    rows = torch.zeros(1, 2, N, dtype=torch.bool)
+    rows[:, 0, 4] = rows[:, 1, 5:] = True
+    one = spoil(q, 0, 4, torch.nan), spoil(k, 1, 5, torch.nan), v
+    assert only_these_are_nan(attnzoo.attention(*one, variant, **options), clean, rows)
+    # The first row sees no other key.
+    first = attnzoo.attention(q, spoil(k, 1, 0, torch.nan), v, variant, **options)
+    assert only_these_are_nan(
+        first, clean, torch.tensor([False, True]).view(1, 2, 1).expand(1, 2, N)
+    )
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "tiled"])
+@pytest.mark.parametrize("keys", [1, 3, 17])
+def test_nan_in_gives_nan_out_at_any_length(keys: int, backend: str) -> None:
+    """Vectors of torch's fused CPU kernel and their remainders treat NaN differently."""
+    mask = torch.ones(keys, keys, dtype=torch.bool).tril()
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        q, k, v = (rand(1, 2, keys, 8, seed=seed).to(dtype) for seed in (1, 2, 3))
+        for options in ({}, {"is_causal": True}, {"attn_mask": mask}):
+            call = {"backend": backend, **options}
+            clean = attnzoo.attention(q, k, v, **call)
+            for token in {0, keys - 1}:
+                rows = torch.zeros(1, 2, keys, dtype=torch.bool)
+                rows[:, 0, token] = True
+                spoiled = attnzoo.attention(spoil(q, 0, token, torch.nan), k, v, **call)
+                assert only_these_are_nan(spoiled, clean, rows)
+                spoiled = attnzoo.attention(spoil(q, 0, token, torch.inf), k, v, **call)
+                assert only_these_are_nan(spoiled, clean, rows)
+                rows = torch.zeros(1, 2, keys, dtype=torch.bool)
+                rows[:, 1, (token if options else 0) :] = True
+                spoiled = attnzoo.attention(q, spoil(k, 1, token, torch.nan), v, **call)
+                assert only_these_are_nan(spoiled, clean, rows)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "tiled"])
+def test_a_key_that_is_hidden_spoils_no_row(backend: str) -> None:
+    q, k, v = qkv(torch.float32)
+    for mask in (torch.arange(N).view(1, 1, 1, N) != 3, torch.arange(N).expand(1, 1, N, N) != 3):
+        clean = attnzoo.attention(q, k, v, attn_mask=mask, backend=backend)
+        for value in (torch.nan, torch.inf, -torch.inf):
+            hidden = spoil(k, 0, 3, value)
+            assert torch.equal(
+                attnzoo.attention(q, hidden, v, attn_mask=mask, backend=backend), clean
+            )
+    # A row without any key is 0, whatever its query is.
+    mask = torch.ones(1, 1, N, N, dtype=torch.bool)
+    mask[:, :, 4] = False
+    out = attnzoo.attention(spoil(q, 0, 4, torch.nan), k, v, attn_mask=mask, backend=backend)
+    assert torch.equal(out[:, :, 4], torch.zeros(1, 2, 8))
+
+
+@every_setting
+def test_an_infinite_score_raises_nothing(
+    variant: str, backend: str, params: dict[str, Any]
+) -> None:
+    """Weights with a normalizer are ∞/∞ = NaN, as torch's softmax has it; σ(∞) is 1."""
+    q, k, v = (x.abs() + 0.5 for x in qkv(precise(backend)))
+    options = {"is_causal": True, "backend": backend, **params}
+    out = attnzoo.attention(q, spoil(k, 1, 5, torch.inf), v, variant, **options)
+    clean = attnzoo.attention(q, k, v, variant, **options)
+    rows = torch.zeros(1, 2, N, dtype=torch.bool)
+    rows[:, 1, 5:] = True
+    if variant == "sigmoid":
+        assert bool(out.isfinite().all())
+        assert torch.equal(out[~rows], clean[~rows])
+    else:
+        assert only_these_are_nan(out, clean, rows)
+
+
+# ---- masks at the end of the range ------------------------------------------------------------
+
+LEAST = torch.finfo(torch.float32).min
+kernels = pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        "tiled",
+        *(pytest.param(x, marks=pytest.mark.interpreter) for x in ("flash", "decode")),
+    ],
+)
+
+
+@kernels
+def test_lse_of_a_row_at_the_least_float(backend: str) -> None:
+    """Beside it no score has a digit; in the units of the kernels, log2 e, it is no float."""
+    q, k, v = qkv(torch.float32)
+    mask = torch.zeros(1, 1, N, N)
+    mask[:, :, 3] = LEAST
+    mask[:, :, 5] = -torch.inf
+    out, lse = attnzoo.attention(q, k, v, attn_mask=mask, backend=backend, return_lse=True)
+    assert torch.equal(lse[:, :, 3], torch.full((1, 2), LEAST))
+    assert torch.equal(lse[:, :, 5], torch.full((1, 2), -torch.inf))
+    assert torch.allclose(out[:, :, 3], v.mean(2), atol=1e-6)
+    others = [i for i in range(N) if i not in (3, 5)]
+    assert torch.allclose(lse[:, :, others], (q @ k.mT * 8**-0.5).logsumexp(-1)[:, :, others])
+
+
+@pytest.mark.interpreter
+def test_gradients_of_lse_with_a_row_at_the_least_float() -> None:
+    mask = torch.zeros(1, 1, N, N)
+    mask[:, :, 3] = LEAST
+    found = []
+    for backend in ("eager", "flash"):
+        leaves = [x.requires_grad_() for x in qkv(torch.float32)]
+        _, lse = attnzoo.attention(*leaves, attn_mask=mask, backend=backend, return_lse=True)
+        others = torch.arange(N) != 3
+        found.append(torch.autograd.grad(lse[:, :, others].sum(), leaves[:2]))
+        (gradient,) = torch.autograd.grad(
+            attnzoo.attention(*leaves, attn_mask=mask, backend=backend, return_lse=True)[1].sum(),
+            leaves[:1],
+        )
+        assert bool(gradient.isfinite().all())
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_the_entropy_of_a_row_at_the_least_float(backend: str, differentiable: bool) -> None:
+    """33 equal scores: the logarithm of their sum is no power of two, and has no digit beside."""
+    q, k, v = (rand(1, 2, 33, 8, seed=i, dtype=torch.float32) for i in (1, 2, 3))
+    mask = torch.zeros(1, 1, 33, 33)
+    mask[:, :, 7] = LEAST
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = {"backend": backend, "differentiable": differentiable}
+    out = attnzoo.attention(*leaves, "adaptive_temperature", attn_mask=mask, **options)
+    assert torch.allclose(out[:, :, 7], v.mean(2), atol=1e-6)
+    found = torch.autograd.grad(out.sum(), leaves)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    bare = attnzoo.attention(*exact, "adaptive_temperature", **options)
+    rows = torch.arange(33) != 7
+    assert torch.allclose(out[:, :, rows].double(), bare[:, :, rows], atol=1e-5)
+    assert all(bool(x.isfinite().all()) for x in found)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("variant", CASES)
+def test_a_mask_without_queries(variant: str, backend: str) -> None:
+    for keys in (0, 1, 5):
+        for mask_keys in {1, keys}:
+            q, k, v = (rand(2, 2, n, 8, seed=n).float().requires_grad_() for n in (0, keys, keys))
+            mask = torch.ones(1, 1, 0, mask_keys, dtype=torch.bool)
+            options = {"attn_mask": mask, "backend": backend, **CASES[variant].params}
+            out = attnzoo.attention(q, k, v, variant, **options)
+            assert out.shape == (2, 2, 0, 8)
+            out.sum().backward()
+
+
+# ---- features that cancel ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_long_orthogonal_queries_and_keys_in_linear_time(
+    is_causal: bool, dtype: torch.dtype
+) -> None:
+    """|q||k| is 10⁴ times q·k: the sums of products of features have lost that many digits."""
+    turn = torch.linalg.qr(rand(16, 16, seed=4)).Q
+    half = torch.arange(16) < 8
+    q, k, v = (rand(1, 2, 1024, 16, seed=seed) for seed in (1, 2, 3))
+    q, k = 1e4 * (q * half) @ turn, (k * ~half) @ turn + 1e-5 * rand(1, 2, 1024, 16, seed=5)
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    out = attnzoo.attention(*leaves, "taylor", is_causal=is_causal, backend="linear")
+    want = attnzoo.attention(*exact, "taylor", is_causal=is_causal, backend="eager")
+    eps = torch.finfo(dtype).eps
+    assert torch.allclose(out.double(), want, rtol=eps, atol=1e-6)
+    found, gradients = (
+        torch.autograd.grad(x.square().sum(), y) for x, y in ((out, leaves), (want, exact))
+    )
+    for have, gradient in zip(found, gradients, strict=True):
+        scale = float(gradient.abs().max())
+        assert float((have.double() - gradient).abs().max()) < 4 * eps * scale

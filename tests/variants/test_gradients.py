@@ -1,0 +1,187 @@
+"""Gradients: of the function, of any order or refused, of any leaf alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import attnzoo
+from helpers.cases import CASES, VARIANTS, learned, rand
+from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, TRAINED, VARIANT_BACKENDS, precise
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def qkv(queries: int = 7, keys: int = 7) -> list[Tensor]:
+    return [rand(2, 2, n, 6, seed=i) for i, n in enumerate((queries, keys, keys))]
+
+
+def differentiable(variant: str, per_token: bool = False) -> tuple[list[Tensor], Any]:
+    """Leaves, and a function of them that runs the variant: causal, GQA, with an empty row.
+
+    Float mask and slopes are among the leaves where the variant has an additive score.
+    """
+    q, k, v = rand(2, 4, 5, 3, seed=1), rand(2, 2, 4, 3, seed=2), rand(2, 2, 4, 3, seed=3)
+    named = learned(variant, 4, token_shape=(2, 5) if per_token else None)
+    if variant not in NO_SCORE:
+        named.update(attn_mask=rand(1, 4, 5, 4, seed=4), alibi=torch.linspace(0.1, 0.7, 4))
+    leaves = [q, k, v, *(x.double() for x in named.values())]
+    fixed = dict(CASES[variant].params, is_causal=True, enable_gqa=True)
+    if variant == "adaptive_temperature":
+        fixed["differentiable"] = True
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **more: Any) -> Any:
+        tensors = dict(zip(named, rest, strict=True))
+        return attnzoo.attention(q, k, v, variant, **fixed, **tensors, **more)
+
+    return [x.requires_grad_() for x in leaves], run
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("lse", [False, True])
+@every_variant
+def test_gradients_are_those_of_the_function(variant: str, backend: str, lse: bool) -> None:
+    leaves, run = differentiable(variant)
+
+    def function(*inputs: Tensor) -> Any:
+        result = run(*inputs, backend=backend, return_lse=lse)
+        # lse of the empty first row is −inf, which no difference quotient takes.
+        return (result[0], result[1][:, :, 1:]) if lse else result
+
+    if lse and variant in NO_LSE:
+        with pytest.raises(ValueError, match="return_lse"):
+            function(*leaves)
+        return
+    assert gradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("variant", [name for name, case in CASES.items() if case.per_token])
+def test_gradients_of_parameters_per_token(variant: str, backend: str) -> None:
+    leaves, run = differentiable(variant, per_token=True)
+    assert gradcheck(lambda *x: run(*x, backend=backend), leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    [(v, b) for v in VARIANTS for b in ("sdpa", "linear") if VARIANT_BACKENDS[v][b] is RUNS],
+)
+def test_gradients_through_the_special_backends(variant: str, backend: str) -> None:
+    q, k, v = qkv(queries=4, keys=4)
+    named = {name: x.double() for name, x in learned(variant, 2).items()}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        params = {**CASES[variant].params, **dict(zip(named, rest, strict=True))}
+        return attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
+
+    leaves = [x.requires_grad_() for x in (q, k, v, *named.values())]
+    if variant == "adaptive_temperature":  # its β is frozen: see the test below
+        leaves = [q.detach(), k.detach(), v]
+    assert gradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled", "sdpa"])
+def test_adaptive_temperature_freezes_its_temperature(backend: str) -> None:
+    """By default the derivative is that of softmax(β z) with β a number."""
+    q, k, v = (x.requires_grad_() for x in qkv(queries=1, keys=30))
+    do = rand(2, 2, 1, 6, seed=8)
+    out = attnzoo.attention(q, k, v, "adaptive_temperature", backend=backend)
+    found = torch.autograd.grad(out, (q, k, v), do)
+    from attnzoo.variants.adaptive_temperature import beta
+
+    z = q @ k.transpose(-1, -2) / 6**0.5
+    p = z.softmax(-1)
+    temperature = beta(-(p * p.log()).sum(-1, keepdim=True)).detach()
+    assert bool((temperature > 1.2).all())  # 30 keys: it is at work
+    frozen = torch.autograd.grad((temperature * z).softmax(-1) @ v, (q, k, v), do)
+    for have, want in zip(found, frozen, strict=True):
+        assert torch.allclose(have, want)
+    moving = attnzoo.attention(
+        q, k, v, "adaptive_temperature", backend="tiled", differentiable=True
+    )
+    assert not torch.allclose(torch.autograd.grad(moving, q, do)[0], frozen[0])
+
+
+@every_variant
+def test_second_derivatives_on_eager(variant: str) -> None:
+    leaves, run = differentiable(variant)
+    assert gradgradcheck(lambda *x: run(*x, backend="eager"), leaves, fast_mode=True)
+
+
+@every_variant
+def test_second_derivatives_on_tiled_are_refused_and_point_to_eager(variant: str) -> None:
+    """Never zeros in silence."""
+    leaves, run = differentiable(variant)
+
+    def twice() -> None:
+        loss = run(*leaves, backend="tiled").square().sum()
+        first = torch.autograd.grad(loss, leaves[0], create_graph=True)
+        # As torch.autograd.functional.hessian does: an edge that is missing reads as a zero.
+        torch.autograd.grad(first[0].square().sum(), leaves[1], allow_unused=True)
+
+    with pytest.raises(RuntimeError, match="eager"):
+        twice()
+
+
+# ---- one leaf alone, twice, and of any shape --------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@every_variant
+def test_any_leaf_alone_gets_the_gradient_it_gets_among_others(variant: str, backend: str) -> None:
+    leaves, run = differentiable(variant)
+    do = rand(2, 4, 5, 3, seed=9)
+    together = torch.autograd.grad(run(*leaves, backend=backend), leaves, do)
+    for at, expected in enumerate(together):
+        alone = [x.detach() for x in leaves]
+        alone[at].requires_grad_()
+        found = torch.autograd.grad(run(*alone, backend=backend), alone[at], do)[0]
+        assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize(("variant", "backend"), TRAINED)
+def test_backward_twice_gives_the_same_twice(variant: str, backend: str) -> None:
+    """Nothing saved is changed by its use."""
+    leaves = [x.to(precise(backend)).requires_grad_() for x in qkv()]
+    out = attnzoo.attention(
+        *leaves, variant, is_causal=True, backend=backend, **CASES[variant].params
+    )
+    do = rand(*out.shape, seed=9, dtype=out.dtype)
+    first = torch.autograd.grad(out, leaves, do, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, do)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize("variant", [name for name, case in CASES.items() if case.learned])
+def test_parameters_without_a_dimension(variant: str, backend: str) -> None:
+    """One number for all heads: as the same number per head, and the sum of its gradients."""
+    q, k, v = qkv()
+    one = {name: x[0].double().requires_grad_() for name, x in learned(variant, 2).items()}
+    per_head = {name: x.detach().repeat(2).requires_grad_() for name, x in one.items()}
+    outs = [
+        attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
+        for params in (one, per_head)
+    ]
+    assert torch.allclose(*outs)
+    do = rand(*outs[0].shape, seed=9)
+    found = torch.autograd.grad(outs[0], list(one.values()), do)
+    expected = torch.autograd.grad(outs[1], list(per_head.values()), do)
+    for have, want in zip(found, expected, strict=True):
+        assert have.shape == ()
+        assert torch.allclose(have, want.sum())
+
+
+@every_variant
+def test_gradients_of_the_weights_themselves(variant: str) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    w = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **CASES[variant].params)
+    out = attnzoo.attention(q, k, v, variant, is_causal=True, **CASES[variant].params)
+    do = rand(*out.shape, seed=9)
+    found = torch.autograd.grad(w, (q, k), do @ v.detach().mT)
+    expected = torch.autograd.grad(out, (q, k), do)
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,383 @@
+"""Each variant against a value from its paper, its authors' algorithm, or a sheet of paper."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import entmax as package
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.variants.adaptive_temperature import beta
+from helpers.cases import CASES, VARIANTS, rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS, precise
+
+BACKENDS = ["eager", "tiled"]
+
+
+def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: Any) -> Tensor:
+    """The weights (R, n) that scores (R, n) get: keys are unit vectors, so q is the scores."""
+    n = scores.shape[-1]
+    eye = torch.eye(n, dtype=scores.dtype)[None, None]
+    return attnzoo.attention(
+        scores[None, None], eye, eye, variant, scale=1.0, backend=backend, **params
+    )[0, 0]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if CASES[v].paper.weights])
+def test_value_of_the_case(variant: str) -> None:
+    """One row, D = 1 and q = 1, so that the keys are the scores; on every backend that takes it."""
+    paper = CASES[variant].paper
+    k = torch.tensor(paper.scores, dtype=torch.float64)[None, None, :, None]
+    v = torch.eye(len(paper.scores), dtype=torch.float64)[None, None]
+    expected = torch.tensor(paper.weights, dtype=torch.float64)
+    for backend in attnzoo.functional.attention.BACKENDS:
+        q = torch.ones(1, 1, 1, 1, dtype=precise(backend))
+        call = (q, k.to(q.dtype), v.to(q.dtype), variant)
+        options = dict(scale=1.0, backend=backend, **paper.params)
+        if attnzoo.explain(*call, **options).chosen is None:
+            assert VARIANT_BACKENDS[variant].get(backend) is not RUNS or backend == "sdpa"
+            continue
+        found = attnzoo.attention(*call, **options)[0, 0, 0].double()
+        assert torch.allclose(found, expected, rtol=0, atol=paper.accuracy), backend
+
+
+def test_softmax_is_torch_s() -> None:
+    q, k, v = (rand(2, 4, 9, 8, seed=i).requires_grad_() for i in range(3))
+    do = rand(2, 4, 9, 8, seed=3)
+    for options in ({}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": rand(9, 9, seed=4)}):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        expected = (out, *torch.autograd.grad(out, (q, k, v), do))
+        for backend in BACKENDS:
+            out = attnzoo.attention(q, k, v, backend=backend, **options)
+            found = (out, *torch.autograd.grad(out, (q, k, v), do))
+            assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# ---- temperatures -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "ssmax", "softmax"), [(10, 0.9401, 0.9428), (100, 0.9951, 0.5999), (1000, 0.9996, 0.1293)]
+)
+def test_ssmax_figure_1(n: int, ssmax: float, softmax: float) -> None:
+    """All scores −2, the last +3, s = 0.43: the weight of the last."""
+    scores = torch.full((1, n), -2.0, dtype=torch.float64)
+    scores[0, -1] = 3.0
+    for backend in BACKENDS:
+        assert float(weights_of(scores, "ssmax", backend, s=0.43)[0, -1]) == pytest.approx(
+            ssmax, abs=5e-5
+        )
+        assert float(weights_of(scores, "softmax", backend)[0, -1]) == pytest.approx(
+            softmax, abs=5e-5
+        )
+
+
+def test_log_n_changes_nothing_at_the_training_length() -> None:
+    scores = rand(3, 512)
+    assert torch.allclose(weights_of(scores, "log_n"), scores.softmax(-1))
+    # Twice the logarithm, twice the temperature; train_length = e is the plain log n.
+    assert torch.allclose(
+        weights_of(scores, "log_n", train_length=512**0.5), (2 * scores).softmax(-1)
+    )
+    gained = (math.log(512) * scores).softmax(-1)
+    assert torch.allclose(weights_of(scores, "log_n", train_length=math.e), gained)
+
+
+def test_adaptive_temperature_by_hand() -> None:
+    """Half of the mass on one of 100 keys: H = log 2 + ½ log 99 = 2.99071 nats.
+
+    Horner: −0.037·H = −0.110656; (+0.481)·H = 1.107577; (−2.3)·H = −3.566205;
+    (+4.917)·H = 4.039694; −1.791 = 2.248694 = β.
+    """
+    scores = torch.tensor(CASES["adaptive_temperature"].paper.scores, dtype=torch.float64)[None]
+    top = 1 / (1 + 99 ** (1 - 2.248694))
+    for backend in BACKENDS:
+        w = weights_of(scores, "adaptive_temperature", backend)
+        assert float(w[0, -1]) == pytest.approx(top, abs=1e-4)
+        assert torch.allclose(w[0, :99], (1 - w[0, -1]) / 99)
+
+
+def test_adaptive_temperature_works_between_0_85_and_5_95_nats() -> None:
+    """REFERENCE: β > 1 there only, at most 2.421, at 4.41."""
+    entropy = torch.arange(0, 9, 0.01, dtype=torch.float64)
+    above = entropy[beta(entropy) > 1]
+    assert float(above.min()) == pytest.approx(0.85, abs=0.01)
+    assert float(above.max()) == pytest.approx(5.95, abs=0.015)
+    assert bool((beta(entropy) >= 1).all())
+    assert float(beta(entropy).max()) == pytest.approx(2.421, abs=5e-4)
+    assert float(entropy[beta(entropy).argmax()]) == pytest.approx(4.41, abs=0.01)
+    # Beyond e^5.95 = 384 equally likely keys nothing is left of it.
+    flat = 1e-3 * rand(1, 500)
+    assert torch.equal(weights_of(flat, "adaptive_temperature"), weights_of(flat, "softmax"))
+
+
+def test_adaptive_temperature_sharpens_by_its_temperature() -> None:
+    scores = torch.cat([rand(4, 80, seed=1), 3 * rand(4, 80, seed=2), 0.1 * rand(4, 80, seed=3)])
+    p = scores.softmax(-1)
+    entropy = -(p * p.log()).sum(-1)
+    polynomial = (
+        -0.037 * entropy**4 + 0.481 * entropy**3 - 2.3 * entropy**2 + 4.917 * entropy - 1.791
+    )
+    expected = (polynomial.clamp(min=1)[:, None] * scores).softmax(-1)
+    for backend in BACKENDS:
+        assert torch.allclose(weights_of(scores, "adaptive_temperature", backend), expected)
+
+
+# ---- thresholds, against the authors' package -------------------------------------------------
+
+
+def grads(function: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Value, and gradients for a fixed random upstream gradient."""
+    leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
+    out = function(*leaves)
+    return (out, *torch.autograd.grad(out, leaves, rand(*out.shape, seed=77, dtype=out.dtype)))
+
+
+def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol: float = 1e-9) -> None:
+    for have, want in zip(found, expected, strict=True):
+        assert torch.allclose(have, want, rtol=0, atol=atol), float((have - want).abs().max())
+
+
+SCORES = {
+    "gaussian": lambda: rand(6, 50),
+    "flat": lambda: 0.1 * rand(6, 50),
+    "sharp": lambda: 100 * rand(6, 50),
+    "one key": lambda: rand(3, 1),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", SCORES)
+def test_sparsemax_against_the_package(kind: str, backend: str) -> None:
+    scores = SCORES[kind]()
+    expected = grads(lambda s: package.sparsemax(s, dim=-1), scores)
+    agree(grads(lambda s: weights_of(s, "sparsemax", backend), scores), expected)
+    agree(grads(lambda s: weights_of(s, "entmax", backend, alpha=2.0), scores), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", SCORES)
+def test_entmax15_against_the_package(kind: str, backend: str) -> None:
+    scores = SCORES[kind]()
+    expected = grads(lambda s: package.entmax15(s, dim=-1), scores)
+    agree(grads(lambda s: weights_of(s, "entmax", backend), scores), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("alpha", [1.1, 1.3, 1.5, 1.7, 1.95])
+@pytest.mark.parametrize("kind", SCORES)
+def test_entmax_against_the_package_and_its_gradient_to_alpha(
+    kind: str, alpha: float, backend: str
+) -> None:
+    """The package bisects; its dα is Correia et al.'s closed formula."""
+    scores = SCORES[kind]()
+
+    def theirs(s: Tensor, a: Tensor) -> Tensor:
+        return package.entmax_bisect(s, alpha=a, dim=-1, n_iter=80)
+
+    def ours(s: Tensor, a: Tensor) -> Tensor:
+        return weights_of(s, "entmax", backend, alpha=a)
+
+    point = torch.tensor(alpha, dtype=torch.float64)
+    agree(grads(ours, scores, point), grads(theirs, scores, point), atol=1e-6)
+    agree(grads(lambda s: weights_of(s, "entmax", backend, alpha=alpha), scores),
+          grads(lambda s: theirs(s, point), scores), atol=1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entmax_takes_an_alpha_per_head(backend: str) -> None:
+    q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))
+    alpha = torch.tensor([1.2, 1.5, 2.0], dtype=torch.float64)
+
+    def theirs(q: Tensor, a: Tensor) -> Tensor:
+        scores = q @ k.mT / 6**0.5
+        return package.entmax_bisect(scores, alpha=a[:, None, None], dim=-1, n_iter=80) @ v
+
+    def ours(q: Tensor, a: Tensor) -> Tensor:
+        return attnzoo.attention(q, k, v, "entmax", alpha=a, backend=backend)
+
+    agree(grads(ours, q, alpha), grads(theirs, q, alpha), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entmax_tends_to_softmax(backend: str) -> None:
+    scores = rand(4, 30, dtype=torch.float32)
+    w = weights_of(scores, "entmax", backend, alpha=1.0001)
+    assert torch.allclose(w, scores.softmax(-1), rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
+    """entmax-1.5 of (δ + β (log n_i)^γ) z, n_i = 1 … 9 by causality; at n = 1 the gain is δ."""
+    q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))
+    shape = (2, 3, 9) if per_token else (3,)
+    values = [rand(*shape, seed=4).abs(), rand(*shape, seed=5), 1 + 0.1 * rand(*shape, seed=6)]
+
+    def gained(beta: Tensor, gamma: Tensor, delta: Tensor) -> Tensor:
+        log_n = torch.arange(1, 10, dtype=torch.float64).log()
+        beta, gamma, delta = (
+            (x if per_token else x[None, :, None]).expand(2, 3, 9) for x in (beta, gamma, delta)
+        )
+        power = torch.zeros_like(beta)
+        power[..., 1:] = log_n[1:] ** gamma[..., 1:]
+        return delta + beta * power
+
+    def theirs(q: Tensor, *rest: Tensor) -> Tensor:
+        scores = gained(*rest)[..., None] * (q @ k.mT / 6**0.5)
+        later = torch.ones(9, 9, dtype=torch.bool).triu(1)
+        return package.entmax15(scores.masked_fill(later, -1e6), dim=-1) @ v
+
+    def ours(q: Tensor, *rest: Tensor) -> Tensor:
+        named = dict(zip(("beta", "gamma", "delta"), rest, strict=True))
+        return attnzoo.attention(q, k, v, "asentmax", is_causal=True, backend=backend, **named)
+
+    agree(grads(ours, q, *values), grads(theirs, q, *values))
+
+
+# ---- the others -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sigmoid_by_hand(backend: str) -> None:
+    scores = rand(3, 20)
+    bias = torch.tensor([0.7], dtype=torch.float64)
+
+    def ours(s: Tensor, b: Tensor) -> Tensor:
+        return weights_of(s, "sigmoid", backend, bias=b)
+
+    agree(grads(ours, scores, bias), grads(lambda s, b: 1 / (1 + (-s - b).exp()), scores, bias))
+    counted = weights_of(scores, "sigmoid", backend)
+    assert torch.allclose(counted, 1 / (1 + 20 * (-scores).exp()))
+    constant = weights_of(scores, "sigmoid", backend, bias=-math.log(20))  # the authors' way
+    assert torch.allclose(counted, constant)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sink_is_softmax_times_a_sigmoid_gate_on_lse(backend: str) -> None:
+    q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))
+    b = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+
+    def gated(q: Tensor, b: Tensor) -> Tensor:
+        out, lse = attnzoo.attention(q, k, v, return_lse=True, is_causal=True, backend="eager")
+        return out * (lse - b[:, None]).sigmoid()[..., None]
+
+    def ours(q: Tensor, b: Tensor) -> Tensor:
+        return attnzoo.attention(q, k, v, "sink", b=b, is_causal=True, backend=backend)
+
+    agree(grads(ours, q, b), grads(gated, q, b))
+
+
+def cosformer_by_hand(q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool) -> Tensor:
+    """Equation 10 of the paper, one pair after the other."""
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
+    for i in range(q.shape[2]):
+        total = torch.zeros(q.shape[:2], dtype=q.dtype)
+        for j in range(i + 1 if causal else k.shape[2]):
+            w = (q[:, :, i].relu() * k[:, :, j].relu()).sum(-1)
+            w = w * math.cos(math.pi / 2 * (i - j) / length)
+            out[:, :, i] += w[..., None] * v[:, :, j]
+            total = total + w
+        out[:, :, i] /= total.masked_fill(total == 0, 1.0)[..., None]
+    return out
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_cosformer_is_its_pairwise_definition(causal: bool, backend: str) -> None:
+    q, k, v = (rand(1, 2, 6, 4, seed=i) for i in range(3))
+    out = attnzoo.attention(q, k, v, "cosformer", max_length=9, is_causal=causal, backend=backend)
+    assert torch.allclose(out, cosformer_by_hand(q, k, v, 9, causal))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
+def test_cosformer_does_not_see_scales(backend: str) -> None:
+    """Of a query, of all keys, or of the call: no clamp of the denominator spoils it."""
+    q, k, v = (rand(1, 2, 6, 4, seed=i) for i in range(3))
+    sizes = torch.tensor([1e-6, 1e-3, 1.0, 10.0, 1e3, 1e6], dtype=torch.float64)[:, None]
+    options = dict(max_length=16, backend=backend, is_causal=True)
+    plain = attnzoo.attention(q, k, v, "cosformer", **options)
+    for scaled in (
+        attnzoo.attention(sizes * q, k, v, "cosformer", **options),
+        attnzoo.attention(q, 1e-9 * k, v, "cosformer", **options),
+        attnzoo.attention(q, k, v, "cosformer", scale=17.0, **options),
+    ):
+        assert torch.allclose(scaled, plain)
+
+
+def test_cosformer_rows_of_zeros_are_zero_on_every_backend() -> None:
+    q, k, v = (rand(1, 1, 3, 4, seed=i) for i in range(3))
+    q[:, :, 1] = -1.0
+    for backend in (*BACKENDS, "linear"):
+        out = attnzoo.attention(q, k, v, "cosformer", max_length=4, backend=backend)
+        assert torch.equal(out[:, :, 1], torch.zeros(1, 1, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_taylor_is_its_pairwise_definition(causal: bool, backend: str) -> None:
+    scores = 2 * rand(8, 8)
+    w = 1 + scores + scores**2 / 2
+    assert bool((w >= 0.5).all())
+    w = w.tril() if causal else w
+    found = weights_of(scores, "taylor", backend, is_causal=causal)
+    assert torch.allclose(found, w / w.sum(-1, keepdim=True))
+
+
+def test_taylor_of_higher_order_nears_softmax() -> None:
+    scores = rand(8, 20)
+    errors = [
+        float((weights_of(scores, "taylor", "tiled", order=p) - scores.softmax(-1)).abs().max())
+        for p in (2, 4, 8, 12)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-5
+
+
+def test_taylor_packs_each_product_once() -> None:
+    """REFERENCE: 153 features at D = 16, 2145 at 64, and ψ(q)·ψ(k) = 1 + q·k + (q·k)²/2."""
+    q, k = rand(5, 16, seed=1), rand(5, 16, seed=2)
+    found = attnzoo.get_variant("taylor").forms(None, order=2)
+    form = next(form for form in found if isinstance(form, attnzoo.Linear))
+    psi_q, psi_k = form.features(q, torch.arange(5)), form.features(k, torch.arange(5))
+    assert psi_q.shape == (5, form.size(16)) == (5, 153)
+    assert form.size(64) == 2145
+    z = q @ k.T
+    assert torch.allclose(psi_q @ psi_k.T, 1 + z + z**2 / 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_topk_keeps_the_lowest_index_of_equals(backend: str) -> None:
+    scores = torch.tensor([[1.0, 2, 1, 1, 0], [0, 0, 0, 0, 0], [-1, -2, -3, -4, -5]]).double()
+    e = math.e
+    expected = torch.tensor(
+        [[1 / (e + 2), e / (e + 2), 1 / (e + 2), 0, 0], [1 / 3, 1 / 3, 1 / 3, 0, 0], [0.0] * 5]
+    ).double()
+    expected[2, :3] = torch.tensor([-1.0, -2, -3]).double().softmax(-1)
+    assert torch.allclose(weights_of(scores, "topk", backend, top_k=3), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_topk_counts_visible_keys_only_and_keeps_all_of_a_few(backend: str) -> None:
+    scores = torch.tensor([[9.0, 1, 2, 3, 4]]).double()
+    mask = torch.tensor([[False, True, True, False, True]])
+    found = weights_of(scores, "topk", backend, top_k=2, attn_mask=mask)
+    expected = torch.tensor([[0, 0, 2.0, 0, 4]]).double()
+    expected[0, [2, 4]] = expected[0, [2, 4]].softmax(-1)
+    assert torch.allclose(found, expected)
+    everything = weights_of(scores, "topk", backend, top_k=7, attn_mask=mask)
+    assert torch.allclose(everything, weights_of(scores, "softmax", attn_mask=mask))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_topk_sends_no_gradient_to_what_it_drops(backend: str) -> None:
+    scores = rand(5, 12)
+    dropped = torch.ones_like(scores).scatter(-1, scores.topk(4).indices, 0.0) == 1
+    out, gradient = grads(lambda s: weights_of(s, "topk", backend, top_k=4), scores)
+    assert torch.equal(out == 0, dropped)
+    assert torch.equal(gradient == 0, dropped)
