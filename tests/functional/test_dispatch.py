@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import attnzoo
-from attnzoo.backends.selection import FEW_SCORES, preference
+from attnzoo.backends.selection import BACKENDS, FEW_SCORES, preference
 from attnzoo.core import registry
-from attnzoo.functional.attention import BACKENDS
 from helpers.cases import CASES, VARIANTS, rand
 
 

@@ -137,7 +137,7 @@ def _mask(
 
 def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:
     """The mean over rows that see a key, as SSMax and others count, and how many rows those are."""
-    from attnzoo.functional.attention import prepare
+    from attnzoo.functional.preparation import prepare
 
     call = prepare(query, key, value, "softmax", options).call
     counts = call.counts.expand(call.batch, call.heads, call.queries).float()
