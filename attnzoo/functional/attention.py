@@ -95,10 +95,10 @@ def attention(
         ready = prepare(q, k, v, variant, arguments | params)
         q, k, v, call = ready.q, ready.k, ready.v, ready.call
         with in_full_precision(call.device):
-            chosen, form = choose(ready, backend)
+            choice = choose(ready, backend)
             if key is not None:
-                remember(key, ready, chosen, form, params)
-            out, lse = chosen.run(q, k, v, call, form)
+                remember(key, ready, choice, params)
+            out, lse = choice.backend.run(q, k, v, call, choice.form)
     out = out.to(call.input_dtype)
     return (out, lse) if return_lse else out
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends import linear
-from attnzoo.backends.base import Scan
+from attnzoo.backends.base import Backend
 from attnzoo.backends.linear import LinearState
-from attnzoo.backends.selection import preference
+from attnzoo.backends.selection import BACKENDS, preference
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.forms import Linear, NoForm
 from attnzoo.core.validation import ARGUMENTS
@@ -82,18 +82,18 @@ def linear_attention(
     if sums is not None and torch.is_grad_enabled() and sums.requires_grad:
         call = replace(call, needs_grad=True)
     with in_full_precision(call.device):
-        out, sums = scan_for(form, call)(ready.q, ready.k, ready.v, call, form, sums)
+        scan = scan_for(form, call).scan
+        assert scan is not None
+        out, sums = scan(ready.q, ready.k, ready.v, call, form, sums)
     return out.to(call.input_dtype), LinearState(sums, seen + call.keys)
 
 
-def scan_for(form: Linear, call: Call) -> Scan:
+def scan_for(form: Linear, call: Call) -> Backend:
     """The first backend in the order of preference that walks over tokens from a state."""
     if call.keys < CHUNK:
-        return linear.scan
-    for backend, _ in preference((form,), call):
-        if backend.scan is not None and backend.unsupported(form, call) is None:
-            return backend.scan
-    raise AssertionError("linear.unsupported was asked before")
+        return BACKENDS["linear"]
+    able = (b for b, _ in preference((form,), call) if b.scan and not b.unsupported(form, call))
+    return next(able)
 
 
 def has_state(variant: str, params: dict[str, Any], heads: int) -> bool:

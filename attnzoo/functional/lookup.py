@@ -20,6 +20,7 @@ from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwis
 from attnzoo.core.parameters import per_query
 from attnzoo.core.registry import get_variant
 from attnzoo.core.validation import layout_tensors
+from attnzoo.functional.plan import Choice
 from attnzoo.functional.preparation import Prepared
 
 MOST = 4096  # calls that are known; then all are forgotten
@@ -54,12 +55,13 @@ class Known(NamedTuple):
             ready = ready._replace(call=call, params=params)
             if ready.variant.refuse(call, **params) is not None:
                 return None
-        if self.place < 0:
+        if self.place < 0 and self.outlines is None:
             return call, ready.definition
+        # Also beside a definition: a checkpoint counts what its two runs save for gradients.
         forms = ready.forms
         if self.outlines is not None and tuple(map(_outline, forms)) != self.outlines:
             return None
-        return call, forms[self.place]
+        return call, ready.definition if self.place < 0 else forms[self.place]
 
 
 _KNOWN: dict[Hashable, Known] = {}
@@ -114,16 +116,11 @@ def find(key: Hashable, variant: str) -> Known | None:
     return known if BACKENDS.get(known.backend.name) is known.backend else None
 
 
-def remember(
-    key: Hashable, ready: Prepared, backend: Backend, form: Form, params: dict[str, Any]
-) -> None:
+def remember(key: Hashable, ready: Prepared, choice: Choice, params: dict[str, Any]) -> None:
     """Keep how the call was checked, and which backend runs which of its forms."""
-    call, forms = ready.call, ready.forms
-    if isinstance(form, Definition):
-        place = -1
-    else:
-        place = next(i for i, own in enumerate(forms) if _outline(own) == _outline(form))
-    tensors = any(isinstance(x, Tensor) for x in params.values())
+    call, (backend, form, forms) = ready.call, choice
+    place = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
+    tensors = any(isinstance(x, Tensor) for x in params.values()) or any(map(_has_gradient, forms))
     if tensors or call.mask is not None or call.alibi is not None or call.segments is not None:
         outlines = tuple(map(_outline, forms))
         call = replace(call, mask=None, alibi=None, segments=None)
@@ -144,6 +141,14 @@ def _outline(form: Form) -> Hashable:
         vectors = (form.gain, form.offset, form.shape, form.sink)
         return form.activation, form.normalize, form.keep, *map(type, vectors), *map(_kind, vectors)
     return (form.kind, form.cancels) if isinstance(form, Linear) else form.kind
+
+
+def _has_gradient(form: Form) -> bool:
+    """A variant's function may close over what is learned."""
+    return isinstance(form, Pairwise) and any(
+        isinstance(x, Tensor) and x.requires_grad
+        for x in (form.gain, form.offset, form.shape, form.sink)
+    )
 
 
 def _kind(vector: Any) -> Hashable:

@@ -75,7 +75,7 @@ def explain(
     check_backend(backend)
     if ready.refusal is not None:
         return Plan(variant, None, (), ready.refusal)
-    found = tuple(_with_note(candidate, ready.call) for candidate in candidates(ready))
+    found = tuple(_with_note(candidate, ready.call) for candidate in candidates(ready, ready.forms))
     able = [c.backend for c in found if c.objection is None and backend in (None, c.backend)]
     return Plan(variant, able[0] if able else None, found)
 
@@ -87,10 +87,18 @@ def check_backend(backend: str | None) -> None:
         )
 
 
-def candidates(ready: Prepared) -> Iterator[Candidate]:
+class Choice(NamedTuple):
+    """A backend, the form that it runs, and the forms among which it was chosen."""
+
+    backend: Backend
+    form: Form
+    forms: tuple[Form, ...]
+
+
+def candidates(ready: Prepared, forms: tuple[Form, ...]) -> Iterator[Candidate]:
     """In the order of preference, each asked when its turn comes; without notes."""
     name = ready.variant.name
-    forms: tuple[Form, ...] = (*ready.forms, ready.definition)
+    forms = (*forms, ready.definition)
     kinds = {form.kind for form in forms}
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
     forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
@@ -106,16 +114,16 @@ def _with_note(candidate: Candidate, call: Call) -> Candidate:
     return candidate._replace(note=f": {linear_work(form, call):.2g} × the work of all pairs")
 
 
-def choose(ready: Prepared, backend: str | None) -> tuple[Backend, Form]:
+def choose(ready: Prepared, backend: str | None) -> Choice:
     """The first backend in the order of preference that supports the call, and its form."""
     check_backend(backend)
     raise_refusal(ready)
-    reasons = []
-    for name, form, objection, _ in candidates(ready):
+    reasons, forms = [], ready.forms
+    for name, form, objection, _ in candidates(ready, forms):
         if backend not in (None, name):
             continue
         if objection is None:
-            return BACKENDS[name], form
+            return Choice(BACKENDS[name], form, forms)
         reasons.append(f"{form.kind}: {objection}")
     raise ValueError(
         f"backend {backend!r} cannot run {ready.variant.name!r} here: {'; '.join(reasons)}"
