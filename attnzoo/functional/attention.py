@@ -86,18 +86,16 @@ def attention(
         return_lse=return_lse,
     )
     key = key_of(q, k, v, variant, backend, arguments, params)
-    known = None if key is None else find(key, variant)
-    again = None if known is None else known.again(arguments, params)
-    if known is not None and again is not None:
-        call, form = again
-        out, lse = known.backend.run(q, k, v, call, form)
+    known = find(key, variant, arguments, params)
+    if known is not None:
+        ran, call, form = known
+        out, lse = ran.run(q, k, v, call, form)
     else:
         ready = prepare(q, k, v, variant, arguments | params)
         q, k, v, call = ready.q, ready.k, ready.v, ready.call
         with in_full_precision(call.device):
             choice = choose(ready, backend)
-            if key is not None:
-                remember(key, ready, choice, params)
+            remember(key, ready, choice, params)
             out, lse = choice.backend.run(q, k, v, call, choice.form)
     out = out.to(call.input_dtype)
     return (out, lse) if return_lse else out

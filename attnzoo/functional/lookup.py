@@ -108,16 +108,23 @@ def key_of(
     return tuple(key)
 
 
-def find(key: Hashable, variant: str) -> Known | None:
-    """What is known of such a call, unless the variant or the backend of that name is another."""
-    known = _KNOWN.get(key)
+def find(
+    key: Hashable | None, variant: str, arguments: dict[str, Any], params: dict[str, Any]
+) -> tuple[Backend, Call, Form] | None:
+    """What runs the call, if it is known and its variant and backend are still the registered."""
+    known = None if key is None else _KNOWN.get(key)
     if known is None or known.ready.variant is not get_variant(variant):
         return None
-    return known if BACKENDS.get(known.backend.name) is known.backend else None
+    if BACKENDS.get(known.backend.name) is not known.backend:
+        return None
+    again = known.again(arguments, params)
+    return None if again is None else (known.backend, *again)
 
 
-def remember(key: Hashable, ready: Prepared, choice: Choice, params: dict[str, Any]) -> None:
+def remember(key: Hashable | None, ready: Prepared, choice: Choice, params: dict[str, Any]) -> None:
     """Keep how the call was checked, and which backend runs which of its forms."""
+    if key is None:
+        return
     call, (backend, form, forms) = ready.call, choice
     place = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
     tensors = any(isinstance(x, Tensor) for x in params.values()) or any(map(_has_gradient, forms))
