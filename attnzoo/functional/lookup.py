@@ -128,12 +128,12 @@ def remember(key: Hashable | None, ready: Prepared, choice: Choice, params: dict
     call, (backend, form, forms) = ready.call, choice
     place = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
     tensors = any(isinstance(x, Tensor) for x in params.values()) or any(map(_has_gradient, forms))
-    if tensors or call.mask is not None or call.alibi is not None or call.segments is not None:
-        outlines = tuple(map(_outline, forms))
+    layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
+    outlines = tuple(map(_outline, forms)) if tensors or layout else None
+    if layout:
         call = replace(call, mask=None, alibi=None, segments=None)
-    else:
-        outlines = None
-        call = call.remembering() if call.queries * call.keys <= SMALL else call
+    elif call.queries * call.keys <= SMALL:
+        call = call.remembering()
     own = {name: x for name, x in ready.params.items() if not isinstance(x, Tensor)}
     nothing = torch.empty(0)
     if len(_KNOWN) >= MOST:
