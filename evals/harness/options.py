@@ -13,7 +13,7 @@ from typing import Any
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.variants import split_list
-from evals.harness.store import WHOLE, Shard
+from evals.results.store import WHOLE, Shard
 from evals.tasks import TASKS
 
 LOGGERS = ("tensorboard", "wandb")

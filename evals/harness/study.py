@@ -7,6 +7,7 @@ its rows again and a changed setting never finds those of another.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import (
     Spec,
@@ -24,14 +26,20 @@ from commandline.variants import (
     load_plugin,
     parse_specs,
 )
-from evals.harness.identity import key_of, objection
 from evals.harness.jobs import Job
 from evals.harness.options import Options
-from evals.harness.store import WHOLE, Row, Shard
+from evals.measures.heads import own_parameters
+from evals.results.store import WHOLE, Row, Shard
 from evals.task import EVERY, Settings, Task
 
 EVALUATION = 2  # of what is measured on a model: part of every row's identity
 MOST, MOST_LENGTH = 2**31, 2**22  # of a number among the settings: what is beyond is a slip
+
+
+def key_of(identity: Mapping[str, object]) -> str:
+    """Twenty hex digits of the SHA-256 of an identity's canonical JSON."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 class Place(NamedTuple):
@@ -198,12 +206,30 @@ def _left_out(
     for spec in specs:
         for encoding in positions:
             for variant in dict.fromkeys((spec.train, spec.test)):
-                if (reason := objection(variant, sizes, encoding)) is not None:
+                if (reason := unsupported(variant, sizes, encoding)) is not None:
                     found[spec, encoding] = reason
         mine = [reason for (other, _), reason in found.items() if other == spec]
         if len(mine) == len(positions):
             raise UsageError(f"variant {spec}: {mine[0]}")
     return found
+
+
+def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
+    """Why a variant cannot be with these numbers of keys and this position encoding."""
+    try:
+        module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
+        options = {"alibi": torch.ones(1)} if positions == "alibi" else {}
+        one = torch.ones(1, 1, 1, 8)
+        for size in sizes:
+            keys = one.expand(1, 1, size, 8)
+            plan = attnzoo.explain(
+                one, keys, keys, variant.name, **options, **own_parameters(module)
+            )
+            if plan.refusal is not None:
+                return plan.refusal
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return None
 
 
 def _settings(task: Task, preset: Settings, options: Options) -> Settings:

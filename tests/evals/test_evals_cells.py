@@ -20,9 +20,9 @@ from evals.__main__ import main
 from evals.harness import costs
 from evals.harness.options import Options
 from evals.harness.progress import Progress, clock
-from evals.harness.store import Folder, Rows, Shard
 from evals.harness.study import Place, Study, plan_study
 from evals.reporting.plots import length_axis, name_lines
+from evals.results.store import Folder, Rows, Shard
 from evals.tasks import TASKS
 from evals.tasks.families.retrieval import Settings
 from helpers.evals_rows import row

@@ -11,11 +11,11 @@ import torch
 from attnzoo.nn import parameter_groups
 from commandline.variants import VariantCall, parse_spec
 from evals.harness import training
-from evals.harness.draws import lengths
 from evals.harness.training import NotFinite, evaluate, fit, one_cycle, train
 from evals.measures.metrics import Tally, weight_metrics
 from evals.task import Figures
 from evals.tasks import TASKS, max_retrieval, needle
+from evals.tasks.draws import lengths
 from evals.tasks.families.retrieval import METRICS, Batch, Model, Settings
 
 TINY = Settings(steps=4, batch=8, width=8, test_sequences=40, test_least=20)

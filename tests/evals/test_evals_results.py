@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from commandline.errors import UsageError
+from commandline.table import Table
 from evals.__main__ import main
-from evals.harness.store import read_rows
 from evals.reporting.readme import scores as scores_table
-from evals.reporting.summary import (
+from evals.reporting.tables import cost_table, learned_table, legend, score_tables
+from evals.results.store import read_rows
+from evals.results.summary import (
     Series,
     bootstrap,
     csv_text,
@@ -23,7 +25,6 @@ from evals.reporting.summary import (
     groups,
     mixtures,
 )
-from evals.reporting.tables import Table, cost_table, learned_table, legend, score_tables
 from helpers.evals_rows import SETTINGS, row, written
 
 SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
