@@ -1,90 +1,30 @@
-"""What a run is asked for: a TOML file, and the command line, which has the last word."""
+"""What a run is asked for: a TOML file, and the command line, which has the last word.
+
+`Options` is the one description of both: each field has its type and bounds, its words of help, and
+how the command line reads it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.variants import split_list
 from evals.results.store import WHOLE, Shard
+from evals.task import MOST, MOST_LENGTH
 from evals.tasks import TASKS
 
-LOGGERS = ("tensorboard", "wandb")
-
-
-@dataclass(frozen=True)
-class Options:
-    """None means what the preset says. settings are fields of the task's Settings."""
-
-    preset: str = "quick"
-    variants: Sequence[str] | None = None
-    positions: Sequence[str] | None = None
-    seeds: int | None = None
-    lengths: Sequence[int] | None = None
-    steps: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    plugin: Path | None = None
-    workers: int | None = None
-    shard: Shard = WHOLE
-    out: Path | None = None
-    device: str = "cpu"
-    log: Sequence[str] = ()
-    dry_run: bool = False
-    retry_failed: bool = False
-
-
-# Of one task; all others are of the run.
-OF_A_TASK = ("variants", "positions", "seeds", "lengths", "steps", "settings")
-_TYPES: dict[str, Any] = {
-    "preset": str, "variants": list, "positions": list, "seeds": int, "lengths": list,
-    "steps": int, "settings": dict, "plugin": str, "workers": int, "shard": str, "out": str,
-    "device": str, "log": list, "dry_run": bool, "retry_failed": bool,
-}  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where: str) -> None:
-    """The options on a command line; what is not given stays away from the namespace."""
-    parser.argument_default = argparse.SUPPRESS
-    add = parser.add_argument
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE.toml",
-        help="a file of options by their names, as in the README",
-    )
-    add("--preset", choices=tuple(presets), help="variants, lengths and sizes (default: quick)")
-    add("--variants", type=split_list, metavar="a,b(x=1),a->b",
-        help="variants with their parameters; a->b trains with a and tests with b")  # fmt: skip
-    add("--positions", type=split_list, metavar="none,rope,…",
-        help="position encodings to cross the variants with")  # fmt: skip
-    add("--seeds", type=int, metavar="N", help="use the seeds 0 to N - 1")
-    add("--lengths", type=numbers, metavar="N,N,…",
-        help="lengths to test; the longest length of training is always added")  # fmt: skip
-    add("--steps", type=int, metavar="N", help="the number of training steps")
-    add("--set", action="append", type=_setting, metavar="NAME=VALUE", dest="settings",
-        help="change a setting of the task; may be given several times")  # fmt: skip
-    add_plugin(parser)
-    add("--workers", type=int, metavar="N",
-        help="the number of worker processes (default: one per core or GPU); 0 runs all in this "
-        "process")  # fmt: skip
-    add("--shard", type=_shard, metavar="I/N",
-        help="run the I-th of N parts, counted from 0; env takes both numbers from torchrun or a "
-        "SLURM array, and under torchrun --device cuda is each process's own GPU")  # fmt: skip
-    add("--out", type=Path, metavar="DIR", help=f"the results folder (default: {where})")
-    add("--device", help="cpu, cuda or cuda:N (default: cpu)")
-    add("--log", type=split_list, metavar="NAME,…",
-        help=f"also send losses and metrics to {', '.join(LOGGERS)} (default: none)")  # fmt: skip
-    add("--retry-failed", action="store_true",
-        help="run again what ended in NaN or without memory")  # fmt: skip
-    add("--dry-run", action="store_true",
-        help="print what would be run and an estimate of its time, and run nothing")  # fmt: skip
+PresetName = Literal["smoke", "quick", "paper"]
+LoggerName = Literal["tensorboard", "wandb"]
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -125,6 +65,141 @@ def _of_environment() -> str:
     )
 
 
+def _checked_shard(value: object) -> Shard:
+    try:
+        return value if isinstance(value, Shard) else _shard(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a field is given on the command line; ``name`` where it is not the field's own."""
+
+    help: str
+    read: Callable[[str], Any] = str
+    metavar: str | None = None
+    name: str | None = None
+    repeated: bool = False
+
+
+class Options(BaseModel):
+    """None means what the preset says. settings are fields of the task's Settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    preset: Annotated[PresetName, Flag("variants, lengths and sizes (default: quick)")] = "quick"
+    variants: Annotated[
+        Sequence[str] | None,
+        Field(min_length=1),
+        Flag(
+            "variants with their parameters; a->b trains with a and tests with b",
+            split_list,
+            "a,b(x=1),a->b",
+        ),
+    ] = None
+    positions: Annotated[
+        Sequence[str] | None,
+        Field(min_length=1),
+        Flag("position encodings to cross the variants with", split_list, "none,rope,…"),
+    ] = None
+    seeds: Annotated[
+        int | None, Field(ge=1, le=MOST), Flag("use the seeds 0 to N - 1", int, "N")
+    ] = None
+    lengths: Annotated[
+        Sequence[Annotated[int, Field(ge=2, le=MOST_LENGTH)]] | None,
+        Field(min_length=1),
+        Flag("lengths to test; the longest length of training is always added", numbers, "N,N,…"),
+    ] = None
+    steps: Annotated[
+        int | None, Field(ge=1, le=MOST), Flag("the number of training steps", int, "N")
+    ] = None
+    settings: Annotated[
+        Mapping[str, Any],
+        Flag(
+            "change a setting of the task; may be given several times",
+            _setting,
+            "NAME=VALUE",
+            name="--set",
+            repeated=True,
+        ),
+    ] = Field(default_factory=dict)
+    plugin: Annotated[Path, Strict(False)] | None = None
+    workers: Annotated[
+        int | None,
+        Field(ge=0),
+        Flag(
+            "the number of worker processes (default: one per core or GPU); 0 runs all in this "
+            "process",
+            int,
+            "N",
+        ),
+    ] = None
+    shard: Annotated[
+        Shard,
+        BeforeValidator(_checked_shard),
+        Flag(
+            "run the I-th of N parts, counted from 0; env takes both numbers from torchrun or a "
+            "SLURM array, and under torchrun --device cuda is each process's own GPU",
+            _shard,
+            "I/N",
+        ),
+    ] = WHOLE
+    out: Annotated[
+        Annotated[Path, Strict(False)] | None,
+        Flag("the results folder (default: results/PRESET)", Path, "DIR"),
+    ] = None
+    device: Annotated[str, Flag("cpu, cuda or cuda:N (default: cpu)")] = "cpu"
+    log: Annotated[
+        Sequence[LoggerName],
+        Flag(
+            f"also send losses and metrics to {', '.join(get_args(LoggerName))} (default: none)",
+            split_list,
+            "NAME,…",
+        ),
+    ] = ()
+    dry_run: Annotated[
+        bool, Flag("print what would be run and an estimate of its time, and run nothing")
+    ] = False
+    retry_failed: Annotated[bool, Flag("run again what ended in NaN or without memory")] = False
+
+
+# Of one task; all others are of the run.
+OF_A_TASK = ("variants", "positions", "seeds", "lengths", "steps", "settings")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options on a command line; what is not given stays away from the namespace."""
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.toml",
+        help="a file of options by their names, as in the README",
+    )
+    for name, field in Options.model_fields.items():
+        for flag in field.metadata:
+            if isinstance(flag, Flag):
+                _add(parser, name, flag, field.annotation)
+    add_plugin(parser)
+
+
+def _add(parser: argparse.ArgumentParser, name: str, flag: Flag, kind: Any) -> None:
+    written = flag.name or f"--{name.replace('_', '-')}"
+    if kind is bool:
+        parser.add_argument(written, action="store_true", help=flag.help)
+        return
+    parser.add_argument(
+        written,
+        dest=name,
+        action="append" if flag.repeated else "store",
+        type=flag.read,
+        metavar=flag.metavar,
+        help=flag.help,
+        choices=get_args(kind) if kind is PresetName else None,
+    )
+
+
 def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
     """The options of each named task: what the file says, then the command line.
 
@@ -145,14 +220,25 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
                 raise UsageError(f"no task has a setting {name!r}")
     found = {}
     for task in names:
-        options = Options()
+        merged: dict[str, Any] = {}
         for layer in (shared, file.get(task, {}), line):
             if several and layer is not file.get(task):
                 layer = _of_task(task, layer)
-            settings = {**options.settings, **layer.get("settings", {})}
-            options = replace(options, **{**layer, "settings": settings})
-        found[task] = _of_rank(options)
+            settings = {**merged.get("settings", {}), **layer.get("settings", {})}
+            merged |= {**layer, "settings": settings}
+        found[task] = _of_rank(_valid(merged, "--"))
     return found
+
+
+def _valid(given: Mapping[str, Any], where: str) -> Options:
+    """The options given, or one line on the first that cannot be."""
+    try:
+        return Options.model_validate(given)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = ".".join(map(str, wrong["loc"]))
+        message = wrong["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{where}{name}: {message}, got {wrong['input']!r}") from error
 
 
 def settings_of(task: str) -> set[str]:
@@ -177,9 +263,8 @@ def _of_rank(options: Options) -> Options:
     if rank is None:
         return options
     device = f"cuda:{rank}" if options.device == "cuda" else options.device
-    return replace(
-        options, device=device, workers=1 if options.workers is None else options.workers
-    )
+    workers = 1 if options.workers is None else options.workers
+    return options.model_copy(update={"device": device, "workers": workers})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -188,7 +273,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     tables = {name: content.pop(name) for name in TASKS if name in content}
-    found: dict[str, Any] = _checked(path, "", content, [entry.name for entry in fields(Options)])
+    found: dict[str, Any] = _checked(path, "", content, list(Options.model_fields))
     for task, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"--config {path}: a task's name must begin a table of its options")
@@ -205,26 +290,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _checked(
     path: Path, where: str, table: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, Any]:
-    found = dict(table)
-    for name, value in table.items():
+    """A table of the file, in which every value is one that `Options` takes."""
+    for name in table:
         if name not in names:
             known = ", ".join(names)
             raise UsageError(f"--config {path}: {where}unknown key {name!r}; known: {known}")
-        kind = _TYPES[name]
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise UsageError(
-                f"--config {path}: {where}{name} must be {kind.__name__}, got {value!r}"
-            )
-        of = int if name == "lengths" else str
-        if kind is list and not (value and all(type(entry) is of for entry in value)):
-            raise UsageError(
-                f"--config {path}: {where}{name} must hold {of.__name__}, got {value!r}"
-            )
-        if name in ("plugin", "out"):
-            found[name] = Path(value)
-        if name == "shard":
-            try:
-                found[name] = _shard(value)
-            except argparse.ArgumentTypeError as error:
-                raise UsageError(f"--config {path}: shard: {error}") from error
-    return found
+    _valid(table, f"--config {path}: {where}")
+    return dict(table)

@@ -18,7 +18,7 @@ from commandline.variants import Spec
 from evals.harness import costs
 from evals.harness.jobs import Context, Job
 from evals.harness.loggers import Logger, open_loggers
-from evals.harness.options import LOGGERS, Options
+from evals.harness.options import Options
 from evals.harness.pool import Pool, default_workers, run_here, worker_devices
 from evals.harness.progress import Progress
 from evals.harness.study import Study, load_plugins, plan_study
@@ -193,7 +193,8 @@ def _row(
 def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, show: Show) -> int:
     """Run tasks and show their rows; the exit status."""
     shared = next(iter(options.values()))
-    _check(shared, tasks, out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out must be a folder, got {str(out)!r}")
     plugins = load_plugins(shared.plugin)
     studies = [plan_study(task, options[task.name], plugins) for task in tasks]
     this = Run(studies, shared, out)
@@ -218,17 +219,3 @@ def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, show: 
         show([*others, *rows], out, note)  # where versions differ the last count
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0
-
-
-def _check(options: Options, tasks: Sequence[Task], out: Path) -> None:
-    for task in tasks:
-        if options.preset not in task.presets:
-            known = ", ".join(task.presets)
-            raise UsageError(f"--preset must be one of {known}, got {options.preset!r}")
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out must be a folder, got {str(out)!r}")
-    for name in options.log:
-        if name not in LOGGERS:
-            raise UsageError(f"--log must be among {', '.join(LOGGERS)}, got {name!r}")
-    if options.workers is not None and options.workers < 0:
-        raise UsageError(f"--workers must be at least 0, got {options.workers}")

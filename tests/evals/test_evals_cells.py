@@ -86,13 +86,13 @@ REFUSED = {
     "twice": (["--variants", "softmax,softmax"], "listed twice"),
     "twice, completed": (["--variants", "topk,topk(top_k=8)"], "names topk.* twice"),
     "a value of its own kind": (["--variants", "ssmax(s={[]: 1})"], "cannot read variant"),
-    "log": (["--log", "paper", "--dry-run"], "--log must be among tensorboard, wandb"),
+    "log": (["--log", "paper", "--dry-run"], "--log.0: Input should be 'tensorboard' or 'wandb', got 'paper'"),
     "out": (["--out", "/proc/nosuch"], "/proc/nosuch"),
     "not a spec": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
-    "seeds": (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-    "steps": (["--steps", "0"], "--steps must be at least 1"),
-    "workers": (["--workers", "-1"], "--workers must be at least 0"),
-    "length": (["--lengths", "16,1"], "--lengths must be at least 2, got 1"),
+    "seeds": (["--seeds", "0"], "--seeds: Input should be greater than or equal to 1, got 0"),
+    "steps": (["--steps", "0"], "--steps: Input should be greater than or equal to 1, got 0"),
+    "workers": (["--workers", "-1"], "--workers: Input should be greater than or equal to 0, got -1"),
+    "length": (["--lengths", "16,1"], "--lengths.1: Input should be greater than or equal to 2, got 1"),
     "lengths twice": (["--lengths", "16,16"], "twice"),
     "device": (["--device", "abacus"], "--device must be cpu, cuda or cuda:N"),
     "no such GPU": (["--device", "cuda:99"], "torch sees"),
@@ -241,7 +241,7 @@ def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_re
     assert [(str(s), p) for s, p in planned.left_out] == [("cosformer(max_length=4096)", "alibi")]
     assert len(list(planned.places())) == 3 * len(planned.lengths)
     with pytest.raises(UsageError, match="cosformer.*alibi"):
-        plan_study(TASKS["mqar"], replace(given, positions=["alibi"]), {})
+        plan_study(TASKS["mqar"], given.model_copy(update={"positions": ["alibi"]}), {})
 
 
 def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) -> None:
