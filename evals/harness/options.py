@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
@@ -73,95 +73,68 @@ def _checked_shard(value: object) -> Shard:
 
 
 @dataclass(frozen=True)
-class Flag:
-    """How a field is given on the command line; ``name`` where it is not the field's own."""
+class Read:
+    """How the command line's text becomes a value of the type."""
 
-    help: str
-    read: Callable[[str], Any] = str
-    metavar: str | None = None
-    name: str | None = None
-    repeated: bool = False
+    function: Callable[[str], Any]
+
+
+Count = Annotated[int | None, Field(ge=1, le=MOST), Read(int)]
+Words = Annotated[Sequence[str] | None, Field(min_length=1), Read(split_list)]
+Length = Annotated[int, Field(ge=2, le=MOST_LENGTH)]
 
 
 class Options(BaseModel):
-    """None means what the preset says. settings are fields of the task's Settings."""
+    """None means what the preset says. settings are fields of the task's Settings.
+
+    Of a field, title is the command line's word for its value, and description its help.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    preset: Annotated[PresetName, Flag("variants, lengths and sizes (default: quick)")] = "quick"
-    variants: Annotated[
-        Sequence[str] | None,
-        Field(min_length=1),
-        Flag(
-            "variants with their parameters; a->b trains with a and tests with b",
-            split_list,
-            "a,b(x=1),a->b",
-        ),
-    ] = None
-    positions: Annotated[
-        Sequence[str] | None,
-        Field(min_length=1),
-        Flag("position encodings to cross the variants with", split_list, "none,rope,…"),
-    ] = None
-    seeds: Annotated[
-        int | None, Field(ge=1, le=MOST), Flag("use the seeds 0 to N - 1", int, "N")
-    ] = None
-    lengths: Annotated[
-        Sequence[Annotated[int, Field(ge=2, le=MOST_LENGTH)]] | None,
-        Field(min_length=1),
-        Flag("lengths to test; the longest length of training is always added", numbers, "N,N,…"),
-    ] = None
-    steps: Annotated[
-        int | None, Field(ge=1, le=MOST), Flag("the number of training steps", int, "N")
-    ] = None
-    settings: Annotated[
-        Mapping[str, Any],
-        Flag(
-            "change a setting of the task; may be given several times",
-            _setting,
-            "NAME=VALUE",
-            name="--set",
-            repeated=True,
-        ),
-    ] = Field(default_factory=dict)
-    plugin: Annotated[Path, Strict(False)] | None = None
-    workers: Annotated[
-        int | None,
-        Field(ge=0),
-        Flag(
-            "the number of worker processes (default: one per core or GPU); 0 runs all in this "
-            "process",
-            int,
-            "N",
-        ),
-    ] = None
-    shard: Annotated[
-        Shard,
-        BeforeValidator(_checked_shard),
-        Flag(
-            "run the I-th of N parts, counted from 0; env takes both numbers from torchrun or a "
-            "SLURM array, and under torchrun --device cuda is each process's own GPU",
-            _shard,
-            "I/N",
-        ),
-    ] = WHOLE
-    out: Annotated[
-        Annotated[Path, Strict(False)] | None,
-        Flag("the results folder (default: results/PRESET)", Path, "DIR"),
-    ] = None
-    device: Annotated[str, Flag("cpu, cuda or cuda:N (default: cpu)")] = "cpu"
-    log: Annotated[
-        Sequence[LoggerName],
-        Flag(
-            f"also send losses and metrics to {', '.join(get_args(LoggerName))} (default: none)",
-            split_list,
-            "NAME,…",
-        ),
-    ] = ()
-    dry_run: Annotated[
-        bool, Flag("print what would be run and an estimate of its time, and run nothing")
-    ] = False
-    retry_failed: Annotated[bool, Flag("run again what ended in NaN or without memory")] = False
+    preset: PresetName = Field("quick", description="variants, lengths and sizes (default: quick)")
+    variants: Words = Field(
+        None, title="a,b(x=1),a->b",
+        description="variants with their parameters; a->b trains with a and tests with b",
+    )  # fmt: skip
+    positions: Words = Field(
+        None, title="none,rope,…", description="position encodings to cross the variants with"
+    )
+    seeds: Count = Field(None, title="N", description="use the seeds 0 to N - 1")
+    lengths: Annotated[Sequence[Length] | None, Read(numbers)] = Field(
+        None, title="N,N,…", min_length=1,
+        description="lengths to test; the longest length of training is always added",
+    )  # fmt: skip
+    steps: Count = Field(None, title="N", description="the number of training steps")
+    settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
+        {}, title="NAME=VALUE",
+        description="change a setting of the task; may be given several times",
+    )  # fmt: skip
+    plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
+    workers: Annotated[int | None, Read(int)] = Field(
+        None, title="N", ge=0,
+        description="the number of worker processes (default: one per core or GPU); 0 runs all in "
+        "this process",
+    )  # fmt: skip
+    shard: Annotated[Shard, BeforeValidator(_checked_shard), Read(_shard)] = Field(
+        WHOLE, title="I/N",
+        description="run the I-th of N parts, counted from 0; env takes both numbers from torchrun "
+        "or a SLURM array, and under torchrun --device cuda is each process's own GPU",
+    )  # fmt: skip
+    out: Annotated[Path | None, Read(Path)] = Field(
+        None, title="DIR", strict=False,
+        description="the results folder (default: results/PRESET)",
+    )  # fmt: skip
+    device: str = Field("cpu", description="cpu, cuda or cuda:N (default: cpu)")
+    log: Annotated[Sequence[LoggerName], Read(split_list)] = Field(
+        (), title="NAME,…",
+        description=f"also send losses and metrics to {', '.join(get_args(LoggerName))} "
+        "(default: none)",
+    )  # fmt: skip
+    retry_failed: bool = Field(False, description="run again what ended in NaN or without memory")
+    dry_run: bool = Field(
+        False, description="print what would be run and an estimate of its time, and run nothing"
+    )
 
 
 # Of one task; all others are of the run.
@@ -171,33 +144,20 @@ OF_A_TASK = ("variants", "positions", "seeds", "lengths", "steps", "settings")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options on a command line; what is not given stays away from the namespace."""
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE.toml",
-        help="a file of options by their names, as in the README",
-    )
-    for name, field in Options.model_fields.items():
-        for flag in field.metadata:
-            if isinstance(flag, Flag):
-                _add(parser, name, flag, field.annotation)
+    words = "a file of options by their names, as in the README"
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=words)
     add_plugin(parser)
-
-
-def _add(parser: argparse.ArgumentParser, name: str, flag: Flag, kind: Any) -> None:
-    written = flag.name or f"--{name.replace('_', '-')}"
-    if kind is bool:
-        parser.add_argument(written, action="store_true", help=flag.help)
-        return
-    parser.add_argument(
-        written,
-        dest=name,
-        action="append" if flag.repeated else "store",
-        type=flag.read,
-        metavar=flag.metavar,
-        help=flag.help,
-        choices=get_args(kind) if kind is PresetName else None,
-    )
+    for name, field in Options.model_fields.items():
+        flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
+        if field.annotation is bool:
+            parser.add_argument(flag, action="store_true", help=field.description)
+        elif field.description:
+            reads = [found.function for found in field.metadata if isinstance(found, Read)]
+            parser.add_argument(
+                flag, dest=name, type=reads[0] if reads else str, metavar=field.title,
+                action="append" if name == "settings" else "store", help=field.description,
+                choices=get_args(PresetName) if name == "preset" else None,
+            )  # fmt: skip
 
 
 def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
