@@ -83,7 +83,10 @@ def test_a_file_gives_options_and_the_command_line_has_the_last_word(tmp_path: P
         ("[settings]\nlearning_rate = nan", "learning_rate must be above 0, got nan"),
         ("[settings]\nwarmup = 2", "warmup must be in"),
         ("[settings]\nbatch = 10000000000000000", "setting batch must be at most"),
-        ("lengths = [1000000000000]", "lengths.0: Input should be less than or equal to 4194304, got 10"),
+        (
+            "lengths = [1000000000000]",
+            "lengths.0: .* less than or equal to 4194304, got 10",
+        ),
     ],
 )
 def test_a_file_that_says_what_cannot_be_is_refused(
