@@ -68,7 +68,7 @@ def _jacobian_table(points: list[Point]) -> Table:
         mine = [point for point in points if str(point.law) == name]
         pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
         rows.append([name, *pairs, f"{max(point.deviation for point in mine):.0e}"])
-    title = "Jacobian at n scores of 0, ‖∂w/∂z‖₂ (exact; entmax-α: n^(α−2), softmax is α = 1)"
+    title = "Jacobian at n scores of 0, ‖∂w/∂z‖₂ (exact)"
     return Table(title, header, rows)
 
 

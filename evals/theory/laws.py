@@ -2,8 +2,8 @@
 
 Fixed gap: one key at Δ, n − 1 keys at 0. The forms are exact; a relative deviation above 1e-6
 fails. Shrinking gap: z_j = κ(j + ½)/n for j = 0 … n − 1, κ = 8: keys that crowd as random draws do.
-The forms are leading terms for n → ∞; more than 5 % off at n ≥ 1024 fails. Entmax's holds only
-while its support is below n. The Jacobian's 2-norm at n scores of 0 is exact, and held to 1e-6.
+The forms are leading terms for n → ∞; more than 5 % off at n ≥ 1024 fails. Some hold only
+while the support is below n. The Jacobian's 2-norm at n scores of 0 is exact, and held to 1e-6.
 
 A variant without closed forms is measured on the same scores; a plugin may state its own as
 ``LAWS``, a tuple of `Law`, and is held to them.

@@ -100,7 +100,7 @@ class Heads:
     def closer(self, index: int) -> Fit | None:
         """The gap whose law is nearer to a shown head, over the seeds.
 
-        None where nothing was fitted, or the weights do not depend on the number (cosFormer's).
+        None where nothing was fitted, or the weights do not depend on the number.
         """
         found = [
             (self.error(one, index), one) for one in self.fits if not self.any_fits(one, index)
