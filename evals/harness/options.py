@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.variants import split_list
+from evals.results.rows import first
 from evals.results.store import WHOLE, Shard
 from evals.task import MOST, MOST_LENGTH
 from evals.tasks import TASKS
@@ -195,10 +196,7 @@ def _valid(given: Mapping[str, Any], where: str) -> Options:
     try:
         return Options.model_validate(given)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        name = ".".join(map(str, wrong["loc"]))
-        message = wrong["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{where}{name}: {message}, got {wrong['input']!r}") from error
+        raise UsageError(f"{where}{first(error)}") from error
 
 
 def settings_of(task: str) -> set[str]:

@@ -2,76 +2,76 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evals.tasks import TASKS
 
 Row = dict[str, Any]
-STATUSES = ("ok", "nan", "oom")
+Whole = Annotated[int, Field(ge=0)]
+Figures = dict[str, float]
+Lists = dict[str, list[float]]
 
 
-def _is_text(x: object) -> bool:
-    return isinstance(x, str)
+class Settings(BaseModel):
+    """Of the settings, those which tables and pictures name."""
+
+    model_config = ConfigDict(strict=True)
+
+    steps: Whole
+    train_shortest: Whole
+    train_longest: Whole
 
 
-def _is_whole(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+class Fields(BaseModel):
+    """The fields of a row; more are allowed."""
 
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-
-
-def _is_list(x: object) -> bool:
-    return isinstance(x, list) and all(map(_is_number, x))
-
-
-def _maps_to(kind: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda x: isinstance(x, dict) and all(map(kind, x.values()))
-
-
-_TEXT = ("a text", _is_text)
-_WHOLE = ("an integer from 0 on", _is_whole)
-_NUMBER = ("a finite number", _is_number)
-_NUMBERS = ("finite numbers by name", _maps_to(_is_number))
-_LISTS = ("lists of finite numbers by name", _maps_to(_is_list))
-_FIELDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    **dict.fromkeys(("key", "task", "variant", "positions"), _TEXT),
-    **dict.fromkeys(("seed", "length", "sequences"), _WHOLE),
-    "status": (f"one of {', '.join(STATUSES)}", lambda x: x in STATUSES),
-    "message": _TEXT,
-    "metrics": _NUMBERS,
-    "curves": _LISTS,
-    "learned": _LISTS,
-    **dict.fromkeys(("chance", "cpu_seconds", "train_cpu_seconds"), _NUMBER),
-    "settings": ("an object", lambda x: isinstance(x, dict)),
-    **dict.fromkeys(("version", "schedule", "data", "device"), _TEXT),
-    **dict.fromkeys(("torch", "attnzoo", "commit", "training"), _TEXT),
-}
-_SETTINGS = ("steps", "train_shortest", "train_longest")  # that tables and pictures name
+    key: str
+    task: str
+    variant: str
+    positions: str
+    seed: Whole
+    length: Whole
+    sequences: Whole
+    status: Literal["ok", "nan", "oom"]
+    message: str
+    metrics: Figures
+    curves: Lists
+    learned: Lists
+    chance: float
+    cpu_seconds: float
+    train_cpu_seconds: float
+    settings: Settings
+    version: str
+    schedule: str
+    data: str
+    device: str
+    torch: str
+    attnzoo: str
+    commit: str
+    training: str
 
 
 def problem(row: object) -> str | None:
     """What is wrong with a row that was read, in words; None if nothing is."""
-    if not isinstance(row, dict):
-        return f"a row must be an object, got {_short(row)}"
-    if lacking := [name for name in _FIELDS if name not in row]:
-        return f"the row has no {', '.join(lacking)}"
-    for name, (words, fits) in _FIELDS.items():
-        if not fits(row[name]):
-            return f"{name} must be {words}, got {_short(row[name])}"
-    for name in _SETTINGS:
-        if not _is_whole(row["settings"].get(name)):
-            return f"settings must have {name}, an integer, got {_short(row['settings'])}"
-    if row["status"] == "ok" and row["task"] in TASKS:
-        score = TASKS[row["task"]].score.name
-        if score not in row["metrics"]:
+    try:
+        found = Fields.model_validate(row)
+    except ValidationError as error:
+        return first(error)
+    if found.status == "ok" and found.task in TASKS:
+        score = TASKS[found.task].score.name
+        if score not in found.metrics:
             return f"metrics has no {score}, although status is ok"
     return None
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def first(error: ValidationError) -> str:
+    """The first thing that is wrong: where, what is allowed, and what came."""
+    wrong = error.errors()[0]
+    where = "".join(f"{part}." for part in wrong["loc"])[:-1] or "a row"
+    came = repr(wrong["input"])
+    came = came if len(came) <= 60 else f"{came[:57]}..."
+    return f"{where}: {wrong['msg'].removeprefix('Value error, ')}, got {came}"
