@@ -1,4 +1,4 @@
-"""Specs of variants: their text, what they lack, their checks, and the hash of an identity.
+"""Specs of variants: their text, what they lack, and plugins that register more.
 
 A spec is ``a(x=1)`` (train and test with a) or ``a->b(x=1)`` (train with a, test with b).
 """
@@ -120,7 +120,7 @@ def parse_specs(texts: list[str]) -> list[Spec]:
     return specs
 
 
-# ------------------------------------------------------------------------------- presets' names
+# ---------------------------------------------------------------------------------- what is lacked
 
 
 def complete(variant: VariantCall, longest: int) -> VariantCall:
@@ -142,10 +142,14 @@ def complete(variant: VariantCall, longest: int) -> VariantCall:
     return VariantCall(variant.name, tuple(sorted((variant.params | missing).items())))
 
 
+def names() -> list[str]:
+    """The registered variants: softmax, then the others in alphabetical order."""
+    return sorted(attnzoo.list_variants(), key=lambda name: (name != "softmax", name))
+
+
 def every_variant(train_length: int) -> list[str]:
     """A spec of each registered variant: trained, or put into a model trained with softmax."""
-    names = sorted(attnzoo.list_variants(), key=lambda name: (name != "softmax", name))
-    return [_as_meant(name, train_length) for name in names]
+    return [_as_meant(name, train_length) for name in names()]
 
 
 def _as_meant(name: str, train_length: int) -> str:
@@ -156,7 +160,7 @@ def _as_meant(name: str, train_length: int) -> str:
     return f"softmax->{VariantCall(name, tuple(sorted(example.items())))}"
 
 
-# -------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------- plugins
 
 
 def load_plugin(path: Path) -> attnzoo.Plugin:
@@ -172,6 +176,3 @@ def load_plugin(path: Path) -> attnzoo.Plugin:
     if not plugin.variants:
         raise UsageError(f"--plugin {path} registered no variant")
     return plugin
-
-
-# ------------------------------------------------------------------------------------ identity

@@ -1,16 +1,13 @@
 """Evals of attention normalizers: does it hold up as the length grows?
 
-A task is one file in ``tasks``, of one of two families: `retrieval` (one head over a set of items)
-and `sequence` (a small transformer over tokens). All else serves every task:
+A room imports those above it, and none below:
 
-    task      what a task is;  draws  random numbers from (seed, split, length, index) alone
-    cells     specs such as a->b(x=1);  study  a task's cells and their keys
-    options   what is asked;  run  one run of studies;  costs  what it would take
-    jobs      one training with its tests;  pool  who runs them;  progress  how far they are
-    training  the optimizer, its schedule, the tests;  metrics, heads  what is measured
-    rows      what a row holds;  store  where rows are kept;  summary  estimates over seeds
-    tables    with plots and report: what is shown of them
-    compare   two results;  readme  the README's tables;  loggers  TensorBoard and wandb
-    laws      closed forms;  theory  what they say of trained heads;  ranks  what rank can tell
-    sharpness pretrained models
+    task        what a task is: settings, presets, data, a model, what is measured
+    measures    what is measured on attention, and what a machine does to it
+    tasks       one file a task: its data (drawn by draws), presets, and family
+    results     what a row holds, where rows are kept, estimates over seeds
+    harness     options, the study of a task, its jobs, who runs them, training, costs
+    theory      closed forms, laws fitted to trained heads, ranks
+    reporting   tables, pictures, the page (its markup, style and script in template), commands
+    pretrained  how sharp pretrained models attend
 """

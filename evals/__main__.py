@@ -14,10 +14,9 @@ from evals.harness.options import add_arguments, gather
 from evals.harness.run import run
 from evals.harness.study import load_plugins
 from evals.pretrained import sharpness
-from evals.reporting import compare, results
-from evals.task import NOTES
+from evals.reporting import compare, laws, output
 from evals.tasks import TASKS
-from evals.theory import laws, ranks
+from evals.theory import ranks
 
 ALL = "all"
 
@@ -28,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = "run every task, and write one report of all"
     everything = commands.add_parser(ALL, help=words, description=f"{words}.".capitalize())
-    add_arguments(everything, tuple(NOTES), "results/PRESET")
+    add_arguments(everything)
     words = f"also run {sharpness.NAME} on this pretrained model; needs --text"
     everything.add_argument("--model", metavar="PATH_OR_NAME", help=words)
     words = "the UTF-8 text that --model reads"
@@ -36,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     for name, task in TASKS.items():
         short = task.about.split(";")[0].split(": ")[0].rstrip(".")
         one = commands.add_parser(name, help=short.replace("%", "%%"), description=task.about)
-        add_arguments(one, tuple(NOTES), "results/PRESET")
+        add_arguments(one)
     page = commands.add_parser("report", help="write one HTML page of the results in some folders")
     page.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="a results folder")
     words = "the page to write (default: report.html in the first DIR)"
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return sharpness.main(given)
         if given.command == "report":
             load_plugins(given.plugin)
-            return results.main(given.folders, given.out)
+            return output.main(given.folders, given.out)
         if given.command == "compare":
             return compare.main(given.a, given.b, given.fail_below)
         names = list(TASKS) if given.command == ALL else [given.command]
@@ -88,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = gather(given, names)
         shared = options[names[0]]
         out = shared.out or Path("results") / shared.preset
-        status = run([TASKS[name] for name in names], options, out)
+        status = run([TASKS[name] for name in names], options, out, output.write_results)
         if pretrained[0] is not None and not shared.dry_run:
             model, text = map(str, pretrained)
             line = [sharpness.NAME, "--model", model, "--text", text]

@@ -5,6 +5,7 @@ Everything else (training, cells, workers, results, report) is the harness, and 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from commandline.variants import VariantCall
+
+MOST, MOST_LENGTH = 2**31, 2**22  # of a number among the settings: what is beyond is a slip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,25 @@ class Settings:
     test_sequences: int
     test_least: int
     test_items: int = 2**21
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a number lies outside of what it may be."""
+        for name, value in vars(self).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                most = MOST_LENGTH if name in ("train_shortest", "train_longest") else MOST
+                if not 1 <= value <= most:
+                    bound = "at least 1" if value < 1 else f"at most {most}"
+                    raise ValueError(f"{name} must be {bound}, got {value}")
+        for name, most in (("curriculum", 1.0), ("warmup", 1.0), ("weight_decay", math.inf)):
+            value = getattr(self, name)
+            if not 0 <= value <= most or math.isinf(value):
+                raise ValueError(f"{name} must be in [0, {most}], got {value}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+        if self.train_longest < max(2, self.train_shortest):
+            raise ValueError(f"train_longest must be at least {max(2, self.train_shortest)}")
+        if (self.train_longest - self.train_shortest) % self.train_stride:
+            raise ValueError("train_stride must divide train_longest − train_shortest")
 
     @property
     def schedule(self) -> str:

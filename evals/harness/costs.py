@@ -7,20 +7,17 @@ cost a·n + b·n² per sequence at all others. Jobs of models of one size share 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from commandline.variants import VariantCall
-from evals.harness.identity import is_out_of_memory
-from evals.harness.jobs import Job, lean_arithmetic
+from evals.harness.jobs import Job
+from evals.measures.machine import is_out_of_memory, lean_arithmetic
 from evals.task import Look, Settings, Task
 from evals.tasks import TASKS
-
-if TYPE_CHECKING:
-    from evals.harness.run import Run
 
 TOKENS = 1024  # of the sequences that a test is timed on, unless one has more
 MOST_TOKENS = 2048  # of the longest of them: longer ones are extrapolated to
@@ -127,12 +124,12 @@ def _timed_if_it_fits(job: Job, device: str) -> Timed | None:
         return None
 
 
-def show(run: Run) -> None:
-    """Print every job, and what all of them would take on the run's workers."""
+def show(jobs: Sequence[Job], device: str, workers: int) -> None:
+    """Print every job, and what all of them would take on so many workers."""
     known: dict[tuple[object, ...], Timed | None] = {}
-    device = "cuda:0" if run.options.device == "cuda" else run.options.device
+    device = "cuda:0" if device == "cuda" else device
     total = 0.0
-    for job in run.jobs:
+    for job in jobs:
         if (of := kind(job)) not in known:
             with lean_arithmetic():
                 known[of] = _timed_if_it_fits(job, device)
@@ -144,7 +141,7 @@ def show(run: Run) -> None:
             continue
         print(f"  {job}: {rows} rows, about {found.of(job):.0f} s", flush=True)
         total += found.of(job)
-    workers = max(1, min(run.workers, len(run.jobs)))
+    workers = max(1, min(workers, len(jobs)))
     print(
         f"about {total / workers / 60:.1f} minutes on {workers} worker(s): an estimate, from a "
         "training step and a few test sequences of each kind timed here; models that are there "

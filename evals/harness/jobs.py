@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,9 +16,9 @@ from torch import nn
 
 from commandline.files import write_whole
 from commandline.variants import VariantCall
-from evals.harness.identity import is_out_of_memory
 from evals.harness.training import NotFinite, evaluate, train
 from evals.measures.heads import learned
+from evals.measures.machine import is_out_of_memory
 from evals.measures.metrics import Outcome
 from evals.task import Settings
 from evals.tasks import TASKS
@@ -69,23 +68,6 @@ NO_FACTS: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what 
 
 
 # -------------------------------------------------------------------------------- inside a job
-
-
-@contextmanager
-def lean_arithmetic() -> Iterator[None]:
-    """One thread, and denormals as 0.
-
-    Gradients and AdamW's moments turn denormal on their way to 0, and such numbers cost a CPU three
-    times the whole step.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
 
 
 def obtain_model(job: Job, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from commandline.errors import UsageError
-from evals.harness.options import LOGGERS
+from evals.harness.options import LoggerName
 
 
 class Logger(Protocol):
@@ -72,11 +72,10 @@ class Wandb:
             run.finish()
 
 
-_KINDS: dict[str, Callable[[Path], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb}
-assert tuple(_KINDS) == LOGGERS
+_KINDS: dict[LoggerName, Callable[[Path], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
-def open_loggers(names: Sequence[str], out: Path) -> list[Logger]:
+def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
     """The loggers by name.
 
     Raises:

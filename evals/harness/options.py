@@ -1,90 +1,31 @@
-"""What a run is asked for: a TOML file, and the command line, which has the last word."""
+"""What a run is asked for: a TOML file, and the command line, which has the last word.
+
+`Options` is the one description of both: each field has its type and bounds, its words of help, and
+how the command line reads it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.variants import split_list
-from evals.harness.store import WHOLE, Shard
+from evals.results.rows import first
+from evals.results.store import WHOLE, Shard
+from evals.task import MOST, MOST_LENGTH
 from evals.tasks import TASKS
 
-LOGGERS = ("tensorboard", "wandb")
-
-
-@dataclass(frozen=True)
-class Options:
-    """None means what the preset says. settings are fields of the task's Settings."""
-
-    preset: str = "quick"
-    variants: Sequence[str] | None = None
-    positions: Sequence[str] | None = None
-    seeds: int | None = None
-    lengths: Sequence[int] | None = None
-    steps: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    plugin: Path | None = None
-    workers: int | None = None
-    shard: Shard = WHOLE
-    out: Path | None = None
-    device: str = "cpu"
-    log: Sequence[str] = ()
-    dry_run: bool = False
-    retry_failed: bool = False
-
-
-# Of one task; all others are of the run.
-OF_A_TASK = ("variants", "positions", "seeds", "lengths", "steps", "settings")
-_TYPES: dict[str, Any] = {
-    "preset": str, "variants": list, "positions": list, "seeds": int, "lengths": list,
-    "steps": int, "settings": dict, "plugin": str, "workers": int, "shard": str, "out": str,
-    "device": str, "log": list, "dry_run": bool, "retry_failed": bool,
-}  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser, presets: Sequence[str], where: str) -> None:
-    """The options on a command line; what is not given stays away from the namespace."""
-    parser.argument_default = argparse.SUPPRESS
-    add = parser.add_argument
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE.toml",
-        help="a file of options by their names, as in the README",
-    )
-    add("--preset", choices=tuple(presets), help="variants, lengths and sizes (default: quick)")
-    add("--variants", type=split_list, metavar="a,b(x=1),a->b",
-        help="variants with their parameters; a->b trains with a and tests with b")  # fmt: skip
-    add("--positions", type=split_list, metavar="none,rope,…",
-        help="position encodings to cross the variants with")  # fmt: skip
-    add("--seeds", type=int, metavar="N", help="use the seeds 0 to N - 1")
-    add("--lengths", type=numbers, metavar="N,N,…",
-        help="lengths to test; the longest length of training is always added")  # fmt: skip
-    add("--steps", type=int, metavar="N", help="the number of training steps")
-    add("--set", action="append", type=_setting, metavar="NAME=VALUE", dest="settings",
-        help="change a setting of the task; may be given several times")  # fmt: skip
-    add_plugin(parser)
-    add("--workers", type=int, metavar="N",
-        help="the number of worker processes (default: one per core or GPU); 0 runs all in this "
-        "process")  # fmt: skip
-    add("--shard", type=_shard, metavar="I/N",
-        help="run the I-th of N parts, counted from 0; env takes both numbers from torchrun or a "
-        "SLURM array, and under torchrun --device cuda is each process's own GPU")  # fmt: skip
-    add("--out", type=Path, metavar="DIR", help=f"the results folder (default: {where})")
-    add("--device", help="cpu, cuda or cuda:N (default: cpu)")
-    add("--log", type=split_list, metavar="NAME,…",
-        help=f"also send losses and metrics to {', '.join(LOGGERS)} (default: none)")  # fmt: skip
-    add("--retry-failed", action="store_true",
-        help="run again what ended in NaN or without memory")  # fmt: skip
-    add("--dry-run", action="store_true",
-        help="print what would be run and an estimate of its time, and run nothing")  # fmt: skip
+PresetName = Literal["smoke", "quick", "paper"]
+LoggerName = Literal["tensorboard", "wandb"]
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -125,6 +66,101 @@ def _of_environment() -> str:
     )
 
 
+def _checked_shard(value: object) -> Shard:
+    try:
+        return value if isinstance(value, Shard) else _shard(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Read:
+    """How the command line's text becomes a value of the type."""
+
+    function: Callable[[str], Any]
+
+
+Count = Annotated[int | None, Field(ge=1, le=MOST), Read(int)]
+Words = Annotated[Sequence[str] | None, Field(min_length=1), Read(split_list)]
+Length = Annotated[int, Field(ge=2, le=MOST_LENGTH)]
+
+
+class Options(BaseModel):
+    """None means what the preset says. settings are fields of the task's Settings.
+
+    Of a field, title is the command line's word for its value, and description its help.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    preset: PresetName = Field("quick", description="variants, lengths and sizes (default: quick)")
+    variants: Words = Field(
+        None, title="a,b(x=1),a->b",
+        description="variants with their parameters; a->b trains with a and tests with b",
+    )  # fmt: skip
+    positions: Words = Field(
+        None, title="none,rope,…", description="position encodings to cross the variants with"
+    )
+    seeds: Count = Field(None, title="N", description="use the seeds 0 to N - 1")
+    lengths: Annotated[Sequence[Length] | None, Read(numbers)] = Field(
+        None, title="N,N,…", min_length=1,
+        description="lengths to test; the longest length of training is always added",
+    )  # fmt: skip
+    steps: Count = Field(None, title="N", description="the number of training steps")
+    settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
+        {}, title="NAME=VALUE",
+        description="change a setting of the task; may be given several times",
+    )  # fmt: skip
+    plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
+    workers: Annotated[int | None, Read(int)] = Field(
+        None, title="N", ge=0,
+        description="the number of worker processes (default: one per core or GPU); 0 runs all in "
+        "this process",
+    )  # fmt: skip
+    shard: Annotated[Shard, BeforeValidator(_checked_shard), Read(_shard)] = Field(
+        WHOLE, title="I/N",
+        description="run the I-th of N parts, counted from 0; env takes both numbers from torchrun "
+        "or a SLURM array, and under torchrun --device cuda is each process's own GPU",
+    )  # fmt: skip
+    out: Annotated[Path | None, Read(Path)] = Field(
+        None, title="DIR", strict=False,
+        description="the results folder (default: results/PRESET)",
+    )  # fmt: skip
+    device: str = Field("cpu", description="cpu, cuda or cuda:N (default: cpu)")
+    log: Annotated[Sequence[LoggerName], Read(split_list)] = Field(
+        (), title="NAME,…",
+        description=f"also send losses and metrics to {', '.join(get_args(LoggerName))} "
+        "(default: none)",
+    )  # fmt: skip
+    retry_failed: bool = Field(False, description="run again what ended in NaN or without memory")
+    dry_run: bool = Field(
+        False, description="print what would be run and an estimate of its time, and run nothing"
+    )
+
+
+# Of one task; all others are of the run.
+OF_A_TASK = ("variants", "positions", "seeds", "lengths", "steps", "settings")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options on a command line; what is not given stays away from the namespace."""
+    parser.argument_default = argparse.SUPPRESS
+    words = "a file of options by their names, as in the README"
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=words)
+    add_plugin(parser)
+    for name, field in Options.model_fields.items():
+        flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
+        if field.annotation is bool:
+            parser.add_argument(flag, action="store_true", help=field.description)
+        elif field.description:
+            reads = [found.function for found in field.metadata if isinstance(found, Read)]
+            parser.add_argument(
+                flag, dest=name, type=reads[0] if reads else str, metavar=field.title,
+                action="append" if name == "settings" else "store", help=field.description,
+                choices=get_args(PresetName) if name == "preset" else None,
+            )  # fmt: skip
+
+
 def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
     """The options of each named task: what the file says, then the command line.
 
@@ -145,14 +181,22 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
                 raise UsageError(f"no task has a setting {name!r}")
     found = {}
     for task in names:
-        options = Options()
+        merged: dict[str, Any] = {}
         for layer in (shared, file.get(task, {}), line):
             if several and layer is not file.get(task):
                 layer = _of_task(task, layer)
-            settings = {**options.settings, **layer.get("settings", {})}
-            options = replace(options, **{**layer, "settings": settings})
-        found[task] = _of_rank(options)
+            settings = {**merged.get("settings", {}), **layer.get("settings", {})}
+            merged |= {**layer, "settings": settings}
+        found[task] = _of_rank(_valid(merged, "--"))
     return found
+
+
+def _valid(given: Mapping[str, Any], where: str) -> Options:
+    """The options given, or one line on the first that cannot be."""
+    try:
+        return Options.model_validate(given)
+    except ValidationError as error:
+        raise UsageError(f"{where}{first(error)}") from error
 
 
 def settings_of(task: str) -> set[str]:
@@ -177,9 +221,8 @@ def _of_rank(options: Options) -> Options:
     if rank is None:
         return options
     device = f"cuda:{rank}" if options.device == "cuda" else options.device
-    return replace(
-        options, device=device, workers=1 if options.workers is None else options.workers
-    )
+    workers = 1 if options.workers is None else options.workers
+    return options.model_copy(update={"device": device, "workers": workers})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -188,7 +231,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     tables = {name: content.pop(name) for name in TASKS if name in content}
-    found: dict[str, Any] = _checked(path, "", content, [entry.name for entry in fields(Options)])
+    found: dict[str, Any] = _checked(path, "", content, list(Options.model_fields))
     for task, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"--config {path}: a task's name must begin a table of its options")
@@ -205,26 +248,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _checked(
     path: Path, where: str, table: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, Any]:
-    found = dict(table)
-    for name, value in table.items():
+    """A table of the file, in which every value is one that `Options` takes."""
+    for name in table:
         if name not in names:
             known = ", ".join(names)
             raise UsageError(f"--config {path}: {where}unknown key {name!r}; known: {known}")
-        kind = _TYPES[name]
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise UsageError(
-                f"--config {path}: {where}{name} must be {kind.__name__}, got {value!r}"
-            )
-        of = int if name == "lengths" else str
-        if kind is list and not (value and all(type(entry) is of for entry in value)):
-            raise UsageError(
-                f"--config {path}: {where}{name} must hold {of.__name__}, got {value!r}"
-            )
-        if name in ("plugin", "out"):
-            found[name] = Path(value)
-        if name == "shard":
-            try:
-                found[name] = _shard(value)
-            except argparse.ArgumentTypeError as error:
-                raise UsageError(f"--config {path}: shard: {error}") from error
-    return found
+    _valid(table, f"--config {path}: {where}")
+    return dict(table)

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -21,8 +22,9 @@ import torch
 
 from commandline.files import NotWritten
 from commandline.variants import load_plugin
-from evals.harness.jobs import NO_FACTS, Context, Job, Message, execute, lean_arithmetic
+from evals.harness.jobs import NO_FACTS, Context, Job, Message, execute
 from evals.harness.progress import Progress
+from evals.measures.machine import lean_arithmetic
 from evals.measures.metrics import Outcome
 
 
@@ -61,6 +63,18 @@ class Listener(Protocol):
     ) -> None: ...
 
     def loss(self, job: Job, step: int, value: float) -> None: ...
+
+
+def _tell(listener: Listener, progress: Progress, job: Job, message: Message) -> None:
+    """Pass on what a job says of its work."""
+    match message:
+        case ("stage", length, fraction):
+            progress.update(str(job), fraction, f"n = {length}" if length else "training")
+        case ("loss", step, value):
+            listener.loss(job, step, value)
+        case ("rows", length, outcomes, facts):
+            for key, outcome in outcomes.items():
+                listener.row(job, key, length, outcome, facts)
 
 
 class _Worker:
@@ -134,15 +148,11 @@ class Pool:
     def _hear(self, worker: _Worker, message: Message) -> None:
         job = worker.job
         assert job is not None
+        _tell(self.listener, self.progress, job, message)
         match message:
-            case ("stage", length, fraction):
+            case ("stage", length, _):
                 worker.stage = length
-                self.progress.update(str(job), fraction, f"n = {length}" if length else "training")
-            case ("loss", step, value):
-                self.listener.loss(job, step, value)
-            case ("rows", length, outcomes, facts):
-                for key, outcome in outcomes.items():
-                    self.listener.row(job, key, length, outcome, facts)
+            case ("rows", length, *_):
                 tests = {n: t for n, t in job.tests.items() if n != length}
                 worker.job = replace(job, tests=tests)
             case ("stopped", text):
@@ -189,20 +199,9 @@ def run_here(
     """Run all jobs in this process (``--workers 0``) and return what failed, in words."""
     failures = []
     for job in jobs:
-
-        def emit(message: Message, job: Job = job) -> None:
-            match message:
-                case ("stage", length, fraction):
-                    progress.update(str(job), fraction, f"n = {length}" if length else "training")
-                case ("loss", step, value):
-                    listener.loss(job, step, value)
-                case ("rows", length, outcomes, facts):
-                    for key, outcome in outcomes.items():
-                        listener.row(job, key, length, outcome, facts)
-
         try:
             with lean_arithmetic():
-                execute(job, context, emit)
+                execute(job, context, partial(_tell, listener, progress, job))
         except NotWritten:
             raise
         except Exception:  # a defect of one job, as in `_serve`: the others go on

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,16 @@ from commandline.variants import Spec
 from evals.harness import costs
 from evals.harness.jobs import Context, Job
 from evals.harness.loggers import Logger, open_loggers
-from evals.harness.options import LOGGERS, Options
+from evals.harness.options import Options
 from evals.harness.pool import Pool, default_workers, run_here, worker_devices
 from evals.harness.progress import Progress
-from evals.harness.store import Folder, Row
 from evals.harness.study import Study, load_plugins, plan_study
 from evals.measures.metrics import Outcome
-from evals.reporting.results import write_results
-from evals.reporting.summary import groups
+from evals.results.store import Folder, Row
 from evals.task import NOTES, Task
+
+# (rows, the run's folder, a note on them): writes and prints what a run ends with.
+Show = Callable[[list[Row], Path, str], None]
 
 
 @cache
@@ -190,16 +190,17 @@ def _row(
     }
 
 
-def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path) -> int:
-    """Run tasks, write and print everything; the exit status."""
+def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, show: Show) -> int:
+    """Run tasks and show their rows; the exit status."""
     shared = next(iter(options.values()))
-    _check(shared, tasks, out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out must be a folder, got {str(out)!r}")
     plugins = load_plugins(shared.plugin)
     studies = [plan_study(task, options[task.name], plugins) for task in tasks]
     this = Run(studies, shared, out)
     this.show_plan()
     if shared.dry_run:
-        costs.show(this)
+        costs.show(this.jobs, shared.device, this.workers)
         return 0
     failures = this.execute()
     for failure in failures:
@@ -215,22 +216,6 @@ def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path) -> int
         note = NOTES[shared.preset]
         if others:
             note += f" (of the last run; {len(others)} rows of earlier ones are shown, too)"
-        write_results(groups([*others, *rows]), out, note)  # where versions differ the last count
+        show([*others, *rows], out, note)  # where versions differ the last count
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0
-
-
-def _check(options: Options, tasks: Sequence[Task], out: Path) -> None:
-    if find_spec("matplotlib") is None:  # now, and not after an hour of training
-        raise UsageError("the plots need matplotlib: install the extra, attnzoo[evals]")
-    for task in tasks:
-        if options.preset not in task.presets:
-            known = ", ".join(task.presets)
-            raise UsageError(f"--preset must be one of {known}, got {options.preset!r}")
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out must be a folder, got {str(out)!r}")
-    for name in options.log:
-        if name not in LOGGERS:
-            raise UsageError(f"--log must be among {', '.join(LOGGERS)}, got {name!r}")
-    if options.workers is not None and options.workers < 0:
-        raise UsageError(f"--workers must be at least 0, got {options.workers}")

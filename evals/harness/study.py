@@ -7,7 +7,7 @@ its rows again and a changed setting never finds those of another.
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import (
     Spec,
@@ -24,14 +25,19 @@ from commandline.variants import (
     load_plugin,
     parse_specs,
 )
-from evals.harness.identity import key_of, objection
 from evals.harness.jobs import Job
 from evals.harness.options import Options
-from evals.harness.store import WHOLE, Row, Shard
+from evals.measures.heads import own_parameters
+from evals.results.store import WHOLE, Row, Shard
 from evals.task import EVERY, Settings, Task
 
 EVALUATION = 2  # of what is measured on a model: part of every row's identity
-MOST, MOST_LENGTH = 2**31, 2**22  # of a number among the settings: what is beyond is a slip
+
+
+def key_of(identity: Mapping[str, object]) -> str:
+    """Twenty hex digits of the SHA-256 of an identity's canonical JSON."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 class Place(NamedTuple):
@@ -149,11 +155,8 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     preset = task.presets[options.preset]
     _check_device(options.device)
     seeds = preset.seeds if options.seeds is None else options.seeds
-    _within("--seeds", seeds)
     settings = _settings(task, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
-    for length in asked:
-        _within("--lengths", length, 2, MOST_LENGTH)
     _once("--lengths", asked)
     lengths = tuple(sorted({settings.train_longest, *asked}))  # in distribution, always
     positions = preset.positions if options.positions is None else tuple(options.positions)
@@ -198,12 +201,30 @@ def _left_out(
     for spec in specs:
         for encoding in positions:
             for variant in dict.fromkeys((spec.train, spec.test)):
-                if (reason := objection(variant, sizes, encoding)) is not None:
+                if (reason := unsupported(variant, sizes, encoding)) is not None:
                     found[spec, encoding] = reason
         mine = [reason for (other, _), reason in found.items() if other == spec]
         if len(mine) == len(positions):
             raise UsageError(f"variant {spec}: {mine[0]}")
     return found
+
+
+def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
+    """Why a variant cannot be with these numbers of keys and this position encoding."""
+    try:
+        module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
+        options = {"alibi": torch.ones(1)} if positions == "alibi" else {}
+        one = torch.ones(1, 1, 1, 8)
+        for size in sizes:
+            keys = one.expand(1, 1, size, 8)
+            plan = attnzoo.explain(
+                one, keys, keys, variant.name, **options, **own_parameters(module)
+            )
+            if plan.refusal is not None:
+                return plan.refusal
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return None
 
 
 def _settings(task: Task, preset: Settings, options: Options) -> Settings:
@@ -221,26 +242,9 @@ def _settings(task: Task, preset: Settings, options: Options) -> Settings:
         if type(value) is not kind:
             raise UsageError(f"setting {name} must be of {kind.__name__}, got {value!r}")
     try:
-        settings = replace(preset, **given)
+        return replace(preset, **given)
     except ValueError as error:
         raise UsageError(f"setting {error}") from error
-    for name, value in vars(settings).items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            most = MOST_LENGTH if name in ("train_shortest", "train_longest") else MOST
-            _within("--steps" if name == "steps" else f"setting {name}", value, most=most)
-    for name, most in (("curriculum", 1.0), ("warmup", 1.0), ("weight_decay", math.inf)):
-        if not 0 <= getattr(settings, name) <= most or math.isinf(getattr(settings, name)):
-            raise UsageError(
-                f"setting {name} must be in [0, {most}], got {getattr(settings, name)}"
-            )
-    if not 0 < settings.learning_rate < math.inf:
-        raise UsageError(f"setting learning_rate must be above 0, got {settings.learning_rate}")
-    _within("setting train_longest", settings.train_longest, 2)
-    if settings.train_longest < settings.train_shortest:
-        raise UsageError(f"setting train_longest must be at least {settings.train_shortest}")
-    if (settings.train_longest - settings.train_shortest) % settings.train_stride:
-        raise UsageError("setting train_stride must divide train_longest − train_shortest")
-    return settings
 
 
 def _check_device(device: str) -> None:
@@ -254,13 +258,6 @@ def _check_device(device: str) -> None:
         index, count = torch.device(device).index or 0, torch.cuda.device_count()
         if index >= count:
             raise UsageError(f"--device {device}: torch sees {count} CUDA devices")
-
-
-def _within(name: str, value: int, least: int = 1, most: int = MOST) -> None:
-    if value < least:
-        raise UsageError(f"{name} must be at least {least}, got {value}")
-    if value > most:
-        raise UsageError(f"{name} must be at most {most}, got {value}")
 
 
 def _once(name: str, values: Sequence[object]) -> None:

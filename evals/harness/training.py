@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import attnzoo
 from commandline.variants import VariantCall
-from evals.harness.draws import lengths
 from evals.measures.metrics import Outcome, Tally
 from evals.task import Look, Settings, Task
+from evals.tasks.draws import lengths
 
 JACOBIANS = 4  # sequences of each length
 CHUNK_ITEMS = 2**15  # keys of a chunk of test sequences, all together

@@ -1,1 +1,1 @@
-"""What is measured on attention."""
+"""What is measured on attention, and what a machine does to it."""

@@ -12,7 +12,7 @@ weights w in fp64; p = |w| / Σ|w|. Each is a mean over rows and sequences:
     alignment   ρ, the mean cosine between the keys of two tokens
     strength    β / log n, β = scale · |q| · mean |k|: what the critical gain is compared with
     jacobian    2-norm of ∂w/∂z in the last row of a few sequences, where n is at most 256 and the
-                weights are a function of z alone (not cosFormer's)
+                weights are a function of z alone
 """
 
 from __future__ import annotations

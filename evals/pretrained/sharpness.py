@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import attnzoo
@@ -24,6 +25,7 @@ from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.variants import parse_spec, split_list
+from evals.reporting.plots import png
 
 NAME = "sharpness"
 OWN = "softmax"
@@ -203,10 +205,6 @@ def as_csv(rows: list[Row], similar: dict[tuple[str, int], float]) -> str:
 
 def picture(rows: list[Row], length: int) -> bytes:
     """The largest weight, layers by heads, a panel for each variant."""
-    from matplotlib.figure import Figure
-
-    from evals.reporting.plots import png
-
     variants = list(dict.fromkeys(row.variant for row in rows))
     figure = Figure(figsize=(3.2 * len(variants) + 0.8, 3.2), layout="constrained")
     panels = figure.subplots(1, len(variants), squeeze=False)[0]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commandline.errors import UsageError
-from evals.harness.store import read_rows
-from evals.reporting.summary import Estimate, Group, Series, estimate, groups
-from evals.reporting.tables import Table
+from commandline.table import Table
+from evals.results.store import read_rows
+from evals.results.summary import Estimate, Group, Series, estimate, groups
 from evals.task import Metric
 
 

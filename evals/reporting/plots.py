@@ -1,4 +1,4 @@
-"""The pictures: accuracy and weight on the true key against n, and where the weight goes.
+"""How a group is drawn: a metric against n, and heat maps of its curves.
 
 Colours are Okabe and Ito's, which survive the common kinds of colour blindness; markers tell the
 variants apart without colour, and each line is named at its end.
@@ -8,30 +8,39 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from itertools import cycle
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm, to_rgb
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from PIL import Image
 
-from evals.reporting.summary import BASELINE, Group
+from evals.results.summary import BASELINE, Group
 from evals.task import Metric
-from evals.theory.laws import KAPPA, Point
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#882255")
 _STYLES = ("-", "--", "-.", (0, (1, 1.2)))
 _MARKERS = "osD^vP*X<>"
 _FAINT = 1e-3  # the darkest colour of the heat map is a weight of this or less
+_MAP = "cividis"
+_NAMED = 8  # columns of a heat map that are all named, and whose cells hold their values
 GRID = {"color": "#dddddd", "linewidth": 0.6}
 
 
 def png(figure: Figure, dpi: int = 150) -> bytes:
     """The figure as the bytes of a PNG file."""
+    figure.set_dpi(dpi)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    # Few colours: a third of the bytes, which count where a report holds dozens of figures.
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     buffer = io.BytesIO()
-    FigureCanvasAgg(figure)
-    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white")
+    image.quantize(256, dither=Image.Dither.NONE).save(buffer, "png")
     return buffer.getvalue()
 
 
@@ -69,7 +78,7 @@ def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> Non
             return (y - low) / (high - low)
         return math.log(max(y, low) / low) / math.log(high / low)
 
-    gap = 0.052
+    gap = min(0.052, 1.04 / len(ends)) if ends else 0.0
     placed = sorted((min(1.0, max(0.0, height(y))), name, colour) for name, y, colour in ends)
     heights = [h for h, _, _ in placed]
     for _ in range(200):  # push neighbours apart until none touch
@@ -100,6 +109,11 @@ def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> Non
         )
 
 
+def line_height(group: Group) -> float:
+    """Inches of a figure in which each series has a line and room for its name."""
+    return max(5.2, 1.2 + 0.27 * len(group.series))
+
+
 def length_axis(axes: Axes, lengths: list[int]) -> None:
     """A log axis of n with a tick at each length (every second, if there are many)."""
     axes.set_xscale("log", base=2)
@@ -109,19 +123,9 @@ def length_axis(axes: Axes, lengths: list[int]) -> None:
     axes.set_xlabel("n, number of keys (log scale)")
 
 
-def task_plots(group: Group) -> dict[str, Figure]:
-    """The pictures of one task, by name: the score, weights on the true key, best keys."""
-    found = {group.task.score.name: metric_plot(group, group.task.score)}
-    for metric in group.task.metrics:
-        if metric.log:
-            found[metric.name] = metric_plot(group, metric)
-    best = heat_map(group)
-    return found if best is None else {**found, "best_keys": best}
-
-
 def metric_plot(group: Group, metric: Metric) -> Figure:
     """One metric against n: a line per series, a band of ± one standard error."""
-    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+    figure = Figure(figsize=(9.6, line_height(group)), layout="constrained")
     axes = figure.add_subplot()
     looks = looks_of([series.label for series in group.series])
     is_score = metric is group.task.score
@@ -183,87 +187,50 @@ def _short(weight: float) -> str:
     return text.removeprefix("0") or "0"
 
 
-def heat_map(group: Group) -> Figure | None:
-    """Mean weight of the 16 best keys (rank by value, the true key first), a row for each n."""
+def heat_map(
+    group: Group, curve: str, title: str, columns: Callable[[int], list[str]], weights: bool
+) -> Figure | None:
+    """A map of a curve for each series that has it, a row for each n; None where none has.
+
+    Args:
+        columns: the names of so many columns.
+        weights: whether the values are weights, on a log scale; else from the least to the largest.
+    """
     drawn = [
         (series.label, points)
         for series in group.series
-        if (points := [p for p in group.of(series) if p.curves.get("best_keys")])
+        if (points := [p for p in group.of(series) if p.curves.get(curve)])
     ]
     if not drawn:
         return None
-    columns = min(3, len(drawn))
-    rows = -(-len(drawn) // columns)
+    every = [value for _, points in drawn for p in points for value in p.curves[curve]]
+    norm = LogNorm(_FAINT, 1, clip=True) if weights else Normalize(min(every), max(every))
+    wide = min(3, len(drawn))
+    high = -(-len(drawn) // wide)
     height = 0.9 + 0.2 * len(group.lengths)
-    figure = Figure(figsize=(3.3 * columns + 0.9, height * rows + 0.7), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    image = None
+    figure = Figure(figsize=(3.3 * wide + 0.9, height * high + 0.7), layout="constrained")
+    grid = figure.subplots(high, wide, squeeze=False)
     for axes in grid.flat[len(drawn) :]:
         axes.set_visible(False)
     for axes, (variant, points) in zip(grid.flat, drawn, strict=False):
-        width = max(len(p.curves["best_keys"]) for p in points)
-        cells = [
-            [*(best := p.curves["best_keys"]), *[math.nan] * (width - len(best))] for p in points
-        ]
-        image = axes.imshow(
-            cells, cmap="cividis", norm=LogNorm(_FAINT, 1, clip=True), aspect="auto"
-        )
-        for row, point in enumerate(points):
-            value = point.curves["best_keys"][0]
-            axes.text(
-                0,
-                row,
-                _short(value),
-                ha="center",
-                va="center",
-                fontsize=6,
-                color="black" if value > 0.05 else "white",
-            )
+        rows = [p.curves[curve] for p in points]
+        width = max(map(len, rows))
+        cells = [[*row, *[math.nan] * (width - len(row))] for row in rows]
+        axes.imshow(cells, cmap=_MAP, norm=norm, aspect="auto")
+        step = -(-width // _NAMED)
+        for place, row in enumerate(rows):
+            for column, value in enumerate(row[: width if step == 1 else 1]):
+                colour = "black" if norm(value) > 0.55 else "white"
+                axes.text(column, place, _short(value), ha="center", va="center", fontsize=6,
+                          color=colour)  # fmt: skip
         axes.set_title(variant, fontsize=9)
         axes.set_yticks(range(len(points)), [str(p.length) for p in points], fontsize=7)
-        ranks = [0, *range(3, width, 4)]
-        axes.set_xticks(ranks, [str(rank + 1) for rank in ranks], fontsize=7)
+        axes.set_xticks(range(0, width, step), columns(width)[::step], fontsize=7)
         axes.tick_params(length=0)
     for axes in grid[:, 0]:
         axes.set_ylabel("n", fontsize=8)
-    figure.supxlabel("rank of the key by its value (1 = the true key)", fontsize=9)
-    figure.suptitle("Mean weight of the 16 best keys as n doubles", fontsize=12)
-    if image is not None:
-        bar = figure.colorbar(image, ax=grid, label="weight (log scale)", shrink=0.7, pad=0.02)
-        bar.ax.yaxis.set_major_formatter("{x:g}")
-    return figure
-
-
-def laws_plot(points: list[Point]) -> Figure:
-    """Lines: the laws; marks: what was measured. Two fixed gaps, and the shrinking one."""
-    panels = [("fixed", 1.5), ("fixed", 3.0), ("shrinking", KAPPA)]
-    titles = ["one key at Δ = 1.5, others at 0", "one key at Δ = 3, others at 0",
-              f"keys at κ(j + ½)/n, κ = {KAPPA:g}"]  # fmt: skip
-    figure = Figure(figsize=(13.5, 4.6), layout="constrained")
-    grid = figure.subplots(1, 3)
-    names = list(dict.fromkeys(str(point.law) for point in points))
-    looks = looks_of(names)
-    for axes, (gap, size), title in zip(grid, panels, titles, strict=True):
-        for name in names:
-            mine = [p for p in points if (str(p.law), p.gap, p.size) == (name, gap, size)]
-            if not mine:
-                continue
-            look = looks[name]
-            lawful = [p for p in mine if p.law.holds(p.n, p.size)]
-            axes.plot([p.n for p in lawful], [p.predicted for p in lawful], color=look["color"],
-                      linestyle=look["linestyle"], linewidth=1.3)  # fmt: skip
-            axes.plot([p.n for p in mine], [p.measured for p in mine], color=look["color"],
-                      marker=look["marker"], markersize=5, linestyle="", label=name)  # fmt: skip
-        length_axis(axes, [16, 256, 4096, 65536])
-        axes.set_yscale("log")
-        axes.set_title(title, loc="left", fontsize=10.5)
-        axes.grid(**GRID)
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_ylabel("weight of the largest key")
-    figure.suptitle("Laws (lines) and measurement in fp64 (marks)", x=0.01, ha="left")
-    handles, labels = grid[0].get_legend_handles_labels()
-    more = dict(zip(*grid[2].get_legend_handles_labels()[::-1], strict=True))
-    legend = {**more, **dict(zip(labels, handles, strict=True))}
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend),
-                  frameon=False, fontsize=9)  # fmt: skip
+    figure.suptitle(title, fontsize=12)
+    label = "weight (log scale)" if weights else ""
+    bar = figure.colorbar(ScalarMappable(norm, _MAP), ax=grid, label=label, shrink=0.7, pad=0.02)
+    bar.ax.yaxis.set_major_formatter("{x:g}")
     return figure

@@ -7,7 +7,8 @@ import csv
 from pathlib import Path
 
 from commandline.errors import UsageError
-from evals.reporting.tables import FEW_SEEDS, LEGEND, MANY, PARTIAL, UNTRAINED
+from evals.reporting.tables import FEW_SEEDS, LEGEND, MANY, PARTIAL
+from evals.results.summary import UNTRAINED
 from evals.task import Metric
 from evals.tasks import TASKS
 

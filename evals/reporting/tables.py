@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from evals.reporting.summary import BASELINE, Group, Point, Series
+from commandline.table import Table
+from evals.results.summary import BASELINE, UNTRAINED, Group, Point
 from evals.task import Metric
 
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text; the first column is left-aligned, the others right-aligned.
-
-    ``note`` says how to read them.
-    """
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    note: str = ""
-
-    def text(self) -> str:
-        """The table as aligned lines."""
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
-        out = [self.title, *([self.note] if self.note else [])]
-        for line in lines:
-            first = line[0].ljust(widths[0])
-            rest = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-            out.append("  ".join([first, *rest]).rstrip())
-        return "\n".join(out)
-
-
-UNTRAINED = "†"
 PARTIAL = "*"
 MANY = 6  # seeds, from which on a bootstrap over them covers about what it says
 FEW_SEEDS = "A bootstrap over {count} seeds is narrow: it covers the true mean in fewer than 95 %"
@@ -42,12 +17,6 @@ LEGEND = {
     "{length}",
     PARTIAL: "some seeds failed or are missing, and are left out of the mean",
 }
-
-
-def name_of(group: Group, series: Series) -> str:
-    """A series' name, marked with how many of its seeds count as not trained."""
-    count = group.untrained(series)
-    return series.label + (f" {UNTRAINED} {count}/{len(group.seeds)}" if count else "")
 
 
 def legend(group: Group) -> list[str]:
@@ -70,7 +39,7 @@ def _by_length(
 ) -> Table:
     header = ["n", *(str(length) for length in group.lengths)]
     rows = [
-        [name_of(group, series), *(cell(point) for point in group.of(series))]
+        [group.name(series), *(cell(point) for point in group.of(series))]
         for series in group.series
         if series.variant not in skip
     ]
@@ -123,6 +92,75 @@ def _span(point: Point, score: Metric) -> str:
 def _difference(point: Point, score: Metric) -> str:
     versus = point.versus_baseline
     return "—" if versus is None else versus.text(score.factor, score.digits, sign=True)
+
+
+class Cell(NamedTuple):
+    """A figure of the leaderboard: as text, as the number that it is sorted by, and as the percent
+    of its cell that is filled; None without a score, and without a percentage."""
+
+    point: Point
+    text: str
+    span: str
+    value: float | None
+    percent: float | None
+
+
+class Line(NamedTuple):
+    """One series of the leaderboard, by length."""
+
+    label: str
+    name: str
+    cells: list[Cell]
+
+
+class Leaderboard(NamedTuple):
+    """Series by their score at the longest length, the best first, failed ones last.
+
+    columns: each length, and how far it is from training's; order: as ``aria-sort`` says it.
+    """
+
+    columns: list[tuple[int, str]]
+    lines: list[Line]
+    chance: str
+    order: str
+
+
+def leaderboard(group: Group) -> Leaderboard:
+    """The scores of a group, as the report shows them first."""
+    score = group.task.score
+    lines = [
+        Line(one.label, group.name(one), [_score_cell(point, score) for point in group.of(one)])
+        for one in group.series
+    ]
+
+    def place(line: Line) -> tuple[bool, float]:
+        value = line.cells[-1].value
+        return value is None, (value or 0.0) * (1 if score.lower_is_better else -1)
+
+    return Leaderboard(
+        [(length, _distance(group, length)) for length in group.lengths],
+        sorted(lines, key=place),
+        f"{score.factor * group.chance:.{score.digits}f}",
+        "ascending" if score.lower_is_better else "descending",
+    )
+
+
+def _distance(group: Group, length: int) -> str:
+    longest = group.settings["train_longest"]
+    if length == longest:
+        return "in distribution"
+    return "in training" if length < longest else f"× {length / longest:.3g}"
+
+
+def _score_cell(point: Point, score: Metric) -> Cell:
+    found, failed = point.metrics.get(score.name), "+".join(point.failures)
+    if found is None:
+        return Cell(point, failed or "—", "", None, None)
+    text = f"{score.factor * found.mean:.{score.digits}f}" + (PARTIAL if failed else "")
+    percent = None
+    if score.factor == 100 and not score.lower_is_better:
+        percent = round(min(100.0, max(0.0, 100 * found.mean)), 2)
+    return Cell(point, text, found.span(score.factor, score.digits), found.mean, percent)
 
 
 def more_tables(group: Group) -> list[Table]:

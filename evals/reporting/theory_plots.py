@@ -9,8 +9,8 @@ from itertools import pairwise
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from evals.reporting.plots import GRID, length_axis, looks_of, name_lines
-from evals.reporting.summary import BASELINE, Group
+from evals.reporting.plots import GRID, length_axis, line_height, looks_of, name_lines
+from evals.results.summary import BASELINE, Group
 from evals.theory.trained_heads import Heads, fitted
 
 _LOWEST = 0.7  # of the smallest weight: where the axis ends
@@ -30,7 +30,7 @@ def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | 
     found = fitted(group) if found is None else found
     if not found:
         return None
-    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+    figure = Figure(figsize=(9.6, line_height(group)), layout="constrained")
     axes = figure.add_subplot()
     looks = looks_of([series.label for series in group.series])
     ends, weights = [], []

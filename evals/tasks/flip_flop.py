@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.harness.draws import GENERATOR, integers, uniforms, words
 from evals.task import EVERY, QUICK, Metric, Preset
+from evals.tasks.draws import GENERATOR, integers, uniforms, words
 from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, Sequence, Settings
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)

@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 
 from commandline.errors import UsageError
-from evals.harness.draws import GENERATOR, integers, words
 from evals.task import EVERY, QUICK, Figures, Metric, Preset
+from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import Batch, Sequence, right
 from evals.tasks.families.sequence import Settings as Base
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from evals.harness.draws import GENERATOR, integers, uniforms, words
 from evals.task import EVERY, QUICK, Preset, Published
+from evals.tasks.draws import GENERATOR, integers, uniforms, words
 from evals.tasks.families.retrieval import CLASSES, Batch, Retrieval, Settings
 
 _QUICK = (*QUICK, "softmax->log_n(train_length=16)")

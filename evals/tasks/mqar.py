@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.harness.draws import GENERATOR, integers, subsets, words
 from evals.task import EVERY, QUICK, Preset
+from evals.tasks.draws import GENERATOR, integers, subsets, words
 from evals.tasks.families.sequence import Batch, Sequence
 from evals.tasks.families.sequence import Settings as Base
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from evals.harness.draws import GENERATOR, integers, words
+from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.retrieval import CLASSES, Batch, Retrieval
 from evals.tasks.max_retrieval import PRESETS
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.harness.draws import GENERATOR, integers, words
 from evals.task import EVERY, QUICK, Figures, Metric, Preset
+from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, Sequence, Settings, answers, right
 
 SYMBOLS = 32

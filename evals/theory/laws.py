@@ -2,8 +2,8 @@
 
 Fixed gap: one key at Δ, n − 1 keys at 0. The forms are exact; a relative deviation above 1e-6
 fails. Shrinking gap: z_j = κ(j + ½)/n for j = 0 … n − 1, κ = 8: keys that crowd as random draws do.
-The forms are leading terms for n → ∞; more than 5 % off at n ≥ 1024 fails. Entmax's holds only
-while its support is below n. The Jacobian's 2-norm at n scores of 0 is exact, and held to 1e-6.
+The forms are leading terms for n → ∞; more than 5 % off at n ≥ 1024 fails. Some hold only
+while the support is below n. The Jacobian's 2-norm at n scores of 0 is exact, and held to 1e-6.
 
 A variant without closed forms is measured on the same scores; a plugin may state its own as
 ``LAWS``, a tuple of `Law`, and is held to them.
@@ -11,13 +11,10 @@ A variant without closed forms is measured on the same scores; a plugin may stat
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +22,8 @@ from torch import Tensor
 
 import attnzoo
 from commandline.errors import UsageError
-from commandline.files import write_whole
-from commandline.variants import VariantCall, complete, load_plugin
-from evals.harness.jobs import lean_arithmetic
+from commandline.variants import VariantCall, complete
 from evals.measures.heads import jacobian_norm
-from evals.reporting.tables import Table
 from evals.theory.closed_forms import LAWS, Law
 
 LENGTHS = tuple(2**i for i in range(4, 17))
@@ -115,125 +109,10 @@ def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> lis
     return points
 
 
-# ------------------------------------------------------------------------------------ showing
-
-
-def _fixed_table(law: Law, points: list[Point]) -> Table:
-    """Measured beside predicted, a pair of columns per Δ."""
-    header = ["n", *(text for gap in GAPS for text in (f"Δ={gap:g}", "law")), "worst"]
-    rows = []
-    for n in dict.fromkeys(point.n for point in points):
-        mine = [point for point in points if point.n == n]
-        pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
-        rows.append([str(n), *pairs, f"{max(point.deviation for point in mine):.0e}"])
-    return Table(f"{law}: one key at Δ, the others at 0 (exact)", header, rows)
-
-
-def _shrinking_table(law: Law, points: list[Point]) -> Table:
-    """Measured beside predicted, with the reason where a point is not held to the law."""
-    rows = []
-    for point in points:
-        why = "" if point.n >= SHRINKING_FROM else "n small"
-        if not law.holds(point.n, KAPPA):
-            why = "support = n: no law"
-        deviation = f"{100 * point.deviation:.2f} %"
-        rows.append(
-            [str(point.n), f"{point.measured:.6f}", f"{point.predicted:.6f}", deviation, why]
-        )
-    title = f"{law}: keys at κ(j + ½)/n, κ = {KAPPA:g} (leading term for n → ∞)"
-    return Table(title, ["n", "measured", "law", "off", "not held to it"], rows)
-
-
-def _jacobian_table(points: list[Point]) -> Table:
-    """All laws, a pair of columns per n."""
-    header = ["", *(text for n in JACOBIAN_LENGTHS for text in (f"n={n}", "law")), "worst"]
-    rows = []
-    for name in dict.fromkeys(str(point.law) for point in points):
-        mine = [point for point in points if str(point.law) == name]
-        pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
-        rows.append([name, *pairs, f"{max(point.deviation for point in mine):.0e}"])
-    title = "Jacobian at n scores of 0, ‖∂w/∂z‖₂ (exact; entmax-α: n^(α−2), softmax is α = 1)"
-    return Table(title, header, rows)
-
-
-def tables(points: list[Point]) -> list[Table]:
-    """One table per law and gap, and one of all Jacobians."""
-    found = []
-    for make, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking")):
-        for name in dict.fromkeys(str(point.law) for point in points):
-            mine = [p for p in points if str(p.law) == name and p.gap == gap]
-            if mine:
-                found.append(make(mine[0].law, mine))
-    if uniform := [point for point in points if point.gap == "uniform"]:
-        found.append(_jacobian_table(uniform))
-    return found
-
-
-def csv_text(points: list[Point]) -> str:
-    """laws.csv: one line per comparison."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    names = ("variant", "gap", "size", "n", "measured", "predicted", "deviation", "tolerance")
-    writer.writerow([*names, "held", "failed"])
-    for p in points:
-        numbers = [f"{x:.12g}" for x in (p.measured, p.predicted)]
-        start = [str(p.law), p.gap, p.size, p.n, *numbers]
-        writer.writerow([*start, f"{p.deviation:.3g}", p.tolerance, int(p.held), int(p.failed)])
-    return file.getvalue()
-
-
-# ------------------------------------------------------------------- variants without a law
-
-
 def growth(lengths: Sequence[int], values: Sequence[float]) -> float | None:
     """The exponent g of a value ∝ n^g, between the two largest n; None where one is not > 0."""
     (n1, n2), (v1, v2) = lengths[-2:], values[-2:]
     return math.log(v2 / v1) / math.log(n2 / n1) if v1 > 0 and v2 > 0 else None
-
-
-def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Table:
-    """What a variant without closed forms gives: largest weights, Jacobian norm, their growth.
-
-    Raises:
-        ValueError, TypeError: the variant refuses such a call.
-    """
-    columns = {
-        f"Δ={gap:g}": [
-            top_weights(fixed_scores(n, gap)[None, None], variant.name, variant.params).item()
-            for n in lengths
-        ]
-        for gap in GAPS
-    }
-    columns[f"κ={KAPPA:g}"] = [
-        top_weights(shrinking_scores(n, KAPPA)[None, None], variant.name, variant.params).item()
-        for n in lengths
-    ]
-    norms = {
-        n: jacobian_norm(torch.zeros(n), variant.name, variant.params) for n in JACOBIAN_LENGTHS
-    }
-    rows = [
-        [
-            str(n),
-            *(f"{values[i]:.6f}" for values in columns.values()),
-            f"{norms[n]:.6f}" if n in norms else "",
-        ]
-        for i, n in enumerate(lengths)
-    ]
-    slopes = [growth(lengths, values) for values in columns.values()]
-    slopes.append(growth(list(norms), list(norms.values())))
-    rows.append(["growth", *("—" if slope is None else f"{slope:.3f}" for slope in slopes)])
-    title = (
-        f"{variant}: no closed form, measured. One key at Δ, the others at 0; keys at κ(j + ½)/n; "
-        "‖∂w/∂z‖₂ at n scores of 0; growth: the exponent in n between the two largest n"
-    )
-    return Table(title, ["n", *columns, "Jacobian"], rows)
-
-
-def _print_measured(variant: VariantCall) -> None:
-    try:
-        print(f"{measured_table(variant).text()}\n")
-    except (ValueError, TypeError, RuntimeError) as error:
-        print(f"{variant}: no closed form, and it refuses these scores: {error}\n")
 
 
 def without_law(laws: Sequence[Law]) -> list[VariantCall]:
@@ -256,43 +135,3 @@ def stated(module: object) -> tuple[Law, ...]:
         if law.variant not in attnzoo.list_variants():
             raise UsageError(f"a plugin's LAWS: there is no variant {law.variant!r}")
     return tuple(laws)
-
-
-# ------------------------------------------------------------------------------------ command
-
-
-def command(out: Path | None = None, plugin: Path | None = None) -> int:
-    """``laws [--out DIR] [--plugin FILE.py]``: all laws, a plugin's too, and who has none."""
-    laws = (*LAWS, *(() if plugin is None else stated(load_plugin(plugin).module)))
-    return main(out, laws, without_law(laws))
-
-
-def main(
-    out: Path | None = None, laws: Sequence[Law] = LAWS, variants: Sequence[VariantCall] = ()
-) -> int:
-    """Measure, print and, with ``out``, write laws.csv and laws.png; 1 if a law is broken.
-
-    ``variants``: those without closed forms, which are measured and held to nothing.
-    """
-    with lean_arithmetic():
-        points = measure(laws)
-        for table in tables(points):
-            print(f"{table.text()}\n")
-        for variant in variants:
-            _print_measured(variant)
-    if out is not None:
-        from evals.reporting.plots import laws_plot, png
-
-        write_whole(out / "laws.csv", csv_text(points))
-        write_whole(out / "laws.png", png(laws_plot(points)))
-        print(f"written: {out}/laws.csv, laws.png")
-    failed = [point for point in points if point.failed]
-    for p in failed:
-        at = "Jacobian at equal scores" if p.gap == "uniform" else f"{p.gap} gap {p.size:g}"
-        print(
-            f"broken: {p.law}, {at}, n = {p.n}: measured {p.measured:.8g}, "
-            f"law {p.predicted:.8g}, off by {p.deviation:.2g} (allowed {p.tolerance:g})"
-        )
-    held = sum(point.held for point in points)
-    print(f"{held - len(failed)} of {held} comparisons within tolerance")
-    return 1 if failed else 0

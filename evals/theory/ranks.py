@@ -21,9 +21,9 @@ from torch import Tensor
 
 import attnzoo
 from commandline.files import write_whole
-from commandline.variants import VariantCall, complete
-from evals.harness.jobs import lean_arithmetic
-from evals.reporting.tables import Table
+from commandline.table import Table
+from commandline.variants import VariantCall, complete, names
+from evals.measures.machine import lean_arithmetic
 
 TOKENS, WIDTH = 192, 16  # of the attention matrices
 HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # of the mixtures
@@ -164,10 +164,7 @@ def main(
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
 ) -> int:
     """``ranks [--out DIR] [--seed N]``: print both tables, with ``out`` write ranks.csv; 0."""
-    variants = [
-        complete(VariantCall(name), tokens)
-        for name in sorted(attnzoo.list_variants(), key=lambda name: (name != "softmax", name))
-    ]
+    variants = [complete(VariantCall(name), tokens) for name in names()]
     with lean_arithmetic():
         found = [attention_table(variants, tokens, seed=seed), mixture_table(sizes, seed)]
     for table in found:

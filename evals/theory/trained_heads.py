@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from commandline.table import Table
 from commandline.variants import Spec, VariantCall, parse_spec
-from evals.harness.jobs import lean_arithmetic
-from evals.reporting.summary import Group, Point, Series
-from evals.reporting.tables import Table, name_of
+from evals.measures.machine import lean_arithmetic
+from evals.results.summary import Group, Point, Series
 from evals.theory.fits import GAPS, Fit, fit, log_law
 
 MOST_HEADS = 8
@@ -100,7 +100,7 @@ class Heads:
     def closer(self, index: int) -> Fit | None:
         """The gap whose law is nearer to a shown head, over the seeds.
 
-        None where nothing was fitted, or the weights do not depend on the number (cosFormer's).
+        None where nothing was fitted, or the weights do not depend on the number.
         """
         found = [
             (self.error(one, index), one) for one in self.fits if not self.any_fits(one, index)
@@ -236,7 +236,7 @@ def _fit_table(group: Group, found: Sequence[Heads]) -> Table:
             mine = heads.places(index)
             cells = [cell for one in heads.fits for cell in _fit_cells(one, mine)]
             usable = int((heads.peaks[:, :, index] > 0).any(1).sum())
-            start = [name_of(group, heads.series), name, str(usable)]
+            start = [group.name(heads.series), name, str(usable)]
             rows.append([*start, *(cells or ["—"] * 4), _verdict(heads, index)])
     note = (
         "One free number: a shrinking gap, scores κu with u uniform, or a fixed gap, one key at Δ; "
@@ -269,7 +269,7 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
             cells += [f"{critical_gain(curves['head_alignment'][i]):.3g}"]
             cells += [f"{jacobians[-1][0][i]:.3g} at {jacobians[-1][1]}" if jacobians else "—"]
             peak = f"{curves['head_peak'][i]:.3g}"
-            start = [name_of(group, heads.series), name, str(n), peak, f"{spread:.3g}"]
+            start = [group.name(heads.series), name, str(n), peak, f"{spread:.3g}"]
             rows.append([*start, *cells])
     note = (
         "Means over rows. min(1, e^δ/n) is the most that softmax could give a key with a row's "

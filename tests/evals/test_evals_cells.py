@@ -20,9 +20,9 @@ from evals.__main__ import main
 from evals.harness import costs
 from evals.harness.options import Options
 from evals.harness.progress import Progress, clock
-from evals.harness.store import Folder, Rows, Shard
 from evals.harness.study import Place, Study, plan_study
 from evals.reporting.plots import length_axis, name_lines
+from evals.results.store import Folder, Rows, Shard
 from evals.tasks import TASKS
 from evals.tasks.families.retrieval import Settings
 from helpers.evals_rows import row
@@ -86,13 +86,22 @@ REFUSED = {
     "twice": (["--variants", "softmax,softmax"], "listed twice"),
     "twice, completed": (["--variants", "topk,topk(top_k=8)"], "names topk.* twice"),
     "a value of its own kind": (["--variants", "ssmax(s={[]: 1})"], "cannot read variant"),
-    "log": (["--log", "paper", "--dry-run"], "--log must be among tensorboard, wandb"),
+    "log": (
+        ["--log", "paper", "--dry-run"],
+        "--log.0: .* 'tensorboard' or 'wandb', got",
+    ),
     "out": (["--out", "/proc/nosuch"], "/proc/nosuch"),
     "not a spec": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
-    "seeds": (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-    "steps": (["--steps", "0"], "--steps must be at least 1"),
-    "workers": (["--workers", "-1"], "--workers must be at least 0"),
-    "length": (["--lengths", "16,1"], "--lengths must be at least 2, got 1"),
+    "seeds": (["--seeds", "0"], "--seeds: Input should be greater than or equal to 1, got 0"),
+    "steps": (["--steps", "0"], "--steps: Input should be greater than or equal to 1, got 0"),
+    "workers": (
+        ["--workers", "-1"],
+        "--workers: .* greater than or equal to 0, got -1",
+    ),
+    "length": (
+        ["--lengths", "16,1"],
+        "--lengths.1: .* greater than or equal to 2, got 1",
+    ),
     "lengths twice": (["--lengths", "16,16"], "twice"),
     "device": (["--device", "abacus"], "--device must be cpu, cuda or cuda:N"),
     "no such GPU": (["--device", "cuda:99"], "torch sees"),
@@ -241,7 +250,7 @@ def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_re
     assert [(str(s), p) for s, p in planned.left_out] == [("cosformer(max_length=4096)", "alibi")]
     assert len(list(planned.places())) == 3 * len(planned.lengths)
     with pytest.raises(UsageError, match="cosformer.*alibi"):
-        plan_study(TASKS["mqar"], replace(given, positions=["alibi"]), {})
+        plan_study(TASKS["mqar"], given.model_copy(update={"positions": ["alibi"]}), {})
 
 
 def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) -> None:
@@ -291,20 +300,22 @@ class Screen(io.StringIO):
         return True
 
 
-def test_progress_shows_a_bar_per_cell_on_a_terminal() -> None:
+def test_progress_shows_a_bar_per_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "100"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
     screen = Screen()
     bars = Progress(2, screen)
     bars.update("softmax seed 0", 0.25, "training")
-    bars.update("ssmax seed 0", 0.5, "n = 64")
-    bars._drawn = 0.0
-    bars.update("ssmax seed 0", 0.75, "n = 128")
-    bars.finish("ssmax seed 0")
+    bars.update("ssmax[x] seed 0", 0.75, "n = 128")
+    bars._bars.refresh()
+    bars.finish("ssmax[x] seed 0")
+    bars._bars.refresh()
     bars.close()
-    text = screen.getvalue()
-    assert re.search(r"█{5}░{15}  25% +\d:\d\d left  softmax seed 0  training", text)
-    assert re.search(r"█{15}░{5}  75% +\d:\d\d left  ssmax seed 0  n = 128", text)
-    assert re.search(r"█{20} 100% +\d:\d\d taken  ssmax seed 0  done", text)
-    assert "1 of 2 cells" in text
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert re.search(r"━{5}\S*\s+25% \S+ +softmax seed 0: training", text)
+    assert re.search(r"━{15}\S*\s+75% \S+ +ssmax\[x\] seed 0: n = 128", text)
+    assert re.search(r"ssmax\[x\] seed 0: done after 0:\d\d", text)
+    assert "1 of 2 runs" in text
     assert clock(3661) == "1:01:01"
 
 
@@ -322,6 +333,7 @@ class Log(io.StringIO):
 def test_progress_says_a_line_now_and_then_where_there_is_no_terminal() -> None:
     log = Log()
     progress = Progress(4, log, every=0.001)
+    progress.update("softmax seed 0", 0.5, "n = 64")
     progress.finish("softmax seed 0")
     progress.update("ssmax seed 0", 0.5, "n = 64")
     log.has_line.clear()

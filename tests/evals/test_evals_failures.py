@@ -17,8 +17,8 @@ from benchmarks.harness import report
 from commandline.files import NotWritten, write_whole
 from evals.__main__ import main
 from evals.harness import jobs
-from evals.harness.store import Rows
 from evals.harness.training import NotFinite, fit
+from evals.results.store import Rows
 from evals.task import Settings
 from helpers.evals_rows import row
 

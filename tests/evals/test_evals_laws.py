@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import evals.reporting.laws as command
 import evals.theory.closed_forms as forms
 import evals.theory.laws as laws
 from attnzoo.core import plugins, registry
 from commandline.errors import UsageError
+from commandline.table import Table
 from commandline.variants import VariantCall
 from evals.__main__ import main
-from evals.harness.jobs import lean_arithmetic
-from evals.reporting.tables import Table
+from evals.measures.machine import lean_arithmetic
 
 
 def test_every_law_holds_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +49,7 @@ def test_every_law_holds_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_wrong_law_is_found(
     wrong: laws.Law, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert laws.main(tmp_path, laws=(wrong,)) == 1
+    assert command.main(tmp_path, laws=(wrong,)) == 1
     assert f"broken: {wrong.variant}" in capsys.readouterr().out
 
 
@@ -120,7 +121,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laws, "LAWS", ())
+    monkeypatch.setattr(command, "LAWS", ())
     monkeypatch.setattr(laws, "without_law", lambda found: [])
 
 
@@ -137,7 +138,7 @@ def test_a_plugin_is_held_to_its_laws(
     power: str, status: int, few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stated = f'(Law("laws_stated", {{}}, uniform=lambda n: n ** -{power}),)'
-    assert laws.command(plugin=plugin(tmp_path, "laws_stated", stated)) == status
+    assert command.command(plugin=plugin(tmp_path, "laws_stated", stated)) == status
     text = capsys.readouterr().out
     assert ("broken: laws_stated, Jacobian at equal scores, n = 16" in text) == bool(status)
     assert "laws_stated " in text
@@ -146,17 +147,17 @@ def test_a_plugin_is_held_to_its_laws(
 @pytest.mark.parametrize("stated", ["3", "(1,)", '(Law("no_such_variant"),)'])
 def test_laws_that_are_none_are_refused(stated: str, few: None, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="LAWS"):
-        laws.command(plugin=plugin(tmp_path, "laws_refused", stated))
+        command.command(plugin=plugin(tmp_path, "laws_refused", stated))
 
 
 def test_a_plugin_without_laws_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(laws, "LAWS", ())
+    monkeypatch.setattr(command, "LAWS", ())
     path = plugin(tmp_path, "laws_unstated", "()")
     found = []
-    monkeypatch.setattr(laws, "main", lambda out, held, variants: found.extend(variants) or 0)
-    assert laws.command(plugin=path) == 0
+    monkeypatch.setattr(command, "main", lambda out, held, variants: found.extend(variants) or 0)
+    assert command.command(plugin=path) == 0
     assert VariantCall("laws_unstated") in found
     assert VariantCall("topk", (("top_k", 8),)) in found
 
@@ -166,11 +167,11 @@ def column(table: Table, name: str) -> list[str]:
 
 
 def test_what_has_no_law_is_measured() -> None:
-    table = laws.measured_table(VariantCall("topk", (("top_k", 4),)), lengths=(16, 64))
+    table = command.measured_table(VariantCall("topk", (("top_k", 4),)), lengths=(16, 64))
     keep = math.exp(1.5) / (math.exp(1.5) + 3)  # one at Δ = 1.5 and three at 0 are kept
     assert column(table, "Δ=1.5") == [f"{keep:.6f}", f"{keep:.6f}", "0.000"]
     assert column(table, "Jacobian") == ["0.250000", "0.250000", "0.000"]  # uniform over four
-    soft = laws.measured_table(VariantCall("softmax"), lengths=(2**15, 2**16))
+    soft = command.measured_table(VariantCall("softmax"), lengths=(2**15, 2**16))
     assert column(soft, "Δ=1")[-1] == "-1.000"  # e/n
 
 
@@ -181,5 +182,5 @@ def test_growth() -> None:
 
 def test_a_variant_that_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     call = VariantCall("cosformer", (("max_length", 16),))
-    assert laws.main(laws=(), variants=[call]) == 0
+    assert command.main(laws=(), variants=[call]) == 0
     assert "max_length=16 is below the length" in capsys.readouterr().out

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import shutil
 from base64 import b64encode
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,16 +15,15 @@ import pytest
 from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.select import Select
 
-from evals.harness.store import Row
-from evals.reporting.report import Laws, report_html
-from evals.reporting.summary import groups
+from evals.reporting.pictures import pictures
+from evals.reporting.report import Shown, report_html
+from evals.results.store import Row
+from evals.results.summary import groups
 from evals.tasks import TASKS
+from evals.theory.trained_heads import fitted
 from helpers import evals_rows
 
 EVIL = "</script><script>alert(1)</script>'\"&\u2028<img src=//evil.test/x onerror=alert(1)>"
@@ -49,7 +48,8 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
     curves = {"best_keys": [0.5, 0.2, 0.1]} if task == "needle" else {"bits_by_position": [3.0] * 4}
     if peaks is not None and task == "needle":
         curves["head_peak"] = [peak * 16 / length for peak in peaks]
-        curves |= {f"head_{name}": [0.5, 0.4] for name in ("range", "strength", "alignment")}
+        others = ("range", "bound", "strength", "alignment")
+        curves |= {f"head_{name}": [0.5, 0.4] for name in others}
     ok = score is not None
     return evals_rows.row(
         variant, score, task=task, positions=positions, seed=seed, length=length,
@@ -73,6 +73,11 @@ def rows() -> list[Row]:
         for length, score in zip(LENGTHS, scores):
             found.append(row("language-model", variant, length, 0, score, 16))
     return found
+
+
+def shown(found: list[Row]) -> list[Shown]:
+    """Their groups, without a picture."""
+    return [Shown(group, fitted(group)) for group in groups(found)]
 
 
 class Page(HTMLParser):
@@ -114,7 +119,7 @@ class Page(HTMLParser):
         else:
             self.texts.append(data)
             if self._board and self.boards[-1]:
-                self.boards[-1][-1][-1] += data
+                self.boards[-1][-1][-1] += data.strip()
 
     @property
     def ids(self) -> list[str]:
@@ -123,7 +128,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def html() -> str:
-    return report_html(groups(rows()), f"{NOTE} {EVIL}")
+    return report_html(shown(rows()), f"{NOTE} {EVIL}")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +139,7 @@ def page(html: str) -> Page:
 def test_hostile_texts_stay_texts(html: str, page: Page) -> None:
     assert "<script>alert" not in html
     assert "<img" not in html
-    assert len(page.scripts) == 3  # the numbers of two tasks, and ours
+    assert len(page.scripts) == 1  # ours
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
     words = "".join(page.texts)
     for text in (f"{NOTE} {EVIL}", f"not finite: {EVIL}", f"{EVIL} † 2/2"):
@@ -154,24 +159,6 @@ def test_nothing_is_fetched(page: Page) -> None:
     policy = next(attrs["content"] for tag, attrs in page.tags if tag == "meta" and len(attrs) == 2
                   and "http-equiv" in attrs)  # fmt: skip
     assert str(policy).startswith("default-src 'none'; img-src data:;")
-
-
-def test_the_embedded_numbers_are_the_measured_ones(page: Page) -> None:
-    data = json.loads(page.scripts[0])
-    assert not re.search("[<>&\u2028\u2029]", page.scripts[0])
-    assert data["lengths"] == list(LENGTHS)
-    assert data["train"] == [5, 16]
-    assert [data["metrics"][0][k] for k in ("factor", "digits", "chance")] == [100, 1, 0.1]
-    assert all(metric["chance"] is None for metric in data["metrics"][1:])
-    series = {one["name"]: one for one in data["series"]}
-    assert series["softmax"]["values"][0][1] == pytest.approx([0.5, 0.49, 0.51])
-    assert series["ssmax"]["values"][0][1] == pytest.approx([0.89])  # one seed: no interval
-    assert series["cosformer(max_length=512)"]["values"][0][2] is None
-    assert f"{EVIL} † 2/2" in series
-    assert series["softmax"]["colour"] == "black"
-    assert series["softmax->log_n(train_length=16)"]["dash"]
-    markers = [one["marker"] for one in data["series"]]
-    assert len(set(markers)) == len(markers)
 
 
 def test_the_leaderboard_is_ranked_at_the_longest_length(page: Page) -> None:
@@ -211,22 +198,51 @@ def test_failed_and_missing_cells_are_listed(html: str) -> None:
     assert "2 cells failed or missing" in listed
     assert "cosformer(max_length=512), n = 256</a> — nan in 2 of 2 seeds: not finite" in listed
     assert "ssmax, n = 64</a> — missing in 1 of 2 seeds" in listed
-    whole = report_html(groups([r for r in rows() if r["task"] == "language-model"]), "")
+    whole = report_html(shown([r for r in rows() if r["task"] == "language-model"]), "")
     assert "id='failed'" not in whole
 
 
-def test_maps_and_theory_where_heads_were_looked_at(html: str) -> None:
+def test_theory_where_heads_were_looked_at(html: str) -> None:
     needle, language = html.split("<section id='language-model'>")
     assert "Theory beside measurement" in needle
     assert "Theory beside measurement" not in language
-    assert "Largest weight of each head" in needle
-    assert "n = 16, 2: 0.3</title>" in needle
-    assert "Bits per byte along the sequence" in language
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Shown]:
+    """Both groups with their pictures."""
+    return [replace(one, pictures=pictures(one.group, one.heads)) for one in shown(rows())]
+
+
+def test_the_pictures_are_part_of_the_page(drawn: list[Shown]) -> None:
+    """Curves, the first one open, the law of the heads, and maps where there is something to map;
+    what is hostile among the names is drawn as text."""
+    needle, language = drawn
+    names = [metric.name for metric in TASKS["needle"].metrics]
+    found = [picture.name for picture in needle.pictures]
+    assert found == [*names, "law", "best_keys", "head_peak"]
+    found = [picture.name for picture in language.pictures]
+    assert found[-1] == "bits_by_position"
+    assert "law" not in found
+    for picture in needle.pictures:
+        with Image.open(io.BytesIO(picture.data)) as image:
+            assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 10
+    html = report_html([needle], "")
+    page = Page(html)
+    sources = [str(attrs["src"]) for tag, attrs in page.tags if tag == "img"]
+    assert sources == [
+        f"data:image/png;base64,{b64encode(p.data).decode()}" for p in needle.pictures
+    ]
+    opened = [tag for tag, attrs in page.tags if tag == "details" and "open" in attrs]
+    assert len(opened) == 3  # what failed, the score, the law
+    for heading in ("Length curves", "Heat maps"):
+        assert f"<h3>{heading}" in html
+        assert f"<h3>{heading}" not in report_html([replace(needle, pictures=())], "")
 
 
 def test_groups_of_one_task_are_told_apart() -> None:
     other = [r | {"settings": r["settings"] | {"steps": 40}} for r in rows()]
-    page = Page(report_html(groups([*rows(), *other]), ""))
+    page = Page(report_html(shown([*rows(), *other]), ""))
     assert {"needle-1", "needle-2"} <= set(page.ids)
     assert len(set(page.ids)) == len(page.ids)
     assert {"needle · steps 20", "needle · steps 40"} <= set(page.texts)
@@ -240,7 +256,7 @@ FLAGS = (
 
 
 @pytest.fixture
-def browser(tmp_path: Path, html: str) -> Iterator[webdriver.Chrome]:
+def browser(tmp_path: Path, drawn: list[Shown]) -> Iterator[webdriver.Chrome]:
     """Chromium on the page, from disk."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
@@ -250,7 +266,7 @@ def browser(tmp_path: Path, html: str) -> Iterator[webdriver.Chrome]:
     driver = webdriver.Chrome(options=options, service=Service(executable_path=DRIVER))
     try:
         file = tmp_path / "report.html"
-        file.write_text(html, encoding="utf-8")
+        file.write_text(report_html(drawn, NOTE), encoding="utf-8")
         driver.get(file.as_uri())
         yield driver
     finally:
@@ -267,42 +283,9 @@ def test_in_a_browser(browser: webdriver.Chrome, tmp_path: Path) -> None:
     def one(query: str) -> WebElement:
         return browser.find_element(By.CSS_SELECTOR, f"#needle {query}")
 
-    def drawn() -> list[str]:
-        lines = browser.find_elements(By.CSS_SELECTOR, "#needle .plot .series")
-        return [str(line.get_attribute("data-series")) for line in lines]
-
     def names() -> list[str]:
         cells = browser.find_elements(By.CSS_SELECTOR, "#needle .sortable tbody th")
         return [cell.text.split(" †")[0] for cell in cells]
-
-    everything = [str(i) for i in range(5)]
-    assert drawn() == everything
-
-    button = one(".legend button")
-    click(browser, button)
-    assert button.get_attribute("aria-pressed") == "false"
-    assert drawn() == everything[1:]
-    button.send_keys(Keys.ENTER)
-    assert button.get_attribute("aria-pressed") == "true"
-    assert drawn() == everything
-
-    plot, said = one(".plot svg"), one(".plot output")
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
-    ActionChains(browser).move_to_element(plot).perform()
-    assert re.search(r", n = 64: \d\d\.\d", said.text)
-    ActionChains(browser).move_to_element(one("h2")).perform()
-    assert said.text == ""
-    plot.send_keys(Keys.ARROW_LEFT)
-    before = said.text
-    assert before
-    plot.send_keys(Keys.ARROW_DOWN)
-    assert said.text not in ("", before)
-
-    before = str(plot.get_attribute("innerHTML"))
-    metric = Select(one(".controls select"))
-    metric.select_by_index(3)  # on a log axis
-    assert plot.get_attribute("innerHTML") != before
-    assert "Weight on the true key" in plot.text
 
     assert names()[0] == "ssmax"
     heads = browser.find_elements(By.CSS_SELECTOR, "#needle .sortable thead button")
@@ -332,17 +315,10 @@ def test_in_a_browser(browser: webdriver.Chrome, tmp_path: Path) -> None:
         "return [innerWidth, document.documentElement.scrollWidth]"
     ) == [360, 360]  # fmt: skip
 
-    browser.execute_script("document.querySelector('#needle .curves').scrollIntoView()")
+    browser.execute_script("document.querySelector('#needle img').scrollIntoView()")
     picture = browser.get_screenshot_as_png()
     (tmp_path / "report.png").write_bytes(picture)
     with Image.open(io.BytesIO(picture)) as image:
         assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 50
 
     assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
-
-
-def test_the_picture_of_the_laws_is_part_of_the_page() -> None:
-    found = groups([row("needle", "softmax", 16, 0, 0.5, 16)])
-    page = report_html(found, "", [Laws([], b"\x89PNG")])
-    assert b64encode(b"\x89PNG").decode() in page
-    assert "<img" not in report_html(found, "", [Laws([])])

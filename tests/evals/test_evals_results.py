@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from commandline.errors import UsageError
+from commandline.table import Table
 from evals.__main__ import main
-from evals.harness.store import read_rows
 from evals.reporting.readme import scores as scores_table
-from evals.reporting.summary import (
+from evals.reporting.tables import cost_table, learned_table, legend, score_tables
+from evals.results.store import read_rows
+from evals.results.summary import (
     Series,
     bootstrap,
     csv_text,
@@ -23,7 +25,6 @@ from evals.reporting.summary import (
     groups,
     mixtures,
 )
-from evals.reporting.tables import Table, cost_table, learned_table, legend, score_tables
 from helpers.evals_rows import SETTINGS, row, written
 
 SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
@@ -218,15 +219,21 @@ def spoilt(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (spoilt(positions=..., seed=...), "the row has no positions, seed"),
-        (spoilt(metrics={"accuracy": float("nan")}), "metrics must be finite numbers by name, got"),
+        (spoilt(positions=..., seed=...), "positions: Field required, got {"),
+        (
+            spoilt(metrics={"accuracy": float("nan")}),
+            "metrics.accuracy: Input should be a finite number",
+        ),
         (spoilt(metrics={"hit_rate": 0.5}), "metrics has no accuracy, although status is ok"),
-        (spoilt(metrics=0.5), "metrics must be finite numbers by name, got 0.5"),
-        (spoilt(curves={"head_peak": [0.5, None]}), "curves must be lists of finite numbers"),
-        (spoilt(seed="0"), "seed must be an integer from 0 on, got '0'"),
-        (spoilt(status="fine"), "status must be one of ok, nan, oom, got 'fine'"),
-        (spoilt(settings={"steps": 3}), "settings must have train_shortest, an integer"),
-        ([1], "a row must be an object, got [1]"),
+        (spoilt(metrics=0.5), "metrics: Input should be a valid dictionary, got 0.5"),
+        (
+            spoilt(curves={"head_peak": [0.5, None]}),
+            "curves.head_peak.1: Input should be a valid number",
+        ),
+        (spoilt(seed="0"), "seed: Input should be a valid integer, got '0'"),
+        (spoilt(status="fine"), "status: Input should be 'ok', 'nan' or 'oom', got 'fine'"),
+        (spoilt(settings={"steps": 3}), "settings.train_shortest: Field required, got {"),
+        ([1], "a row: Input should be a valid dictionary or instance of Fields, got [1]"),
     ],
 )
 @pytest.mark.parametrize("command", ["report", "compare", "max-retrieval"])
@@ -252,8 +259,9 @@ def test_a_line_that_is_no_row_is_named_and_nothing_is_written(
 
 
 def test_a_report_of_results_that_are_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
     one = written(tmp_path / "one", [row("softmax", 0.5)])
     two = written(tmp_path / "two", [row("ssmax", 0.5, task="needle")])
     assert main(["report", str(one), str(two)]) == 0

@@ -14,7 +14,7 @@ from torch import Tensor
 import attnzoo
 from commandline.variants import VariantCall, parse_spec
 from evals.reporting import theory_plots
-from evals.reporting.summary import Group, groups
+from evals.results.summary import Group, groups
 from evals.theory import ranks
 from evals.theory import trained_heads as theory
 from evals.theory.closed_forms import entmax15_fixed, softmax_fixed

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from evals.harness.store import Row
+from evals.results.store import Row
 from evals.tasks import TASKS
 
 SETTINGS = {"steps": 10, "batch": 2, "train_shortest": 5, "train_longest": 16}

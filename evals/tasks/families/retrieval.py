@@ -59,6 +59,7 @@ class Settings(Base):
     scale: str = "sqrt"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.scale not in ("sqrt", "none"):
             raise ValueError(f"scale must be sqrt or none, got {self.scale!r}")
 

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commandline.errors import UsageError
-from evals.harness.store import Row
+from evals.results.store import Row
 from evals.task import Task
 from evals.tasks import TASKS
 
 BASELINE = "softmax"
+UNTRAINED = "†"
 CONFIDENCE = 0.95
 _EXACT = 5  # up to this many seeds every resample is counted once
 _DRAWS = 10_000
@@ -121,6 +122,11 @@ class Group:
     def of(self, series: Series) -> list[Point]:
         """A series' points, by length."""
         return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
+
+    def name(self, series: Series) -> str:
+        """A series' label, marked with how many of its seeds count as not trained."""
+        count = self.untrained(series)
+        return series.label + (f" {UNTRAINED} {count}/{len(self.seeds)}" if count else "")
 
     def untrained(self, series: Series) -> int:
         """Seeds whose score at training's longest length is below the task's bar, or missing."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from commandline.errors import UsageError
 from commandline.files import NotWritten
-from evals.harness.rows import Row, problem
+from evals.results.rows import Row, problem
 
 
 class Rows:

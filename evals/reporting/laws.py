@@ -1,0 +1,213 @@
+"""The command ``laws``: tables of all laws beside what was measured, laws.csv and laws.png."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from commandline.files import write_whole
+from commandline.table import Table
+from commandline.variants import VariantCall, load_plugin
+from evals.measures.heads import jacobian_norm
+from evals.measures.machine import lean_arithmetic
+from evals.reporting.plots import GRID, length_axis, looks_of, png
+from evals.theory.closed_forms import LAWS, Law
+from evals.theory.laws import (
+    GAPS,
+    JACOBIAN_LENGTHS,
+    KAPPA,
+    LENGTHS,
+    SHRINKING_FROM,
+    Point,
+    fixed_scores,
+    growth,
+    measure,
+    shrinking_scores,
+    stated,
+    top_weights,
+    without_law,
+)
+
+
+def _fixed_table(law: Law, points: list[Point]) -> Table:
+    """Measured beside predicted, a pair of columns per Δ."""
+    header = ["n", *(text for gap in GAPS for text in (f"Δ={gap:g}", "law")), "worst"]
+    rows = []
+    for n in dict.fromkeys(point.n for point in points):
+        mine = [point for point in points if point.n == n]
+        pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
+        rows.append([str(n), *pairs, f"{max(point.deviation for point in mine):.0e}"])
+    return Table(f"{law}: one key at Δ, the others at 0 (exact)", header, rows)
+
+
+def _shrinking_table(law: Law, points: list[Point]) -> Table:
+    """Measured beside predicted, with the reason where a point is not held to the law."""
+    rows = []
+    for point in points:
+        why = "" if point.n >= SHRINKING_FROM else "n small"
+        if not law.holds(point.n, KAPPA):
+            why = "support = n: no law"
+        deviation = f"{100 * point.deviation:.2f} %"
+        rows.append(
+            [str(point.n), f"{point.measured:.6f}", f"{point.predicted:.6f}", deviation, why]
+        )
+    title = f"{law}: keys at κ(j + ½)/n, κ = {KAPPA:g} (leading term for n → ∞)"
+    return Table(title, ["n", "measured", "law", "off", "not held to it"], rows)
+
+
+def _jacobian_table(points: list[Point]) -> Table:
+    """All laws, a pair of columns per n."""
+    header = ["", *(text for n in JACOBIAN_LENGTHS for text in (f"n={n}", "law")), "worst"]
+    rows = []
+    for name in dict.fromkeys(str(point.law) for point in points):
+        mine = [point for point in points if str(point.law) == name]
+        pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
+        rows.append([name, *pairs, f"{max(point.deviation for point in mine):.0e}"])
+    title = "Jacobian at n scores of 0, ‖∂w/∂z‖₂ (exact)"
+    return Table(title, header, rows)
+
+
+def tables(points: list[Point]) -> list[Table]:
+    """One table per law and gap, and one of all Jacobians."""
+    found = []
+    for make, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking")):
+        for name in dict.fromkeys(str(point.law) for point in points):
+            mine = [p for p in points if str(p.law) == name and p.gap == gap]
+            if mine:
+                found.append(make(mine[0].law, mine))
+    if uniform := [point for point in points if point.gap == "uniform"]:
+        found.append(_jacobian_table(uniform))
+    return found
+
+
+def csv_text(points: list[Point]) -> str:
+    """laws.csv: one line per comparison."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    names = ("variant", "gap", "size", "n", "measured", "predicted", "deviation", "tolerance")
+    writer.writerow([*names, "held", "failed"])
+    for p in points:
+        numbers = [f"{x:.12g}" for x in (p.measured, p.predicted)]
+        start = [str(p.law), p.gap, p.size, p.n, *numbers]
+        writer.writerow([*start, f"{p.deviation:.3g}", p.tolerance, int(p.held), int(p.failed)])
+    return file.getvalue()
+
+
+def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Table:
+    """What a variant without closed forms gives: largest weights, Jacobian norm, their growth.
+
+    Raises:
+        ValueError, TypeError: the variant refuses such a call.
+    """
+    columns = {
+        f"Δ={gap:g}": [
+            top_weights(fixed_scores(n, gap)[None, None], variant.name, variant.params).item()
+            for n in lengths
+        ]
+        for gap in GAPS
+    }
+    columns[f"κ={KAPPA:g}"] = [
+        top_weights(shrinking_scores(n, KAPPA)[None, None], variant.name, variant.params).item()
+        for n in lengths
+    ]
+    norms = {
+        n: jacobian_norm(torch.zeros(n), variant.name, variant.params) for n in JACOBIAN_LENGTHS
+    }
+    rows = [
+        [
+            str(n),
+            *(f"{values[i]:.6f}" for values in columns.values()),
+            f"{norms[n]:.6f}" if n in norms else "",
+        ]
+        for i, n in enumerate(lengths)
+    ]
+    slopes = [growth(lengths, values) for values in columns.values()]
+    slopes.append(growth(list(norms), list(norms.values())))
+    rows.append(["growth", *("—" if slope is None else f"{slope:.3f}" for slope in slopes)])
+    title = (
+        f"{variant}: no closed form, measured. One key at Δ, the others at 0; keys at κ(j + ½)/n; "
+        "‖∂w/∂z‖₂ at n scores of 0; growth: the exponent in n between the two largest n"
+    )
+    return Table(title, ["n", *columns, "Jacobian"], rows)
+
+
+def _print_measured(variant: VariantCall) -> None:
+    try:
+        print(f"{measured_table(variant).text()}\n")
+    except (ValueError, TypeError, RuntimeError) as error:
+        print(f"{variant}: no closed form, and it refuses these scores: {error}\n")
+
+
+def plot(points: list[Point]) -> Figure:
+    """Lines: the laws; marks: what was measured. Two fixed gaps, and the shrinking one."""
+    panels = [("fixed", 1.5), ("fixed", 3.0), ("shrinking", KAPPA)]
+    titles = ["one key at Δ = 1.5, others at 0", "one key at Δ = 3, others at 0",
+              f"keys at κ(j + ½)/n, κ = {KAPPA:g}"]  # fmt: skip
+    figure = Figure(figsize=(13.5, 4.6), layout="constrained")
+    grid = figure.subplots(1, 3)
+    names = list(dict.fromkeys(str(point.law) for point in points))
+    looks = looks_of(names)
+    for axes, (gap, size), title in zip(grid, panels, titles, strict=True):
+        for name in names:
+            mine = [p for p in points if (str(p.law), p.gap, p.size) == (name, gap, size)]
+            if not mine:
+                continue
+            look = looks[name]
+            lawful = [p for p in mine if p.law.holds(p.n, p.size)]
+            axes.plot([p.n for p in lawful], [p.predicted for p in lawful], color=look["color"],
+                      linestyle=look["linestyle"], linewidth=1.3)  # fmt: skip
+            axes.plot([p.n for p in mine], [p.measured for p in mine], color=look["color"],
+                      marker=look["marker"], markersize=5, linestyle="", label=name)  # fmt: skip
+        length_axis(axes, [16, 256, 4096, 65536])
+        axes.set_yscale("log")
+        axes.set_title(title, loc="left", fontsize=10.5)
+        axes.grid(**GRID)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel("weight of the largest key")
+    figure.suptitle("Laws (lines) and measurement in fp64 (marks)", x=0.01, ha="left")
+    handles, labels = grid[0].get_legend_handles_labels()
+    more = dict(zip(*grid[2].get_legend_handles_labels()[::-1], strict=True))
+    legend = {**more, **dict(zip(labels, handles, strict=True))}
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend),
+                  frameon=False, fontsize=9)  # fmt: skip
+    return figure
+
+
+def command(out: Path | None = None, plugin: Path | None = None) -> int:
+    """``laws [--out DIR] [--plugin FILE.py]``: all laws, a plugin's too, and who has none."""
+    laws = (*LAWS, *(() if plugin is None else stated(load_plugin(plugin).module)))
+    return main(out, laws, without_law(laws))
+
+
+def main(
+    out: Path | None = None, laws: Sequence[Law] = LAWS, variants: Sequence[VariantCall] = ()
+) -> int:
+    """Measure, print and, with ``out``, write laws.csv and laws.png; 1 if a law is broken.
+
+    ``variants``: those without closed forms, which are measured and held to nothing.
+    """
+    with lean_arithmetic():
+        points = measure(laws)
+        for table in tables(points):
+            print(f"{table.text()}\n")
+        for variant in variants:
+            _print_measured(variant)
+    if out is not None:
+        write_whole(out / "laws.csv", csv_text(points))
+        write_whole(out / "laws.png", png(plot(points)))
+        print(f"written: {out}/laws.csv, laws.png")
+    failed = [point for point in points if point.failed]
+    for p in failed:
+        at = "Jacobian at equal scores" if p.gap == "uniform" else f"{p.gap} gap {p.size:g}"
+        print(
+            f"broken: {p.law}, {at}, n = {p.n}: measured {p.measured:.8g}, "
+            f"law {p.predicted:.8g}, off by {p.deviation:.2g} (allowed {p.tolerance:g})"
+        )
+    held = sum(point.held for point in points)
+    print(f"{held - len(failed)} of {held} comparisons within tolerance")
+    return 1 if failed else 0

@@ -1,0 +1,1 @@
+"""Rows of results: what one holds, where they are kept, estimates over their seeds."""
