@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Rooms of evals and benchmarks, in the order in which they may import each other: those before.
 ORDER = {
-    "evals": "task measures tasks harness theory reporting pretrained __main__".split(),
+    "evals": "task measures tasks results harness theory reporting pretrained __main__".split(),
     "benchmarks": "harness suites kernels __main__".split(),
 }
 
