@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from helpers.agreement import disagreements, make
-from helpers.cases import CASES
-from helpers.coverage_table import CONSTANT_PARAMETERS, NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from helpers.cases import CASES, NO_LSE, NO_SCORE
+from helpers.coverage_table import CONSTANT_PARAMETERS, RUNS, VARIANT_BACKENDS
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows
 

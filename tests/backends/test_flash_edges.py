@@ -19,8 +19,7 @@ from attnzoo.backends.triton.flash.launch import Form
 from attnzoo.core import activations
 from attnzoo.core.forms import Activation
 from helpers.agreement import Inputs, by_backend, disagreements, make
-from helpers.cases import rand
-from helpers.coverage_table import NO_LSE
+from helpers.cases import NO_LSE, rand
 from helpers.kernel_paths import quick_variants
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]

@@ -23,8 +23,7 @@ from torch._subclasses import FakeTensorMode
 import attnzoo
 from attnzoo.functional.attention import _candidates, prepare
 from attnzoo.functional.linear_attention import scan_for
-from helpers.cases import CASES, VARIANTS, rand
-from helpers.coverage_table import NO_LSE
+from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 
 ROOT = Path(__file__).parents[2]
 PAIRWISE = ("sigmoid", "sink", "sparsemax", "entmax", "asentmax", "taylor")
@@ -53,9 +52,7 @@ def qkv(
 
 def plan(variant: str, tensors: list[Tensor] | None = None, **options: Any) -> attnzoo.Plan:
     q, k, v = tensors or qkv()
-    options = {**CASES[variant].params, **options}
-    if variant == "cosformer":
-        options["max_length"] = q.shape[2]
+    options = {**params_of(variant, q.shape[2]), **options}
     return attnzoo.explain(q, k, v, variant, **options)
 
 
@@ -150,7 +147,7 @@ class TestChoice:
             (2048, 16, torch.float64, "linear"),
             (2048, 64, torch.bfloat16, "linear" if variant == "taylor" else "flash_linear"),
         ):
-            params = {"max_length": 4096} if variant == "cosformer" else {}
+            params = params_of(variant, 4096)
             ready = prepare(
                 *qkv(n=n, d=d, dtype=dtype), variant, {"is_causal": True, **params}, origin=7
             )
@@ -214,7 +211,7 @@ def test_shapes_dtypes_and_strides_without_memory(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_on_a_cpu_the_kernels_are_never_chosen(variant: str, n: int) -> None:
     q, k, v = (torch.zeros(1).expand(1, 8, n, 64) for _ in range(3))
-    params = {"max_length": n} if variant == "cosformer" else CASES[variant].params
+    params = params_of(variant, n)
     for options in ({}, {"is_causal": True, "window": 7}):
         assert attnzoo.explain(q, k, v, variant, **options, **params).chosen not in (
             "flash", "flash_linear", "decode",
