@@ -102,7 +102,7 @@ class KVCache:
 
 
 class StateCache:
-    """The state of a linear variant (cosformer, taylor): one size at any length.
+    """The state of a linear variant: one size at any length.
 
     A state is a sum of what a variant made of the keys, with a scale and parameters: ``made_by``
     says which, and the next tokens must come with the same.

@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 )
 
 import attnzoo
+from attnzoo.core.validation import check_call
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -137,9 +138,7 @@ def _mask(
 
 def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:
     """The mean over rows that see a key, as SSMax and others count, and how many rows those are."""
-    from attnzoo.functional.attention import prepare
-
-    call = prepare(query, key, value, "softmax", options).call
+    call = check_call(query, key, value, **options)
     counts = call.counts.expand(call.batch, call.heads, call.queries).float()
     counts = counts[counts > 0]
     return float(counts.log().mean()) if len(counts) else 0.0, len(counts)
