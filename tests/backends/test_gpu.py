@@ -16,10 +16,9 @@ from torch import Tensor
 import attnzoo
 from helpers.agreement import Inputs, by_backend, disagreements, make, outputs
 from helpers.cases import CASES, NO_LSE, NO_SCORE, params_of
-from helpers.coverage_table import CONSTANT_PARAMETERS, RUNS, VARIANT_BACKENDS
+from helpers.coverage_table import CONSTANT_PARAMETERS, FLASH, RUNS, VARIANT_BACKENDS
 
 pytestmark = pytest.mark.gpu
-FLASH = [variant for variant, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
 
 PLAIN = {
     "shape": (1000, 1000), "dtype": torch.bfloat16, "span": "causal", "mask": "none",

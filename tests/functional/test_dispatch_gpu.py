@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_flash import FLASH
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -24,6 +23,7 @@ import attnzoo
 from attnzoo.functional.attention import _candidates, prepare
 from attnzoo.functional.linear_attention import scan_for
 from helpers.cases import NO_LSE, VARIANTS, params_of, rand
+from helpers.coverage_table import FLASH
 
 ROOT = Path(__file__).parents[2]
 PAIRWISE = ("sigmoid", "sink", "sparsemax", "entmax", "asentmax", "taylor")

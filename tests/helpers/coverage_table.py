@@ -59,6 +59,7 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
 for _row in VARIANT_BACKENDS.values():
     _row["decode"] = _row["flash"]
 
+FLASH = [variant for variant, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
 KERNELS = ("flash", "decode", "flash_linear")  # Triton's, which the interpreter runs
 FORWARD_ONLY = ("decode",)
 
