@@ -196,15 +196,18 @@ def test_without_a_normalizer_fp16_needs_a_bound() -> None:
         attnzoo.attention(q, k, v, "mine", backend="flash")
 
 
-@pytest.mark.parametrize("name", ["exp, sum", "exp, select", "exp, threshold"])
-def test_lse_is_of_a_softmax_alone(name: str) -> None:
-    """By form where there is a sum of exp, by definition elsewhere."""
-    form = FORMS[name]
+@pytest.mark.parametrize("normalize", ["sum", "threshold", "none"])
+def test_lse_is_by_form_where_the_form_sums_exp(normalize: Any) -> None:
+    """And by definition elsewhere."""
+    form = Pairwise(EXP, normalize, offset=0.3 if normalize == "none" else None)
     register(form, scores=lambda q, k, call: call.scores(q, k))
     q, k, v = (rand(1, 2, 9, 8, seed=i) for i in range(3))
-    plan = attnzoo.explain(q, k, v, "mine", backend="tiled", return_lse=True)
-    (chosen,) = [c for c in plan.candidates if c.backend == "tiled" and c.form is form]
-    assert (chosen.objection is None) == (form.normalize != "threshold")
+    options: dict[str, Any] = {"backend": "tiled", "return_lse": True}
+    plan = attnzoo.explain(q, k, v, "mine", **options)
+    (found,) = [c for c in plan.candidates if c.backend == "tiled" and c.form is form]
+    assert (found.objection is None) == (normalize == "sum")
+    _, lse = attnzoo.attention(q, k, v, "mine", **options)
+    assert torch.allclose(lse, (q @ k.mT / 8**0.5).logsumexp(-1))
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
