@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear import LinearState
 from attnzoo.core.values import check_dense, check_sizes, is_int, is_readable, shown
+from attnzoo.functional.linear_attention import LinearState
 
 
 class KVCache:
