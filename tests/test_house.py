@@ -18,6 +18,8 @@ import attnzoo
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "attnzoo"
 FILES = sorted(PACKAGE.rglob("*.py"))
+ALL = [path for top in ("attnzoo", "commandline", "evals", "benchmarks", "scripts")
+       for path in sorted((ROOT / top).rglob("*.py"))]  # fmt: skip
 
 
 def module_name(path: Path) -> str:
@@ -26,79 +28,88 @@ def module_name(path: Path) -> str:
 
 
 NAMES = [module_name(path) for path in FILES]
+KNOWN = {module_name(path) for path in ALL}
 
 
-def imports(path: Path, at_runtime: bool = True) -> Iterator[str]:
-    """Full names of what a file imports; not what it needs for type checking alone."""
-    tree = ast.parse(path.read_text())
-    skipped: set[ast.AST] = set()
-    if at_runtime:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                skipped.update(ast.walk(node))
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+def imports(path: Path) -> Iterator[str]:
+    """Full names of what a file imports: inside functions and for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield full if full in NAMES else str(node.module)
+                yield full if full in KNOWN else str(node.module)
 
 
-def layer(name: str) -> str:
-    """attnzoo.backends.sdpa -> backends; attnzoo.core.call -> call."""
-    return name.split(".")[1] if "." in name else "attnzoo"
-
-
-# What each layer may import of the others: forms, call ← activations ← variants, and
-# forms, call, kernels ← backends; the two sides meet in dispatch alone; dispatch ← nn.
+# What the modules of a room may import beside their own room. The two sides of the library,
+# variants and backends, meet in functional alone.
 MAY_IMPORT: dict[str, set[str]] = {
-    "values": set(),
-    "forms": {"values"},
-    "counts": set(),
-    "call": {"counts"},
-    "checks": {"call", "values"},
-    "bind": {"call", "checks", "forms", "values"},
-    "registry": {"bind", "checks", "forms", "values"},
-    "plugins": {"registry"},
-    "activations": {"forms"},
-    "variants": {"activations", "call", "forms", "registry", "variants"},
-    "kernels": {"kernels"},
-    "backends": {"activations", "call", "counts", "forms", "backends", "kernels", "values"},
-    "preference": {"backends", "call", "forms"},
-    "dispatch": {
-        "preference",
-        "variants",
-        "backends",
-        "bind",
-        "call",
-        "checks",
-        "forms",
-        "registry",
-        "values",
-    },
-    "recurrent": {"backends", "call", "checks", "dispatch", "forms", "preference", "values"},
-    "cache": {"dispatch", "recurrent", "registry", "values"},
-    "nn": {"bind", "cache", "dispatch", "forms", "nn", "recurrent", "registry", "values"},
-    "integrations": {"attnzoo", "dispatch", "integrations", "nn", "registry"},
-    "attnzoo": {"nn", "dispatch", "forms", "plugins", "recurrent", "registry"},
+    "attnzoo.core": set(),
+    "attnzoo.variants": {"attnzoo.core"},
+    "attnzoo.backends": {"attnzoo.core"},
+    "attnzoo.functional": {"attnzoo.core", "attnzoo.variants", "attnzoo.backends"},
+    "attnzoo.nn": {"attnzoo.core", "attnzoo.functional"},
+    "attnzoo.integrations": {"attnzoo.core", "attnzoo.functional", "attnzoo.nn"},
+    "attnzoo": {"attnzoo.core", "attnzoo.functional", "attnzoo.nn"},
+    "commandline": {"attnzoo"},
+    "evals": {"attnzoo", "commandline"},
+    "benchmarks": {"attnzoo", "commandline"},
+    "scripts": {"attnzoo", "commandline", "evals", "benchmarks"},
+}
+# Rooms of evals and benchmarks, in the order in which they may import each other: those before.
+ORDER = {
+    "evals": "task measures tasks harness theory reporting pretrained __main__".split(),
+    "benchmarks": "harness suites kernels __main__".split(),
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+def room(name: str) -> str:
+    """attnzoo.backends.sdpa -> attnzoo.backends; evals.tasks.mqar -> evals."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "attnzoo" else parts[0]
+
+
+@pytest.mark.parametrize("path", ALL, ids=module_name)
 def test_dependencies_point_one_way(path: Path) -> None:
-    """Types included: what a layer may not import it may not know either, but for call ↔ counts."""
-    own = layer(module_name(path))
-    assert own in MAY_IMPORT, "a new layer: say in MAY_IMPORT what it may import"
+    own = module_name(path)
+    assert room(own) in MAY_IMPORT, "a new room: say in MAY_IMPORT what it may import"
     for name in imports(path):
-        if name.split(".")[0] == "attnzoo":
-            assert layer(name) in MAY_IMPORT[own], f"{module_name(path)} imports {name}"
-    if own in ("variants", "backends"):
-        other = {"variants": "backends", "backends": "variants"}[own]
-        assert all(layer(name) != other for name in imports(path, at_runtime=False))
+        if name.split(".")[0] not in ("attnzoo", "commandline", "evals", "benchmarks", "scripts"):
+            continue
+        allowed = {room(own), *MAY_IMPORT[room(own)]}
+        # Outside of the library its public names are imported; see below.
+        inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else room(name)
+        assert inside in allowed, f"{own} imports {name}"
+
+
+@pytest.mark.parametrize("top", ORDER)
+def test_rooms_of_evals_and_benchmarks_are_in_order(top: str) -> None:
+    for path in (ROOT / top).rglob("*.py"):
+        own = module_name(path).split(".")
+        if len(own) == 1:
+            continue
+        for name in (n.split(".") for n in imports(path)):
+            if name[0] == top and len(name) > 1:
+                order = ORDER[top]
+                assert order.index(name[1]) <= order.index(own[1]), f"{path} imports {name}"
+
+
+def test_no_circles() -> None:
+    """Not even through an import inside a function or for types."""
+    graph = {module_name(path): {n for n in imports(path) if n in KNOWN} for path in ALL}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way, name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
 
 
 def at_import(path: Path) -> set[str]:
@@ -119,22 +130,22 @@ def at_import(path: Path) -> set[str]:
     return found
 
 
-def test_kernels_are_imported_by_the_call_that_launches_them() -> None:
-    """Triton is known to the kernels alone, and nothing imports those for being imported, but for
-    their configurations, which are numbers."""
+def test_triton_is_imported_by_the_call_that_launches_a_kernel() -> None:
+    """Kernels and launches import it, and nothing imports those for being imported."""
+    folder = PACKAGE / "backends" / "triton"
+    users = {module_name(path) for path in FILES if "triton" in at_import(path)}
+    assert users
     for path in FILES:
-        if layer(module_name(path)) == "kernels":
-            continue
-        for name in at_import(path):
-            assert name.split(".")[0] != "triton", path
-            inside = name.startswith("attnzoo.kernels")
-            assert not inside or name.startswith("attnzoo.backends.triton.common.configurations"), (
-                path
-            )
-    numbers = at_import(PACKAGE / "kernels" / "configs.py")
+        name = module_name(path)
+        if name in users:
+            assert folder in path.parents, path
+        elif not name.startswith("attnzoo.backends.triton.") or path.stem in (
+            "backend",
+            "operators",
+        ):
+            assert not users & at_import(path), path
+    numbers = at_import(folder / "common" / "configurations.py")
     assert not [name for name in numbers if name.split(".")[0] in ("attnzoo", "torch", "triton")]
-    kernels = [path for path in FILES if layer(module_name(path)) == "kernels"]
-    assert any("triton" in at_import(path) for path in kernels)
 
 
 def test_variants_import_each_other_for_shared_mathematics_only() -> None:
@@ -155,18 +166,14 @@ def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
     """But for what compiles the kernels, and is there to look inside them."""
     public = {*attnzoo.__all__, "__version__"}
     for path in sorted((ROOT / folder).rglob("*.py")):
-        compiles = path.parent.name == "benchmarks" and path.stem in (
-            "compile",
-            "kernel_cells",
-            "tune",
-        )
+        compiles = path.parent.name == "kernels"
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name.split(".")[0] == "attnzoo":
                         assert alias.name in PUBLIC, path
             elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "attnzoo":
-                kernels = compiles and str(node.module).startswith("attnzoo.kernels")
+                kernels = compiles and str(node.module).startswith("attnzoo.backends.triton")
                 assert kernels or node.module in PUBLIC, path
                 if node.module == "attnzoo":
                     assert {alias.name for alias in node.names} <= public, path
@@ -205,8 +212,16 @@ def test_other_files_are_short_too(folder: str) -> None:
 
 def test_evals_need_only_what_their_extra_names() -> None:
     """Each task is found, and none needs more than torch, numpy, einops and attnzoo to be run."""
-    known = {"torch", "numpy", "einops", "attnzoo", "evals", *sys.stdlib_module_names}
-    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "jobs.py"]:
+    known = {
+        "torch",
+        "numpy",
+        "einops",
+        "attnzoo",
+        "commandline",
+        "evals",
+        *sys.stdlib_module_names,
+    }
+    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "harness" / "jobs.py"]:
         assert {name.split(".")[0] for name in at_import(path)} <= known, path
 
 
@@ -251,7 +266,7 @@ def test_doctests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctest.testmod(importlib.import_module(name))
     assert found.failed == 0
     examples = {
-        "attnzoo.functional.attention": 9,
+        "attnzoo.functional.attention": 6,
         "attnzoo.core.registry": 7,
         "attnzoo.nn.attention": 5,
         "attnzoo": 3,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form
 
@@ -23,7 +24,8 @@ def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor,
         call = replace(call, mask=call.mask.to(call.dtype))
     w = form.weights(q, k, call, **form.params)
     _check(w, call, f"weights of variant {form.name!r}")
-    w = torch.nn.functional.dropout(w, call.dropout_p)
+    if call.dropout_p:
+        w = torch.nn.functional.dropout(w, call.dropout_p)
     if not call.return_lse:
         return w, None
     assert form.scores is not None  # dispatch has refused
@@ -51,6 +53,7 @@ def _check(x: Tensor, call: Call, what: str) -> None:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Definition)
     w, lse = weights(q, k, call, form)
-    w = w.unflatten(1, (call.kv_heads, -1))  # [B, Hkv, G, Nq, Nk]
-    out = torch.einsum("bhgij,bhje->bhgie", w, v.to(call.dtype))
-    return out.flatten(1, 2), lse
+    return call.by_group(w, v.to(call.dtype)), lse
+
+
+BACKEND = Backend("eager", ("definition",), unsupported, run)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attnzoo.backends.base import Backend
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, Linear, NoForm
 
@@ -198,3 +199,6 @@ def _chunk(
     inner = inner.masked_fill(later.repeat(call.group, 1), 0.0)
     out = _divide(inner @ values + psi_q @ sums, call)
     return out, sums + psi_k.transpose(-1, -2) @ values
+
+
+BACKEND = Backend("linear", ("linear",), unsupported, run, scan)

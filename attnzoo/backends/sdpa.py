@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnzoo.backends.base import Backend
 from attnzoo.backends.tiled.statistics import with_rows
 from attnzoo.core.call import Call
-from attnzoo.core.counts import visible_entries
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.values import is_readable
+from attnzoo.core.visibility import visible_entries
 
 # Keys. A vector of AVX-512 holds 16 numbers of fp32.
 WIDER_THAN_A_VECTOR = 64
@@ -148,3 +149,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if spoiled is not None:
         out = out.masked_fill(spoiled, torch.nan)
     return (out if empty is None else out.masked_fill(empty, 0.0)), None
+
+
+BACKEND = Backend("sdpa", ("pairwise",), unsupported, run)

@@ -1,11 +1,15 @@
-"""In which order backends are asked: a pure function of device, sizes and need of a gradient."""
+"""Which backends there are, and in which order they are tried: a pure function of the call."""
 
 from __future__ import annotations
 
 import math
 
-from attnzoo.backends import linear
+from attnzoo.backends import eager, linear, sdpa
+from attnzoo.backends.base import Backend
+from attnzoo.backends.tiled import backend as tiled
 from attnzoo.backends.triton.decode import backend as decode
+from attnzoo.backends.triton.flash import backend as flash
+from attnzoo.backends.triton.linear import backend as flash_linear
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
 
@@ -26,7 +30,21 @@ MANY_KEYS = 1024
 MORE_KEYS = 4096
 
 
-def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        sdpa.BACKEND,
+        decode.BACKEND,
+        flash.BACKEND,
+        flash_linear.BACKEND,
+        linear.BACKEND,
+        tiled.BACKEND,
+        eager.BACKEND,
+    )
+}
+
+
+def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]]:
     """All (backend, form) pairs, the one expected to be fastest first: of device and sizes only.
 
     1. A linear form where `linear_is_cheaper`; on a GPU by the kernels of `flash_linear`, up to
@@ -38,14 +56,16 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
     5. Blocks of rows by form, then by definition.
     6. The definition in eager mode, where nothing else is able.
 
-    On a CPU up to `FEW_SCORES` scores: torch's fused softmax, then the definition in eager mode.
+    On a CPU up to `FEW_SCORES` scores: torch's fused softmax, unless the gain comes from
+    statistics; then the definition in eager mode.
     """
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
+    statistics = any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms)
     few = call.batch * call.heads * call.queries * call.keys <= FEW_SCORES
     if call.device.type == "cuda":
         keys = keys_to_split(call)
         kernels = ["decode", "flash"] if keys >= MANY_KEYS else ["flash", "decode"]
-        if any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms):
+        if statistics:
             order = [*kernels, "sdpa"]
         elif keys >= MORE_KEYS:
             order = ["decode", "sdpa", "flash"]
@@ -57,28 +77,20 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[str, Form]]:
         order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
         order += ["eager"]
     elif few:
-        order = ["sdpa", "eager", "linear", "tiled", "decode", "flash", "flash_linear"]
+        order = ["linear", "tiled", "decode", "flash", "flash_linear"]
+        order = (["eager", "sdpa"] if statistics else ["sdpa", "eager"]) + order
     else:
         order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
         order += ["decode", "flash", "flash_linear", "eager"]
-    return [(name, form) for name in order for form in forms if _meets(name, form)]
+    backends = [BACKENDS[name] for name in order]
+    return [(backend, form) for backend in backends for form in forms if _meets(backend, form)]
 
 
-# The kinds of form each backend is made for: the pairs worth a line in `explain`.
-KINDS = {
-    "sdpa": ("pairwise",),
-    "decode": ("pairwise",),
-    "flash": ("pairwise",),
-    "flash_linear": ("linear",),
-    "linear": ("linear",),
-    "eager": ("definition",),
-}
-
-
-def _meets(backend: str, form: Form) -> bool:
-    if backend == "tiled":
-        return not isinstance(form, NoForm)
-    return form.kind in KINDS[backend]
+def _meets(backend: Backend, form: Form) -> bool:
+    """A pair worth a line in `explain`: an absent form only where a backend takes no other."""
+    if isinstance(form, NoForm):
+        return backend.kinds == (form.kind,)
+    return form.kind in backend.kinds
 
 
 def keys_to_split(call: Call) -> int:

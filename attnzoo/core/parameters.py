@@ -6,6 +6,7 @@ A "row" parameter becomes a Python float, or a tensor in the call's dtype that b
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -83,20 +84,20 @@ def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
         raise TypeError(f"{what} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
     if value.device != call.device:
         raise ValueError(f"{what} must be on q's device {call.device}, got {value.device}")
-    value = value.to(call.dtype)
     full = (call.batch, call.heads, call.queries)
-    if value.dim() == 0:
-        row = value.view(1, 1, 1)
-    elif value.shape == full[1:2]:
-        row = value.view(1, -1, 1)
-    elif param.per_token and value.shape == full:
-        row = value
-    else:
-        shapes = [(), full[1:2]] + ([full] if param.per_token else [])
+    shapes = [(), full[1:2]] + ([full] if param.per_token else [])
+    # Not `in`: a compiler does not find a symbolic size in a tuple.
+    if not any(value.shape == shape for shape in shapes):
         allowed = " or ".join(map(str, shapes))
         raise ValueError(f"{what} must have shape {allowed}, got {tuple(value.shape)}")
+    return per_query(what, param, value, call)
+
+
+def per_query(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
+    """A tensor of an allowed shape so that it broadcasts to (B, H, Nq); its values are checked."""
+    value = value.to(call.dtype)
     check_entries(what, param, value)
-    return row
+    return value if value.dim() == 3 else value.view(1, -1, 1)
 
 
 def check_rows(what: str, form: Pairwise, call: Call) -> None:
@@ -121,7 +122,11 @@ def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | N
     if not is_readable(value):
         return
     value = value.detach()
-    good = value.to(dtype or value.dtype).isfinite()
+    held = value if dtype is None else value.to(dtype)
+    # Finite terms may have an infinite sum, not the other way round: then each is looked at.
+    if math.isfinite(held.sum()) and (param.check is None or bool(param.check(value).all())):
+        return
+    good = held.isfinite()
     if param.check is not None:
         good = good & param.check(value)
     if not bool(good.all()):

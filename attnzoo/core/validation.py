@@ -76,6 +76,18 @@ def check_call(
     )
 
 
+def layout_tensors(given: dict[str, Tensor], call: Call) -> dict[str, Any]:
+    """Mask, ALiBi and segments as fields of a `Call`, from arguments of known shapes and dtypes."""
+    found: dict[str, Any] = {}
+    if (mask := given.get("attn_mask")) is not None:
+        found["mask"] = _as_mask(mask, call.keys)
+    if (alibi := given.get("alibi")) is not None:
+        found["alibi"] = _as_alibi(alibi, call.dtype)
+    if (ids := given.get("segment_ids")) is not None:
+        found["segments"] = ids.long(), ids.long()
+    return found
+
+
 # What a call takes beside tensors and parameters, by name.
 ARGUMENTS = frozenset(signature(check_call).parameters) - frozenset("qkv")
 
@@ -177,8 +189,12 @@ def _mask(
         raise ValueError(
             f"attn_mask must broadcast to (B, H, Nq, Nk) = {shape}, got {tuple(mask.shape)}"
         )
+    return _as_mask(mask, shape[-1])
+
+
+def _as_mask(mask: Tensor, keys: int) -> Tensor:
     mask = mask[(None,) * (4 - mask.dim())]
-    return mask.expand(*mask.shape[:3], shape[-1])
+    return mask.expand(*mask.shape[:3], keys)
 
 
 def _alibi(alibi: Any, heads: int, q: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -193,9 +209,13 @@ def _alibi(alibi: Any, heads: int, q: Tensor, dtype: torch.dtype) -> Tensor | No
         )
     if alibi.device != q.device:
         raise ValueError(f"alibi must be on q's device {q.device}, got {alibi.device}")
+    return _as_alibi(alibi, dtype)
+
+
+def _as_alibi(alibi: Tensor, dtype: torch.dtype) -> Tensor:
     if is_readable(alibi) and not bool(alibi.detach().to(dtype).isfinite().all()):
         raise ValueError(f"alibi must be finite in {dtype}, got {alibi.tolist()}")
-    return alibi.view(1, heads, 1)
+    return alibi.view(1, -1, 1)
 
 
 def _segments(

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends import linear
+from attnzoo.backends.base import Backend
 from attnzoo.backends.linear import LinearState
-from attnzoo.backends.selection import preference
-from attnzoo.backends.triton.linear import backend as flash_linear
-from attnzoo.core.call import Call
+from attnzoo.backends.selection import BACKENDS, preference
+from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.forms import Linear, NoForm
 from attnzoo.core.validation import ARGUMENTS
 from attnzoo.core.values import check_dense, is_int, shown
-from attnzoo.functional.attention import in_full_precision, prepare, raise_refusal
+from attnzoo.functional.preparation import prepare, raise_refusal
 
-SCANS: dict[str, Any] = {"linear": linear, "flash_linear": flash_linear}
 # Fewer are a part of a chunk, for which torch's few operations do.
 CHUNK = 64
 
@@ -83,17 +82,18 @@ def linear_attention(
     if sums is not None and torch.is_grad_enabled() and sums.requires_grad:
         call = replace(call, needs_grad=True)
     with in_full_precision(call.device):
-        scan = SCANS[scan_for(form, call)].scan
+        scan = scan_for(form, call).scan
+        assert scan is not None
         out, sums = scan(ready.q, ready.k, ready.v, call, form, sums)
     return out.to(call.input_dtype), LinearState(sums, seen + call.keys)
 
 
-def scan_for(form: Linear, call: Call) -> str:
-    """Which backend walks over the tokens: as `attention` would choose, between those two."""
+def scan_for(form: Linear, call: Call) -> Backend:
+    """The first backend in the order of preference that walks over tokens from a state."""
     if call.keys < CHUNK:
-        return "linear"
-    names = (name for name, _ in preference((form,), call) if name in SCANS)
-    return next(name for name in names if SCANS[name].unsupported(form, call) is None)
+        return BACKENDS["linear"]
+    able = (b for b, _ in preference((form,), call) if b.scan and not b.unsupported(form, call))
+    return next(able)
 
 
 def _length(state: Any) -> int:

@@ -37,7 +37,7 @@ def refuse(call: Call, max_length: int) -> str | None:
 def weights(q: Tensor, k: Tensor, call: Call, max_length: int) -> Tensor:
     reweighting = torch.cos(call.distance.to(call.dtype) * (math.pi / 2 / max_length))
     s = call.scores(q.relu(), k.relu()) * reweighting
-    s = s.masked_fill(~call.visible, 0.0)
+    s = call.zero_hidden(s)
     total = s.sum(-1, keepdim=True)
     return s / total.masked_fill(total == 0, 1.0)
 

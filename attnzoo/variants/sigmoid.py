@@ -17,7 +17,7 @@ from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
 def weights(q: Tensor, k: Tensor, call: Call, bias: Row | None) -> Tensor:
     bias = -call.log_n[..., None] if bias is None else bias
     s = call.scores(q, k) + call.bias + bias
-    return s.sigmoid().masked_fill(~call.visible, 0.0)
+    return call.zero_hidden(s.sigmoid())
 
 
 def forms(call: Call, bias: Row | None) -> tuple[Form, ...]:

@@ -23,7 +23,7 @@ def weights(q: Tensor, k: Tensor, call: Call, b: Row) -> Tensor:
     s = call.hide(scores(q, k, call, b))
     extra = call.row(b).expand(*s.shape[:-1], 1)
     w = torch.cat([s, extra], dim=-1).softmax(-1)[..., :-1]
-    return w.masked_fill(~call.visible, 0.0)
+    return call.zero_hidden(w)
 
 
 def forms(call: Call, b: Row) -> tuple[Form, ...]:

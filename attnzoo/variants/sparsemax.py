@@ -24,8 +24,9 @@ def project(s: Tensor, call: Call) -> Tensor:
         rank = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
         size = (1 + rank * ranked > ranked.cumsum(-1)).sum(-1, keepdim=True)
         support = s >= ranked.gather(-1, size.clamp(min=1) - 1)  # 0 in a row with NaN
+        support = support.to(s.dtype)
     tau = ((s * support).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
-    return (s - tau).relu().masked_fill(~call.visible, 0.0)
+    return call.zero_hidden((s - tau).relu())
 
 
 def weights(q: Tensor, k: Tensor, call: Call) -> Tensor:

@@ -16,11 +16,10 @@ from attnzoo.core.forms import Form, Pairwise, Param, Variant
 def scores(q: Tensor, k: Tensor, call: Call, top_k: int) -> Tensor:
     s = call.scores(q, k) + call.bias
     with torch.no_grad():
-        ranked = s.masked_fill(~call.visible, float("-inf"))
-        order = ranked.sort(stable=True, dim=-1, descending=True).indices[..., :top_k]
-        kept = torch.zeros_like(s, dtype=torch.bool).scatter(-1, order, True)
+        order = call.hide(s).sort(stable=True, dim=-1, descending=True).indices[..., :top_k]
+        dropped = torch.ones_like(s, dtype=torch.bool).scatter(-1, order, False)
         # An empty row keeps its scores: its weights are zeroed by the softmax over visible keys.
-        dropped = ~kept & call.visible
+        dropped = call.zero_hidden(dropped)
     return s.masked_fill(dropped, float("-inf"))
 
 

@@ -11,7 +11,7 @@ from evals.reporting.tables import FEW_SEEDS, LEGEND, MANY, PARTIAL, UNTRAINED
 from evals.task import Metric
 from evals.tasks import TASKS
 
-MEASURED = Path(__file__).parent.parent / "docs" / "evals"
+MEASURED = Path(__file__).parents[2] / "docs" / "evals"
 NONE_YET = "Nothing has been measured yet.\n"
 
 Line = dict[str, str]

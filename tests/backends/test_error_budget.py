@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo.backends import sdpa
+from attnzoo.backends.selection import BACKENDS
 from attnzoo.core.forms import Pairwise
-from attnzoo.functional import attention as dispatch
 from helpers import agreement
 from helpers.agreement import Inputs, bounds, by_backend, disagreements, make, outputs, reference
 from helpers.approx import Approx
@@ -28,7 +27,7 @@ every_backend = pytest.mark.parametrize(
     "backend",
     [
         pytest.param(name, marks=[pytest.mark.interpreter] if name in KERNELS else [])
-        for name in dispatch.BACKENDS
+        for name in BACKENDS
     ],
 )
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -62,13 +61,12 @@ def test_without_a_bug_there_is_no_complaint(backend: str, dtype: torch.dtype) -
 
 def changed(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> None:
     """The backend runs another call or form than it is given."""
-    real = dispatch.BACKENDS[backend]
+    real = BACKENDS[backend]
 
     def run(q: Tensor, k: Tensor, v: Tensor, call: Any, form: Any) -> Any:
         return real.run(q, k, v, *change(call, form))
 
-    stand_in: Any = SimpleNamespace(unsupported=real.unsupported, run=run)
-    monkeypatch.setitem(dispatch.BACKENDS, backend, stand_in)
+    monkeypatch.setitem(BACKENDS, backend, replace(real, run=run))
 
 
 @every_dtype

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attnzoo
-from attnzoo.functional.attention import _candidates, prepare
 from attnzoo.functional.linear_attention import scan_for
+from attnzoo.functional.plan import candidates as _candidates
+from attnzoo.functional.preparation import prepare
 from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import FLASH
 
@@ -152,7 +153,7 @@ class TestChoice:
                 *qkv(n=n, d=d, dtype=dtype), variant, {"is_causal": True, **params}, origin=7
             )
             form = ready.variant.forms(ready.call, **ready.params)
-            assert scan_for(next(f for f in form if f.kind == "linear"), ready.call) == name
+            assert scan_for(next(f for f in form if f.kind == "linear"), ready.call).name == name
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
@@ -161,7 +162,7 @@ def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
     ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
-    return next(c.backend for c in _candidates(ready) if c.objection is None)
+    return next(c.backend for c in _candidates(ready, ready.forms) if c.objection is None)
 
 
 def test_masks_and_segments_choose_too() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import eager
+from attnzoo.backends.base import Backend
 from attnzoo.backends.tiled import operators as ops
 from attnzoo.backends.tiled.blocks import Block, blocks
 from attnzoo.backends.tiled.dropout import new_seed
@@ -86,3 +87,6 @@ def _by_definition(
         if block_lse is not None:
             lse[part] = block_lse
     return out, lse if call.return_lse else None
+
+
+BACKEND = Backend("tiled", ("pairwise", "linear", "definition"), unsupported, run)

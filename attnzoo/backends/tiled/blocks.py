@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.core.call import Call, cut, score_dtype
+from attnzoo.core.call import Call, score_dtype
+from attnzoo.core.visibility import cut
 
 SCORES = 2**20  # in a block: 4 MiB of fp32
 ROWS = 128  # at most, in a block

@@ -22,8 +22,11 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-import attnzoo
+from attnzoo.core.forms import Variant
+from attnzoo.core.registry import get_variant
 from attnzoo.core.validation import check_call
+from attnzoo.functional.attention import attention
+from attnzoo.nn import Attention
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -99,17 +102,17 @@ def attend(
         seen.append(Seen(module, query.shape[1], *_log_n(query, key, value, options)))
     wanted = _weights_wanted(kwargs)
     if own is None and not wanted:  # a layer that keeps its own attention
-        return attnzoo.attention(query, key, value, **options).transpose(1, 2).contiguous(), None
-    own = own or attnzoo.nn.Attention("softmax", query.shape[1])
+        return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+    own = own or Attention("softmax", query.shape[1])
     found = own(query, key, value, need_weights=bool(wanted), **options)
     out, weights = found if wanted else (found, None)
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _variant(own: nn.Module | None) -> attnzoo.Variant | None:
+def _variant(own: nn.Module | None) -> Variant | None:
     """Also of what PEFT has wrapped."""
     name = None if own is None else getattr(own, "variant", None)
-    return None if name is None else attnzoo.get_variant(name)
+    return None if name is None else get_variant(name)
 
 
 def _weights_wanted(kwargs: dict[str, Any]) -> bool:
@@ -182,7 +185,7 @@ def _refuse_positions(config: Any) -> None:
     """In a compiled step of a static cache no key says how far back it stands."""
     layers = (getattr(config, NAME, None) or {}).get("layers", {})
     for name, layer in layers.items():
-        if attnzoo.get_variant(layer["variant"]).positional:
+        if get_variant(layer["variant"]).positional:
             raise ValueError(
                 f"{layer['variant']} ({name}) cannot decode from a compiled static cache, whose "
                 "keys have room behind them: use a dynamic cache"

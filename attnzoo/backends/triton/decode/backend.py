@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.backends.triton.decode import operators as ops
 from attnzoo.backends.triton.flash import backend as flash
@@ -59,3 +60,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         flash.normalize(form), call.return_lse,
     )  # fmt: skip
     return out, lse if call.return_lse else None
+
+
+BACKEND = Backend("decode", ("pairwise",), unsupported, run)

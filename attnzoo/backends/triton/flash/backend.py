@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
@@ -150,3 +151,6 @@ def facts_of(call: Call) -> tuple:
     alibi = None if call.alibi is None else row(call.alibi.to(call.dtype), call)
     segments = (x if x is None else x.contiguous() for x in segments)
     return (mask, *segments, alibi, call.left, call.right)
+
+
+BACKEND = Backend("flash", ("pairwise",), unsupported, run)

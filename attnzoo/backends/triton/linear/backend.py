@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import linear
+from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.backends.triton.common.configurations import LINEAR_WIDEST
 from attnzoo.backends.triton.flash import backend as flash
@@ -109,3 +110,6 @@ def _features(scale: float, x: Tensor, at: Tensor, call: Call, form: Linear) -> 
     # Checkpointed: the features are kept, and x, but nothing that was between.
     run: Any = checkpoint(make, x, use_reentrant=False) if call.needs_grad else make(x)
     return run
+
+
+BACKEND = Backend("flash_linear", ("linear",), unsupported, run, scan)

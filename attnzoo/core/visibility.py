@@ -1,0 +1,251 @@
+"""Which keys each row may see, and how many: causality, window, mask and segments.
+
+Query i stands at position ``query_origin + i`` and key j at ``key_origin + j``. As far as positions
+go, a query at p sees the keys p − left … p + right (None: no bound); causal is right = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+_ROWS = 256  # rows of a dense mask counted at a time
+
+
+def cut(tensor: Tensor, *slices: slice) -> Tensor:
+    """Slice the leading dimensions; a dimension of size 1 broadcasts and is left alone."""
+    return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(slices, tensor.shape))]
+
+
+def visible_entries(mask: Tensor) -> Tensor:
+    """The keys that a mask leaves visible: True, or any finite number."""
+    return mask if mask.dtype == torch.bool else mask != float("-inf")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Visibility:
+    """The visible keys of each row of a call."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    dtype: torch.dtype  # of scores, per-query vectors and sums: fp32, or fp64 for fp64 inputs
+    device: torch.device
+    query_origin: int
+    key_origin: int = 0
+    left: int | None = None
+    right: int | None = None
+    mask: Tensor | None = None  # [B|1, H|1, Nq|1, Nk], bool or float
+    segments: tuple[Tensor, Tensor] | None = None  # int64 [B, Nq], [B, Nk]
+    whole_counts: Tensor | None = None  # given to blocks: the counts of the whole row
+    # What was computed from sizes alone, for the next call of these sizes; see `remembering`.
+    memory: dict[str, tuple[Tensor, int]] | None = field(default=None, init=False)
+
+    @property
+    def counts(self) -> Tensor:
+        """n_i, the number of keys that row i may see, broadcastable to (B, H, Nq).
+
+        Against scores (B, H, Nq, Nk) write ``call.counts[..., None]``.
+        """
+        if self.whole_counts is not None:
+            return self.whole_counts
+        return self._remembered("counts", lambda: _count_visible(self))
+
+    @property
+    def log_n(self) -> Tensor:
+        """log max(n_i, 1), in the shape of ``counts``."""
+        return self._remembered("log_n", lambda: self.counts.clamp(min=1).log())
+
+    @property
+    def sees_all(self) -> bool:
+        """Every row sees every key, and there are keys: known from the sizes."""
+        if self.mask is not None or self.segments is not None or self.keys == 0:
+            return False
+        first = self.query_origin - self.key_origin
+        if self.right is not None and first + self.right < self.keys - 1:
+            return False
+        return self.left is None or first + self.queries - 1 - self.left <= 0
+
+    @property
+    def visible(self) -> Tensor:
+        """The keys each row may see: bool, broadcastable to (B, H, Nq, Nk)."""
+        return self._remembered("visible", self._visible)
+
+    def _visible(self) -> Tensor:
+        distance = self.distance
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            seen = seen & (distance <= self.left)
+        if self.right is not None:
+            seen = seen & (distance >= -self.right)
+        seen = seen[None, None]
+        if self.mask is not None:
+            seen = seen & visible_entries(self.mask)
+        if self.segments is not None:
+            queries, keys = self.segments
+            seen = seen & (queries[:, None, :, None] == keys[:, None, None, :])
+        return seen
+
+    @property
+    def query_positions(self) -> Tensor:
+        return torch.arange(self.queries, device=self.device) + self.query_origin
+
+    @property
+    def key_positions(self) -> Tensor:
+        return torch.arange(self.keys, device=self.device) + self.key_origin
+
+    @property
+    def distance(self) -> Tensor:
+        """i − j in positions: how far back the key stands, (Nq, Nk)."""
+        return self._remembered(
+            "distance", lambda: self.query_positions[:, None] - self.key_positions
+        )
+
+    @property
+    def key_mask(self) -> bool:
+        """The mask is one of keys: recognized by its shape, never by its values."""
+        return self.mask is not None and self.mask.shape[2] == 1
+
+    def key_range(self, rows: slice) -> slice:
+        """The keys that the rows can see, as far as causality and window go."""
+        first = self.query_origin - self.key_origin + rows.start
+        last = first + rows.stop - rows.start - 1
+        start = 0 if self.left is None else max(0, min(self.keys, first - self.left))
+        stop = self.keys if self.right is None else max(0, min(self.keys, last + self.right + 1))
+        return slice(start, max(start, stop))
+
+    def hidden(self) -> list[tuple[slice, Tensor]]:
+        """Where keys are invisible: (columns, bool (.., Nq, columns)) pairs that cover it all.
+
+        Without masks and segments only the diagonal and the far edge of a window are listed.
+        """
+        if self.mask is not None or self.segments is not None:
+            return [(slice(0, self.keys), ~self.visible)]
+        offset = self.query_origin - self.key_origin
+        found = []
+        if self.right is not None and (start := max(0, offset + self.right + 1)) < self.keys:
+            columns = slice(start, self.keys)
+            found.append((columns, self.distance[:, columns] < -self.right))
+        if self.left is not None:
+            stop = min(self.keys, offset + self.queries - 1 - self.left)
+            if stop > 0:
+                columns = slice(0, stop)
+                found.append((columns, self.distance[:, columns] > self.left))
+        return found
+
+    def rows(self, batches: slice, heads: slice, rows: slice, **changes: Any) -> Self:
+        """These rows over the keys in their reach, with further changes of fields."""
+        keys = self.key_range(rows)
+        mask, segments, counts = self.mask, self.segments, self.whole_counts
+        if mask is not None:
+            mask = cut(mask, batches, heads, rows, keys)
+        if segments is not None:
+            segments = segments[0][batches, rows], segments[1][batches, keys]
+        return replace(
+            self,
+            batch=batches.stop - batches.start,
+            heads=heads.stop - heads.start,
+            queries=rows.stop - rows.start,
+            keys=keys.stop - keys.start,
+            query_origin=self.query_origin + rows.start,
+            key_origin=self.key_origin + keys.start,
+            mask=mask,
+            segments=segments,
+            whole_counts=None if counts is None else cut(counts, batches, heads, rows),
+            **changes,
+        )
+
+    def remembering(self) -> Self:
+        """The same, which keeps what it computes: for calls whose sizes alone decide.
+
+        ``replace`` gives an object without that memory.
+        """
+        kept = replace(self)
+        object.__setattr__(kept, "memory", {})
+        return kept
+
+    def _remembered(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if self.memory is None:
+            return make()
+        found = self.memory.get(name)
+        # A caller that wrote into it gets a new one the next time.
+        if found is not None and found[0]._version == found[1]:
+            return found[0]
+        with torch.inference_mode(False):
+            made = make()
+        self.memory[name] = made, made._version
+        return made
+
+
+def _count_visible(call: Visibility) -> Tensor:
+    """n_i as fp32 (fp64 for fp64 inputs), broadcastable to (B, H, Nq)."""
+    if call.queries == 0:
+        return torch.zeros(1, 1, 0, dtype=call.dtype, device=call.device)
+    if call.mask is not None and call.mask.shape[2] > 1:
+        return _count_dense(call)
+    first, last = _bounds(call)
+    seen = None if call.mask is None else visible_entries(call.mask)[:, :, 0]  # [B|1, H|1, Nk]
+    if call.segments is not None:
+        counts = _count_segments(call, first, last, seen)
+    elif seen is not None:
+        before = _prefix(seen)  # [B|1, H|1, Nk+1]
+        counts = before[..., last] - before[..., first]
+    else:
+        counts = (last - first).view(1, 1, -1)
+    return counts.to(call.dtype)
+
+
+def _bounds(call: Visibility) -> tuple[Tensor, Tensor]:
+    """Row i may see the keys first_i … last_i − 1 as far as causality and window go."""
+    at = torch.arange(call.queries, device=call.device) + (call.query_origin - call.key_origin)
+    first = torch.zeros_like(at) if call.left is None else (at - call.left).clamp(0, call.keys)
+    if call.right is None:
+        return first, torch.full_like(at, call.keys)
+    last = (at + call.right + 1).clamp(0, call.keys)
+    return first, torch.maximum(first, last)
+
+
+def _prefix(seen: Tensor) -> Tensor:
+    """Exclusive running count along the last dimension, with the total at the end."""
+    return torch.nn.functional.pad(seen.long().cumsum(-1), (1, 0))
+
+
+def _count_segments(call: Visibility, first: Tensor, last: Tensor, seen: Tensor | None) -> Tensor:
+    """Sort the keys by (segment, position); a row's keys are then one run, found by bisection."""
+    assert call.segments is not None
+    queries, keys = _dense_ranks(*call.segments)
+    stride = call.keys + 1
+    position = torch.arange(call.keys, device=call.device)
+    order, index = (keys * stride + position).sort(dim=-1)  # [B, Nk]
+    ends = [
+        torch.searchsorted(order, (queries * stride + end).contiguous()) for end in (first, last)
+    ]
+    if seen is None:
+        return (ends[1] - ends[0])[:, None]
+    batch, heads = call.batch, seen.shape[1]
+    seen = seen.expand(batch, heads, -1)
+    before = _prefix(seen.gather(-1, index[:, None].expand(batch, heads, -1)))
+    low, high = (before.gather(-1, end[:, None].expand(batch, heads, -1)) for end in ends)
+    return high - low
+
+
+def _dense_ranks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Segment ids as 0, 1, …: any int64 id then times Nk + 1 stays within int64."""
+    ids, index = torch.cat([queries, keys], dim=-1).sort(dim=-1)
+    step = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).long()
+    ranks = torch.zeros_like(ids).scatter(-1, index, step.cumsum(-1))
+    return ranks[:, : queries.shape[-1]], ranks[:, queries.shape[-1] :]
+
+
+def _count_dense(call: Visibility) -> Tensor:
+    counts = []
+    for start in range(0, call.queries, _ROWS):
+        stop = min(start + _ROWS, call.queries)
+        rows = call.rows(slice(0, call.batch), slice(0, call.heads), slice(start, stop))
+        counts.append(rows.visible.sum(-1, dtype=call.dtype))
+    return torch.cat(counts, dim=-1)

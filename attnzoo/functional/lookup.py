@@ -1,0 +1,164 @@
+"""Calls that were checked before: their sizes, dtypes and flags lead to the backend at once.
+
+A key holds all that decides how a call is checked and which backend runs it. What depends on the
+values of tensors (a parameter in its range, the slopes of ALiBi) is checked in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.base import Backend
+from attnzoo.backends.selection import BACKENDS
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
+from attnzoo.core.parameters import per_query
+from attnzoo.core.registry import get_variant
+from attnzoo.core.validation import layout_tensors
+from attnzoo.functional.plan import Choice
+from attnzoo.functional.preparation import Prepared
+
+MOST = 4096  # calls that are known; then all are forgotten
+SMALL = 2**10  # queries × keys up to which masks of positions are kept
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_NUMBERS = (type(None), bool, int, float, str)
+_LAYOUT = ("attn_mask", "alibi", "segment_ids")
+
+
+class Known(NamedTuple):
+    """A call that was run, without its tensors."""
+
+    ready: Prepared
+    backend: Backend
+    place: int  # of the form that ran, among those of the variant and its definition
+    outlines: tuple[Hashable, ...] | None  # of the forms, where they may depend on tensors
+
+    def again(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
+        """This call with its own tensors; None where it has to be prepared anew."""
+        ready, call = self.ready, self.ready.call
+        if self.outlines is not None:
+            tensors = {name: arguments[name] for name in _LAYOUT if arguments[name] is not None}
+            if tensors:
+                call = replace(call, **layout_tensors(tensors, call))
+            params = dict(ready.params)
+            for param in ready.variant.params:
+                if isinstance(value := given.get(param.name), Tensor):
+                    params[param.name] = per_query(
+                        f"{ready.variant.name}'s {param.name}", param, value, call
+                    )
+            ready = ready._replace(call=call, params=params)
+            if ready.variant.refuse(call, **params) is not None:
+                return None
+        if self.place < 0 and self.outlines is None:
+            return call, ready.definition
+        # Also beside a definition: a checkpoint counts what its two runs save for gradients.
+        forms = ready.forms
+        if self.outlines is not None and tuple(map(_outline, forms)) != self.outlines:
+            return None
+        return call, ready.definition if self.place < 0 else forms[self.place]
+
+
+_KNOWN: dict[Hashable, Known] = {}
+
+
+def key_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str,
+    backend: str | None,
+    arguments: dict[str, Any],
+    params: dict[str, Any],
+) -> Hashable | None:
+    """What decides how the call is checked and run; None if it must be prepared anew.
+
+    That is so for traced and transformed calls, under autocast, and for arguments of other types
+    than tensors and Python's numbers.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    key: list[Hashable] = [variant, backend, torch.is_grad_enabled()]
+    for x in (q, k, v):
+        if type(x) not in _PLAIN or x.is_nested:
+            return None
+        key += (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return None
+    for some in (arguments, params):
+        for name, x in some.items():
+            if type(x) in _NUMBERS:
+                key += (name, type(x), x)  # 1, 1.0 and True are equal, and are not the same
+            elif type(x) is tuple and all(type(one) is int for one in x):
+                key += (name, x)
+            elif isinstance(x, Tensor) and type(x) in _PLAIN and not x.is_nested:
+                key += (name, x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+            else:
+                return None
+    return tuple(key)
+
+
+def find(
+    key: Hashable | None, variant: str, arguments: dict[str, Any], params: dict[str, Any]
+) -> tuple[Backend, Call, Form] | None:
+    """What runs the call, if it is known and its variant and backend are still the registered."""
+    known = None if key is None else _KNOWN.get(key)
+    if known is None or known.ready.variant is not get_variant(variant):
+        return None
+    if BACKENDS.get(known.backend.name) is not known.backend:
+        return None
+    again = known.again(arguments, params)
+    return None if again is None else (known.backend, *again)
+
+
+def remember(key: Hashable | None, ready: Prepared, choice: Choice, params: dict[str, Any]) -> None:
+    """Keep how the call was checked, and which backend runs which of its forms."""
+    if key is None:
+        return
+    call, (backend, form, forms) = ready.call, choice
+    place = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
+    tensors = any(isinstance(x, Tensor) for x in params.values()) or any(map(_has_gradient, forms))
+    layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
+    outlines = tuple(map(_outline, forms)) if tensors or layout else None
+    if layout:
+        call = replace(call, mask=None, alibi=None, segments=None)
+    elif call.queries * call.keys <= SMALL:
+        call = call.remembering()
+    own = {name: x for name, x in ready.params.items() if not isinstance(x, Tensor)}
+    nothing = torch.empty(0)
+    if len(_KNOWN) >= MOST:
+        _KNOWN.clear()
+    ready = Prepared(nothing, nothing, nothing, call, ready.variant, own, None)
+    _KNOWN[key] = Known(ready, backend, place, outlines)
+
+
+def _outline(form: Form) -> Hashable:
+    """What the choice of a backend may depend on."""
+    if isinstance(form, Pairwise):
+        vectors = (form.gain, form.offset, form.shape, form.sink)
+        return form.activation, form.normalize, form.keep, *map(type, vectors), *map(_kind, vectors)
+    return (form.kind, form.cancels) if isinstance(form, Linear) else form.kind
+
+
+def _has_gradient(form: Form) -> bool:
+    """A variant's function may close over what is learned."""
+    return isinstance(form, Pairwise) and any(
+        isinstance(x, Tensor) and x.requires_grad
+        for x in (form.gain, form.offset, form.shape, form.sink)
+    )
+
+
+def _kind(vector: Any) -> Hashable:
+    if isinstance(vector, Tensor):
+        return vector.requires_grad
+    return vector.differentiable if isinstance(vector, FromStatistics) else type(vector)

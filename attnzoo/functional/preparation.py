@@ -1,0 +1,105 @@
+"""From the arguments of a call to a `Prepared` one: everything that can be wrong is found here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import attnzoo.variants  # noqa: F401  (registers the zoo)
+from attnzoo.core.call import Call, in_full_precision
+from attnzoo.core.forms import Definition, Form, Pairwise, Variant
+from attnzoo.core.parameters import bind, check_rows
+from attnzoo.core.registry import get_variant
+from attnzoo.core.validation import ARGUMENTS, check_call
+from attnzoo.core.values import shown
+
+
+class Prepared(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: Call
+    variant: Variant
+    params: dict[str, Any]
+    refusal: str | None
+
+    @property
+    def definition(self) -> Definition:
+        """The variant's definition, its parameters shaped as `Variant` says."""
+        params = {n: x[..., None] if isinstance(x, Tensor) else x for n, x in self.params.items()}
+        zoo = self.variant
+        return Definition(zoo.name, zoo.weights, zoo.scores, params)
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The variant's forms for this call, checked: they may be a user's own."""
+        forms = self.variant.forms(self.call, **self.params)
+        what = f"forms of variant {self.variant.name!r}"
+        if not isinstance(forms, tuple) or not all(isinstance(x, Form) for x in forms):
+            raise TypeError(
+                f"{what} must be a tuple of Pairwise, Linear or NoForm, got {shown(forms)}"
+            )
+        for form in forms:
+            if isinstance(form, Pairwise):
+                check_rows(what, form, self.call)
+        return forms
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str,
+    arguments: dict[str, Any],
+    origin: int | None = None,
+) -> Prepared:
+    """Everything that can be wrong with a call is found here.
+
+    ``origin``: the position of the first query and of the first key, where a state came before.
+    """
+    zoo = get_variant(variant)
+    given = q
+    q, k, v = _autocast(q, k, v)
+    facts = {name: value for name, value in arguments.items() if name in ARGUMENTS}
+    params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
+    mask = facts.get("attn_mask")
+    if q is not given and isinstance(mask, Tensor) and mask.dtype == given.dtype:
+        facts["attn_mask"] = mask.float()  # it fitted q as it came; fp32 holds all 16-bit values
+    call = check_call(q, k, v, **facts)
+    if origin is not None:
+        call = replace(call, query_origin=origin, key_origin=origin)
+    with in_full_precision(call.device):
+        bound = bind(zoo, call, params)
+        refusal = zoo.refuse(call, **bound)
+        if refusal is not None and not isinstance(refusal, str):
+            raise TypeError(
+                f"refuse of variant {zoo.name!r} must be a str or None, got {shown(refusal)}"
+            )
+        if refusal is None and call.return_lse and zoo.scores is None:
+            refusal = f"return_lse: {variant} is no softmax of scores, it has no log-sum-exp"
+    inputs = [q, k, v, call.alibi, call.mask, *bound.values()]
+    needs = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in inputs
+    )
+    return Prepared(q, k, v, replace(call, needs_grad=needs), zoo, bound, refusal)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, what it does to scaled_dot_product_attention: all but fp64 in its dtype."""
+    kinds = {x.device.type for x in tensors if isinstance(x, Tensor)}
+    if len(kinds) != 1 or not torch.amp.is_autocast_available(kind := kinds.pop()):
+        return tensors
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )
+
+
+def raise_refusal(ready: Prepared) -> None:
+    if ready.refusal is not None:
+        raise ValueError(ready.refusal)
