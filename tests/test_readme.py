@@ -85,7 +85,7 @@ def test_every_file_exists() -> None:
     assert files
     assert [name for name in files if not (ROOT / name).exists()] == []
     assert (ROOT / "attnzoo" / "variants").is_dir()
-    assert (ROOT / "attnzoo" / "forms.py").is_file()
+    assert (ROOT / "attnzoo" / "core" / "forms.py").is_file()
 
 
 def test_the_table_is_up_to_date() -> None:

@@ -25,7 +25,7 @@ WIDER_THAN_A_VECTOR = 64
 def unsupported(form: Form, call: Call) -> str | None:
     if isinstance(form, NoForm):
         return form.why
-    if not isinstance(form, Pairwise) or form.activation.name != "exp" or form.normalize != "sum":
+    if not isinstance(form, Pairwise) or not form.softmax:
         return "carries softmax and row gains on it only"
     if form.sink is not None:
         return "has no sink"

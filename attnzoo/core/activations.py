@@ -15,22 +15,25 @@ from torch import Tensor
 
 from attnzoo.core.forms import Activation
 
-TWINS = "attnzoo.backends.triton.common.activations:"  # by their activations' names
+TRITON = "attnzoo.backends.triton.common.activations:"  # by their activations' names
 
 EXP = Activation(
     "exp",
     lambda s, shape: s.exp_(),
     lambda s, phi, shape: phi,
-    triton=TWINS + "exp",
+    triton=TRITON + "exp",
     unit=log2(e),
+    exponential=True,
+    convex=True,
 )
 
 SIGMOID = Activation(
     "sigmoid",
     lambda s, shape: s.sigmoid_(),
     lambda s, phi, shape: phi.addcmul(phi, phi, value=-1),
-    triton=TWINS + "sigmoid",
+    triton=TRITON + "sigmoid",
     unit=log2(e),
+    bounded=True,
 )
 
 IDENTITY = Activation(
@@ -41,7 +44,8 @@ SPARSEMAX = Activation(
     "sparsemax",
     lambda s, shape: s.add_(1).relu_(),
     lambda s, phi, shape: (phi > 0).to(phi.dtype),
-    triton=TWINS + "sparsemax",
+    triton=TRITON + "sparsemax",
+    alpha=2.0,
 )
 
 ENTMAX15 = Activation(
@@ -49,7 +53,8 @@ ENTMAX15 = Activation(
     lambda s, shape: torch.add(s.new_ones(()), s, alpha=0.5, out=s).relu_().square_(),
     # φ/√φ: a vectorized √0 is ten times slower than any other on some CPUs, and most φ are 0.
     lambda s, phi, shape: phi.clamp_min(torch.finfo(phi.dtype).tiny).rsqrt_().mul_(phi),
-    triton=TWINS + "entmax15",
+    triton=TRITON + "entmax15",
+    alpha=1.5,
 )
 
 
@@ -82,7 +87,9 @@ def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
     return torch.where(inside, phi * log_slope, 0.0)
 
 
-Q_EXP = Activation("q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope, triton=TWINS + "q_exp")
+Q_EXP = Activation(
+    "q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope, triton=TRITON + "q_exp", alpha="shape"
+)
 
 
 def _taylor(order: int) -> Activation:
@@ -102,7 +109,7 @@ def _taylor(order: int) -> Activation:
         value,
         lambda s, phi, shape: value(s, shape, order - 1),
         vanishes=False,
-        triton=f"{TWINS}taylor{order}" if order in (2, 4) else None,
+        triton=f"{TRITON}taylor{order}" if order in (2, 4) else None,
     )
 
 

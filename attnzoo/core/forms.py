@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import e, log2
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -26,14 +27,25 @@ REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
 
 @dataclass(frozen=True)
 class Activation:
-    """φ(s) and φ'(s); with ``shape`` a family of them (entmax: α), one member per row.
+    """φ(s) and φ'(s); with ``shape`` a family of them (entmax: α), one member per query.
 
-    value(s, shape) -> φ, slope(s, φ, shape) -> φ', shape_slope(s, φ, shape) -> ∂φ/∂shape.
-    ``value`` may overwrite ``s``: a caller that needs the scores again passes a copy.
-    ``vanishes`` says φ(−∞) = 0, so that a masked score may be −∞; otherwise φ itself is masked.
-    ``triton`` names the kernels' twin as "module:name", so that nothing here imports Triton: a
-    ``@triton.jit`` function of (x, shape) that returns (φ, φ') and gets x = ``unit`` · s. Both
-    must be 0 at x = −∞ if φ vanishes there.
+    value(s, shape) -> φ, slope(s, φ, shape) -> φ'. ``value`` may overwrite ``s``: a caller that
+    needs the scores again passes a copy.
+    shape_slope(s, φ, shape) -> ∂φ/∂shape, of a family; None where there is no shape.
+    vanishes: φ(−∞) = 0, so that a masked score may be −∞; otherwise φ itself is masked.
+    triton: the Triton implementation as "module:name", so that nothing here imports Triton: a
+        ``@triton.jit`` function of (x, shape) that returns (φ, φ') and gets x = ``unit`` · s. Both
+        must be 0 at x = −∞ if φ vanishes there.
+
+    What backends know of φ beyond that is said here, never guessed from the name:
+
+    exponential: φ = exp. Its sum is a softmax: it has a log-sum-exp, a backend may take a running
+        maximum off the scores, and torch's fused softmax may stand for it. ``unit`` is log2 e.
+    alpha: φ is the q-exponential [1 + (α−1)x]_+^{1/(α−1)} of this α in (1, 2]; "shape" if α is the
+        shape. Thresholds are solved fast, and in kernels. ``unit`` is 1.
+    convex: φ is convex, φ(−∞) = 0 and φ(0) ≥ 1: `tiled` solves for a threshold by Newton's method.
+        A q-exponential need not say so.
+    bounded: φ ≤ 1, which fp16 holds without a normalizer.
 
     For torch.compile it must be made before the call, at the top of a module say.
     """
@@ -45,6 +57,36 @@ class Activation:
     vanishes: bool = True
     triton: str | None = None
     unit: float = 1.0
+    exponential: bool = False
+    alpha: float | Literal["shape"] | None = None
+    convex: bool = False
+    bounded: bool = False
+
+    def __post_init__(self) -> None:
+        what = f"activation {shown(self.name)}"
+        for field in ("vanishes", "exponential", "convex", "bounded"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(
+                    f"{what}: {field} must be a bool, got {shown(getattr(self, field))}"
+                )
+        alpha, family = self.alpha, self.shape_slope is not None
+        number = isinstance(alpha, float) and 1 < alpha <= 2
+        if alpha is not None and not (alpha == "shape" if family else number):
+            allowed = (
+                "'shape' with a shape_slope, or None" if family else "a float in (1, 2] or None"
+            )
+            raise ValueError(f"{what}: alpha must be {allowed}, got {shown(alpha)}")
+        if (self.exponential or self.solvable) and not self.vanishes:
+            raise ValueError(f"{what}: vanishes must be True, as exponential, alpha and convex say")
+        unit = log2(e) if self.exponential else 1.0 if alpha is not None else self.unit
+        if self.triton is not None and self.unit != unit:
+            why = "log2(e) of an exponential" if self.exponential else "1.0 where alpha is given"
+            raise ValueError(f"{what}: unit must be {why}, got {shown(self.unit)}")
+
+    @property
+    def solvable(self) -> bool:
+        """A threshold can be solved for."""
+        return self.convex or self.alpha is not None
 
 
 class Statistics(NamedTuple):
@@ -74,6 +116,9 @@ class Pairwise:
     "threshold"   solved so that Σ_j φ = 1   1
     "select"      0                          1 / Σ φ over the ``keep`` largest scores
     ============  =========================  ==========================
+
+    A threshold needs an activation with ``alpha`` or ``convex``, a selection one that vanishes at
+    −∞. ``shape`` is for an activation with a ``shape_slope``.
     """
 
     activation: Activation
@@ -88,7 +133,7 @@ class Pairwise:
     def __post_init__(self) -> None:
         if not isinstance(self.activation, Activation):
             raise TypeError(f"activation must be an Activation, got {shown(self.activation)}")
-        name, how = self.activation.name, self.normalize
+        how = self.normalize
         takes = {"none": "offset", "sum": "sink", "threshold": "", "select": "keep"}
         if not isinstance(how, str) or how not in takes:
             raise ValueError(f"normalize must be one of {', '.join(takes)}, got {shown(how)}")
@@ -105,12 +150,23 @@ class Pairwise:
                 raise ValueError(f"normalize={how!r} takes no {field}")
         if (how == "none" and self.offset is None) or (how == "select" and self.keep is None):
             raise ValueError(f"normalize={how!r} needs {takes[how]}")
-        if how == "threshold" and name not in ("sparsemax", "entmax15", "q_exp"):
-            raise ValueError(f"normalize='threshold' solves for the q-exponential, not for {name}")
-        if how == "select" and name != "exp":
-            raise ValueError(f"normalize='select' is a softmax over kept keys, not one of {name}")
-        if (name == "q_exp") != (self.shape is not None):
-            raise ValueError("shape is the α of q_exp, and no other activation's")
+        phi, family = self.activation, self.activation.shape_slope is not None
+        if how == "threshold" and not phi.solvable:
+            raise ValueError(
+                f"normalize='threshold' needs an activation with alpha or convex, {phi.name} has "
+                "neither"
+            )
+        if how == "select" and not phi.vanishes:
+            raise ValueError(
+                f"normalize='select' needs an activation that vanishes at −∞, {phi.name} does not"
+            )
+        if family != (self.shape is not None):
+            raise ValueError(f"shape must be {'given' if family else 'None'} for {phi.name}")
+
+    @property
+    def softmax(self) -> bool:
+        """Of all keys, the sink's share included: a running maximum may be taken off the scores."""
+        return self.normalize == "sum" and self.activation.exponential
 
 
 @dataclass(frozen=True)
@@ -180,6 +236,10 @@ def no_refusal(call: Call, **params: Any) -> str | None:
     return None
 
 
+def no_state(**params: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Variant:
     """One member of the zoo.
@@ -200,6 +260,8 @@ class Variant:
     example(length) -> parameters that suit sequences of up to ``length`` keys, the required ones
         among them: evals, benchmarks and tests use these where a user gives none.
     inference_only: made for models that were trained with softmax, not for training.
+    has_state(**params) -> whether a linear form holds for these parameters, in every call that a
+        linear form takes: `attnzoo.linear_attention` then runs, and a cache may be a state.
     identity: parameters with which the variant is softmax, for any number of keys; None where no
         parameters do that. A model that was trained with softmax then begins as what it was.
     """
@@ -218,3 +280,4 @@ class Variant:
     identity: dict[str, Any] | None = None
     example: Callable[[int], dict[str, Any]] | None = None
     inference_only: bool = False
+    has_state: Callable[..., bool] = no_state

@@ -114,6 +114,7 @@ def _check_fields(variant: Variant) -> None:
     _check_function(f"{what}: weights", variant.weights, dense, given)
     _check_function(f"{what}: forms", variant.forms, ("call",), given)
     _check_function(f"{what}: refuse", variant.refuse, ("call",), given)
+    _check_function(f"{what}: has_state", variant.has_state, (), given)
     if variant.scores is not None:
         _check_function(f"{what}: scores", variant.scores, dense, given)
     if variant.calibrate is not None:

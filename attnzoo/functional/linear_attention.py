@@ -96,14 +96,6 @@ def scan_for(form: Linear, call: Call) -> Backend:
     return next(able)
 
 
-def has_state(variant: str, params: dict[str, Any], heads: int) -> bool:
-    """Whether a variant has a linear form with these parameters."""
-    devices = [x.device for x in params.values() if isinstance(x, Tensor)]
-    x = torch.empty(1, heads, 1, 1, device=devices[0] if devices else None)
-    ready = prepare(x, x, x, variant, {"is_causal": True, **params})
-    return any(isinstance(f, Linear) for f in ready.forms)
-
-
 def _length(state: Any) -> int:
     if not isinstance(state, LinearState):
         raise TypeError(f"state must be a LinearState or None, got {type(state).__name__}")

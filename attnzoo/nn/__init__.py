@@ -2,6 +2,7 @@
 
 from attnzoo.nn.attention import Attention, parameter_groups
 from attnzoo.nn.cache import Cache, KVCache, StateCache
+from attnzoo.nn.decoding import attend
 from attnzoo.nn.multihead import MultiheadAttention, replace
 from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
@@ -14,6 +15,7 @@ __all__ = [
     "StateCache",
     "Taylor",
     "Transformer",
+    "attend",
     "parameter_groups",
     "replace",
 ]

@@ -24,8 +24,8 @@ from attnzoo.core.values import (
     shown,
 )
 from attnzoo.functional.attention import attention, attention_weights
-from attnzoo.functional.linear_attention import has_state
 from attnzoo.nn.cache import Cache, KVCache, StateCache
+from attnzoo.nn.decoding import attend
 
 BOUNDED = "parametrizations"
 
@@ -251,9 +251,7 @@ class Attention(nn.Module):
             return _dense(q, k, v, self.variant, **keywords, **own)
         if cache is None:
             return attention(q, k, v, self.variant, **keywords, **own)
-        if not isinstance(cache, Cache):
-            raise TypeError(f"cache must be from new_cache(), or None; got {type(cache).__name__}")
-        return cache.attend(q, k, v, self.variant, **keywords, **own)
+        return attend(cache, q, k, v, self.variant, **keywords, **own)
 
     def new_cache(self, max_length: int, kind: str | None = None) -> Cache:
         """An empty cache for decoding, one per sequence or batch of sequences.
@@ -267,7 +265,7 @@ class Attention(nn.Module):
         """
         if kind not in (None, "keys", "state"):
             raise ValueError(f"kind must be 'keys', 'state' or None, got {shown(kind)}")
-        possible = has_state(self.variant, self._own(), self.num_heads)
+        possible = get_variant(self.variant).has_state(**self._own())
         if kind == "state" and not possible:
             raise ValueError(f"kind: {self.variant!r} has no state here, only keys; got 'state'")
         keys = KVCache(max_length)  # whatever it will be: max_length is checked

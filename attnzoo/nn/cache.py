@@ -1,8 +1,6 @@
 """What decoding remembers: the keys and values so far, or the state of a linear variant.
 
-Both caches answer the same calls. `attend` takes the next tokens of each sequence, any number of
-them, and gives what ``attention(..., is_causal=True)`` over all tokens so far gives for these rows:
-the counts n_i, positions, windows and sinks are those of the whole sequence.
+A cache holds, goes back and reorders; it computes nothing. `attend` does, with what it holds.
 """
 
 from __future__ import annotations
@@ -12,28 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.core.registry import get_variant
-from attnzoo.core.values import (
-    check_dense,
-    check_sizes,
-    is_int,
-    is_number,
-    is_readable,
-    plain,
-    shown,
-)
-from attnzoo.functional.attention import attention
-from attnzoo.functional.linear_attention import LinearState, linear_attention
-
-# Keywords of `attention` that a state has no use for, and what they are when they say nothing.
-NEUTRAL = {
-    "window": None,
-    "alibi": None,
-    "segment_ids": None,
-    "dropout_p": 0.0,
-    "return_lse": False,
-    "backend": None,
-}
+from attnzoo.core.values import check_dense, check_sizes, is_int, is_readable, shown
+from attnzoo.functional.linear_attention import LinearState
 
 
 class KVCache:
@@ -48,8 +26,9 @@ class KVCache:
         >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
         >>> whole = attnzoo.attention(q, k, v, "ssmax", is_causal=True)
         >>> cache = attnzoo.nn.KVCache(max_length=16)
-        >>> _ = cache.attend(q[:, :, :9], k[:, :, :9], v[:, :, :9], "ssmax")
-        >>> last = cache.attend(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], "ssmax")
+        >>> _ = cache.update(k[:, :, :9], v[:, :, :9])
+        >>> keys, values = cache.update(k[:, :, 9:], v[:, :, 9:])
+        >>> last = attnzoo.attention(q[:, :, 9:], keys, values, "ssmax", is_causal=True)
         >>> torch.allclose(last, whole[:, :, 9:], atol=1e-6), cache.length
         (True, 10)
     """
@@ -69,43 +48,18 @@ class KVCache:
         """(B, Hkv, length, Dv), a view; None before the first call."""
         return None if self._held is None else self._held[1][:, :, : self.length]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any) -> Any:
-        """Attention of the next tokens to all so far, these included.
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values so far, with those of the next tokens appended: views.
 
         Args:
-            q: (B, H, N, D), k: (B, Hkv, N, D), v: (B, Hkv, N, Dv), the next N tokens.
-            variant, **arguments: as for `attention`; a mask is one over all ``length`` + N keys.
+            k: (B, Hkv, N, D), v: (B, Hkv, N, Dv), of the next N tokens.
 
         Raises:
             ValueError, TypeError: naming the argument; nothing was appended then.
         """
-        _check_causal(arguments)
-        _check_tokens(q, k, v)
-        for name, x in {"q": q, "k": k, "v": v, **arguments}.items():
-            if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
-                raise ValueError(
-                    f"{name} requires a gradient, and a cache of keys keeps none, for it is "
-                    "written to again and again: call it under torch.no_grad()"
-                )
-        keys, values = self._with(k, v)
-        _check_mask(arguments, keys.shape[2])
-        found = attention(q, keys, values, variant, is_causal=True, **arguments)
-        self.length = keys.shape[2]
-        return found
-
-    def crop(self, length: int) -> None:
-        """Forgets the tokens after the first ``length``: a draft that was rejected, say."""
-        self.length = _cropped(length, self.length)
-
-    def reorder(self, index: Tensor) -> None:
-        """Sequence i becomes a copy of what sequence ``index[i]`` was: (B',), int."""
-        _check_index(index, None if self._held is None else self._held[0])
-        if self._held is not None:
-            keys, values = self._held
-            self._held = keys.index_select(0, index), values.index_select(0, index)
-
-    def _with(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, these written after what is held; ``length`` is as it was."""
+        for name, x in (("k", k), ("v", v)):
+            check_heads_first(name, x)
+            check_constant(name, x)
         start, stop = self.length, self.length + k.shape[2]
         if stop > self.max_length:
             raise ValueError(
@@ -123,8 +77,19 @@ class KVCache:
                     f"holds, got {tuple(x.shape)} {x.dtype} on {x.device}"
                 )
             room[:, :, start:stop] = x
-        self._held = held
+        self._held, self.length = held, stop
         return held[0][:, :, :stop], held[1][:, :, :stop]
+
+    def crop(self, length: int) -> None:
+        """Forgets the tokens after the first ``length``: a draft that was rejected, say."""
+        self.length = _cropped(length, self.length)
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence i becomes a copy of what sequence ``index[i]`` was: (B',), int."""
+        _check_index(index, None if self._held is None else self._held[0])
+        if self._held is not None:
+            keys, values = self._held
+            self._held = keys.index_select(0, index), values.index_select(0, index)
 
     def _room(self, x: Tensor) -> Tensor:
         # Made in inference mode it could not be written to outside.
@@ -137,14 +102,18 @@ class KVCache:
 
 
 class StateCache:
-    """The state of a linear variant (cosformer, taylor): one size at any length.
+    """The state of a linear variant: one size at any length.
+
+    A state is a sum of what a variant made of the keys, with a scale and parameters: ``made_by``
+    says which, and the next tokens must come with the same.
 
     Example:
         >>> import torch, attnzoo
         >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
         >>> whole = attnzoo.attention(q, k, v, "taylor", is_causal=True)
+        >>> attend = attnzoo.nn.Attention("taylor", num_heads=2)
         >>> cache = attnzoo.nn.StateCache()
-        >>> rows = [cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)), "taylor")
+        >>> rows = [attend(*(x[:, :, i : i + 1] for x in (q, k, v)), cache=cache)
         ...         for i in range(10)]
         >>> torch.allclose(torch.cat(rows, dim=2), whole, atol=1e-5), cache.length
         (True, 10)
@@ -152,45 +121,16 @@ class StateCache:
 
     def __init__(self) -> None:
         self.state: LinearState | None = None
-        self._made_by: dict[str, Any] = {}
+        self.made_by: dict[str, Any] = {}
 
     @property
     def length(self) -> int:
         return 0 if self.state is None else self.state.length
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any) -> Tensor:
-        """As `KVCache.attend`, for arguments that `linear_attention` takes. Differentiable.
-
-        Variant, scale and parameters are those of the first call: a state is a sum of what they
-        made of the keys.
-        """
-        _check_causal(arguments)
-        _check_tokens(q, k, v)
-        for name, nothing in NEUTRAL.items():
-            value = plain(arguments.pop(name, nothing))
-            known = isinstance(value, bool) or is_number(value)  # of others != may be no bool
-            if value is not None and (not known or value != nothing):
-                raise ValueError(
-                    f"{name} must be {nothing} with a state of keys, got {shown(value)}"
-                )
-        _check_mask(arguments, self.length + k.shape[2])
-        facts = {"variant": variant, "scale": None}
-        facts |= {n: x for n, x in arguments.items() if not isinstance(x, Tensor)}
-        # What no call takes is left to `linear_attention`, which refuses it.
-        fixed = ["variant", "scale", *(param.name for param in get_variant(variant).params)]
-        fixed += [name for name in self._made_by if name != "enable_gqa"]
-        for name in dict.fromkeys(fixed) if self.state is not None else ():
-            if facts.get(name) != self._made_by.get(name):
-                raise ValueError(
-                    f"{name} must be that of the state, {self._made_by.get(name)!r}, got "
-                    f"{shown(facts.get(name))}"
-                )
-        mask = arguments.get("attn_mask")
-        if mask is not None:
-            arguments["attn_mask"] = mask[..., self.length :]
-        out, self.state = linear_attention(q, k, v, variant, state=self.state, **arguments)
-        self._made_by = facts
-        return out
+    def update(self, state: LinearState, made_by: dict[str, Any]) -> LinearState:
+        """The state after the next tokens, in the place of that before."""
+        self.state, self.made_by = state, made_by
+        return state
 
     def crop(self, length: int) -> None:
         """To 0, or to what it is: a sum does not say what one of its terms was."""
@@ -221,32 +161,19 @@ def _fits(x: Tensor, room: Tensor, k: Tensor) -> bool:
     return x.shape == expected and x.dtype == room.dtype and x.device == room.device
 
 
-def _check_mask(arguments: dict[str, Any], length: int) -> None:
-    """One entry per key so far: a mask of one would be taken for all of them."""
-    mask = arguments.get("attn_mask")
-    if mask is None:
-        return
-    check_dense("attn_mask", mask)
-    if mask.dim() == 0 or mask.shape[-1] != length:
+def check_heads_first(name: str, x: Tensor) -> None:
+    check_dense(name, x)
+    if x.dim() != 4:
+        heads = "H" if name == "q" else "Hkv"
+        raise ValueError(f"{name} must have shape (B, {heads}, N, D), got {tuple(x.shape)}")
+
+
+def check_constant(name: str, x: Any) -> None:
+    if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
         raise ValueError(
-            f"attn_mask must be over all {length} keys so far, the new ones included, got "
-            f"{tuple(mask.shape)}"
+            f"{name} requires a gradient, and a cache of keys keeps none, for it is written to "
+            "again and again: call it under torch.no_grad()"
         )
-
-
-def _check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dense(name, x)
-        if x.dim() != 4:
-            heads = "H" if name == "q" else "Hkv"
-            raise ValueError(f"{name} must have shape (B, {heads}, N, D), got {tuple(x.shape)}")
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must hold the same tokens, got {q.shape[2]} and {k.shape[2]}")
-
-
-def _check_causal(arguments: dict[str, Any]) -> None:
-    if arguments.pop("is_causal", True) is not True:
-        raise ValueError("is_causal must be True with a cache: later tokens are not there yet")
 
 
 def _cropped(length: int, held: int) -> int:

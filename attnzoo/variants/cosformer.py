@@ -68,5 +68,6 @@ VARIANT = Variant(
     forms=forms,
     refuse=refuse,
     positional=True,
+    has_state=lambda max_length: True,
     example=lambda length: {"max_length": length},
 )

@@ -74,4 +74,5 @@ VARIANT = Variant(
     ),
     forms=forms,
     refuse=refuse,
+    has_state=lambda order: order == 2,
 )

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from helpers.agreement import disagreements, kept, make, reference
-from helpers.cases import CASES, VARIANTS
-from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows
 

@@ -10,13 +10,11 @@ import torch
 
 import attnzoo
 from attnzoo.backends.selection import BACKENDS
-from helpers.cases import CASES, VARIANTS, rand
+from helpers.cases import NO_LSE, NO_SCORE, VARIANTS, params_of, rand
 from helpers.coverage_table import (
     FEATURE_BACKENDS,
     FORWARD_ONLY,
     KERNELS,
-    NO_LSE,
-    NO_SCORE,
     PARAMETER_BACKENDS,
     RUNS,
     VARIANT_BACKENDS,
@@ -31,7 +29,7 @@ TABLED = ("sdpa", "decode", "flash", "linear", "flash_linear")
 def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:
     """Forward, backward, and the shape of the output."""
     q, v = arguments["q"], arguments["v"]
-    params = {**CASES[variant].params, **params}
+    params = {**params_of(variant), **params}
     out = attnzoo.attention(variant=variant, backend=backend, **arguments, **params)
     out = out[0] if arguments.get("return_lse") else out
     assert out.shape == (*q.shape[:3], v.shape[-1])
@@ -49,7 +47,7 @@ def check(
 ) -> None:
     """Runs, or is refused in these words; and `explain` says the same beforehand."""
     plan = attnzoo.explain(
-        variant=variant, backend=backend, **arguments, **{**CASES[variant].params, **params}
+        variant=variant, backend=backend, **arguments, **{**params_of(variant), **params}
     )
     if reason is RUNS:
         run(arguments, variant, backend, **params)
@@ -139,7 +137,7 @@ def test_without_a_name_every_feature_runs(variant: str) -> None:
         if name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]:
             continue
         arguments = feature(name)
-        plan = attnzoo.explain(variant=variant, **arguments, **CASES[variant].params)
+        plan = attnzoo.explain(variant=variant, **arguments, **params_of(variant))
         assert plan.chosen in BACKENDS
         run(arguments, variant, plan.chosen)
 

@@ -19,8 +19,8 @@ from attnzoo.backends.triton.decode import operators as decode_ops
 from attnzoo.backends.triton.flash import launch
 from helpers.agreement import Inputs, make
 from helpers.agreement import disagreements as disagreements_of
-from helpers.cases import CASES, rand
-from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from helpers.cases import CASES, NO_LSE, NO_SCORE, params_of, rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows, quick_variants
 
@@ -287,13 +287,13 @@ def test_a_cache_decodes_the_same_tokens(variant: str) -> None:
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     mask[1, ..., :9] = False
     whole = attnzoo.attention(
-        q, k, v, variant, is_causal=True, attn_mask=mask, enable_gqa=True, **CASES[variant].params
+        q, k, v, variant, is_causal=True, attn_mask=mask, enable_gqa=True, **params_of(variant)
     )
     cache, rows, start = attnzoo.nn.KVCache(64), [], 0
     for stop in (30, 33, *range(34, 41)):
         tokens = (x[:, :, start:stop] for x in (q, k, v))
-        options = {"attn_mask": mask[..., :stop], "enable_gqa": True, **CASES[variant].params}
+        options = {"attn_mask": mask[..., :stop], "enable_gqa": True, **params_of(variant)}
         backend = "decode" if start else None
-        rows.append(cache.attend(*tokens, variant, backend=backend, **options))
+        rows.append(attnzoo.nn.attend(cache, *tokens, variant, backend=backend, **options))
         start = stop
     assert torch.allclose(torch.cat(rows, dim=2), whole, atol=1e-5)

@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from helpers.agreement import disagreements, make
-from helpers.cases import CASES
-from helpers.coverage_table import CONSTANT_PARAMETERS, NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from helpers.cases import CASES, NO_LSE, NO_SCORE
+from helpers.coverage_table import CONSTANT_PARAMETERS, FLASH
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
-FLASH = [variant for variant, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
 
 FACTORS = {
     "shape": ((1, 1), (63, 63), (128, 128), (17, 63), (128, 17), (1, 200)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_flash import FLASH, factors
+from test_flash import factors
 from test_threshold import ALPHAS, SCORES, bisected
 from torch import Tensor
 
@@ -19,8 +19,8 @@ from attnzoo.backends.triton.flash.launch import Form
 from attnzoo.core import activations
 from attnzoo.core.forms import Activation
 from helpers.agreement import Inputs, by_backend, disagreements, make
-from helpers.cases import rand
-from helpers.coverage_table import NO_LSE
+from helpers.cases import NO_LSE, rand
+from helpers.coverage_table import FLASH
 from helpers.kernel_paths import quick_variants
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]

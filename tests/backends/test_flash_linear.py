@@ -18,7 +18,7 @@ from attnzoo.backends.triton.linear import backend as flash_linear
 from attnzoo.backends.triton.linear import operators as linear_ops
 from attnzoo.functional.preparation import prepare
 from helpers.agreement import by_backend, disagreements, make
-from helpers.cases import rand
+from helpers.cases import params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows, quick_variants
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory"
 
 KINDS = ("linear",)
 LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
-PARAMS: dict[str, dict[str, Any]] = {"taylor": {}, "cosformer": {"max_length": 256}}
+PARAMS: dict[str, dict[str, Any]] = {name: params_of(name) for name in LINEAR}
 every_variant = pytest.mark.parametrize("variant", quick_variants(LINEAR, KINDS))
 
 FACTORS = {

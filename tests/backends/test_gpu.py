@@ -15,11 +15,10 @@ from torch import Tensor
 
 import attnzoo
 from helpers.agreement import Inputs, by_backend, disagreements, make, outputs
-from helpers.cases import CASES
-from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from helpers.cases import CASES, NO_LSE, NO_SCORE, params_of
+from helpers.coverage_table import CONSTANT_PARAMETERS, FLASH, RUNS, VARIANT_BACKENDS
 
 pytestmark = pytest.mark.gpu
-FLASH = [variant for variant, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
 
 PLAIN = {
     "shape": (1000, 1000), "dtype": torch.bfloat16, "span": "causal", "mask": "none",
@@ -64,7 +63,7 @@ def cells() -> Iterator[Any]:
     for variant in FLASH:
         for seed, (name, changes) in enumerate(ROWS.items()):
             row = {**PLAIN, **changes}
-            if CASES[variant].learned and variant != "entmax":  # it has no gradient for α
+            if CASES[variant].learned and (variant, "flash") not in CONSTANT_PARAMETERS:
                 row["params"] = "learned"
             if variant in NO_SCORE:
                 row.update(alibi=False, mask=row["mask"].replace("float", "bool"))
@@ -124,11 +123,13 @@ def test_few_rows_agree_with_the_definition(variant: str, name: str) -> None:
 @pytest.mark.parametrize("variant", LINEAR)
 def test_a_state_goes_on_through_the_kernels(variant: str) -> None:
     q, k, v = torch.randn(3, 1, 4, 300, 16, device="cuda", dtype=torch.bfloat16).unbind()
-    params = CASES[variant].params | ({"max_length": 300} if variant == "cosformer" else {})
+    params = params_of(variant, 300)
     whole = attnzoo.attention(q, k, v, variant, is_causal=True, **params)
     cache, rows = attnzoo.nn.StateCache(), []
     for start, stop in ((0, 200), (200, 298), (298, 299), (299, 300)):
-        rows.append(cache.attend(*(x[:, :, start:stop] for x in (q, k, v)), variant, **params))
+        rows.append(
+            attnzoo.nn.attend(cache, *(x[:, :, start:stop] for x in (q, k, v)), variant, **params)
+        )
     assert torch.allclose(torch.cat(rows, dim=2), whole, rtol=2e-2, atol=2e-2)
 
 
@@ -139,7 +140,7 @@ def test_compiles_whole(variant: str) -> None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attnzoo.attention(
-            q, k, v, variant, is_causal=True, backend="flash", **CASES[variant].params
+            q, k, v, variant, is_causal=True, backend="flash", **params_of(variant)
         )
 
     results = []

@@ -12,10 +12,17 @@ from torch.autograd import gradcheck
 import attnzoo
 from attnzoo import LinearState, linear_attention
 from attnzoo.backends import linear
-from helpers.cases import VARIANTS, rand
+from helpers.cases import VARIANTS, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 
-PARAMS: dict[str, dict[str, Any]] = {"taylor": {}, "cosformer": {"max_length": 64}}
+
+def has_state(variant: str) -> bool:
+    found = attnzoo.get_variant(variant)
+    defaults = {param.name: param.default for param in found.params}
+    return found.has_state(**{**defaults, **params_of(variant)})
+
+
+PARAMS: dict[str, dict[str, Any]] = {v: params_of(v, 64) for v in VARIANTS if has_state(v)}
 every_variant = pytest.mark.parametrize("variant", PARAMS)
 
 

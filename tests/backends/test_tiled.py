@@ -19,8 +19,8 @@ from attnzoo.backends.tiled import blocks
 from attnzoo.core.call import Call
 from attnzoo.core.validation import check_call
 from helpers.agreement import disagreements, kept, make
-from helpers.cases import CASES, VARIANTS, rand
-from helpers.coverage_table import NO_LSE, NO_SCORE
+from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, params_of, rand
+from helpers.kernel_paths import quick_variants
 
 
 @pytest.fixture(params=[(90, 3, 1), (300, 5, 2), (4000, 128, 8)], ids=str)
@@ -109,7 +109,7 @@ def expected_gain(variant: str, s: Tensor) -> Tensor:
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in NO_LSE])
 def test_lse_is_that_of_the_scores_without_the_sink(variant: str, backend: str) -> None:
     q, k, v = rand(2, 2, 7, 6, seed=1), rand(2, 2, 5, 6, seed=2), rand(2, 2, 5, 6, seed=3)
-    params = CASES[variant].params
+    params = params_of(variant)
     out, lse = attnzoo.attention(
         q, k, v, variant, is_causal=True, return_lse=True, backend=backend, **params
     )
@@ -145,21 +145,13 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
         assert torch.allclose(lse.double(), exact, atol=1e-5)
 
 
-# One of each kind of normalizer, and a linear form; the others are slow.
-QUICK = ("cosformer", "entmax", "sigmoid", "softmax", "topk")
-
-
-@pytest.mark.parametrize(
-    "variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
-)
+@pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of N² in forward or backward: none above what a block and the inputs hold."""
     n, rows = 512, 16
     monkeypatch.setattr(blocks, "SCORES", rows * n)
     monkeypatch.setattr(blocks, "ROWS", rows)
-    params = {**CASES[variant].params}
-    if variant == "cosformer":
-        params["max_length"] = n
+    params = params_of(variant, n)
     q, k, v = (rand(1, 1, n, 8, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         out = attnzoo.attention(q, k, v, variant, backend="tiled", is_causal=True, **params)
@@ -183,9 +175,7 @@ def test_many_heads_of_one_key_head_with_rows_before_all_keys() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tensors_without_values_give_the_shapes(variant: str) -> None:
     """On the meta device and as fake tensors, above the size from which on tiled is chosen."""
-    params = {**CASES[variant].params}
-    if variant == "cosformer":
-        params["max_length"] = 400
+    params = params_of(variant, 400)
     for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(), "cpu")):
         with mode:
             q, k, v = (torch.empty(1, 1, 400, 8, device=device).requires_grad_() for _ in range(3))
@@ -212,7 +202,7 @@ def test_transforms_are_refused_and_point_to_eager(name: str, variant: str) -> N
     q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
 
     def run(q: Tensor, backend: str) -> Tensor:
-        return attnzoo.attention(q, k, v, variant, backend=backend, **CASES[variant].params)
+        return attnzoo.attention(q, k, v, variant, backend=backend, **params_of(variant))
 
     with pytest.raises(ValueError, match="'tiled' .*vmap.*backend='eager'"):
         TRANSFORMS[name](lambda q: run(q, "tiled"), q)
@@ -243,7 +233,7 @@ def test_a_tangent_is_refused_and_points_to_eager() -> None:
 def with_and_without(variant: str, change: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Outputs (2, 2, 12, 4) after the change of q, k and v, and before."""
     inputs = [rand(2, 2, 12, 4, seed=i).float() for i in range(3)]
-    options = {"backend": "tiled", **CASES[variant].params, **options}
+    options = {"backend": "tiled", **params_of(variant), **options}
     clean = attnzoo.attention(*inputs, variant, **options)
     change(*inputs)
     return attnzoo.attention(*inputs, variant, **options), clean
@@ -295,7 +285,7 @@ def test_a_key_of_nan_that_is_masked_changes_nothing(variant: str) -> None:
 def test_a_score_of_nan_or_inf_makes_its_row_nan_and_no_other(variant: str, value: float) -> None:
     q, k, v = (rand(2, 2, 12, 4, seed=i).float() for i in range(3))
     mask = torch.zeros(12, 12)
-    options = {"backend": "tiled", **CASES[variant].params}
+    options = {"backend": "tiled", **params_of(variant)}
     clean = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
     mask[5, 3] = value
     found = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)

@@ -12,7 +12,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.core.call import Call
 from attnzoo.core.validation import check_call
-from helpers.cases import rand
+from helpers.cases import params_of, rand
 
 SHAPES = (1, 1), (5, 5), (1, 6), (4, 7), (7, 4), (6, 1)
 
@@ -200,8 +200,7 @@ def test_segments_are_calls_of_their_own(variant: str, backend: str) -> None:
     """Packed sequences give what each gives alone, counts and causality included."""
     q, k, v = (rand(1, 2, 12, 6, seed=i) for i in range(3))
     ids = torch.tensor([[4, 4, 4, 4, 4, -1, -1, -1, 9, 9, 9, 9]])
-    params = {"max_length": 12} if variant == "cosformer" else {}
-    options = dict(is_causal=True, backend=backend, **params)
+    options = dict(is_causal=True, backend=backend, **params_of(variant, 12))
     packed = attnzoo.attention(q, k, v, variant, segment_ids=ids, **options)
     for part in (slice(0, 5), slice(5, 8), slice(8, 12)):
         alone = attnzoo.attention(*(x[:, :, part] for x in (q, k, v)), variant, **options)

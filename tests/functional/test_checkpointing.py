@@ -16,7 +16,7 @@ import attnzoo
 from attnzoo.backends.tiled import blocks
 from attnzoo.core import registry
 from attnzoo.integrations.transformers import convert
-from helpers.cases import CASES, learned, rand
+from helpers.cases import CASES, learned, params_of, rand
 from helpers.coverage_table import CONSTANT_PARAMETERS, TRAINED, cell, precise
 from helpers.hf_models import llama, quiet
 
@@ -29,7 +29,7 @@ def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Ten
     leaves = [rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3)]
     constant = (variant, backend) in CONSTANT_PARAMETERS
     named = {} if constant else {n: x.to(dtype) for n, x in learned(variant, 2).items()}
-    options = {"is_causal": True, "backend": backend, **CASES[variant].params, **options}
+    options = {"is_causal": True, "backend": backend, **params_of(variant), **options}
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         params = dict(zip(named, rest, strict=True))

@@ -19,8 +19,8 @@ import attnzoo
 from attnzoo import Activation, Pairwise
 from attnzoo.core import registry
 from attnzoo.nn import Attention
-from helpers.cases import CASES, VARIANTS, learned, rand
-from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, VARIANT_BACKENDS
+from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, learned, params_of, rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 
 IDS = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
 KEYS = rand(2, 1, 1, 9, seed=5) > -0.8
@@ -91,7 +91,7 @@ def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[T
 
 @pytest.mark.parametrize(("variant", "backend", "options"), CELLS)
 def test_compiles_whole_and_agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
-    params = CASES[variant].params
+    params = params_of(variant)
     names = tuple(CASES[variant].learned)
     if (variant, backend) == ("entmax", "eager"):
         names = ()  # a definition that bisects α unrolls into 17 s of compilation
@@ -130,7 +130,10 @@ def graphs_over(
     """How many graphs a call and its gradients are compiled to over these lengths."""
     names = tuple(CASES[variant].learned)
     attend = Attention(
-        variant, 2, learn=names, **{**CASES[variant].params, **params, **learned(variant, 2)}
+        variant,
+        2,
+        learn=names,
+        **{**params_of(variant, max(lengths)), **params, **learned(variant, 2)},
     )
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
@@ -150,8 +153,7 @@ FEW_GRAPHS = [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v
 @pytest.mark.parametrize("variant", FEW_GRAPHS)
 def test_tiled_has_few_graphs_for_all_lengths(variant: str) -> None:
     """One for the first length, then one for few scores and one for many: no blocks unrolled."""
-    params = {"max_length": max(LENGTHS)} if variant == "cosformer" else {}
-    assert graphs_over(LENGTHS, "tiled", variant, **params) <= 3
+    assert graphs_over(LENGTHS, "tiled", variant) <= 3
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 import attnzoo
 from attnzoo.backends.selection import BACKENDS, FEW_SCORES, preference
 from attnzoo.core import registry
-from helpers.cases import CASES, VARIANTS, rand
+from helpers.cases import VARIANTS, params_of, rand
 
 
 def tensors(n: int, d: int = 64, heads: int = 8, gradient: bool = False) -> list[Tensor]:
@@ -22,9 +22,7 @@ def tensors(n: int, d: int = 64, heads: int = 8, gradient: bool = False) -> list
 
 
 def chosen(variant: str, n: int, d: int = 64, gradient: bool = False, **options: Any) -> str | None:
-    options = {**CASES[variant].params, **options}
-    if variant == "cosformer":
-        options["max_length"] = n
+    options = {**params_of(variant, n), **options}
     return attnzoo.explain(*tensors(n, d, gradient=gradient), variant, **options).chosen
 
 
@@ -66,8 +64,7 @@ def test_the_choice_is_a_function_of_sizes_alone() -> None:
 def test_preference_lists_every_candidate_once() -> None:
     q, k, v = tensors(1024)
     for variant in VARIANTS:
-        params = {"max_length": 1024} if variant == "cosformer" else CASES[variant].params
-        plan = attnzoo.explain(q, k, v, variant, **params)
+        plan = attnzoo.explain(q, k, v, variant, **params_of(variant, 1024))
         pairs = [(c.backend, c.form.kind) for c in plan.candidates]
         assert len(set(pairs)) == len(pairs)
         assert {backend for backend, _ in pairs} == set(BACKENDS)

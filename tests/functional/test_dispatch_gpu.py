@@ -23,8 +23,8 @@ import attnzoo
 from attnzoo.functional.linear_attention import scan_for
 from attnzoo.functional.plan import candidates as _candidates
 from attnzoo.functional.preparation import prepare
-from helpers.cases import CASES, VARIANTS, rand
-from helpers.coverage_table import NO_LSE, RUNS, VARIANT_BACKENDS
+from helpers.cases import NO_LSE, VARIANTS, params_of, rand
+from helpers.coverage_table import FLASH
 
 ROOT = Path(__file__).parents[2]
 PAIRWISE = ("sigmoid", "sink", "sparsemax", "entmax", "asentmax", "taylor")
@@ -53,9 +53,7 @@ def qkv(
 
 def plan(variant: str, tensors: list[Tensor] | None = None, **options: Any) -> attnzoo.Plan:
     q, k, v = tensors or qkv()
-    options = {**CASES[variant].params, **options}
-    if variant == "cosformer":
-        options["max_length"] = q.shape[2]
+    options = {**params_of(variant, q.shape[2]), **options}
     return attnzoo.explain(q, k, v, variant, **options)
 
 
@@ -150,7 +148,7 @@ class TestChoice:
             (2048, 16, torch.float64, "linear"),
             (2048, 64, torch.bfloat16, "linear" if variant == "taylor" else "flash_linear"),
         ):
-            params = {"max_length": 4096} if variant == "cosformer" else {}
+            params = params_of(variant, 4096)
             ready = prepare(
                 *qkv(n=n, d=d, dtype=dtype), variant, {"is_causal": True, **params}, origin=7
             )
@@ -186,9 +184,7 @@ def test_a_learned_alpha_is_tiled_and_a_given_one_is_not() -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "variant", [v for v, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
-)
+@pytest.mark.parametrize("variant", FLASH)
 def test_shapes_dtypes_and_strides_without_memory(variant: str) -> None:
     """A layer that holds its heads in its rows gets its output, and its gradients, as such."""
     shapes = (2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 48)
@@ -216,7 +212,7 @@ def test_shapes_dtypes_and_strides_without_memory(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_on_a_cpu_the_kernels_are_never_chosen(variant: str, n: int) -> None:
     q, k, v = (torch.zeros(1).expand(1, 8, n, 64) for _ in range(3))
-    params = {"max_length": n} if variant == "cosformer" else CASES[variant].params
+    params = params_of(variant, n)
     for options in ({}, {"is_causal": True, "window": 7}):
         assert attnzoo.explain(q, k, v, variant, **options, **params).chosen not in (
             "flash", "flash_linear", "decode",

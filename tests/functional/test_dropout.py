@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 
 import attnzoo
 from attnzoo.backends.tiled import blocks
-from helpers.cases import CASES, VARIANTS, learned, rand
+from helpers.cases import VARIANTS, learned, params_of, rand
 
 both = pytest.mark.parametrize("backend", ["eager", "tiled"])
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -32,7 +32,7 @@ def test_it_drops_whole_weights_and_scales_the_rest(variant: str, backend: str) 
     """With v the identity the output is the weights: each is 0, or its own value over 1 − p."""
     q, k, _ = qkv(n=40)
     eye = torch.eye(40, dtype=torch.float64).expand(2, 2, 40, 40)
-    params = CASES[variant].params
+    params = params_of(variant)
     w = attnzoo.attention(q, k, eye, variant, backend="eager", **params)
     out = seeded(0, q, k, eye, variant, backend=backend, dropout_p=0.25, **params)
     kept = out != 0
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_mask_that_was_drawn(variant: str, backend: s
     named = {name: x.double() for name, x in learned(variant, 2).items()}
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        params = {**CASES[variant].params, **dict(zip(named, rest, strict=True))}
+        params = {**params_of(variant), **dict(zip(named, rest, strict=True))}
         if variant == "adaptive_temperature":
             params["differentiable"] = True
         return seeded(4, q, k, v, variant, backend=backend, dropout_p=0.4, is_causal=True, **params)
@@ -108,7 +108,7 @@ def test_the_mask_does_not_depend_on_the_size_of_blocks(
 ) -> None:
     q, k, v = rand(3, 4, 11, 6, seed=1), rand(3, 2, 13, 6, seed=2), rand(3, 2, 13, 6, seed=3)
     options = dict(enable_gqa=True, is_causal=True, dropout_p=0.5, backend="tiled")
-    options.update(CASES[variant].params)
+    options.update(params_of(variant))
     whole = seeded(6, q, k, v, variant, **options)
     for scores, rows, heads in ((30, 2, 1), (100, 3, 2), (500, 5, 8)):
         monkeypatch.setattr(blocks, "SCORES", scores)

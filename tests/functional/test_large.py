@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attnzoo
 from helpers.agreement import Inputs, bounds_of, complaints, prepared
-from helpers.cases import CASES, VARIANTS, learned, rand
+from helpers.cases import VARIANTS, learned, params_of, rand
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +59,10 @@ def expected(
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_of_a_large_call(variant: str, window: int | None) -> None:
-    rest: dict[str, Any] = {"is_causal": True, "window": window, **CASES[variant].params}
-    if variant == "cosformer":
-        rest["max_length"] = N
+    rest: dict[str, Any] = {"is_causal": True, "window": window, **params_of(variant, N)}
     leaves = {n: rand(1, HEADS, N, DIM, seed=i).float() for i, n in enumerate("qkv")}
     leaves.update(learned(variant, HEADS))
-    if CASES[variant].positions_enter:  # as in agreement.py: no row of 0/0
+    if attnzoo.get_variant(variant).positional:  # as in agreement.py: no row of 0/0
         for name in "qk":
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
     do = torch.zeros(1, HEADS, N, DIM)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnzoo
 from attnzoo.core import registry
 from attnzoo.functional import lookup
-from helpers.cases import CASES, VARIANTS, rand
+from helpers.cases import VARIANTS, params_of, rand
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_known_call_gives_what_a_new_one_gives(variant: str, layout: str) -> None:
     """With other values in its tensors, forward and backward."""
-    options = {**CASES[variant].params, **LAYOUTS[layout]}
+    options = {**params_of(variant), **LAYOUTS[layout]}
 
     def run() -> list[Tensor]:
         leaves = [x.requires_grad_() for x in qkv(seed=5)]

@@ -16,7 +16,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.functional.preparation import prepare
 from helpers.approx import Approx
-from helpers.cases import CASES, learned, rand
+from helpers.cases import CASES, learned, params_of, rand
 from helpers.error_budget import VECTORS, Problem, budget
 
 HEAD_DIM = 8
@@ -60,7 +60,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
         "k": 1.5 * rand(batch, kv_heads, keys, head_dim, seed=seed + 1),
         "v": rand(batch, kv_heads, keys, value_dim, seed=seed + 2),
     }
-    if CASES[variant].positions_enter:
+    if attnzoo.get_variant(variant).positional:
         # cosFormer: with q·k nearly 0 for all keys the row is 0/0, and its gradient only noise.
         for name in ("q", "k"):
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
@@ -88,7 +88,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
         rest["dropout_p"] = 0.3
     if row["lse"]:
         rest["return_lse"] = True
-    rest.update(CASES[variant].params)
+    rest.update(params_of(variant))
     if row["params"] == "learned":
         leaves.update(learned(variant, heads, seed))
     elif row["params"] == "per_head":  # and no gradient

@@ -28,11 +28,12 @@ class Paper:
 
 @dataclass(frozen=True)
 class Case:
-    """Sample parameters of a variant.
+    """Sample parameters of a variant; see `params_of` for those of an ordinary call.
 
-    params: for an ordinary call. learned: name -> range from which tensors (H,) are drawn, smooth
-    enough for gradcheck; ``per_token`` of them may be (B, H, Nq) too. settings: further fixed
-    parameters worth a run of their own. smooth: twice differentiable everywhere.
+    params: for an ordinary call, where the variant's own example does not suit. learned: name ->
+    range from which tensors (H,) are drawn, smooth enough for gradcheck; ``per_token`` of them may
+    be (B, H, Nq) too. settings: further fixed parameters worth a run of their own. smooth: twice
+    differentiable everywhere.
     """
 
     paper: Paper
@@ -41,7 +42,6 @@ class Case:
     per_token: bool = False
     settings: tuple[dict[str, Any], ...] = ()
     smooth: bool = True
-    positions_enter: bool = False
 
 
 CASES = {
@@ -78,9 +78,7 @@ CASES = {
             {"max_length": 3},
             "the key two back counts cos 60° = ½, a negative one nothing",
         ),
-        params={"max_length": 256},
         settings=({"max_length": 1000},),
-        positions_enter=True,
     ),
     "taylor": Case(
         Paper((0.0, 2.0, -2.0), (1 / 7, 5 / 7, 1 / 7), {}, "1 + z + z²/2"),
@@ -125,13 +123,34 @@ CASES = {
             {"top_k": 2},
             "of the two keys at 0 the first is kept",
         ),
-        params={"top_k": 5},
+        params={"top_k": 5},  # of its example's 8 the seven keys of many tests would be all
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,
     ),
 }
 
 VARIANTS = attnzoo.list_variants()
+
+
+def params_of(variant: str, length: int = 256) -> dict[str, Any]:
+    """The parameters that a call must be given, for sequences of up to ``length`` keys."""
+    found = attnzoo.get_variant(variant)
+    required = [param.name for param in found.params if param.default is attnzoo.REQUIRED]
+    example = found.example(length) if found.example and required else {}
+    own = CASES[variant].params if variant in CASES else {}
+    return {**{name: example[name] for name in required}, **own}
+
+
+def refusal(variant: str, **options: Any) -> str | None:
+    """Why the variant itself takes no call with these options."""
+    q, k, v = torch.zeros(3, 1, 2, 4, 4).unbind()
+    return attnzoo.explain(q, k, v, variant, **{**params_of(variant), **options}).refusal
+
+
+# No softmax of scores; no additive score; a scale must be above 0.
+NO_LSE = tuple(v for v in VARIANTS if attnzoo.get_variant(v).scores is None)
+NO_SCORE = tuple(v for v in VARIANTS if refusal(v, attn_mask=torch.zeros(4, 4)) is not None)
+ONE_SIGN = tuple(v for v in VARIANTS if refusal(v, scale=-1.0) is not None)
 
 
 def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

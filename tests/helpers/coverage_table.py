@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.cases import CASES, NO_LSE, NO_SCORE
+from helpers.kernel_paths import Level, path_of
+
 RUNS = None  # in the place of a reason
 
 # Variant × backend, for a plain call.
@@ -56,6 +59,7 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
 for _row in VARIANT_BACKENDS.values():
     _row["decode"] = _row["flash"]
 
+FLASH = [variant for variant, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
 KERNELS = ("flash", "decode", "flash_linear")  # Triton's, which the interpreter runs
 FORWARD_ONLY = ("decode",)
 
@@ -72,13 +76,17 @@ def cell(*values: str) -> Any:
     return pytest.param(*values, marks=marks, id="-".join(values))
 
 
-# One variant for each activation. On the kernels, which run in an interpreter, others are slow.
-QUICK_ON_KERNELS = ("adaptive_temperature", "cosformer", "entmax", "sigmoid", "taylor")
+# The variants in which a way to normalize comes first. On the kernels, in an interpreter, the
+# others are slow.
+_FIRST: dict[str, str] = {}
+for _name in VARIANT_BACKENDS:
+    _path = path_of(Level(_name, "default"), ("pairwise", "linear"))
+    _FIRST.setdefault(_path.normalize, _name)
 
 
 def pair(variant: str, backend: str) -> Any:
     found = cell(variant, backend)
-    slow = backend in KERNELS and variant not in QUICK_ON_KERNELS
+    slow = backend in KERNELS and variant not in _FIRST.values()
     marks = [*found.marks, pytest.mark.slow] if slow else found.marks
     return pytest.param(*found.values, marks=marks, id=found.id)
 
@@ -87,8 +95,13 @@ def pair(variant: str, backend: str) -> Any:
 PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
-# (variant, backend) whose learned parameters get no gradient there; see PARAMETER_BACKENDS.
-CONSTANT_PARAMETERS = (("entmax", "flash"),)
+# (variant, backend) whose learned parameters get no gradient there: the shape of an activation.
+CONSTANT_PARAMETERS = tuple(
+    (name, "flash")
+    for name, row in VARIANT_BACKENDS.items()
+    if row["flash"] is RUNS and CASES[name].learned
+    if "shape" in path_of(Level(name, "learned")).learned
+)
 
 
 def precise(backend: str) -> torch.dtype:
@@ -157,8 +170,6 @@ FEATURE_BACKENDS = {
 }
 
 # Feature × variants which refuse it on every backend: the feature has no meaning for them.
-NO_SCORE = ("cosformer", "taylor")
-NO_LSE = ("asentmax", "cosformer", "entmax", "sigmoid", "sparsemax", "taylor")
 VARIANT_REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "float mask": (NO_SCORE, "attn_mask must be bool"),
     "float mask, fp32 for bf16": (NO_SCORE, "attn_mask must be bool"),

@@ -203,7 +203,7 @@ class Weights:
             peak = s.value.masked_fill(~visible, float("-inf")).amax(-1, keepdim=True)
             peak = peak.masked_fill(peak == float("-inf"), 0.0)
         self.shift = problem.exact(torch.zeros_like(peak))
-        if form.normalize == "threshold" or self.act.name == "exp":
+        if form.normalize == "threshold" or self.act.exponential:
             self.shift = problem.exact(peak)
         elif form.offset is not None:
             self.shift = problem.vector(form.offset)
@@ -241,7 +241,7 @@ class Weights:
         """τ, counted from the peak: it moves by the errors of the scores, averaged with φ'."""
         alpha = None if self.alpha is None else self.alpha[..., 0]
         hidden = x.value.masked_fill(~self.visible, float("-inf"))
-        tau = solve_threshold(hidden, alpha, self.act.name)[..., None]
+        tau = solve_threshold(hidden, alpha, self.act)[..., None]
         at = replace(x, value=x.value - tau, error=torch.zeros_like(x.error))
         phi, slope = self.activate(at).where(self.visible), self.incline(at).where(self.visible)
         left = SOLVED[self.problem.accumulator] + phi.sum(-1, keepdim=True).error

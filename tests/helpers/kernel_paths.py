@@ -19,7 +19,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.functional.preparation import prepare
 from helpers.agreement import make
-from helpers.coverage_table import NO_LSE, NO_SCORE
+from helpers.cases import NO_LSE, NO_SCORE
 from helpers.covering import Factors, Row, covering
 
 
@@ -67,8 +67,7 @@ def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
         source = "statistics"
         learned += ["gain"] if gain.differentiable else []
     rows = tuple(name for name in ("offset", "shape", "sink") if vectors[name] is not None)
-    online = form.normalize == "sum" and form.activation.name == "exp"
-    normalize = "online" if online else form.normalize
+    normalize = "online" if form.softmax else form.normalize
     return Path("pairwise", normalize, form.activation.name, source, rows, tuple(learned))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from attnzoo.integrations.transformers import convert, from_pretrained, revert
-from helpers.cases import CASES
+from helpers.cases import CASES, params_of
 from helpers.hf_models import quiet
 
 pytestmark = quiet
@@ -70,7 +70,7 @@ def test_every_variant_runs_in_it(
     variant: str, folder: Path, batches: list[dict[str, Tensor]]
 ) -> None:
     """And padding still changes nothing: a sentence alone is what it was in its batch."""
-    converted = convert(model(folder), variant, **CASES[variant].params)
+    converted = convert(model(folder), variant, **params_of(variant))
     some = batches[:1]
     together = embed(converted, some)
     assert bool(together.isfinite().all())

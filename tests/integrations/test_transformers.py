@@ -26,7 +26,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 import attnzoo
 from attnzoo.integrations.transformers import convert, revert
 from attnzoo.integrations.transformers.interface import attend, make_mask
-from helpers.cases import CASES
+from helpers.cases import CASES, params_of
 from helpers.hf_models import (
     DECODERS,
     GQA,
@@ -85,7 +85,7 @@ def test_it_generates_what_the_model_did(make: Any, options: dict[str, Any]) -> 
 @every_variant
 def test_every_variant_decodes_what_it_computes(variant: str) -> None:
     """With a dynamic and a static cache, and by beams, as without any; left-padded."""
-    model = convert(llama(), variant, **CASES[variant].params)
+    model = convert(llama(), variant, **params_of(variant))
     plain = generate(model, use_cache=False)
     assert torch.equal(generate(model), plain)
     assert torch.equal(generate(model, cache_implementation="static", disable_compile=True), plain)
@@ -96,7 +96,7 @@ def test_every_variant_decodes_what_it_computes(variant: str) -> None:
 @every_variant
 def test_padding_changes_nothing(variant: str) -> None:
     """With the same positions: cosFormer's ReLU is of what they have rotated."""
-    model = convert(llama(), variant, **CASES[variant].params)
+    model = convert(llama(), variant, **params_of(variant))
     at = (left_padding().cumsum(-1) - 1).clamp(min=0)
     padded = model(ids(), attention_mask=left_padding(), position_ids=at).logits[1, 4:]
     alone = model(ids()[1:, 4:], position_ids=torch.arange(8)[None]).logits[0]
@@ -107,7 +107,7 @@ def test_padding_changes_nothing(variant: str) -> None:
 @every_variant
 def test_every_variant_trains_in_every_model(variant: str, make: Any) -> None:
     model = make()
-    convert(model, variant, **CASES[variant].params).train()
+    convert(model, variant, **params_of(variant)).train()
     out = outputs(model)
     assert bool(out.isfinite().all())
     out.square().sum().backward()
@@ -249,7 +249,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 @pytest.mark.parametrize("layers", [None, [1]])
 @pytest.mark.parametrize("variant", ["ssmax", "cosformer", "entmax"])
 def test_it_compiles_whole(variant: str, layers: list[int] | None) -> None:
-    model = convert(llama(), variant, layers, **CASES[variant].params)
+    model = convert(llama(), variant, layers, **params_of(variant))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         given = {"input_ids": ids(), "attention_mask": left_padding()}

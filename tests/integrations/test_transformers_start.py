@@ -10,7 +10,7 @@ from transformers import BatchEncoding
 
 import attnzoo
 from attnzoo.integrations.transformers import convert, from_pretrained
-from helpers.cases import CASES
+from helpers.cases import CASES, params_of
 from helpers.hf_models import LlamaForCausalLM, bert, ids, left_padding, llama, outputs, quiet
 
 pytestmark = quiet
@@ -62,7 +62,7 @@ def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
 def test_variants_that_cannot_be_softmax_say_so(variant: str) -> None:
     model = llama()
     with pytest.raises(ValueError, match=f"'{variant}' softmax, so it cannot start at the model's"):
-        convert(model, variant, start="identity", **CASES[variant].params)
+        convert(model, variant, start="identity", **params_of(variant))
     assert not hasattr(model.config, "attnzoo")
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.nn import Attention, Cache, KVCache, StateCache, Taylor
-from helpers.cases import CASES, VARIANTS, learned, rand
-from helpers.coverage_table import NO_SCORE
+from attnzoo.nn import Attention, Cache, KVCache, StateCache, attend
+from helpers.cases import NO_SCORE, VARIANTS, learned, params_of, rand
 
 LENGTH = 13
 PIECES = [5, 1, 3, 1, 1, 1, 1]  # a prefill in two parts, then tokens; the second part is one too
@@ -23,8 +22,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def params(variant: str) -> dict[str, Any]:
-    found = {**CASES[variant].params, **learned(variant, 4)}
-    return {**found, "max_length": 64} if variant == "cosformer" else found
+    return {**params_of(variant, 64), **learned(variant, 4)}
 
 
 def qkv(dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
@@ -51,7 +49,7 @@ def decoded(cache: Cache, variant: str, tensors: list[Tensor], **options: Any) -
         if "segment_ids" in here:
             ids = here["segment_ids"]
             here["segment_ids"] = ids[:, length - q.shape[2] : length], ids[:, :length]
-        out.append(cache.attend(q, k, v, variant, enable_gqa=True, **params(variant), **here))
+        out.append(attend(cache, q, k, v, variant, enable_gqa=True, **params(variant), **here))
         assert cache.length == length
     return torch.cat(out, dim=2)
 
@@ -79,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 OF_A_STATE = ("plain", "padded left")
 STATES = [
-    v for v in VARIANTS if Attention(v, 4, **CASES[v].params).new_cache(1).__class__ is StateCache
+    v for v in VARIANTS if Attention(v, 4, **params_of(v)).new_cache(1).__class__ is StateCache
 ]
 
 
@@ -106,19 +104,19 @@ def test_a_state_gives_the_rows_of_the_whole_call(variant: str, option: str) -> 
 def test_a_mask_of_the_new_token_alone_is_refused(make: Any) -> None:
     """It would broadcast over all keys, padding included."""
     cache, (q, k, v) = make(), qkv()
-    cache.attend(*(x[:, :, :4] for x in (q, k, v)), "taylor", enable_gqa=True)
+    attend(cache, *(x[:, :, :4] for x in (q, k, v)), "taylor", enable_gqa=True)
     token = [x[:, :, 4:5] for x in (q, k, v)]
     for n in (1, 4):
         mask = torch.ones(3, 1, 1, n, dtype=torch.bool)
         with pytest.raises(ValueError, match="attn_mask must be over all 5 keys so far"):
-            cache.attend(*token, "taylor", attn_mask=mask, enable_gqa=True)
+            attend(cache, *token, "taylor", attn_mask=mask, enable_gqa=True)
     assert cache.length == 4
 
 
 def test_a_state_is_of_one_variant_and_its_parameters() -> None:
     cache, tensors = StateCache(), qkv()
     first, last = ([x[:, :, s] for x in tensors] for s in (slice(9), slice(9, None)))
-    cache.attend(*first, "cosformer", max_length=64, enable_gqa=True)
+    attend(cache, *first, "cosformer", max_length=64, enable_gqa=True)
     for changed, message in (
         ({"max_length": 128}, "max_length must be that of the state, 64, got 128"),
         ({"max_length": 64, "scale": 3.0}, "scale must be that of the state, None, got 3.0"),
@@ -126,37 +124,39 @@ def test_a_state_is_of_one_variant_and_its_parameters() -> None:
     ):
         variant = "cosformer" if changed else "taylor"
         with pytest.raises(ValueError, match=message):
-            cache.attend(*last, variant, enable_gqa=True, **changed)
+            attend(cache, *last, variant, enable_gqa=True, **changed)
     cache.crop(0)
-    cache.attend(*first, "cosformer", max_length=128, enable_gqa=True)
+    attend(cache, *first, "cosformer", max_length=128, enable_gqa=True)
 
 
 def test_both_caches_take_keywords_that_say_nothing() -> None:
     q, k, v = (x[:, :2] for x in qkv())
     nothing = {"dropout_p": 0.0, "window": None, "return_lse": False, "backend": None}
-    outs = [cache.attend(q, k, v, "taylor", **nothing) for cache in (KVCache(LENGTH), StateCache())]
+    outs = [
+        attend(cache, q, k, v, "taylor", **nothing) for cache in (KVCache(LENGTH), StateCache())
+    ]
     assert torch.allclose(*outs)
     with pytest.raises(ValueError, match="dropout_p must be 0.0 with a state of keys, got 0.1"):
-        StateCache().attend(q, k, v, "taylor", dropout_p=0.1)
+        attend(StateCache(), q, k, v, "taylor", dropout_p=0.1)
 
 
 def test_what_was_prefilled_in_inference_mode_is_written_to_outside() -> None:
     tensors, cache = qkv(), KVCache(LENGTH)
     with torch.inference_mode():
-        cache.attend(*(x[:, :, :9] for x in tensors), "softmax", enable_gqa=True)
-    out = cache.attend(*(x[:, :, 9:] for x in tensors), "softmax", enable_gqa=True)
+        attend(cache, *(x[:, :, :9] for x in tensors), "softmax", enable_gqa=True)
+    out = attend(cache, *(x[:, :, 9:] for x in tensors), "softmax", enable_gqa=True)
     assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
 
 
 @every_variant
 def test_the_module_hands_its_parameters_on(variant: str) -> None:
-    attend = Attention(variant, 4, **{**params(variant), **CASES[variant].params}).double()
+    module = Attention(variant, 4, **params(variant)).double()
     tensors = qkv()
-    cache = attend.new_cache(LENGTH)
+    cache = module.new_cache(LENGTH)
     with torch.no_grad():
-        expected = attend(*tensors, is_causal=True, enable_gqa=True, backend="eager")
+        expected = module(*tensors, is_causal=True, enable_gqa=True, backend="eager")
         found = [
-            attend(q, k, v, cache=cache, enable_gqa=True)
+            module(q, k, v, cache=cache, enable_gqa=True)
             for q, k, v in zip(*map(pieces, tensors), strict=True)
         ]
     assert torch.allclose(torch.cat(found, dim=2), expected, atol=1e-6)
@@ -166,7 +166,7 @@ def test_lse_comes_with_each_row() -> None:
     tensors, cache = qkv(), KVCache(LENGTH)
     _, expected = whole("sink", tensors, return_lse=True)
     rows = [
-        cache.attend(q, k, v, "sink", return_lse=True, enable_gqa=True, **params("sink"))[1]
+        attend(cache, q, k, v, "sink", return_lse=True, enable_gqa=True, **params("sink"))[1]
         for q, k, v in zip(*map(pieces, tensors), strict=True)
     ]
     assert torch.allclose(torch.cat(rows, dim=2), expected)
@@ -191,11 +191,11 @@ def test_cropped_keys_are_forgotten(length: int) -> None:
     # What is kept is what the other sequence began with.
     cache.crop(0)
     first, last = ([x[:, :, s] for x in tensors] for s in (slice(length), slice(length, None)))
-    cache.attend(*first, "ssmax", enable_gqa=True)
+    attend(cache, *first, "ssmax", enable_gqa=True)
     draft = [rand(*x.shape, seed=7) for x in last]
-    cache.attend(*draft, "ssmax", enable_gqa=True)
+    attend(cache, *draft, "ssmax", enable_gqa=True)
     cache.crop(length)
-    out = cache.attend(*last, "ssmax", enable_gqa=True)
+    out = attend(cache, *last, "ssmax", enable_gqa=True)
     expected = attnzoo.attention(*tensors, "ssmax", is_causal=True, enable_gqa=True)
     assert torch.allclose(out, expected[:, :, length:])
 
@@ -205,7 +205,7 @@ def test_a_cropped_cache_takes_another_batch() -> None:
     decoded(cache, "softmax", qkv())
     cache.crop(0)
     q, k, v = (x[:1, :2].float() for x in qkv())
-    assert cache.attend(q, k, v, "softmax").dtype == torch.float32
+    assert attend(cache, q, k, v, "softmax").dtype == torch.float32
 
 
 def test_a_state_goes_back_to_the_beginning_only() -> None:
@@ -228,7 +228,7 @@ def test_beams(variant: str, make: Any) -> None:
     index = torch.tensor([2, 0, 0, 1, 2])
     cache.reorder(index)
     token = [rand(5, x.shape[1], 1, x.shape[3], seed=20 + i) for i, x in enumerate(tensors)]
-    out = cache.attend(*token, variant, enable_gqa=True)
+    out = attend(cache, *token, variant, enable_gqa=True)
     longer = [torch.cat([x[index], t], dim=2) for x, t in zip(tensors, token, strict=True)]
     expected = attnzoo.attention(*longer, variant, is_causal=True, enable_gqa=True)
     assert torch.allclose(out, expected[:, :, -1:])
@@ -243,7 +243,7 @@ def test_beams(variant: str, make: Any) -> None:
 @pytest.mark.parametrize("wrong", [-1, 3])
 def test_sequences_that_are_not_there(make: Any, variant: str, wrong: int) -> None:
     cache = make()
-    cache.attend(*(rand(3, 2, 4, 8, seed=i) for i in range(3)), variant)
+    attend(cache, *(rand(3, 2, 4, 8, seed=i) for i in range(3)), variant)
     with pytest.raises(ValueError, match=f"index must hold .*, from 0 to 2, got {wrong}"):
         cache.reorder(torch.tensor([0, wrong, 1]))
     assert cache.length == 4
@@ -252,29 +252,42 @@ def test_sequences_that_are_not_there(make: Any, variant: str, wrong: int) -> No
 def test_full() -> None:
     cache = KVCache(4)
     q, k, v = (x[:, :2, :3] for x in qkv())
-    cache.attend(q, k, v, "softmax")
+    attend(cache, q, k, v, "softmax")
     with pytest.raises(ValueError, match="max_length=4 tokens: 3 more do not fit after 3"):
-        cache.attend(q, k, v, "softmax")
+        attend(cache, q, k, v, "softmax")
     assert cache.length == 3
 
 
 def test_a_call_that_fails_appends_nothing() -> None:
     tensors, cache = qkv(), KVCache(LENGTH)
     first, last = ([x[:, :, s] for x in tensors] for s in (slice(9), slice(9, None)))
-    cache.attend(*first, "softmax", enable_gqa=True)
+    attend(cache, *first, "softmax", enable_gqa=True)
     with pytest.raises(ValueError, match="unknown variant"):
-        cache.attend(*(-x for x in last), "softmaxx", enable_gqa=True)
+        attend(cache, *(-x for x in last), "softmaxx", enable_gqa=True)
     with pytest.raises(ValueError, match="q and k must hold the same tokens, got 4 and 3"):
-        cache.attend(last[0], last[1][:, :, 1:], last[2][:, :, 1:], "softmax", enable_gqa=True)
+        attend(cache, last[0], last[1][:, :, 1:], last[2][:, :, 1:], "softmax", enable_gqa=True)
     assert cache.length == 9
-    out = cache.attend(*last, "softmax", enable_gqa=True)
+    out = attend(cache, *last, "softmax", enable_gqa=True)
     assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
+
+
+def test_keys_that_were_updated_are_those_of_a_call() -> None:
+    (q, k, v), cache = qkv(), KVCache(LENGTH)
+    for part in (slice(0, 9), slice(9, LENGTH)):
+        keys, values = cache.update(k[:, :, part], v[:, :, part])
+    assert cache.length == LENGTH
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+    out = attnzoo.attention(q[:, :, 9:], keys, values, "ssmax", **options)
+    assert torch.allclose(out, attnzoo.attention(q, k, v, "ssmax", **options)[:, :, 9:])
+    with pytest.raises(ValueError, match="max_length=13 tokens: 13 more do not fit after 13"):
+        cache.update(k, v)
+    assert cache.length == LENGTH
 
 
 def test_a_first_call_that_fails_fixes_no_shape() -> None:
     cache = KVCache(LENGTH)
     with pytest.raises(ValueError, match="unknown variant"):
-        cache.attend(*(x.float() for x in qkv()), "softmaxx", enable_gqa=True)
+        attend(cache, *(x.float() for x in qkv()), "softmaxx", enable_gqa=True)
     decoded(cache, "softmax", qkv())
 
 
@@ -302,7 +315,7 @@ def test_bad_calls(changed: dict[str, Any], error: type[Exception], message: str
         else:
             options[name] = change
     with pytest.raises(error, match=message):
-        cache.attend(given["q"], given["k"], given["v"], "softmax", **options)
+        attend(cache, given["q"], given["k"], given["v"], "softmax", **options)
     assert cache.length == LENGTH - 1
 
 
@@ -339,7 +352,7 @@ def test_a_state_refuses_what_needs_the_past() -> None:
     ):
         cache = StateCache()
         with pytest.raises((ValueError, TypeError), match=message):
-            cache.attend(q, k, v, "taylor", **options)
+            attend(cache, q, k, v, "taylor", **options)
         assert cache.length == 0
 
 
@@ -358,39 +371,3 @@ def test_a_gradient_flows_through_a_state() -> None:
     do = rand(*expected.shape, seed=6)
     pairs = (torch.autograd.grad(out, leaves, do) for out in (found, expected))
     assert all(torch.allclose(a, b) for a, b in zip(*pairs, strict=True))
-
-
-# ---- Based's layer ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kv_heads", [None, 2])
-def test_taylor_layer_is_taylor_on_its_projections(kv_heads: int | None) -> None:
-    torch.manual_seed(1)
-    layer = Taylor(24, 4, num_kv_heads=kv_heads).double()
-    x = rand(2, 9, 24)
-    heads = 4 if kv_heads is None else kv_heads
-    q = layer.q_proj(x).view(2, 9, 4, 16).transpose(1, 2)
-    k = layer.k_proj(x).view(2, 9, heads, 16).transpose(1, 2).repeat_interleave(4 // heads, dim=1)
-    v = layer.v_proj(x).view(2, 9, heads, 6).transpose(1, 2).repeat_interleave(4 // heads, dim=1)
-    z = (q @ k.mT) / 4
-    w = (1 + z + z * z / 2).tril()
-    o = (w / w.sum(-1, keepdim=True)) @ v
-    expected = layer.out_proj(o.transpose(1, 2).reshape(2, 9, 24))
-    assert torch.allclose(layer(x, is_causal=True), expected)
-    cache = layer.new_cache(9)
-    rows = [layer(token, cache=cache) for token in x.split(1, dim=1)]
-    assert torch.allclose(torch.cat(rows, dim=1), expected)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"embed_dim": 10, "num_heads": 4}, "embed_dim=10 is not a multiple of num_heads=4"),
-        ({"embed_dim": 8, "num_heads": 4, "num_kv_heads": 3}, "not a multiple of num_kv_heads=3"),
-        ({"embed_dim": 8, "num_heads": 4, "feature_dim": 0}, "feature_dim must be an int of at"),
-        ({"embed_dim": 8, "num_heads": None}, "num_heads must be an int of at least 1, got None"),
-    ],
-)
-def test_bad_sizes_of_the_taylor_layer(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Taylor(**sizes)

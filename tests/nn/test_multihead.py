@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import attnzoo
 from attnzoo.nn import MultiheadAttention, replace
-from helpers.cases import CASES, VARIANTS, rand
+from helpers.cases import VARIANTS, params_of, rand
 
 E, H = 12, 3
 LAYERS: dict[str, dict[str, Any]] = {
@@ -154,7 +154,7 @@ def test_dropout_is_for_training() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_in_groups_of_heads(variant: str) -> None:
     layer = MultiheadAttention(
-        16, 4, batch_first=True, variant=variant, num_kv_heads=2, **CASES[variant].params
+        16, 4, batch_first=True, variant=variant, num_kv_heads=2, **params_of(variant)
     )
     x = rand(2, 9, 16).float()
     padding = torch.arange(9).expand(2, 9) >= torch.tensor([[9], [6]])
@@ -166,7 +166,7 @@ def test_every_variant_in_groups_of_heads(variant: str) -> None:
     assert torch.equal(weights[1, ..., 6:], torch.zeros(4, 9, 3))
     state = copy.deepcopy(layer.state_dict())
     again = MultiheadAttention(
-        16, 4, batch_first=True, variant=variant, num_kv_heads=2, **CASES[variant].params
+        16, 4, batch_first=True, variant=variant, num_kv_heads=2, **params_of(variant)
     )
     again.load_state_dict(state)
     assert torch.equal(again(x, x, x)[0], layer(x, x, x)[0])
@@ -243,7 +243,7 @@ def test_an_encoder_is_the_same_with_softmax(training: bool, norm_first: bool) -
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_encoder_of_any_variant_passes_by_the_fused_path(variant: str) -> None:
     """Eval without gradients gives what training gives."""
-    model = replace(encoder(), variant, **CASES[variant].params)
+    model = replace(encoder(), variant, **params_of(variant))
     x = rand(2, 7, 16).float()
     padding = torch.arange(7).expand(2, 7) >= torch.tensor([[7], [5]])
     trained = model(x, src_key_padding_mask=padding)

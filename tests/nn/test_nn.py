@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnzoo
 from attnzoo.nn import Attention
-from helpers.cases import CASES, VARIANTS, learned, rand
+from helpers.cases import CASES, VARIANTS, learned, params_of, rand
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -25,7 +25,7 @@ def qkv(n: int = 7, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[
 
 
 def module(variant: str, **options: Any) -> Attention:
-    return Attention(variant, 4, **{**CASES[variant].params, **options})
+    return Attention(variant, 4, **{**params_of(variant), **options})
 
 
 def learning(variant: str) -> Attention:
@@ -61,7 +61,7 @@ def test_all_that_can_be_learned_is_learned_per_head_and_gets_gradients(variant:
         assert torch.allclose(getattr(attend, name), value)
     q, k, v = qkv()
     expected = attnzoo.attention(
-        q, k, v, variant, is_causal=True, **{**CASES[variant].params, **learned(variant, 4)}
+        q, k, v, variant, is_causal=True, **{**params_of(variant), **learned(variant, 4)}
     )
     out = attend(q, k, v, is_causal=True)
     assert torch.allclose(out, expected, atol=1e-6)
@@ -74,7 +74,7 @@ def test_learning_nothing(variant: str) -> None:
     attend = module(variant, learn=())
     assert list(attend.parameters()) == []
     q, k, v = qkv()
-    expected = attnzoo.attention(q, k, v, variant, **CASES[variant].params)
+    expected = attnzoo.attention(q, k, v, variant, **params_of(variant))
     assert torch.equal(attend(q, k, v), expected)
 
 

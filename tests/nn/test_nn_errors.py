@@ -17,6 +17,7 @@ from attnzoo.nn import (
     StateCache,
     Taylor,
     Transformer,
+    attend,
     parameter_groups,
     replace,
 )
@@ -45,7 +46,7 @@ def forward(q: Any = X, **options: Any) -> Any:
 
 
 def decode(cache: KVCache | StateCache, q: Any = X, k: Any = X, v: Any = X, **options: Any) -> Any:
-    return cache.attend(q, k, v, "taylor", **options)
+    return attend(cache, q, k, v, "taylor", **options)
 
 
 def held(cache: KVCache | StateCache) -> Any:

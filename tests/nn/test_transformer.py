@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.nn import Attention, KVCache, StateCache, Transformer
 from attnzoo.nn.transformer import POSITIONS
-from helpers.cases import CASES, VARIANTS
+from helpers.cases import NO_SCORE, VARIANTS, params_of
 from helpers.kernel_paths import quick_variants
 
 SIZES: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "depth": 2}
@@ -27,7 +27,7 @@ def model(variant: Any = "softmax", positions: str = "rope", **options: Any) -> 
 
 
 def able(variant: str, positions: str) -> bool:
-    return positions != "alibi" or variant not in ("cosformer", "taylor")
+    return positions != "alibi" or variant not in NO_SCORE
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -35,9 +35,9 @@ def able(variant: str, positions: str) -> bool:
 def test_with_caches_as_without(variant: str, positions: str) -> None:
     if not able(variant, positions):
         with pytest.raises(ValueError, match="alibi None"):
-            model(variant, positions, **CASES[variant].params)(tokens())
+            model(variant, positions, **params_of(variant))(tokens())
         return
-    made = model(variant, positions, num_kv_heads=2, **CASES[variant].params)
+    made = model(variant, positions, num_kv_heads=2, **params_of(variant))
     with torch.no_grad():
         whole = made(tokens())
         caches, parts = made.new_caches(16), []
@@ -105,8 +105,7 @@ def test_a_layer_decodes_with_a_state_where_it_has_one() -> None:
 @pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 def test_it_learns(variant: str) -> None:
     """A cycle of tokens, from chance to certainty."""
-    params = {"max_length": 32} if variant == "cosformer" else CASES[variant].params
-    made = model(variant, dropout=0.0, **params).train()
+    made = model(variant, dropout=0.0, **params_of(variant, 32)).train()
     optimizer = torch.optim.AdamW(made.parameters(), 3e-3)
     cycle = torch.arange(24).remainder(7).expand(4, 24) + torch.arange(4)[:, None]
     losses = []

@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from helpers.cases import CASES, VARIANTS, learned, rand
-from helpers.coverage_table import (
-    CONSTANT_PARAMETERS,
-    NO_LSE,
-    NO_SCORE,
-    PAIRS,
-    TRAINED,
-    VARIANT_BACKENDS,
-    precise,
-)
+from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, learned, params_of, rand
+from helpers.coverage_table import CONSTANT_PARAMETERS, PAIRS, TRAINED, VARIANT_BACKENDS, precise
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -98,7 +90,7 @@ def test_unknown_parameter_lists_the_known_ones(variant: str) -> None:
     q, k, v = qkv()
     names = [param.name for param in attnzoo.get_variant(variant).params] or ["none"]
     with pytest.raises(TypeError, match=f"'nonsense'.*{names[-1]}"):
-        attnzoo.attention(q, k, v, variant, **{**CASES[variant].params, "nonsense": 1})
+        attnzoo.attention(q, k, v, variant, **{**params_of(variant), "nonsense": 1})
 
 
 # ---- weights ----------------------------------------------------------------------------------
@@ -109,7 +101,7 @@ def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
     q, k, v = qkv(dtype=torch.float32)
     mask = rand(2, 2, 7, 7, seed=9) > 0
     for params in ({}, *CASES[variant].settings):
-        params = {**CASES[variant].params, **params}
+        params = {**params_of(variant), **params}
         w = attnzoo.attention_weights(q, k, v, variant, attn_mask=mask, is_causal=True, **params)
         hidden = ~(mask & torch.ones(7, 7, dtype=torch.bool).tril())
         assert torch.equal(w[hidden], torch.zeros(int(hidden.sum())))
@@ -119,9 +111,7 @@ def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
 @every_variant
 def test_rows_sum_to_one_where_normalized(variant: str) -> None:
     q, k, v = qkv(queries=9)  # causal with Nq > Nk: two rows see nothing
-    sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **CASES[variant].params).sum(
-        -1
-    )
+    sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant)).sum(-1)
     if variant == "cosformer":  # a row whose products are all 0 is 0 too
         products = (q.relu() @ k.relu().transpose(-1, -2)).tril(-2).sum(-1)
         assert torch.allclose(sums, (products > 0).double())
@@ -134,9 +124,20 @@ def test_rows_sum_to_one_where_normalized(variant: str) -> None:
 
 
 @every_variant
+def test_a_variant_has_a_state_where_it_has_a_linear_form(variant: str) -> None:
+    found, (q, k, v) = attnzoo.get_variant(variant), qkv()
+    defaults = {param.name: param.default for param in found.params}
+    for setting in ({}, learned(variant, 2), *CASES[variant].settings):
+        params = {**params_of(variant), **setting}
+        plan = attnzoo.explain(q, k, v, variant, is_causal=True, **params)
+        linear = any(isinstance(x.form, attnzoo.Linear) for x in plan.candidates)
+        assert found.has_state(**{**defaults, **params}) == linear
+
+
+@every_variant
 def test_output_is_weights_times_values(variant: str) -> None:
     q, k, v = qkv()
-    params = {**CASES[variant].params, **learned(variant, 2)}
+    params = {**params_of(variant), **learned(variant, 2)}
     w = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params)
     out = attnzoo.attention(q, k, v, variant, is_causal=True, **params)
     assert torch.allclose(out, w @ v)
@@ -146,7 +147,7 @@ def test_output_is_weights_times_values(variant: str) -> None:
 def test_a_prefix_keeps_its_outputs(variant: str, backend: str) -> None:
     """Appending keys and queries under causality changes no earlier output."""
     q, k, v = qkv(queries=32, keys=32, dtype=precise(backend))
-    options = {"is_causal": True, "backend": backend, **CASES[variant].params}
+    options = {"is_causal": True, "backend": backend, **params_of(variant)}
     whole = attnzoo.attention(q, k, v, variant, **options)
     for n in (1, 2, 17, 31):
         part = attnzoo.attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], variant, **options)
@@ -156,7 +157,7 @@ def test_a_prefix_keeps_its_outputs(variant: str, backend: str) -> None:
 @every_pair
 def test_decoding_a_token_is_the_last_row(variant: str, backend: str) -> None:
     q, k, v = qkv(queries=12, keys=12, dtype=precise(backend))
-    options = {"is_causal": True, "backend": backend, **CASES[variant].params}
+    options = {"is_causal": True, "backend": backend, **params_of(variant)}
     whole = attnzoo.attention(q, k, v, variant, **options)
     last = attnzoo.attention(q[:, :, -1:], k, v, variant, **options)
     assert same(last, whole[:, :, -1:])
@@ -167,25 +168,25 @@ def test_the_order_of_keys_does_not_matter(variant: str, backend: str) -> None:
     q, k, v = qkv(dtype=precise(backend))
     order = torch.tensor([3, 0, 6, 5, 1, 4, 2])
     mask = rand(1, 1, 1, 7, seed=9) > -0.5
-    params = CASES[variant].params
+    params = params_of(variant)
     one = attnzoo.attention(q, k, v, variant, attn_mask=mask, backend=backend, **params)
     k, v, mask = k[:, :, order], v[:, :, order], mask[..., order]
     two = attnzoo.attention(q, k, v, variant, attn_mask=mask, backend=backend, **params)
-    assert same(one, two) != CASES[variant].positions_enter
+    assert same(one, two) != attnzoo.get_variant(variant).positional
 
 
 @every_pair
 def test_inputs_are_left_as_they_are(variant: str, backend: str) -> None:
     q, k, v = qkv(dtype=torch.float32)
     before = [x.clone() for x in (q, k, v)]
-    attnzoo.attention(q, k, v, variant, backend=backend, **CASES[variant].params)
+    attnzoo.attention(q, k, v, variant, backend=backend, **params_of(variant))
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
 
 
 @every_pair
 def test_the_default_dtype_does_not_matter(variant: str, backend: str) -> None:
     """A bool times a Python float takes it, which fp64 code must not notice."""
-    options = {"is_causal": True, "backend": backend, **CASES[variant].params}
+    options = {"is_causal": True, "backend": backend, **params_of(variant)}
     q, k, v = qkv(dtype=precise(backend))
     before = attnzoo.attention(q, k, v, variant, **options)
     torch.set_default_dtype(torch.bfloat16)  # as while a large model is loaded
@@ -207,7 +208,7 @@ def test_rows_without_keys_are_zero_and_send_no_gradient(variant: str, backend: 
     leaves = [x.requires_grad_() for x in (q, k, v)]
     params = leaves_of(variant, backend)
     out = attnzoo.attention(
-        q, k, v, variant, attn_mask=mask, backend=backend, **{**CASES[variant].params, **params}
+        q, k, v, variant, attn_mask=mask, backend=backend, **{**params_of(variant), **params}
     )
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     gradients = gradients_of(out.sum(), [*leaves, *params.values()])
@@ -218,7 +219,7 @@ def test_rows_without_keys_are_zero_and_send_no_gradient(variant: str, backend: 
     # No row of the second batch alone says anything about a parameter.
     q, k, v = (x[1:] for x in leaves)
     out = attnzoo.attention(
-        q, k, v, variant, attn_mask=mask[1:], backend=backend, **{**CASES[variant].params, **params}
+        q, k, v, variant, attn_mask=mask[1:], backend=backend, **{**params_of(variant), **params}
     )
     out.sum().backward()
     for leaf in (*leaves, *params.values()):
@@ -233,7 +234,7 @@ def test_one_empty_row_among_others(variant: str, float_mask: bool, backend: str
     if float_mask and variant in NO_SCORE:
         q, k, v = qkv()
         with pytest.raises(ValueError, match="bool"):
-            attnzoo.attention(q, k, v, variant, attn_mask=q @ q.mT, **CASES[variant].params)
+            attnzoo.attention(q, k, v, variant, attn_mask=q @ q.mT, **params_of(variant))
         return
     q, k, v = (x.requires_grad_() for x in qkv())
     mask = rand(7, 7, seed=9) > -0.3
@@ -243,14 +244,14 @@ def test_one_empty_row_among_others(variant: str, float_mask: bool, backend: str
     if float_mask:
         given = torch.zeros(7, 7, dtype=torch.float64).masked_fill(~mask, float("-inf"))
         given.requires_grad_()
-    params = CASES[variant].params
+    params = params_of(variant)
     out = attnzoo.attention(q, k, v, variant, attn_mask=given, backend=backend, **params)
     assert torch.equal(out[:, :, 4], torch.zeros(2, 2, 6, dtype=torch.float64))
     do = rand(2, 2, 7, 6, seed=8)
     found = torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
     assert torch.equal(found[0][:, :, 4], torch.zeros(2, 2, 6, dtype=torch.float64))
     rest = [0, 1, 2, 3, 5, 6]
-    if CASES[variant].positions_enter:
+    if attnzoo.get_variant(variant).positional:
         assert all(bool(x.isfinite().all()) for x in found)
         return
     less = attnzoo.attention(q[:, :, rest], k, v, variant, attn_mask=mask[rest], **params)
@@ -267,7 +268,7 @@ def test_a_row_with_one_key(variant: str, backend: str) -> None:
     """The first causal row: weight 1 where normalized, and finite gradients (log n is 0 there)."""
     q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
     params = leaves_of(variant, backend)
-    options = {"is_causal": True, "backend": backend, **CASES[variant].params}
+    options = {"is_causal": True, "backend": backend, **params_of(variant)}
     out = attnzoo.attention(q, k, v, variant, **options, **params)
     if attnzoo.get_variant(variant).normalized:
         assert torch.allclose(out[:, :, 0], v[:, :, 0])
@@ -299,7 +300,7 @@ def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> No
     v = rand(1, 2, 9, 9, seed=4, dtype=torch.float32)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     params = leaves_of(variant, backend)
-    options = {"scale": 1.0, "backend": backend, **CASES[variant].params}
+    options = {"scale": 1.0, "backend": backend, **params_of(variant)}
     with_lse = variant not in NO_LSE and backend != "sdpa"
     result = attnzoo.attention(*leaves, variant, return_lse=with_lse, **options, **params)
     out, lse = result if with_lse else (result, torch.zeros(()))
@@ -312,7 +313,7 @@ def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> No
         *(x.detach().double() for x in leaves),
         variant,
         scale=1.0,
-        **CASES[variant].params,
+        **params_of(variant),
         **{name: x.detach().double() for name, x in params.items()},
     )
     # A score of 1e4 carries an error of 1e-3 in fp32.

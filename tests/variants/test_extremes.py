@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from helpers.cases import CASES, rand
+from helpers.cases import CASES, ONE_SIGN, params_of, rand
 from helpers.coverage_table import FORWARD_ONLY, PAIRS, precise
 
 N = 12
@@ -68,8 +68,8 @@ def takes(variant: str, backend: str, options: dict[str, Any]) -> bool:
 @every_pair
 def test_a_scale_that_is_negative_or_zero(variant: str, backend: str, mask: str) -> None:
     for scale in (-0.7, 0.0):
-        options = {**MASKS[mask], "scale": scale, **CASES[variant].params}
-        if variant == "cosformer":
+        options = {**MASKS[mask], "scale": scale, **params_of(variant)}
+        if variant in ONE_SIGN:
             with pytest.raises(ValueError, match="any scale above 0"):
                 attnzoo.attention(*qkv(torch.float32), variant, backend=backend, **options)
         elif takes(variant, backend, options):
@@ -84,14 +84,14 @@ def test_a_gain_that_is_negative_or_zero(variant: str, backend: str, mask: str) 
     agrees(variant, backend, {**MASKS[mask], "scale": -0.4, **GAINS[variant]})
 
 
-ANY_SCALE = pytest.mark.parametrize("variant", [x for x in CASES if x != "cosformer"])
+ANY_SCALE = pytest.mark.parametrize("variant", [x for x in CASES if x not in ONE_SIGN])
 
 
 @ANY_SCALE
 def test_a_negative_scale_by_default(variant: str) -> None:
     """Whatever backend is chosen; long enough that few scores are no reason to choose."""
     q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
-    options = {"is_causal": True, **CASES[variant].params}
+    options = {"is_causal": True, **params_of(variant)}
     out = attnzoo.attention(q, k, v, variant, scale=-0.7, **options)
     assert torch.allclose(out, attnzoo.attention(-q, k, v, variant, scale=0.7, **options))
 
@@ -99,7 +99,7 @@ def test_a_negative_scale_by_default(variant: str) -> None:
 @ANY_SCALE
 def test_a_scale_below_what_fp32_can_tell_is_zero(variant: str) -> None:
     q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
-    options = {"is_causal": True, **CASES[variant].params}
+    options = {"is_causal": True, **params_of(variant)}
     zero = attnzoo.attention(q, k, v, variant, scale=0.0, **options)
     for scale in (1e-46, -1e-50):
         out = attnzoo.attention(q, k, v, variant, scale=scale, **options)
@@ -111,7 +111,7 @@ def test_a_scale_below_what_fp32_can_tell_is_zero(variant: str) -> None:
 SETTINGS = [
     pytest.param(*pair.values, params, marks=pair.marks, id=f"{pair.id}-{i}")
     for pair in PAIRS
-    for i, params in enumerate([CASES[pair.values[0]].params, *CASES[pair.values[0]].settings])
+    for i, params in enumerate([params_of(pair.values[0]), *CASES[pair.values[0]].settings])
     if i == 0 or pair.values[1] in ("eager", "tiled")
 ]
 every_setting = pytest.mark.parametrize(("variant", "backend", "params"), SETTINGS)
@@ -281,7 +281,7 @@ def test_a_mask_without_queries(variant: str, backend: str) -> None:
         for mask_keys in {1, keys}:
             q, k, v = (rand(2, 2, n, 8, seed=n).float().requires_grad_() for n in (0, keys, keys))
             mask = torch.ones(1, 1, 0, mask_keys, dtype=torch.bool)
-            options = {"attn_mask": mask, "backend": backend, **CASES[variant].params}
+            options = {"attn_mask": mask, "backend": backend, **params_of(variant)}
             out = attnzoo.attention(q, k, v, variant, **options)
             assert out.shape == (2, 2, 0, 8)
             out.sum().backward()

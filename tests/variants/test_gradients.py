@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import attnzoo
-from helpers.cases import CASES, VARIANTS, learned, rand
-from helpers.coverage_table import NO_LSE, NO_SCORE, RUNS, TRAINED, VARIANT_BACKENDS, precise
+from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, learned, params_of, rand
+from helpers.coverage_table import RUNS, TRAINED, VARIANT_BACKENDS, precise
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -30,7 +30,7 @@ def differentiable(variant: str, per_token: bool = False) -> tuple[list[Tensor],
     if variant not in NO_SCORE:
         named.update(attn_mask=rand(1, 4, 5, 4, seed=4), alibi=torch.linspace(0.1, 0.7, 4))
     leaves = [q, k, v, *(x.double() for x in named.values())]
-    fixed = dict(CASES[variant].params, is_causal=True, enable_gqa=True)
+    fixed = dict(params_of(variant), is_causal=True, enable_gqa=True)
     if variant == "adaptive_temperature":
         fixed["differentiable"] = True
 
@@ -75,7 +75,7 @@ def test_gradients_through_the_special_backends(variant: str, backend: str) -> N
     named = {name: x.double() for name, x in learned(variant, 2).items()}
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        params = {**CASES[variant].params, **dict(zip(named, rest, strict=True))}
+        params = {**params_of(variant), **dict(zip(named, rest, strict=True))}
         return attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
 
     leaves = [x.requires_grad_() for x in (q, k, v, *named.values())]
@@ -147,9 +147,7 @@ def test_any_leaf_alone_gets_the_gradient_it_gets_among_others(variant: str, bac
 def test_backward_twice_gives_the_same_twice(variant: str, backend: str) -> None:
     """Nothing saved is changed by its use."""
     leaves = [x.to(precise(backend)).requires_grad_() for x in qkv()]
-    out = attnzoo.attention(
-        *leaves, variant, is_causal=True, backend=backend, **CASES[variant].params
-    )
+    out = attnzoo.attention(*leaves, variant, is_causal=True, backend=backend, **params_of(variant))
     do = rand(*out.shape, seed=9, dtype=out.dtype)
     first = torch.autograd.grad(out, leaves, do, retain_graph=True)
     second = torch.autograd.grad(out, leaves, do)
@@ -179,8 +177,8 @@ def test_parameters_without_a_dimension(variant: str, backend: str) -> None:
 @every_variant
 def test_gradients_of_the_weights_themselves(variant: str) -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
-    w = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **CASES[variant].params)
-    out = attnzoo.attention(q, k, v, variant, is_causal=True, **CASES[variant].params)
+    w = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant))
+    out = attnzoo.attention(q, k, v, variant, is_causal=True, **params_of(variant))
     do = rand(*out.shape, seed=9)
     found = torch.autograd.grad(w, (q, k), do @ v.detach().mT)
     expected = torch.autograd.grad(out, (q, k), do)

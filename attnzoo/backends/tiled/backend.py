@@ -22,14 +22,19 @@ from attnzoo.backends.tiled.dropout import new_seed
 from attnzoo.backends.tiled.statistics import with_rows
 from attnzoo.backends.tiled.walk import NEG_INF, Normalizer, Rows
 from attnzoo.backends.transforms import refuse_transforms
-from attnzoo.core.activations import EXP, IDENTITY
+from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
 
 
 def unsupported(form: Form, call: Call) -> str | None:
-    by_exp = isinstance(form, Definition) or getattr(form, "activation", None) is EXP
-    return None if by_exp or not call.return_lse else "φ is not exp: lse by definition only"
+    if isinstance(form, Definition) or not call.return_lse:
+        return None
+    if isinstance(form, Pairwise) and form.activation.exponential:
+        if form.normalize in ("sum", "select"):
+            return None
+        return f"normalize is {form.normalize!r}: lse by definition only"
+    return "φ is not exp: lse by definition only"
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:

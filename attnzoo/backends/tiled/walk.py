@@ -202,11 +202,11 @@ def _weigh(
         return phi, None, None, None
     if how.normalize == "threshold":
         s.sub_(_peak(s))
-        tau = solve_threshold(s, shape, how.activation.name)
+        tau = solve_threshold(s, shape, how.activation)
         phi = value(s.sub_(tau[..., None]), wide)
         # Z is 1 up to the last place of τ; over many equal scores that is not 1 in fp32.
         return phi, tau, phi.sum(-1), None
-    if how.activation.name == "exp":
+    if how.activation.exponential:
         m = _peak(s)
         phi = value(s.sub_(m), None)
         mass, m = phi.sum(-1), m[..., 0]
@@ -240,7 +240,7 @@ def _weigh_again(
         s.sub_(_peak(s))
     if offset is not None:
         s.sub_(block.of(offset)[..., None])
-    elif how.normalize == "threshold" or how.activation.name == "exp":
+    elif how.normalize == "threshold" or how.activation.exponential:
         s.sub_(block.of(tau)[..., None])
     # φ = exp overwrites s, and its gradient of lse wants x again.
     x = s.clone() if block.whole.return_lse else s
@@ -268,7 +268,7 @@ def _sink_slope(
     how: Normalizer, block: Block, sink: Tensor, tau: Tensor, wide: Tensor | None
 ) -> Tensor:
     at = block.of(sink)
-    if how.activation.name == "exp":
+    if how.activation.exponential:
         at = at - block.of(tau)
     shape = None if wide is None else wide[..., 0]
     return how.activation.slope(at, how.activation.value(at.clone(), shape), shape)

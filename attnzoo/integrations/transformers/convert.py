@@ -31,7 +31,9 @@ def convert(
 
     Each attention module gets a child `attnzoo.nn.Attention` named ``attnzoo``, which owns what the
     variant learns, and the model's implementation becomes "attnzoo", attention and masks. The
-    modules are found by running the model once. Called again, other layers may get other variants;
+    modules are found by running the model once: how many heads they have, in which order they run,
+    and whether they ask for a softcap or a position bias is in no attribute that all models share.
+    Called again, other layers may get other variants;
     layers that never got one keep softmax.
 
     Args:

@@ -24,8 +24,8 @@ from transformers.masking_utils import (
 
 from attnzoo.core.forms import Variant
 from attnzoo.core.registry import get_variant
+from attnzoo.core.validation import check_call
 from attnzoo.functional.attention import attention
-from attnzoo.functional.preparation import prepare
 from attnzoo.nn import Attention
 
 try:
@@ -141,7 +141,7 @@ def _mask(
 
 def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:
     """The mean over rows that see a key, as SSMax and others count, and how many rows those are."""
-    call = prepare(query, key, value, "softmax", options).call
+    call = check_call(query, key, value, **options)
     counts = call.counts.expand(call.batch, call.heads, call.queries).float()
     counts = counts[counts > 0]
     return float(counts.log().mean()) if len(counts) else 0.0, len(counts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnzoo.backends.base import Backend
-from attnzoo.backends.tiled.threshold import ALPHA
 from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.backends.triton.decode import operators as ops
 from attnzoo.backends.triton.flash import backend as flash
@@ -54,7 +53,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     )
     twin = (form.activation.triton, form.activation.unit, form.activation.vanishes)
     if form.normalize == "threshold":
-        alpha = ALPHA.get(form.activation.name)
+        alpha = flash.alpha_of(form)
         products, tau = ops.decode_threshold(q, k, gain, shape, scale, *facts, twin[0], alpha)
     out, lse = ops.decode_forward(
         q, k, v, products, gain, tau, shape, sink, scale, *facts, *twin,

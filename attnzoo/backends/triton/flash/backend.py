@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.base import Backend
-from attnzoo.backends.tiled.threshold import ALPHA
 from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.backends.triton.flash import operators as ops
-from attnzoo.core.activations import EXP, SIGMOID
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise, Row, Statistics
 
@@ -40,22 +38,19 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         return "selects no keys (top-k); tiled does"
     if form.activation.triton is None:
         return f"{form.activation.name} names no Triton function; tiled needs none"
-    if call.return_lse and not _online(form):
+    if form.normalize == "threshold" and form.activation.alpha is None:
+        return f"solves for q-exponentials only, {form.activation.name} has no alpha; tiled does"
+    if call.return_lse and not form.softmax:
         return "returns lse of the softmax of exp only; tiled does by definition"
     half = call.input_dtype == torch.float16
-    if half and form.normalize == "none" and form.activation is not SIGMOID:
-        # σ ends at 1; of others nothing says that they stay below 65504.
+    if half and form.normalize == "none" and not form.activation.bounded:
+        # Nothing says that it stays below 65504.
         return f"has no bound for {form.activation.name} without a normalizer in fp16; tiled does"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "takes the gain as a constant: its gradient through the statistics is in tiled"
     if call.needs_grad and isinstance(form.shape, Tensor) and form.shape.requires_grad:
         return "gives no gradient for the shape (α); tiled does"
     return None
-
-
-def _online(form: Pairwise) -> bool:
-    """A softmax, whose running maximum stands for τ."""
-    return form.normalize == "sum" and form.activation is EXP
 
 
 def _unsupported_call(call: Call) -> str | None:
@@ -114,10 +109,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     twin = (form.activation.triton, form.activation.unit, form.activation.vanishes)
     if form.normalize == "threshold":
         with torch.no_grad():
-            alpha = ALPHA.get(form.activation.name)
             tau, *maps = ops.flash_threshold(
-                q.detach(), k.detach(), v.detach(), gain, shape, scale, *facts, twin[0], alpha
-            )
+                q.detach(), k.detach(), v.detach(), gain, shape, scale, *facts, twin[0],
+                alpha_of(form),
+            )  # fmt: skip
     out, _, lse = ops.flash_forward(
         q, k, v, gain, tau, shape, sink, *maps, scale, *facts, *twin, normalize(form),
         call.return_lse,
@@ -131,8 +126,14 @@ def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def normalize(form: Pairwise) -> str:
-    """As the kernels have it."""
-    return "online" if _online(form) else form.normalize
+    """As the kernels have it: a softmax's running maximum stands for τ."""
+    return "online" if form.softmax else form.normalize
+
+
+def alpha_of(form: Pairwise) -> float | None:
+    """None where the shape is α."""
+    alpha = form.activation.alpha
+    return None if isinstance(alpha, str) else alpha
 
 
 def row(row: Row | None, call: Call) -> Tensor | None:

@@ -1,0 +1,251 @@
+"""A third party's activations go wherever the shipped ones go, by what they say of themselves.
+
+Values and gradients of `tiled`, the kernels and `sdpa` against a definition, within the budgets of
+`agreement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import e, log2
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo import Activation, Pairwise
+from attnzoo.core import registry
+from helpers.agreement import disagreements, make
+from helpers.cases import rand
+from helpers.coverage_table import FORWARD_ONLY, KERNELS, cell
+
+MODULE = "helpers.own_kernels:"
+EXP = Activation(
+    "exponential", lambda s, shape: s.exp(), lambda s, phi, shape: phi, triton=MODULE + "exp",
+    unit=log2(e), exponential=True, convex=True,
+)  # fmt: skip
+ENTMAX175 = Activation(
+    "entmax175",
+    lambda s, shape: (1 + 0.75 * s).relu() ** (4 / 3),
+    lambda s, phi, shape: phi**0.25,
+    triton=MODULE + "entmax175",
+    alpha=1.75,
+)
+# u + u² with u = [1 + x]_+: no q-exponential, but convex, and 2 at 0.
+RAMP = Activation(
+    "ramp",
+    lambda s, shape: (1 + s).relu() + (1 + s).relu() ** 2,
+    lambda s, phi, shape: (1 + 4 * phi).sqrt() * (phi > 0),
+    convex=True,
+)
+# [1 + x]_+^shape, and so a family.
+POWER = Activation(
+    "power",
+    lambda s, shape: (1 + s).relu() ** shape,
+    lambda s, phi, shape: shape * (1 + s).relu() ** (shape - 1),
+    lambda s, phi, shape: torch.where(phi > 0, phi * (1 + s).clamp(min=1e-30).log(), 0.0),
+    convex=True,
+)
+SQUARE = Activation("square", lambda s, shape: s.relu() ** 2, lambda s, phi, shape: 2 * phi.sqrt())
+TAME = Activation(
+    "tame",
+    lambda s, shape: 1 / (1 + s.clamp(max=0) ** 2),
+    lambda s, phi, shape: -2 * s.clamp(min=-1e18, max=0) * phi**2,
+    triton=MODULE + "tame",
+    bounded=True,
+)
+SHAPE = torch.tensor([1.5, 2.5])[:, None]
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+
+def shaped(form: Pairwise) -> Tensor | None:
+    """As a definition takes it, against scores."""
+    return None if form.shape is None else form.shape[..., None]
+
+
+def phi_of(form: Pairwise, s: Tensor) -> Tensor:
+    return form.activation.value(s.clone(), shaped(form))
+
+
+def threshold(form: Pairwise, s: Tensor, visible: Tensor) -> Tensor:
+    """By bisection, and two Newton steps: the last carries the gradient."""
+    with torch.no_grad():
+        low = s.masked_fill(~visible, float("-inf")).amax(-1, keepdim=True)
+        low = low.masked_fill(low == float("-inf"), 0.0)
+        high = low + 20
+        for _ in range(100):
+            tau = (low + high) / 2
+            above = (phi_of(form, s - tau) * visible).sum(-1, keepdim=True) >= 1
+            low, high = torch.where(above, tau, low), torch.where(above, high, tau)
+        tau = low
+    for _ in range(2):
+        tau = tau.detach()
+        phi = phi_of(form, s - tau) * visible
+        slope = form.activation.slope(s - tau, phi, shaped(form)).detach() * visible
+        slope = slope.sum(-1, keepdim=True)
+        tau = tau + (phi.sum(-1, keepdim=True) - 1) / slope.masked_fill(slope == 0, 1.0)
+    return tau
+
+
+def weights_of(form: Pairwise) -> Callable[..., Tensor]:
+    def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
+        s, visible = call.scores(q, k) + call.bias, call.visible
+        if form.normalize == "none":
+            return (phi_of(form, s - form.offset) * visible).expand_as(s)
+        if form.normalize == "threshold":
+            # Not expanded: at an invisible key φ is that of 0, and masked.
+            seen = s.masked_fill(~visible, 0.0)
+            return phi_of(form, seen - threshold(form, seen, visible)) * visible
+        if form.keep is not None:
+            ranked = s.masked_fill(~visible, float("-inf"))
+            order = ranked.sort(stable=True, dim=-1, descending=True).indices[..., : form.keep]
+            visible = torch.zeros_like(s).scatter(-1, order, 1.0).bool() & visible
+        if form.activation is EXP:
+            s = s - call.hide(s).amax(-1, keepdim=True).detach()
+        phi = phi_of(form, s) * visible
+        total = phi.sum(-1, keepdim=True)
+        return phi / total.masked_fill(total == 0, 1.0)
+
+    return weights
+
+
+def register(form: Pairwise, **fields: Any) -> None:
+    attnzoo.register_variant(
+        attnzoo.Variant("mine", "-", "-", weights_of(form), forms=lambda call: (form,), **fields)
+    )
+
+
+FORMS = {
+    "exp, sum": Pairwise(EXP, "sum"),
+    "exp, select": Pairwise(EXP, "select", keep=3),
+    "exp, threshold": Pairwise(EXP, "threshold"),
+    "α = 1.75": Pairwise(ENTMAX175, "threshold"),
+    "convex": Pairwise(RAMP, "threshold"),
+    "family": Pairwise(POWER, "threshold", shape=SHAPE[None]),
+    "square, select": Pairwise(SQUARE, "select", keep=3),
+    "bounded": Pairwise(TAME, "none", offset=0.3),
+}
+TILED = {"exp, select", "exp, threshold", "convex", "family", "square, select"}
+CELLS = [cell(name, "tiled") for name in FORMS]
+CELLS += [cell(name, backend) for name in FORMS if name not in TILED for backend in KERNELS[:2]]
+CELLS += [cell("exp, sum", "sdpa")]
+ROW = {
+    "shape": (9, 14), "dtype": torch.float32, "span": "causal", "mask": "keys", "heads": "2 heads",
+    "values": "same", "alibi": False, "segments": False, "dropout": False, "lse": False,
+    "params": "default", "mask_gradient": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "backend"), CELLS)
+def test_agrees_with_the_definition(name: str, backend: str) -> None:
+    register(FORMS[name])
+    row = {**ROW, "mask": "none", "span": "full"} if backend == "sdpa" else ROW
+    if backend == "decode":
+        row = {**ROW, "shape": (2, 100)}
+    for seed in range(2):
+        inputs = make("mine", row, seed)
+        gradients = backend not in FORWARD_ONLY
+        assert disagreements("mine", backend, inputs, gradients=gradients) == []
+
+
+@pytest.mark.parametrize("normalize", ["threshold", "sum"])
+def test_a_family_learns_its_shape(normalize: Any) -> None:
+    def form(power: Tensor) -> Pairwise:
+        return Pairwise(POWER, normalize, shape=power)
+
+    attnzoo.register_variant(
+        attnzoo.Variant(
+            "mine", "-", "-", lambda q, k, call, power: weights_of(form(power[..., 0]))(q, k, call),
+            params=(attnzoo.Param("power", init=2.0),), forms=lambda call, power: (form(power),),
+        )
+    )  # fmt: skip
+    leaves = [rand(1, 2, 9, 8, seed=i).requires_grad_() for i in range(3)]
+    leaves.append(SHAPE[:, 0].double().requires_grad_())
+    found = []
+    for backend in ("tiled", "eager"):
+        *qkv, power = leaves
+        out = attnzoo.attention(*qkv, "mine", is_causal=True, backend=backend, power=power)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_who_takes_it(name: str) -> None:
+    register(FORMS[name])
+    q, k, v = (rand(1, 2, 9, 8, seed=i).float() for i in range(3))
+    able = {c.backend: c.objection for c in attnzoo.explain(q, k, v, "mine").candidates}
+    assert able["tiled"] is None
+    assert (able["sdpa"] is None) == (name == "exp, sum")
+    reason = {"exp, threshold": "exponential has no alpha", "convex": "names no Triton function"}
+    assert reason.get(name, "") in str(able["flash"])
+
+
+@pytest.mark.interpreter
+def test_without_a_normalizer_fp16_needs_a_bound() -> None:
+    unbounded = Activation("wild", TAME.value, TAME.slope, triton=TAME.triton)
+    register(Pairwise(unbounded, "none", offset=0.3))
+    q, k, v = (rand(1, 2, 9, 8, seed=i).half() for i in range(3))
+    with pytest.raises(ValueError, match="no bound for wild without a normalizer in fp16"):
+        attnzoo.attention(q, k, v, "mine", backend="flash")
+
+
+@pytest.mark.parametrize("normalize", ["sum", "threshold", "none"])
+def test_lse_is_by_form_where_the_form_sums_exp(normalize: Any) -> None:
+    """And by definition elsewhere."""
+    form = Pairwise(EXP, normalize, offset=0.3 if normalize == "none" else None)
+    register(form, scores=lambda q, k, call: call.scores(q, k))
+    q, k, v = (rand(1, 2, 9, 8, seed=i) for i in range(3))
+    options: dict[str, Any] = {"backend": "tiled", "return_lse": True}
+    plan = attnzoo.explain(q, k, v, "mine", **options)
+    (found,) = [c for c in plan.candidates if c.backend == "tiled" and c.form is form]
+    assert (found.objection is None) == (normalize == "sum")
+    _, lse = attnzoo.attention(q, k, v, "mine", **options)
+    assert torch.allclose(lse, (q @ k.mT / 8**0.5).logsumexp(-1))
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"exponential": 1}, TypeError, "activation 'mine': exponential must be a bool, got 1"),
+    ({"bounded": None}, TypeError, "bounded must be a bool, got None"),
+    ({"alpha": 1.0}, ValueError, r"alpha must be a float in \(1, 2\] or None, got 1.0"),
+    ({"alpha": "shape"}, ValueError, r"alpha must be a float in \(1, 2\] or None, got 'shape'"),
+    (
+        {"alpha": 1.5, "shape_slope": POWER.shape_slope},
+        ValueError,
+        "alpha must be 'shape' with a shape_slope, or None, got 1.5",
+    ),
+    ({"alpha": 1.5, "vanishes": False}, ValueError, "vanishes must be True"),
+    ({"exponential": True, "vanishes": False}, ValueError, "vanishes must be True"),
+    ({"exponential": True, "triton": "a:b"}, ValueError, r"unit must be log2\(e\) .*got 1.0"),
+    ({"alpha": 1.5, "triton": "a:b", "unit": 2.0}, ValueError, "unit must be 1.0 .*got 2.0"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "words"), WRONG, ids=lambda x: str(x)[:30])
+def test_wrong_activations(fields: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Activation("mine", EXP.value, EXP.slope, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"activation": SQUARE, "normalize": "threshold"}, "with alpha or convex, square has"),
+        (
+            {"activation": Activation("flat", EXP.value, EXP.slope, vanishes=False)}
+            | {"normalize": "select", "keep": 2},
+            "vanishes at −∞, flat does not",
+        ),
+        ({"activation": EXP, "normalize": "sum", "shape": 1.5}, "shape must be None for expon"),
+        ({"activation": POWER, "normalize": "sum"}, "shape must be given for power"),
+    ],
+)
+def test_wrong_pairwise_forms(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Pairwise(**fields)
