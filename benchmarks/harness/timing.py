@@ -115,12 +115,14 @@ class CudaEvents:
     """For a GPU: events around each call, and nothing waits before the last round is queued.
 
     A call whose kernels are shorter than the Python that launches them would be timed with the
-    latter. So each is preceded by a write to a large buffer, during which the host runs ahead. That
-    write also leaves the same things in the cache, none, to every call.
+    latter. So each is preceded by ``leads`` writes to a large buffer, during which the host runs
+    ahead. They also leave the same things in the cache, none, to every call.
     """
 
-    def __init__(self, cuda: Any = torch.cuda, lead: Callable[[], object] | None = None) -> None:
-        self.cuda = cuda
+    def __init__(
+        self, cuda: Any = torch.cuda, lead: Callable[[], object] | None = None, leads: int = 1
+    ) -> None:
+        self.cuda, self.leads = cuda, leads
         if lead is None:
             lead = torch.empty(LEAD_BYTES, dtype=torch.int8, device="cuda").zero_
         self.lead = lead
@@ -149,7 +151,8 @@ class CudaEvents:
         events = {}
         for name, call in calls.items():
             start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
-            self.lead()
+            for _ in range(self.leads):
+                self.lead()
             start.record()
             call()
             end.record()
