@@ -7,7 +7,7 @@ of the same rounds. Whatever one of them raises is a note in its row, and the ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -73,13 +73,14 @@ class Bench:
     time: bool = True
     memory: Memory | None = None
     rate: Callable[[Row], dict[str, float]] = lambda row: {}  # figures of a row with a time
+    budget: Budget = field(default_factory=Budget)
 
-    def run(self, groups: Groups, report: Report, budget: Budget | None = None) -> None:
+    def run(self, groups: Groups, report: Report) -> None:
         """All groups, or as many as are begun within the budget; what is left out is named."""
         lost = False
         for setting, make in groups:
             label = f"{self.suite}: {setting.title}, B={setting.batch}, N={setting.length}"
-            if lost or (budget is not None and budget.spent):
+            if lost or self.budget.spent:
                 report.left_out.append(label)
                 continue
             rows: list[Row] = []
@@ -104,6 +105,10 @@ class Bench:
             own = [Row(self.suite, e.name, e.case, e.kind, d, setting) for d in self.directions]
             rows += own
             of |= {(e.name, row.direction): row for row in own}
+            if self.budget.spent:  # those before are timed all the same
+                for row in own:
+                    row.note = "left out: no time"
+                continue
             try:
                 attend = e.make()
                 self.check(e, attend, own, setting)

@@ -145,27 +145,30 @@ class Inputs:
     def make(
         setting: Setting, case: Case = SOFTMAX, gradients: bool = False, learned: bool = False
     ) -> Inputs:
-        """``learned``: with the parameters that `attnzoo.nn.Attention` would learn."""
-        s, device = setting, torch.device(setting.device)
-        generator = torch.Generator(device).manual_seed(s.seed * 1_000_003 + s.length)
+        """``learned``: with gradients of the parameters that `attnzoo.nn.Attention` learns."""
+        s, dtype = setting, getattr(torch, setting.dtype)
+        generator = torch.Generator(s.device).manual_seed(s.seed * 1_000_003 + s.length)
         wide, kv = s.key_dim or s.head_dim, s.kv_heads or s.heads
         rows = s.length if s.queries is None else s.queries
-        shapes = [(s.heads, rows, wide), (kv, s.length, wide), (kv, s.length, s.head_dim),
-                  (s.heads, rows, s.head_dim)]  # fmt: skip
-        q, k, v, do = (
-            torch.randn(s.batch, *shape, generator=generator, device=device) for shape in shapes
-        )
+
+        def drawn(heads: int, length: int, dim: int) -> Tensor:
+            shape = (s.batch, heads, length, dim)
+            return torch.randn(shape, generator=generator, device=s.device)
+
+        q, k = drawn(s.heads, rows, wide), drawn(kv, s.length, wide)
         if s.block_sparse:
             q, k = block_sparse(q, k, generator)
-        q, k, v = (x * s.input_scale for x in (q, k, v))
-        scale = None
+        q, k, scale = q.mul_(s.input_scale), k.mul_(s.input_scale), None
         if case.selects:
             # On a grid of binary fractions every product and partial sum is exact in fp32: all
             # orders of summation give the same scores, ties included, and keep the same keys.
             scale = 2.0 ** round(math.log2(wide**-0.5))
             step = 2.0 ** (math.floor(math.log2(s.input_scale)) - 4)
             q, k = ((x / step).round() * step for x in (q, k))
-        q, k, v, do = (x.to(getattr(torch, s.dtype)) for x in (q, k, v, do))
+        q, k = q.to(dtype), k.to(dtype)
+        # One by one: of a long decoding cache a copy in fp32 is much memory.
+        v = drawn(kv, s.length, s.head_dim).mul_(s.input_scale).to(dtype)
+        do = drawn(s.heads, rows, s.head_dim).to(dtype)
         params = dict(case.params)
         if gradients:
             for x in (q, k, v):

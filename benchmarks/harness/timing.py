@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -71,44 +71,24 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-class Timer(Protocol):
-    """How the calls of a device are measured."""
-
-    def rounds(
-        self, calls: Calls, repeats: int, min_seconds: float, max_seconds: float = float("inf")
-    ) -> dict[str, list[float]]:
-        """Seconds of each call, one number per round, after a warm-up; see `interleave`."""
-        ...
-
-    def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        """Memory at the peak of one call beyond what was allocated before, where that is known."""
-        ...
-
-    def settle(self) -> None:
-        """Waits for the device; raises if it has failed."""
-        ...
-
-    def release(self) -> None:
-        """Hands back memory that is kept for later."""
-        ...
-
-
 class WallClock:
     """For a CPU. Its memory is measured elsewhere, in fresh processes."""
 
     def rounds(
         self, calls: Calls, repeats: int, min_seconds: float, max_seconds: float = float("inf")
     ) -> dict[str, list[float]]:
+        """Seconds of each call, one number per round; see `interleave`."""
         return interleave(calls, repeats, min_seconds, max_seconds=max_seconds)
 
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
+        """Memory at the peak of one call beyond what was allocated before, where that is known."""
         return None
 
     def settle(self) -> None:
-        return None
+        """Waits for the device; raises if it has failed."""
 
     def release(self) -> None:
-        return None
+        """Hands back memory that is kept for later."""
 
 
 class CudaEvents:
@@ -172,3 +152,6 @@ class CudaEvents:
 
     def release(self) -> None:
         self.cuda.empty_cache()
+
+
+Timer = WallClock | CudaEvents

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.harness.baselines import NAMES
 from benchmarks.harness.bench import DIRECTIONS, Entrant, Groups
 from benchmarks.harness.block_sparse import block_sparsity
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting, call
-from benchmarks.harness.grid import INPUTS, MASKS, Budget, flops, grid
+from benchmarks.harness.grid import INPUTS, MASKS, flops, grid
 from benchmarks.harness.options import (
     add_options,
     bench_of,
@@ -91,9 +92,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
     return cases_of(args, max(args.lengths))
 
 
-def measure(
-    args: argparse.Namespace, cases: list[Case], report: Report, budget: Budget | None = None
-) -> None:
+def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
     timer, timed = timer_of(args), args.time and not args.check_only
 
     def peak_bytes(e: Entrant, setting: Setting, direction: str, attend: Attend) -> int | None:
@@ -109,10 +108,12 @@ def measure(
         assert row.seconds is not None
         return {"tflops": flops(row.setting, row.direction) / row.seconds.median / 1e12}
 
-    bench = bench_of(args, "attention", timer, directions=args.direction, time=timed, rate=rate)
+    bench = bench_of(
+        args, "attention", timer, directions=args.direction, time=timed, rate=rate, **more
+    )
     if args.memory and not args.check_only:
         bench.memory = peak_bytes
-    bench.run(groups(args, cases), report, budget)
+    bench.run(groups(args, cases), report)
 
 
 def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:
@@ -129,11 +130,13 @@ def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:
 
 def entrants(args: argparse.Namespace, cases: list[Case], setting: Setting) -> Iterator[Entrant]:
     gradients = args.direction != ["forward"]
-    names = args.baselines if args.time and not args.check_only else []
+    names = [] if args.check_only else args.baselines
     plain = Inputs.make(setting, gradients=gradients)
     yield from Entrant.baselines(SOFTMAX, plain, setting, names)
     for case in cases:
-        inputs = Inputs.make(setting, case, gradients, args.learned)
+        inputs = replace(plain, params=case.params)
+        if case.selects or args.learned:  # these have inputs of their own
+            inputs = Inputs.make(setting, case, gradients, args.learned)
         entrant = Entrant.of(case, inputs, args.backend)
         if setting.block_sparse:
             entrant.figures = partial(empty_blocks, case, inputs)

@@ -24,7 +24,6 @@ from torch import Tensor
 import attnzoo
 from benchmarks.harness.bench import Entrant, Groups
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting
-from benchmarks.harness.grid import Budget
 from benchmarks.harness.options import (
     add_options,
     bench_of,
@@ -88,9 +87,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
     return cases_of(args, max(args.lengths) + 1)  # a state's next token is the N + 1st
 
 
-def measure(
-    args: argparse.Namespace, cases: list[Case], report: Report, budget: Budget | None = None
-) -> None:
+def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
     timer = timer_of(args, LEADS)
     copied = copy_rate(timer, args.device, COPY_BYTES[args.device])
     report.more["copy_gb_per_s"] = copied / 1e9
@@ -104,8 +101,8 @@ def measure(
         size *= getattr(torch, s.dtype).itemsize
         return {"of_copy": size / row.seconds.median / copied}
 
-    bench = bench_of(args, "decode", timer, rate=rate)
-    bench.run(groups(args, cases), report, budget)
+    bench = bench_of(args, "decode", timer, rate=rate, **more)
+    bench.run(groups(args, cases), report)
 
 
 def copy_rate(timer: Timer, device: str, size: int) -> float:

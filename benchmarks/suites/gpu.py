@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     kept = 0.0 if args.skip_tests else TESTS * args.budget
     budget = Budget(args.budget - kept)
     for (suite, options), found in zip(steps, cases, strict=True):
-        suite.measure(options, found, report, budget)
+        suite.measure(options, found, report, budget=budget)
     failed = False
     if not args.skip_tests:
         tests = pytest_gpu(max(kept, args.budget - (time.monotonic() - start)))

@@ -19,7 +19,6 @@ from typing import Any
 from benchmarks.harness.baselines import installed
 from benchmarks.harness.bench import DIRECTIONS, Entrant, Groups
 from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting
-from benchmarks.harness.grid import Budget
 from benchmarks.harness.options import (
     add_options,
     bench_of,
@@ -92,9 +91,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
     return [case for case in cases if case.linear is not None]
 
 
-def measure(
-    args: argparse.Namespace, cases: list[Case], report: Report, budget: Budget | None = None
-) -> None:
+def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
     def rate(row: Row) -> dict[str, float]:
         assert row.seconds is not None
         tokens = row.setting.batch * row.setting.length  # of all heads
@@ -102,8 +99,8 @@ def measure(
 
     if not installed("fla") and args.device == "cuda":
         report.note("fla is not installed: nothing is compared with it")
-    bench = bench_of(args, "linear", timer_of(args), directions=args.direction, rate=rate)
-    bench.run(groups(args, cases), report, budget)
+    bench = bench_of(args, "linear", timer_of(args), directions=args.direction, rate=rate, **more)
+    bench.run(groups(args, cases), report)
 
 
 def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:

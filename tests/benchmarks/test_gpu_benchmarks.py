@@ -273,10 +273,20 @@ def test_what_the_budget_leaves_out_is_named() -> None:
             return super().rounds(*args)
 
     ours = Entrant.of(SOFTMAX, Inputs.make(TINY), None)
-    Bench("x", Slow(), **FAST).run(groups(ours), made, Budget(5.0, lambda: now[0]))
+    Bench("x", Slow(), **FAST, budget=Budget(5.0, lambda: now[0])).run(groups(ours), made)
     assert [row.setting.length for row in made.rows] == [32]
     (left_out,) = made.left_out
     assert left_out.endswith("N=64")
+
+
+def test_a_budget_ends_within_a_group_and_what_was_checked_is_timed() -> None:
+    now, rows = iter([0.0, 1.0, 99.0]), []
+    entrants = [Entrant.of(SOFTMAX, Inputs.make(TINY), None, name) for name in "ab"]
+    bench = Bench("x", WallClock(), **FAST, budget=Budget(5.0, lambda: next(now)))
+    bench.group(entrants, TINY, rows)
+    assert [(row.seconds is None, row.note) for row in rows] == [
+        (False, ""), (True, "left out: no time"),
+    ]  # fmt: skip
 
 
 def test_inputs_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
