@@ -77,17 +77,16 @@ class Bench:
 
     def run(self, groups: Groups, report: Report) -> None:
         """All groups, or as many as are begun within the budget; what is left out is named."""
-        lost = False
         for setting, make in groups:
             label = f"{self.suite}: {setting.title}, B={setting.batch}, N={setting.length}"
-            if lost or self.budget.spent:
+            if self.budget.spent:
                 report.left_out.append(label)
                 continue
             rows: list[Row] = []
             try:
                 self.group(make(), setting, rows)
             except DeviceLost as error:
-                lost = True
+                self.budget.end_now()
                 report.left_out.append(f"what is missing of {label}: {error}")
             except Exception as error:  # its inputs do not fit
                 report.left_out.append(f"{label}: {first_line(error)}")

@@ -29,25 +29,20 @@ class Case:
 
     @staticmethod
     def parse(spec: str, longest: int) -> Case:
-        """What is required and not given is the variant's example for sequences up to `longest`."""
+        """What is required and not given is the variant's example for sequences up to `longest`.
+
+        Raises:
+            UsageError: there is no such variant, or it does not take these parameters.
+        """
         parsed = parse_spec(spec)
         if parsed.is_swap:
             raise UsageError(f"{spec}: nothing is trained here, so nothing can be substituted")
-        name = parsed.test.name
-        if name not in attnzoo.list_variants():
-            known = ", ".join(attnzoo.list_variants())
-            raise UsageError(f"unknown variant {name!r}; known: {known}")
-        params = attnzoo.get_variant(name).params
-        unknown = sorted(set(parsed.test.params) - {p.name for p in params})
-        if unknown:
-            known = ", ".join(p.name for p in params) or "none"
-            raise UsageError(f"{name} has no parameter {unknown[0]!r}; it has: {known}")
-        given = complete(parsed.test, longest).params
-        missing = [p.name for p in params if p.default is attnzoo.REQUIRED and p.name not in given]
-        if missing:
-            example = ", ".join(f"{name}=…" for name in missing)
-            raise UsageError(f"{name} needs {', '.join(missing)}: write {name}({example})")
-        return Case(str(parsed), name, given)
+        case = Case(str(parsed), parsed.test.name, complete(parsed.test, longest).params)
+        try:
+            case.plan()
+        except (ValueError, TypeError) as error:  # misspelt, missing or out of range
+            raise UsageError(str(error)) from error
+        return case
 
     def plan(self, backend: str | None = None) -> attnzoo.Plan:
         """What attnzoo says of it at the smallest causal call."""

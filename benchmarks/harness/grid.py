@@ -65,3 +65,6 @@ class Budget:
     @property
     def spent(self) -> bool:
         return self.left <= 0
+
+    def end_now(self) -> None:
+        self.end = self.clock()

@@ -299,7 +299,11 @@ def commit() -> str | None:
 
 
 def check_target(option: str, path: str | None) -> None:
-    """Refuses, before anything is measured, a file that could not be written after it."""
+    """To be called before anything is measured.
+
+    Raises:
+        UsageError: the file could not be written.
+    """
     if not path:
         return
     target = Path(path)

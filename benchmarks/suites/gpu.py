@@ -76,8 +76,11 @@ def run(args: argparse.Namespace) -> int:
     report.more["tests"] = None
     kept = 0.0 if args.skip_tests else TESTS * args.budget
     budget = Budget(args.budget - kept)
-    for (suite, options), found in zip(steps, cases, strict=True):
-        suite.measure(options, found, report, budget=budget)
+    for line, (suite, options), found in zip(PLAN, steps, cases, strict=True):
+        if budget.spent:
+            report.left_out.append(line)
+        else:
+            suite.measure(options, found, report, budget=budget)
     failed = False
     if not args.skip_tests:
         tests = pytest_gpu(max(kept, args.budget - (time.monotonic() - start)))

@@ -51,7 +51,7 @@ def test_parameters_can_be_typed() -> None:
     ("spec", "message"),
     [
         ("nothing", "unknown variant 'nothing'"),
-        ("ssmax(t=1)", "ssmax has no parameter 't'; it has: s, b"),
+        ("ssmax(t=1)", "'ssmax' has no parameter 't'; it has: s, b"),
         ("softmax->ssmax", "nothing can be substituted"),
         ("ssmax(1)", "cannot read"),
     ],
@@ -64,7 +64,7 @@ def test_what_cannot_be_run_is_refused(spec: str, message: str) -> None:
 def test_a_required_parameter_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(attnzoo.get_variant("topk"), example=None)
     monkeypatch.setattr(attnzoo, "get_variant", lambda name: bare)
-    with pytest.raises(ValueError, match=r"write topk\(top_k=…\)"):
+    with pytest.raises(ValueError, match="requires the parameter 'top_k'"):
         Case.parse("topk", longest=8)
 
 

@@ -399,7 +399,7 @@ def test_a_whole_run(
     assert main([*command, "softmax"]) == 1
     capsys.readouterr()
     assert main([*command, "softmax", "--budget", "1e-9", "--skip-tests"]) == 2
-    assert capsys.readouterr().err.count("left out: ") == 3
+    assert capsys.readouterr().err.count("left out: ") == 4
 
 
 def test_pytest_is_run_and_its_last_line_kept() -> None:
