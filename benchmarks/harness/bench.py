@@ -13,7 +13,7 @@ from typing import Literal
 
 from benchmarks.harness import baselines
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting, call
-from benchmarks.harness.correctness import Reference, plan_of
+from benchmarks.harness.correctness import Check, Reference, plan_of
 from benchmarks.harness.grid import Budget
 from benchmarks.harness.report import Report, Row
 from benchmarks.harness.timing import Spread, Timer, ratio
@@ -36,7 +36,12 @@ class Entrant:
     make: Callable[[], Attend]
     kind: Literal["variant", "state", "baseline"] = "variant"
     backend: str | None = None
-    figures: Callable[[], dict[str, float]] = dict  # what else is to be said of it
+    attend: Attend = field(init=False)  # once it is made
+    rows: dict[str, Row] = field(default_factory=dict)  # by direction
+
+    def note(self, text: str) -> None:
+        for row in self.rows.values():
+            row.note = text
 
     @staticmethod
     def of(case: Case, inputs: Inputs, backend: str | None, name: str = "") -> Entrant:
@@ -57,7 +62,7 @@ class Entrant:
 # Inputs, and who takes part; made when it is their turn.
 Groups = Iterable[tuple[Setting, Callable[[], list[Entrant]]]]
 # What a call takes beyond its inputs, where that is known.
-Memory = Callable[[Entrant, Setting, str, Attend], int | None]
+Memory = Callable[[Entrant, Row], int | None]
 
 
 @dataclass
@@ -98,105 +103,98 @@ class Bench:
         Raises:
             DeviceLost: after which this process can measure nothing.
         """
-        attends: dict[str, Attend] = {}
-        of: dict[tuple[str, str], Row] = {}
+        able: list[Entrant] = []
         for e in entrants:
-            own = [Row(self.suite, e.name, e.case, e.kind, d, setting) for d in self.directions]
-            rows += own
-            of |= {(e.name, row.direction): row for row in own}
+            e.rows = {
+                d: Row(self.suite, e.name, e.case, e.kind, d, setting) for d in self.directions
+            }
+            rows += e.rows.values()
             if self.budget.spent:  # those before are timed all the same
-                for row in own:
-                    row.note = "left out: no time"
+                e.note("left out: no time")
                 continue
             try:
-                attend = e.make()
-                self.check(e, attend, own, setting)
-                figures = e.figures()
+                e.attend = e.make()
+                self.check(e, setting)
             except Exception as error:
-                self.failed(error, own)
+                self.failed(error, e.rows.values())
                 continue
-            for row in own:
-                row.figures |= figures
-            if any(row.wrong for row in own):
-                for row in own:
-                    row.note = WRONG
+            if any(row.wrong for row in e.rows.values()):
+                e.note(WRONG)
             else:
-                attends[e.name] = attend
+                able.append(e)
         if self.time:
             for direction in self.directions:
-                able = [e for e in entrants if e.name in attends]
-                self.times(able, attends, {e.name: of[e.name, direction] for e in able}, direction)
-        for e in entrants:
-            for direction in self.directions:
-                row = of[e.name, direction]
-                if self.memory is not None and e.name in attends and not row.note:
+                self.times(able, direction)
+        if self.memory is not None:
+            for entrant in able:
+                for row in (row for row in entrant.rows.values() if not row.note):
                     try:
-                        row.peak_bytes = self.memory(e, setting, direction, attends[e.name])
+                        row.peak_bytes = self.memory(entrant, row)
                     except Exception as error:
                         self.failed(error, [row])
         self.timer.release()
 
-    def check(self, e: Entrant, attend: Attend, rows: list[Row], setting: Setting) -> None:
+    def check(self, e: Entrant, setting: Setting) -> None:
         """Fills in errors. A call without gradients may take another path than one with them."""
         if e.kind == "state":
-            rows[0].backend = "state"
+            for row in e.rows.values():
+                row.backend = "state"
             return
+        without = e.inputs.detached()
         if e.kind == "baseline":
-            error = Reference.of(e.case, e.inputs.detached(), setting.seed).relative_error(attend)
-            for row in rows:
+            error = Reference.of(e.case, without, setting.seed).relative_error(e.attend)
+            for row in e.rows.values():
                 row.error = error if abs(error) < float("inf") else None  # JSON has no NaN
             return
-        grads = {row.direction: row.direction != "forward" for row in rows}
-        for row in rows:
-            given = e.inputs if grads[row.direction] else e.inputs.detached()
-            row.backend = plan_of(e.case, given, e.backend).chosen
-        inputs = e.inputs if any(grads.values()) else e.inputs.detached()
+        inputs = without if [*e.rows] == ["forward"] else e.inputs
         reference = Reference.of(e.case, inputs, setting.seed)
-        found = {with_: reference.check(e.backend, with_) for with_ in sorted(set(grads.values()))}
-        for row in rows:
-            row.check = found[grads[row.direction]]
+        found: dict[bool, Check] = {}
+        for row in e.rows.values():
+            gradients = row.direction != "forward"
+            given = inputs if gradients else without
+            row.backend = plan_of(e.case, given, e.backend).chosen
+            if gradients not in found:
+                found[gradients] = reference.check(e.backend, gradients)
+            row.check = found[gradients]
 
-    def times(
-        self, entrants: list[Entrant], attends: dict[str, Attend], rows: dict[str, Row],
-        direction: str,
-    ) -> None:  # fmt: skip
+    def times(self, entrants: list[Entrant], direction: str) -> None:
         """Of all that can run this way, in turn."""
         calls: dict[str, Callable[[], object]] = {}
+        rows = {e.name: e.rows[direction] for e in entrants}
         for e in entrants:
             try:
-                once = call(attends[e.name], e.inputs, direction)
+                once = call(e.attend, e.inputs, direction)
                 once()  # compiles
                 self.timer.settle()
                 calls[e.name] = once
             except Exception as error:
                 self.failed(error, [rows[e.name]])
+        if not calls:
+            return
         try:
-            seconds = (
-                self.timer.rounds(calls, self.repeats, self.min_seconds, self.max_seconds)
-                if calls else {}
-            )  # fmt: skip
+            seconds = self.timer.rounds(calls, self.repeats, self.min_seconds, self.max_seconds)
         except Exception as error:  # for all of them together there may be too little memory
             self.failed(error, [rows[name] for name in calls])
             return
         for name, samples in seconds.items():
             row = rows[name]
             row.seconds = Spread.of(samples)
-            row.figures |= self.rate(row)
-            like = (SOFTMAX, row.case)
+            row.figures = self.rate(row)
             row.ratios = {
                 other: ratio(samples, theirs)
                 for other, theirs in seconds.items()
-                if other != name and rows[other].case in like
+                if other != name and rows[other].case in (SOFTMAX, row.case)
             }
 
-    def failed(self, error: Exception, rows: list[Row]) -> None:
+    def failed(self, error: Exception, rows: Iterable[Row]) -> None:
         """A note in these rows. If the device went with it, that is the end."""
+        name = ""
         for row in rows:
-            row.note = first_line(error)
+            row.note, name = first_line(error), row.name
         try:
             self.timer.settle()
         except Exception as lost:
-            raise DeviceLost(f"the device failed at {rows[0].name}: {first_line(error)}") from lost
+            raise DeviceLost(f"the device failed at {name}: {first_line(error)}") from lost
 
 
 def first_line(error: Exception) -> str:

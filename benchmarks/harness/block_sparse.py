@@ -1,4 +1,4 @@
-"""Inputs on which a sparse normalizer has something to skip, and how much that is.
+"""Inputs on which a sparse normalizer has something to skip.
 
 On i.i.d. Gaussian inputs each row's few keys lie anywhere, so hardly a block of 64 × 64 weights is
 empty, and a kernel that skips empty blocks has nothing to gain. In trained models tokens that
@@ -7,20 +7,14 @@ belong together find each other. `block_sparse` makes inputs of that kind.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import attnzoo
 from commandline.errors import UsageError
 
 BLOCK = 64
 GROUPS = 16
 GAP = 16.0
-# Scores that are held at once while blocks are counted.
-SCORES = 2**25
 
 
 def block_sparse(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -45,32 +39,3 @@ def block_sparse(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tens
     drawn = torch.randint(GROUPS, (batch, heads, runs), generator=generator, device=device)
     mine = centres[drawn].repeat_interleave(BLOCK, dim=2)[:, :, :length]  # [B, H, N, D]
     return q + mine, k + mine
-
-
-def block_sparsity(
-    q: Tensor, k: Tensor, variant: str, is_causal: bool, params: dict[str, Any], heads: int = 2
-) -> float:
-    """The share of 64 × 64 blocks in which every weight of a head is exactly 0.
-
-    Of the first batch's first ``heads`` heads; under causality of the blocks on and below the
-    diagonal. The weights are the definition's, in fp32, some query rows at a time.
-    """
-    q, k = (x.detach()[:1, :heads].float() for x in (q, k))
-    length = q.shape[2]
-    step = max(BLOCK, SCORES // (q.shape[1] * length) // BLOCK * BLOCK)
-    empty = total = 0
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        seen = stop if is_causal else length
-        keys = k[:, :, :seen]
-        w = attnzoo.attention_weights(
-            q[:, :, start:stop], keys, keys, variant, is_causal=is_causal, **params
-        )
-        w = F.pad((w != 0).float(), (0, -seen % BLOCK, 0, (start - stop) % BLOCK))
-        held = F.max_pool2d(w.flatten(0, 1)[:, None], BLOCK)[:, 0] > 0  # [H, rows/64, keys/64]
-        visible = torch.ones_like(held)
-        if is_causal:
-            visible = visible.tril(start // BLOCK)
-        empty += (visible & ~held).sum().item()
-        total += visible.sum().item()
-    return empty / total

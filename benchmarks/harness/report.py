@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ FIGURES = {
     "tflops": ("TFLOP/s", "{:.3g}"),
     "ns_per_token": ("ns/token", "{:.3g}"),
     "of_copy": ("of copy", "{:.0%}"),
-    "empty_blocks": ("empty", "{:.0%}"),
 }
 WIDTHS = {"direction": 9, "who": 28, "backend": 12, "error (of budget)": 20, "quartiles": 17}
 
@@ -58,11 +56,6 @@ class Row:
     figures: dict[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
     note: str = ""
-
-    @property
-    def shared(self) -> bool:
-        """Whether others have ratios to it: the softmaxes, attnzoo's own and others'."""
-        return self.case == SOFTMAX
 
     @property
     def wrong(self) -> bool:
@@ -170,7 +163,8 @@ def title(row: Row) -> str:
 def columns_of(rows: Sequence[Row]) -> list[str]:
     """Of the figures and ratios those that some row has."""
     figures = [head for name, (head, _) in FIGURES.items() if any(name in r.figures for r in rows)]
-    shared = [r.name for r in rows if r.shared and any(r.name in other.ratios for other in rows)]
+    known = {name for row in rows for name in row.ratios}
+    shared = [row.name for row in rows if row.case == SOFTMAX and row.name in known]
     peak = ["MB"] if any(r.peak_bytes is not None for r in rows) else []
     ratios = [f"x {name}" for name in dict.fromkeys(shared)]
     first = ["B", "N", "direction", "who", "backend", "error (of budget)", "ms", "quartiles"]
@@ -247,10 +241,8 @@ def environment() -> dict[str, Any]:
         found |= {
             "device": card.name,
             "capability": f"{card.major}.{card.minor}",
-            "multiprocessors": card.multi_processor_count,
-            "memory_bytes": card.total_memory,
             "cuda": torch.version.cuda,
-            "driver": driver(),
+            "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         }
     return found
 
@@ -260,14 +252,6 @@ def headline(where: dict[str, Any]) -> str:
     if where.get("device"):
         machine = f"{where['device']}, driver {where['driver']}, CUDA {where['cuda']}"
     return f"{machine}; torch {torch.__version__}, commit {where['commit']}"
-
-
-def driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if shutil.which(query[0]) is None:
-        return None
-    done = subprocess.run(query, capture_output=True, text=True)
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else None
 
 
 def cpu_name() -> str:
@@ -281,18 +265,17 @@ def cpu_name() -> str:
 
 def commit() -> str | None:
     """The checkout's commit, with "+" where files differ from it; None outside of git."""
+    head = said("git", "rev-parse", "--short=12", "HEAD")
+    return head and head + ("+" if said("git", "status", "--porcelain") else "")
 
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True
-            )
-        except FileNotFoundError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
-    head = git("rev-parse", "--short=12", "HEAD")
-    return head and head + ("+" if git("status", "--porcelain") else "")
+def said(*command: str) -> str | None:
+    """What a program prints; None where it fails or is not there."""
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # ---- files ------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from typing import Any
 from benchmarks.harness import memory
 from benchmarks.harness.baselines import NAMES
 from benchmarks.harness.bench import DIRECTIONS, Entrant, Groups
-from benchmarks.harness.block_sparse import block_sparsity
-from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting, call
+from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting, call
 from benchmarks.harness.grid import INPUTS, MASKS, flops, grid
 from benchmarks.harness.options import (
     add_options,
@@ -95,12 +94,12 @@ def prepare(args: argparse.Namespace) -> list[Case]:
 def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
     timer, timed = timer_of(args), args.time and not args.check_only
 
-    def peak_bytes(e: Entrant, setting: Setting, direction: str, attend: Attend) -> int | None:
+    def peak_bytes(e: Entrant, row: Row) -> int | None:
         if args.device == "cuda":
-            whole = "forward" if direction == "forward" else "both"
-            return timer.peak_bytes(call(attend, e.inputs, whole))
+            whole = "forward" if row.direction == "forward" else "both"
+            return timer.peak_bytes(call(e.attend, e.inputs, whole))
         return memory.measure(
-            e, setting, direction, names=args.baselines, learned=args.learned,
+            e, row.setting, row.direction, names=args.baselines, learned=args.learned,
             threads=args.threads, plugin=args.plugin,
         )  # fmt: skip
 
@@ -137,14 +136,6 @@ def entrants(args: argparse.Namespace, cases: list[Case], setting: Setting) -> I
         inputs = replace(plain, params=case.params)
         if case.selects or args.learned:  # these have inputs of their own
             inputs = Inputs.make(setting, case, gradients, args.learned)
-        entrant = Entrant.of(case, inputs, args.backend)
-        if setting.block_sparse:
-            entrant.figures = partial(empty_blocks, case, inputs)
-        yield entrant
+        yield Entrant.of(case, inputs, args.backend)
         if case != SOFTMAX:
             yield from Entrant.baselines(case, plain, setting, names)
-
-
-def empty_blocks(case: Case, inputs: Inputs) -> dict[str, float]:
-    share = block_sparsity(inputs.q, inputs.k, case.variant, inputs.causal, case.params)
-    return {"empty_blocks": share}
