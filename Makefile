@@ -49,7 +49,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 readme: $(STAMP)
-	$(BIN)/python -m benchmarks readme
+	$(BIN)/python -m scripts.readme
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .ruff_cache

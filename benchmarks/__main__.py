@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import readme
 from benchmarks.harness import memory
 from benchmarks.kernels import compile, tune
-from benchmarks.suites import attention, decode, gpu, linear
+from benchmarks.suites import attention, decode, gpu, linear, overhead
 from commandline.errors import UsageError
 from commandline.variants import load_plugin
 
-COMMANDS = (attention, linear, decode, compile, tune, gpu, readme, memory)
+COMMANDS = (attention, linear, decode, overhead, compile, tune, gpu, memory)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(args, "plugin", None) is not None:
             load_plugin(args.plugin)
         return args.run(args)
-    except (UsageError, OSError) as refusal:  # a file that cannot be read or written, too
-        print(f"{parser.prog}: {refusal}", file=sys.stderr)
+    except (UsageError, OSError) as error:  # a file that cannot be read or written, too
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
 
 

@@ -6,11 +6,10 @@ import argparse
 from pathlib import Path
 
 
-def add_plugin(parser: argparse.ArgumentParser) -> None:
-    """``--plugin``, of every command in which a variant can be named."""
-    parser.add_argument(
-        "--plugin", type=Path, metavar="FILE.py", help="a file that registers more variants"
-    )
+def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
+    """``--plugin``, of every command in which a variant can be named; ``words`` end its help."""
+    words = f"a file that registers more variants{words}"
+    parser.add_argument("--plugin", type=Path, metavar="FILE.py", help=words)
 
 
 def seed(text: str) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import readme
+import attnzoo
+from scripts import readme
+from scripts.kernels_table import kernels_table
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -90,3 +94,59 @@ def test_every_file_exists() -> None:
 
 def test_the_table_is_up_to_date() -> None:
     assert readme.rendered(TEXT) == TEXT, "run `make readme`"
+
+
+def test_every_variant_has_its_row() -> None:
+    table = readme.variants_table().splitlines()
+    assert [line.split("`")[1] for line in table[2:]] == attnzoo.list_variants()
+    assert all(line.count(" | ") == 5 for line in table)
+
+
+def test_text_around_the_table_is_kept() -> None:
+    kernels = "c\n<!-- kernels: begin -->\n<!-- kernels: end -->\nd\n"
+    evals = "".join(
+        f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in ("tasks", "evals")
+    )
+    text = f"a\n<!-- variants: begin -->\nold\n<!-- variants: end -->\nb\n{evals}{kernels}"
+    new = readme.rendered(text)
+    assert new.startswith("a\n<!-- variants: begin -->\n| variant")
+    assert "|\n<!-- variants: end -->\nb\n<!-- tasks: begin -->\n- `max-retrieval`" in new
+    assert "<!-- evals: end -->\nc\n<!-- kernels: begin -->\n" in new
+    assert new.endswith("\n<!-- kernels: end -->\nd\n")
+    assert readme.rendered(new) == new
+    with pytest.raises(ValueError, match="one pair"):
+        readme.rendered("nothing here")
+
+
+def results(device: str = "NVIDIA Test", date: str = "2026-01-31", tflops: float = 410.0) -> Any:
+    spread = {"median": 0.9, "lower": 0.8, "upper": 1.0, "count": 10}
+    measured = {
+        "name": "ssmax", "kind": "variant", "direction": "forward", "head_dim": 64, "causal": True,
+        "length": 16384, "batch": 4, "heads": 16, "dtype": "bfloat16", "inputs": "iid",
+        "figures": {"tflops": tflops}, "ratios": {"sdpa flash": spread},
+    }  # fmt: skip
+    baseline = {**measured, "name": "sdpa flash", "kind": "baseline", "ratios": {}}
+    other = {**measured, "inputs": "block-sparse", "figures": {"tflops": 1.0}}
+    untimed = {**measured, "name": "taylor", "figures": {}}
+    where = {"device": device, "date": date, "torch": "2.11.0", "packages": {"triton": "3.6.0"}}
+    return {"environment": where, "rows": [measured, baseline, other, untimed]}
+
+
+def test_the_readmes_table_is_made_from_results(tmp_path: Path) -> None:
+    assert kernels_table(tmp_path) == "No GPU has been measured yet.\n"
+    for name, document in {
+        "b": results(date="2026-01-30", tflops=1.0),
+        "a": results(),
+        "c": results(device="Another"),
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    first, second = kernels_table(tmp_path).split("NVIDIA Test")
+    assert first.startswith("Another, torch 2.11.0, Triton 3.6.0, 2026-01-31: TFLOP/s, causal,")
+    lines = second.splitlines()
+    assert "N = 16384, B = 4, H = 16" in lines[0]
+    assert (
+        lines[2]
+        == "|  | forward, D = 64 | backward, D = 64 | forward, D = 128 | backward, D = 128 |"
+    )
+    assert lines[4] == "| `ssmax` | 410 (0.90, –) | – | – | – |"
+    assert lines[5] == "| sdpa flash | 410 | – | – | – |"

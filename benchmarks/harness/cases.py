@@ -5,29 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import attnzoo
-from benchmarks.harness.clusters import clustered
+from benchmarks.harness.block_sparse import block_sparse
 from commandline.errors import UsageError
-from commandline.variants import parse_spec
+from commandline.variants import complete, parse_spec
 
-# Values for parameters that have no default, given the longest sequence of the run. A variant that
-# is not named here must be given its own: NAME(parameter=value).
-REQUIRED: dict[str, Callable[[int], dict[str, Any]]] = {
-    "cosformer": lambda longest: {"max_length": longest},
-    "topk": lambda longest: {"top_k": 32},
-}
-
-# Which keys are kept is not a continuous function of the scores: a difference in the last bit
-# between two correct computations may keep another key. See `Inputs.make`.
-DISCONTINUOUS = frozenset({"topk"})
-
-SDPA = "sdpa softmax"
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,26 +29,20 @@ class Case:
 
     @staticmethod
     def parse(spec: str, longest: int) -> Case:
+        """What is required and not given is the variant's example for sequences up to `longest`.
+
+        Raises:
+            UsageError: there is no such variant, or it does not take these parameters.
+        """
         parsed = parse_spec(spec)
         if parsed.is_swap:
-            raise UsageError(f"{spec}: nothing is trained here, so there is nothing to swap")
-        name, params = parsed.test.name, parsed.test.params
-        if name not in attnzoo.list_variants():
-            known = ", ".join(attnzoo.list_variants())
-            raise UsageError(f"unknown variant {name!r}; known: {known}")
-        variant = attnzoo.get_variant(name)
-        given = {**REQUIRED.get(name, lambda _: {})(longest), **params}
-        unknown = sorted(set(params) - {p.name for p in variant.params})
-        if unknown:
-            known = ", ".join(p.name for p in variant.params) or "none"
-            raise UsageError(f"{name} has no parameter {unknown[0]!r}; it has: {known}")
-        missing = [
-            p.name for p in variant.params if p.default is attnzoo.REQUIRED and p.name not in given
-        ]
-        if missing:
-            example = ", ".join(f"{name}=…" for name in missing)
-            raise UsageError(f"{name} needs {', '.join(missing)}: write {name}({example})")
-        return Case(str(parsed), name, given)
+            raise UsageError(f"{spec}: nothing is trained here, so nothing can be substituted")
+        case = Case(str(parsed), parsed.test.name, complete(parsed.test, longest).params)
+        try:
+            case.plan()
+        except (ValueError, TypeError) as error:  # misspelt, missing or out of range
+            raise UsageError(str(error)) from error
+        return case
 
     def plan(self, backend: str | None = None) -> attnzoo.Plan:
         """What attnzoo says of it at the smallest causal call."""
@@ -68,35 +51,77 @@ class Case:
             x, x, x, self.variant, is_causal=True, backend=backend, **self.params
         )  # fmt: skip
 
-    def has_form(self, kind: type) -> bool:
-        """Whether it offers a form of this kind."""
-        return any(isinstance(candidate.form, kind) for candidate in self.plan().candidates)
+    @cached_property
+    def forms(self) -> list[Any]:
+        """The forms that it offers with these parameters."""
+        return [candidate.form for candidate in self.plan().candidates]
+
+    @property
+    def linear(self) -> attnzoo.Linear | None:
+        return next((f for f in self.forms if isinstance(f, attnzoo.Linear)), None)
+
+    @property
+    def pairwise(self) -> attnzoo.Pairwise | None:
+        return next((f for f in self.forms if isinstance(f, attnzoo.Pairwise)), None)
 
     @property
     def has_threshold(self) -> bool:
-        """Whether a form of it is solved for a threshold, by iteration to a residual."""
-        forms = (c.form for c in self.plan().candidates)
-        return any(isinstance(f, attnzoo.Pairwise) and f.normalize == "threshold" for f in forms)
+        """Whether its form is solved for a threshold, by iteration to a residual."""
+        return self.pairwise is not None and self.pairwise.normalize == "threshold"
+
+    @property
+    def selects(self) -> bool:
+        """Whether some keys are kept and others not, which is not continuous in the scores."""
+        return self.pairwise is not None and self.pairwise.normalize == "select"
+
+    def key_dim(self, head_dim: int, feature_dim: int) -> int | None:
+        """The dimension of queries and keys for its linear form: `feature_dim` where the number of
+        features grows faster than the dimension, None (the head dimension) elsewhere."""
+        if self.linear is None or self.linear.size(2 * head_dim) <= 2 * self.linear.size(head_dim):
+            return None
+        return feature_dim
+
+    def attend(self, params: dict[str, Any], backend: str | None, **options: Any) -> Attend:
+        return partial(
+            attnzoo.attention, variant=self.variant, backend=backend, **options, **params
+        )  # fmt: skip
+
+
+SOFTMAX = Case("softmax", "softmax")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything but the variant. On the CPU causal throughout."""
+    """Everything about the inputs of a call; the number of keys is its `length`."""
 
     length: int
-    direction: str = "forward"
+    queries: int | None = None  # None: as many as keys
     batch: int = 1
     heads: int = 8
+    kv_heads: int | None = None  # None: as many as heads
     head_dim: int = 64
+    key_dim: int | None = None  # of q and k; None: the head dimension
     dtype: str = "float32"
-    input_scale: float = 1.0
-    backend: str | None = None
-    learned: bool = False
-    seed: int = 0
-    threads: int = 2
-    device: str = "cpu"
     causal: bool = True
-    clustered: bool = False
+    block_sparse: bool = False
+    input_scale: float = 1.0
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def inputs(self) -> str:
+        return "block-sparse" if self.block_sparse else "iid"
+
+    @property
+    def title(self) -> str:
+        """What calls that stand in one table have in common."""
+        kv = f" Hkv={self.kv_heads}" if self.kv_heads not in (None, self.heads) else ""
+        few = "" if self.queries is None else f", Nq={self.queries}"
+        return (
+            f"H={self.heads}{kv} D={self.head_dim} {self.dtype}, "
+            f"{'causal' if self.causal else 'full'}{few}, {self.inputs} inputs × "
+            f"{self.input_scale:g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,42 +134,67 @@ class Inputs:
     do: Tensor
     params: dict[str, Any]
     causal: bool = True
+    scale: float | None = None
 
     @staticmethod
-    def make(case: Case, setting: Setting) -> Inputs:
-        device = torch.device(setting.device)
-        generator = torch.Generator(device).manual_seed(setting.seed * 1_000_003 + setting.length)
-        shape = (setting.batch, setting.heads, setting.length, setting.head_dim)
-        q, k, v, do = (torch.randn(shape, generator=generator, device=device) for _ in range(4))
-        if setting.clustered:
-            q, k = clustered(q, k, generator)
-        q, k, v = (x * setting.input_scale for x in (q, k, v))
-        if case.variant in DISCONTINUOUS:
+    def make(
+        setting: Setting, case: Case = SOFTMAX, gradients: bool = False, learned: bool = False
+    ) -> Inputs:
+        """``learned``: with gradients of the parameters that `attnzoo.nn.Attention` learns."""
+        s, dtype = setting, getattr(torch, setting.dtype)
+        generator = torch.Generator(s.device).manual_seed(s.seed * 1_000_003 + s.length)
+        wide, kv = s.key_dim or s.head_dim, s.kv_heads or s.heads
+        rows = s.length if s.queries is None else s.queries
+
+        def drawn(heads: int, length: int, dim: int) -> Tensor:
+            shape = (s.batch, heads, length, dim)
+            return torch.randn(shape, generator=generator, device=s.device)
+
+        q, k = drawn(s.heads, rows, wide), drawn(kv, s.length, wide)
+        if s.block_sparse:
+            q, k = block_sparse(q, k, generator)
+        q, k, scale = q.mul_(s.input_scale), k.mul_(s.input_scale), None
+        if case.selects:
             # On a grid of binary fractions every product and partial sum is exact in fp32: all
             # orders of summation give the same scores, ties included, and keep the same keys.
-            step = 2.0 ** (math.floor(math.log2(setting.input_scale)) - 4)
+            scale = 2.0 ** round(math.log2(wide**-0.5))
+            step = 2.0 ** (math.floor(math.log2(s.input_scale)) - 4)
             q, k = ((x / step).round() * step for x in (q, k))
-        dtype = getattr(torch, setting.dtype)
-        q, k, v = (x.to(dtype) for x in (q, k, v))
+        q, k = q.to(dtype), k.to(dtype)
+        # One by one: of a long decoding cache a copy in fp32 is much memory.
+        v = drawn(kv, s.length, s.head_dim).mul_(s.input_scale).to(dtype)
+        do = drawn(s.heads, rows, s.head_dim).to(dtype)
         params = dict(case.params)
-        if setting.direction == "both":
+        if gradients:
             for x in (q, k, v):
                 x.requires_grad_()
-            if setting.learned:
-                params |= learned_params(case, setting.heads)
-        return Inputs(q, k, v, do.to(dtype), params, setting.causal)
+            params |= learned_params(case, s) if learned else {}
+        return Inputs(q, k, v, do, params, s.causal, scale)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a call on these tensors."""
+        gqa = self.q.shape[1] != self.k.shape[1]
+        return {"is_causal": self.causal, "enable_gqa": gqa, "scale": self.scale}
 
     def detached(self) -> Inputs:
-        """The same without gradients of q, k and v."""
-        return replace(self, q=self.q.detach(), k=self.k.detach(), v=self.v.detach())
+        """The same without gradients."""
+        params = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self.params.items()}
+        q, k, v = (x.detach() for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, params=params)
 
     def part(self, batches: list[int], heads: list[int]) -> Inputs:
-        """These batches and heads alone; for parameters that are no heads' own."""
-        fields = {}
-        for name in ("q", "k", "v", "do"):
-            x = getattr(self, name)
-            fields[name] = x.detach()[batches][:, heads].requires_grad_(x.requires_grad)
-        return replace(self, **fields)
+        """These batches and heads alone."""
+        group = self.q.shape[1] // self.k.shape[1]
+        of_kv = sorted({head // group for head in heads})
+        own = {"q": heads, "k": of_kv, "v": of_kv, "do": heads}
+
+        def cut(x: Tensor, *index: Any) -> Tensor:
+            return x.detach()[index].requires_grad_(x.requires_grad)
+
+        fields = {n: cut(getattr(self, n)[batches], slice(None), own[n]) for n in own}
+        params = {n: cut(x, heads) if isinstance(x, Tensor) else x for n, x in self.params.items()}
+        return replace(self, **fields, params=params)
 
     def leaves(self) -> dict[str, Tensor]:
         """What a gradient is taken with respect to."""
@@ -152,75 +202,35 @@ class Inputs:
         return {n: x for n, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad}
 
 
-def learned_params(case: Case, heads: int) -> dict[str, Tensor]:
+def learned_params(case: Case, setting: Setting) -> dict[str, Tensor]:
     """The parameters that `attnzoo.nn.Attention` would learn, one value per head."""
     return {
-        p.name: torch.full((heads,), float(p.init), requires_grad=True)
+        p.name: torch.full(
+            (setting.heads,), float(p.init), device=setting.device, requires_grad=True
+        )
         for p in attnzoo.get_variant(case.variant).params
         if p.init is not None and p.name not in case.params
     }
 
 
-def call(case: Case, inputs: Inputs, backend: str | None) -> Callable[[], tuple[Tensor, ...]]:
-    """The call that is timed: the output, or the output and all gradients."""
+def call(attend: Attend, inputs: Inputs, direction: str) -> Callable[[], Any]:
+    """What is timed: the output alone, its gradients alone ("backward", on a graph that is kept,
+    made here), or "both" together."""
+    if direction == "forward":
+        i = inputs.detached()
 
-    def attend() -> Tensor:
-        return attnzoo.attention(
-            inputs.q, inputs.k, inputs.v, case.variant, is_causal=inputs.causal, backend=backend,
-            **inputs.params,
-        )  # fmt: skip
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return attend(i.q, i.k, i.v)
 
-    return _with_gradients(attend, inputs)
-
-
-def sdpa_call(inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """torch's own fused softmax on the same tensors: the yardstick of every ratio."""
-
-    def attend() -> Tensor:
-        return F.scaled_dot_product_attention(
-            inputs.q, inputs.k, inputs.v, is_causal=inputs.causal
-        )  # fmt: skip
-
-    return _with_gradients(attend, inputs)
-
-
-def package_call(case: Case, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]] | None:
-    """Eager attention with the package `entmax`, where that computes the same thing."""
-    if not inputs.causal or not inputs.params.keys() <= {"alpha"}:
-        return None
-    try:
-        import entmax
-    except ImportError:
-        return None
-    alpha = inputs.params.get("alpha", 1.5)
-    if case.variant == "sparsemax":
-        normalize = entmax.sparsemax
-    elif case.variant == "entmax" and isinstance(alpha, float) and alpha in (1.5, 2.0):
-        normalize = entmax.entmax15 if alpha == 1.5 else entmax.sparsemax
-    else:
-        return None
-    hidden = torch.ones(inputs.q.shape[2], inputs.k.shape[2], dtype=torch.bool).triu(1)
-
-    def attend() -> Tensor:
-        scores = inputs.q.shape[-1] ** -0.5 * inputs.q @ inputs.k.mT
-        return normalize(scores.masked_fill(hidden, -torch.inf), dim=-1) @ inputs.v
-
-    return _with_gradients(attend, inputs)
-
-
-def _with_gradients(
-    attend: Callable[[], Tensor], inputs: Inputs
-) -> Callable[[], tuple[Tensor, ...]]:
-    def forward() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return (attend(),)
+        return forward
+    leaves = list(inputs.leaves().values())
+    if direction == "backward":
+        out = attend(inputs.q, inputs.k, inputs.v)
+        return partial(torch.autograd.grad, out, leaves, inputs.do, retain_graph=True)
 
     def both() -> tuple[Tensor, ...]:
-        out = attend()
-        # A yardstick has no use for the variant's parameters.
-        gradients = torch.autograd.grad(
-            out, list(inputs.leaves().values()), inputs.do, allow_unused=True
-        )
-        return (out, *(g for g in gradients if g is not None))
+        out = attend(inputs.q, inputs.k, inputs.v)
+        return torch.autograd.grad(out, leaves, inputs.do)
 
-    return both if inputs.leaves() else forward
+    return both

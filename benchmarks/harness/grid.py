@@ -13,8 +13,7 @@ TOKENS = 2**16
 # FLOP of a backward pass in those of a forward pass: five products of matrices where it has two.
 BACKWARD = 2.5
 MASKS = ("causal", "full")
-INPUTS = ("iid", "clustered")
-DIRECTIONS = ("forward", "backward")
+INPUTS = ("iid", "block-sparse")
 
 
 def grid(
@@ -29,7 +28,8 @@ def grid(
     """All combinations, lengths innermost; the number of tokens is constant unless ``batch`` is."""
     return [
         Setting(
-            length=length, head_dim=dim, causal=mask == "causal", clustered=kind == "clustered",
+            length=length, head_dim=dim, causal=mask == "causal",
+            block_sparse=kind == "block-sparse",
             batch=batch or max(1, TOKENS // length), **common,
         )
         for kind in inputs
@@ -47,15 +47,7 @@ def flops(setting: Setting, direction: str) -> float:
     """
     scores = setting.batch * setting.heads * setting.length**2
     forward = 4.0 * scores * setting.head_dim * (0.5 if setting.causal else 1.0)
-    return forward * (BACKWARD if direction == "backward" else 1.0)
-
-
-def label(setting: Setting) -> str:
-    """What tells a setting of the grid from the others."""
-    return (
-        f"{'clustered' if setting.clustered else 'iid'} D={setting.head_dim} "
-        f"{'causal' if setting.causal else 'full'} N={setting.length}"
-    )
+    return forward * {"forward": 1.0, "backward": BACKWARD, "both": 1.0 + BACKWARD}[direction]
 
 
 class Budget:
@@ -73,3 +65,6 @@ class Budget:
     @property
     def spent(self) -> bool:
         return self.left <= 0
+
+    def end_now(self) -> None:
+        self.end = self.clock()

@@ -12,29 +12,46 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness.cases import SDPA, Case, Inputs, Setting, call, sdpa_call
+from benchmarks.harness.bench import Entrant
+from benchmarks.harness.cases import Case, Inputs, Setting, call
 from commandline.variants import load_plugin
 
 STATUS = Path("/proc/self/status")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("memory", help="what `attention` runs to measure memory")
-    parser.add_argument("request", help="JSON: case, setting, plugin")
+    parser.add_argument("request", help="JSON: who is called, and how")
     parser.set_defaults(run=run)
 
 
-def measure(case: Case | None, setting: Setting, plugin: Path | None = None) -> int:
-    """Bytes that a call takes beyond its inputs; None as the case stands for torch's SDPA."""
+def measure(
+    entrant: Entrant,
+    setting: Setting,
+    direction: str = "forward",
+    *,
+    names: Sequence[str] = (),
+    learned: bool = False,
+    threads: int = 1,
+    plugin: Path | None = None,
+) -> int:
+    """Bytes that a call takes beyond its inputs; a baseline is made anew as one of ``names``."""
     request = {
-        "case": case and asdict(case),
+        "case": asdict(entrant.case),
         "setting": asdict(setting),
+        "direction": direction,
+        "backend": entrant.backend,
+        "baseline": entrant.name if entrant.kind == "baseline" else None,
+        "names": list(names),
+        "learned": learned,
+        "threads": threads,
         "plugin": plugin and str(plugin.resolve()),
     }
     done = subprocess.run(
@@ -45,27 +62,30 @@ def measure(case: Case | None, setting: Setting, plugin: Path | None = None) -> 
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise RuntimeError(f"the memory of {case.spec if case else SDPA}: {reason[-1]}")
+        raise RuntimeError(f"the memory of {entrant.name}: {reason[-1]}")
     return int(done.stdout)
 
 
 def run(args: argparse.Namespace) -> int:
     request = json.loads(args.request)
-    setting = Setting(**request["setting"])
-    torch.set_num_threads(setting.threads)
+    torch.set_num_threads(request["threads"])
     if request["plugin"] is not None:
         load_plugin(Path(request["plugin"]))
-    yardstick = request["case"] is None
-    case = Case("softmax", "softmax") if yardstick else Case(**request["case"])
+    case, setting = Case(**request["case"]), Setting(**request["setting"])
+    direction = "forward" if request["direction"] == "forward" else "both"
 
     def prepare(setting: Setting):
-        inputs = Inputs.make(case, setting)
-        return sdpa_call(inputs) if yardstick else call(case, inputs, setting.backend)
+        gradients = direction == "both"
+        inputs = Inputs.make(setting, case, gradients, request["learned"])
+        entrant = Entrant.of(case, inputs, request["backend"])
+        if request["baseline"] is not None:
+            found = Entrant.baselines(case, inputs, setting, request["names"])
+            (entrant,) = (e for e in found if e.name == request["baseline"])
+        return call(entrant.make(), entrant.inputs, direction)
 
     # A small call first: libraries and threads are loaded once, and are no memory of a call.
     prepare(replace(setting, length=min(64, setting.length)))()
-    attend = prepare(setting)
-    print(peak_beyond(attend))
+    print(peak_beyond(prepare(setting)))
     return 0
 
 

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -71,56 +71,38 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-class Timer(Protocol):
-    """How the calls of a device are measured."""
-
-    def rounds(
-        self, calls: Calls, repeats: int, min_seconds: float, max_seconds: float = float("inf")
-    ) -> dict[str, list[float]]:
-        """Seconds of each call, one number per round, after a warm-up; see `interleave`."""
-        ...
-
-    def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        """Memory at the peak of one call beyond what was allocated before, where that is known."""
-        ...
-
-    def settle(self) -> None:
-        """Waits for the device; raises if it has failed."""
-        ...
-
-    def release(self) -> None:
-        """Hands back memory that is kept for later."""
-        ...
-
-
 class WallClock:
     """For a CPU. Its memory is measured elsewhere, in fresh processes."""
 
     def rounds(
         self, calls: Calls, repeats: int, min_seconds: float, max_seconds: float = float("inf")
     ) -> dict[str, list[float]]:
+        """Seconds of each call, one number per round; see `interleave`."""
         return interleave(calls, repeats, min_seconds, max_seconds=max_seconds)
 
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
+        """Memory at the peak of one call beyond what was allocated before, where that is known."""
         return None
 
     def settle(self) -> None:
-        return None
+        """Waits for the device; raises if it has failed."""
 
     def release(self) -> None:
-        return None
+        """Hands back memory that is kept for later."""
 
 
 class CudaEvents:
     """For a GPU: events around each call, and nothing waits before the last round is queued.
 
     A call whose kernels are shorter than the Python that launches them would be timed with the
-    latter. So each is preceded by a write to a large buffer, during which the host runs ahead. That
-    write also leaves the same things in the cache, none, to every call.
+    latter. So each is preceded by ``leads`` writes to a large buffer, during which the host runs
+    ahead. They also leave the same things in the cache, none, to every call.
     """
 
-    def __init__(self, cuda: Any = torch.cuda, lead: Callable[[], object] | None = None) -> None:
-        self.cuda = cuda
+    def __init__(
+        self, cuda: Any = torch.cuda, lead: Callable[[], object] | None = None, leads: int = 1
+    ) -> None:
+        self.cuda, self.leads = cuda, leads
         if lead is None:
             lead = torch.empty(LEAD_BYTES, dtype=torch.int8, device="cuda").zero_
         self.lead = lead
@@ -149,7 +131,8 @@ class CudaEvents:
         events = {}
         for name, call in calls.items():
             start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
-            self.lead()
+            for _ in range(self.leads):
+                self.lead()
             start.record()
             call()
             end.record()
@@ -169,3 +152,6 @@ class CudaEvents:
 
     def release(self) -> None:
         self.cuda.empty_cache()
+
+
+Timer = WallClock | CudaEvents

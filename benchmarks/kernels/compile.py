@@ -38,6 +38,7 @@ from benchmarks.kernels.cells import (
     cells,
     quick_cells,
 )
+from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
 # In the machine code: wgmma of Hopper, tcgen05 of Blackwell, mma of all others.
@@ -78,7 +79,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "gain, forward, backward, decode and linear",
     )
     parser.add_argument("--kernels", default=",".join(KERNELS), metavar="NAME,…")
-    report.add_plugin(parser, "; the kernels of its activations alone are compiled")
+    add_plugin(parser, "; the kernels of its activations alone are compiled")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", metavar="FILE", help="written when all is compiled")
     parser.set_defaults(run=run)

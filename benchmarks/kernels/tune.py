@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from benchmarks.harness import report
 from benchmarks.harness.grid import TOKENS
+from benchmarks.harness.options import positive
 from benchmarks.harness.timing import CudaEvents, Spread, Timer, ratio
 from benchmarks.kernels import plugin_twins
 from benchmarks.kernels.cells import ARCHITECTURES, DTYPES, EXTRAS, KERNELS, TWINS, Cell
 from benchmarks.kernels.compile import Compiled, compile_cell, enlist, few_queries, require_compiler
-from benchmarks.suites.attention import positive
+from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
 # A variant of each twin, to be called; α = 1.4 has no activation of its own.
@@ -98,7 +98,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--kernel", choices=kernels, required=True, help="the kernel to try block sizes of")
     words = f"the activation: {', '.join(TWINS)}, or one of the plugin's"
     add("--twin", default="exp", metavar="NAME", help=words)
-    report.add_plugin(parser)
+    add_plugin(parser)
     add("--extra", choices=("", *EXTRAS, "all"), default="", help="what else the call has")
     add("--head-dim", type=positive(int), default=128, metavar="D", help="default: 128")
     add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")

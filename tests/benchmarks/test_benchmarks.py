@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import attnzoo
-from benchmarks import readme
 from benchmarks.__main__ import main
 from benchmarks.harness import memory, report, timing
-from benchmarks.harness.cases import DISCONTINUOUS, REQUIRED, Case, Inputs, Setting, learned_params
-from benchmarks.harness.correctness import ROWS, by_call, by_definition, check, check_runs
+from benchmarks.harness.bench import Bench, Entrant
+from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting, learned_params
+from benchmarks.harness.correctness import (
+    ROWS,
+    Check,
+    Pairs,
+    Reference,
+    by_call,
+    by_definition,
+    check_runs,
+)
+from benchmarks.suites import overhead
 
-QUICK = ["--lengths", "48", "--heads", "2", "--head-dim", "8", "--threads", "1"]
+QUICK = ["--device", "cpu", "--lengths", "48", "--heads", "2", "--head-dim", "8", "--threads", "1"]
 FAST = ["--repeats", "2", "--min-seconds", "0.001"]
 
 
-def small(direction: str = "forward", **fields) -> Setting:
-    return Setting(length=40, direction=direction, heads=2, head_dim=8, **fields)
+def small(**fields: Any) -> Setting:
+    return Setting(length=40, heads=2, head_dim=8, **fields)
 
 
 # ---- cases ------------------------------------------------------------------------------------
@@ -30,14 +44,15 @@ def test_parameters_can_be_typed() -> None:
     case = Case.parse("cosformer(max_length=99)", longest=10)
     assert (case.variant, case.params) == ("cosformer", {"max_length": 99})
     assert Case.parse("cosformer", longest=10).params == {"max_length": 10}
+    assert Case.parse("topk", longest=99).params == attnzoo.get_variant("topk").example(99)
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("nothing", "unknown variant 'nothing'"),
-        ("ssmax(t=1)", "ssmax has no parameter 't'; it has: s, b"),
-        ("softmax->ssmax", "nothing to swap"),
+        ("ssmax(t=1)", "'ssmax' has no parameter 't'; it has: s, b"),
+        ("softmax->ssmax", "nothing can be substituted"),
         ("ssmax(1)", "cannot read"),
     ],
 )
@@ -47,43 +62,37 @@ def test_what_cannot_be_run_is_refused(spec: str, message: str) -> None:
 
 
 def test_a_required_parameter_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(REQUIRED, "topk")
-    with pytest.raises(ValueError, match=r"write topk\(top_k=…\)"):
+    bare = replace(attnzoo.get_variant("topk"), example=None)
+    monkeypatch.setattr(attnzoo, "get_variant", lambda name: bare)
+    with pytest.raises(ValueError, match="requires the parameter 'top_k'"):
         Case.parse("topk", longest=8)
 
 
-def test_the_table_of_required_parameters_is_complete_and_not_stale() -> None:
-    needing = {
-        name
-        for name in attnzoo.list_variants()
-        if any(p.default is attnzoo.REQUIRED for p in attnzoo.get_variant(name).params)
-    }
-    assert set(REQUIRED) == needing
-    assert set(attnzoo.list_variants()) >= DISCONTINUOUS
-
-
 def test_inputs_depend_on_seed_and_length_alone() -> None:
-    case = Case("softmax", "softmax")
-    a, b = Inputs.make(case, small()), Inputs.make(case, small(direction="both"))
+    a, b = Inputs.make(small()), Inputs.make(small(), gradients=True)
     assert torch.equal(a.q, b.q)
-    assert not torch.equal(a.q, Inputs.make(case, small(seed=1)).q)
-    scaled = Inputs.make(case, small(input_scale=0.5))
-    assert torch.equal(scaled.k, a.k * 0.5)
+    assert not torch.equal(a.q, Inputs.make(small(seed=1)).q)
+    assert torch.equal(Inputs.make(small(input_scale=0.5)).k, a.k * 0.5)
 
 
 @pytest.mark.parametrize("input_scale", [1.0, 0.1])
-def test_top_k_inputs_have_exact_scores(input_scale: float) -> None:
-    inputs = Inputs.make(Case("topk", "topk", {"top_k": 4}), small(input_scale=input_scale))
+def test_where_keys_are_selected_scores_are_exact(input_scale: float) -> None:
+    inputs = Inputs.make(small(input_scale=input_scale), Case.parse("topk", 40))
     exact = inputs.q.double() @ inputs.k.double().mT
     assert torch.equal((inputs.q @ inputs.k.mT).double(), exact)
 
 
 def test_learned_parameters_are_those_of_the_module() -> None:
-    case = Case("ssmax", "ssmax")
     owned = dict(attnzoo.nn.Attention("ssmax", 2).named_parameters())
-    assert {n: tuple(p.shape) for n, p in learned_params(case, 2).items()} == {
+    made = learned_params(Case("ssmax", "ssmax"), small())
+    assert {n: tuple(p.shape) for n, p in made.items()} == {
         n: tuple(p.shape) for n, p in owned.items()
     }
+
+
+def test_features_that_grow_faster_have_a_dimension_of_their_own() -> None:
+    found = {n: Case.parse(n, 40).key_dim(64, 16) for n in ("taylor", "cosformer", "softmax")}
+    assert found == {"taylor": 16, "cosformer": None, "softmax": None}
 
 
 # ---- correctness ------------------------------------------------------------------------------
@@ -100,56 +109,138 @@ def test_rows_are_first_last_and_random() -> None:
     assert check_runs(50) == [range(50)]
 
 
-@pytest.mark.parametrize("variant", ["ssmax", "cosformer", "adaptive_temperature", "sparsemax"])
-def test_the_reference_run_by_run_is_the_whole_definition(variant: str) -> None:
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("variant", "causal"),
+    [("cosformer", True), ("ssmax", True), ("ssmax", False), ("adaptive_temperature", True),
+     ("adaptive_temperature", False), ("sparsemax", True), ("sparsemax", False)],
+)  # fmt: skip
+def test_the_reference_run_by_run_is_the_whole_definition(
+    variant: str, causal: bool, kv_heads: int
+) -> None:
     case = Case.parse(variant, longest=40)
-    inputs = Inputs.make(case, small("both", dtype="float64", learned=True))
-    runs = [range(2), range(20, 21), range(37, 40)]
-    whole = by_call(case, inputs, runs, "eager")
-    parts = by_definition(case, inputs, runs, torch.float64)
+    setting = Setting(40, queries=30, heads=4, kv_heads=kv_heads, batch=2, head_dim=8,
+                      dtype="float64", causal=causal)  # fmt: skip
+    inputs = Inputs.make(setting, case, gradients=True, learned=True)
+    runs, pairs = [range(2), range(20, 21), range(27, 30)], Pairs([0, 1], [0, 3])
+    attend = case.attend(inputs.params, "eager", **inputs.options)
+    whole = by_call(attend, inputs, runs, pairs)
+    part = inputs.part(pairs.batches, pairs.heads)
+    parts = by_definition(case, part, runs, torch.float64)
     assert whole.keys() == parts.keys()
-    for name, part in parts.items():
-        torch.testing.assert_close(part, whole[name].double(), rtol=1e-5, atol=1e-6, msg=name)
+    for name, found in parts.items():
+        torch.testing.assert_close(found, whole[name].double(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("variant", ["ssmax", "entmax"])
+def test_the_reference_stays_on_the_device(variant: str) -> None:
+    """The device that is no CPU and everywhere there: it has shapes and no numbers."""
+    x = [torch.empty(2, 3, 9, 4, device="meta", dtype=torch.bfloat16) for _ in range(4)]
+    for leaf in x[:3]:
+        leaf.requires_grad_()
+    part = Inputs(*x, params={}, causal=False).part([0, 1], [2])
+    found = by_definition(Case(variant, variant), part, [range(2), range(5, 9)], torch.float64)
+    assert {name: y.device.type for name, y in found.items()} == dict.fromkeys(found, "meta")
+    assert found["out"].shape == (2, 1, 6, 4)
+
+
+def checked(case: Case, setting: Setting, backend: str | None, gradients: bool = True) -> Check:
+    inputs = Inputs.make(setting, case, gradients)
+    return Reference.of(case, inputs).check(backend, gradients)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "entmax", "topk", "taylor"])
 @pytest.mark.parametrize("backend", [None, "tiled"])
 def test_correct_results_pass(variant: str, backend: str | None) -> None:
-    case = Case.parse(variant, longest=40)
-    found = check(case, Inputs.make(case, small("both")), backend)
+    found = checked(Case.parse(variant, longest=40), small(), backend)
     assert found.ok, found.worst
     assert found.deviations.keys() == {"out", "dq", "dk", "dv"}
 
 
-def off_by(factor: float):
-    """`attnzoo.attention` whose fp32 results are wrong unless they come from the definition."""
+MANY = Setting(length=150, batch=5, heads=5, head_dim=16)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_many_pairs_the_corners_are_checked(causal: bool, dtype: str) -> None:
+    for variant in ("softmax", "entmax"):
+        found = checked(Case(variant, variant), replace(MANY, causal=causal, dtype=dtype), "tiled")
+        assert found.ok, found.worst
+        assert (found.rows, found.pairs) == (128, 4)
+
+
+def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """`attnzoo.attention` whose results are changed unless they come from the definition."""
     true = attnzoo.attention
 
-    def attention(q, *args, **keywords):
+    def attention(q: Tensor, *args: Any, **keywords: Any) -> Tensor:
         out = true(q, *args, **keywords)
-        return out if keywords.get("backend") == "eager" else out * factor
+        return out if keywords.get("backend") == "eager" else change(out, q)
 
-    return attention
+    monkeypatch.setattr(attnzoo, "attention", attention)
 
 
 @pytest.mark.parametrize("factor", [1.00001, float("nan")])
-@pytest.mark.parametrize("direction", ["forward", "both"])
-def test_wrong_results_fail(monkeypatch: pytest.MonkeyPatch, factor: float, direction: str) -> None:
-    monkeypatch.setattr(attnzoo, "attention", off_by(factor))
-    case = Case("softmax", "softmax")
-    assert not check(case, Inputs.make(case, small(direction)), None).ok
+@pytest.mark.parametrize("gradients", [False, True])
+def test_wrong_results_fail(
+    monkeypatch: pytest.MonkeyPatch, factor: float, gradients: bool
+) -> None:
+    tampered(monkeypatch, lambda out, q: out * factor)
+    assert not checked(SOFTMAX, small(), None, gradients).ok
+
+
+def wrong_row(place: tuple[int, int, int]) -> Callable[[Tensor, Tensor], Tensor]:
+    def change(out: Tensor, q: Tensor) -> Tensor:
+        factor = torch.ones_like(out)
+        factor[place] = 1.1
+        return out * factor
+
+    return change
+
+
+def wrong_gradient(out: Tensor, q: Tensor) -> Tensor:
+    """The right output with a gradient of q that is off."""
+    extra = 1e-2 * q
+    return out + extra - extra.detach()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (wrong_row((0, 0, 0)), "out"),
+        (wrong_row((4, 4, 149)), "out"),
+        (wrong_gradient, "dq"),
+        # Between the heads that are compared, so that it must be finite at least.
+        (lambda out, q: out.index_fill(1, torch.tensor(1), float("nan")), "out"),
+    ],
+    ids=["first row", "last row", "gradient", "NaN in another head"],
+)
+def test_one_wrong_place_is_enough(
+    monkeypatch: pytest.MonkeyPatch, change: Any, what: str, causal: bool
+) -> None:
+    tampered(monkeypatch, change)
+    found = checked(SOFTMAX, replace(MANY, causal=causal), "tiled")
+    assert not found.ok
+    assert not found.deviations[what].ok
+
+
+def test_positions_are_not_checked_without_causality() -> None:
+    with pytest.raises(ValueError, match="cosformer needs positions"):
+        checked(Case.parse("cosformer", 200), replace(MANY, causal=False), "linear")
 
 
 def test_wrong_results_are_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(attnzoo, "attention", off_by(2.0))
+    tampered(monkeypatch, lambda out, q: out * 2.0)
     file = tmp_path / "out.json"
     command = ["attention", "--variants", "softmax,ssmax", *QUICK, *FAST, "--no-memory"]
     assert main([*command, "--json", str(file)]) == 1
     assert "not timed: softmax at 48, ssmax at 48" in capsys.readouterr().err
     rows = json.loads(file.read_text())["rows"]
     assert [row["seconds"] is None for row in rows] == [False, True, True]
+    assert [row["note"] for row in rows] == ["", *["WRONG, not timed"] * 2]
 
 
 # ---- timing and memory --------------------------------------------------------------------------
@@ -171,43 +262,44 @@ def test_a_spread_is_the_quartiles() -> None:
 
 @pytest.mark.slow  # resident memory, which a busy machine may take away
 def test_memory_of_the_definition_is_quadratic_and_of_tiled_is_not() -> None:
-    case, setting = Case("sigmoid", "sigmoid"), Setting(length=2048, heads=2, threads=1)
+    setting = Setting(length=2048, heads=2)
+    case, inputs = Case("sigmoid", "sigmoid"), Inputs.make(setting)
     scores = 2 * 2048 * 2048 * 4
-    eager = memory.measure(case, Setting(**{**vars(setting), "backend": "eager"}))
-    tiled = memory.measure(case, Setting(**{**vars(setting), "backend": "tiled"}))
-    assert eager > scores
-    assert tiled < scores
+    assert memory.measure(Entrant.of(case, inputs, "eager"), setting) > scores
+    assert memory.measure(Entrant.of(case, inputs, "tiled"), setting) < scores
+    (sdpa,) = Entrant.baselines(SOFTMAX, inputs, setting, ["sdpa"])
+    assert memory.measure(sdpa, setting, "both", names=["sdpa"]) < scores
 
 
 # ---- the command --------------------------------------------------------------------------------
 
 
 def test_a_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "deep" / "out.json"
+    file, text = tmp_path / "deep" / "out.json", tmp_path / "deep" / "out.md"
     specs = "softmax,entmax,log_n(train_length=16)"
     command = ["attention", "--variants", specs, *QUICK, *FAST, "--no-memory", "--json", str(file)]
-    assert main([*command, "--direction", "both"]) == 0
+    assert main([*command, "--markdown", str(text), "--direction", "forward,backward,both"]) == 0
     document = json.loads(file.read_text())
-    assert document["settings"]["direction"] == "both"
+    assert document["settings"]["direction"] == ["forward", "backward", "both"]
     assert document["environment"]["packages"]["torch"]
-    rows = {row["spec"].strip(): row for row in document["rows"]}
-    assert list(rows) == [
-        "sdpa softmax", "softmax", "entmax", "package entmax: entmax", "log_n(train_length=16)",
-    ]  # fmt: skip
-    assert rows["softmax"]["check"]["ok"]
-    assert rows["softmax"]["ratio"]["median"] > 0
-    assert rows["package entmax: entmax"]["speedup"] > 0
-    assert list(file.parent.iterdir()) == [file]
-    assert "entmax" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("speedup", "words"),
-    [(2.0, "2.0 × faster"), (0.9, "1.1 × slower"), (0.25, "4.0 × slower"), (0.98, "as fast")],
-)
-def test_slower_is_not_called_faster(speedup: float, words: str) -> None:
-    row = report.Row("package entmax", 16, "forward", speedup=speedup)
-    assert report.row_line(row).endswith(f"  attnzoo was {words}")
+    names = ["sdpa", "softmax", "entmax", "package entmax: entmax", "log_n(train_length=16)"]
+    for direction in ("forward", "backward", "both"):
+        rows = {row["name"]: row for row in document["rows"] if row["direction"] == direction}
+        assert list(rows) == names
+        for row in rows.values():
+            assert row["note"] == ""
+            assert row["seconds"]["median"] > 0
+            assert row["figures"]["tflops"] > 0
+            assert (row["error"] or 0) < 1e-5
+            assert row["check"] is None or row["check"]["ok"]
+        assert rows["softmax"]["ratios"].keys() == {"sdpa"}
+        own = {"sdpa", "softmax", "package entmax: entmax"}
+        assert rows["entmax"]["ratios"].keys() == own
+    assert sorted(file.parent.iterdir()) == [file, text]
+    for shown in (capsys.readouterr().out, text.read_text()):
+        assert "attention: H=2 D=8 float32, causal, iid inputs" in shown
+        assert re.search(r"x package entmax: entmax \d+\.\d\d", shown)
+    assert "| 1 | 48 | both | softmax | " in text.read_text()
 
 
 def test_the_largest_seed_is_taken() -> None:
@@ -215,10 +307,10 @@ def test_the_largest_seed_is_taken() -> None:
     assert main([*run, "--seed", str(2**32 - 1)]) == 0
 
 
-def test_a_refusal_is_a_row_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_supported_is_a_row_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["attention", "--variants", "softmax,sparsemax", "--backend", "sdpa", *QUICK]
     assert main([*command, "--check-only"]) == 0
-    assert "refused: backend 'sdpa'" in capsys.readouterr().out
+    assert "ValueError: backend 'sdpa' cannot run 'sparsemax'" in capsys.readouterr().out
     command[2] = "sparsemax"
     assert main([*command, "--check-only"]) == 2
 
@@ -228,7 +320,10 @@ def test_a_refusal_is_a_row_in_words(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--variants", "nothing"], "unknown variant"),
         (["--backend", "nothing"], "backend must be"),
-        (["--learned"], "--learned needs --direction both"),
+        (["--variants", "softmax,softmax"], "listed twice"),
+        (["--learned"], "--learned needs --direction backward or both"),
+        (["--direction", "sideways"], "some of forward,backward,both are expected"),
+        (["--mask", ""], "must name something"),
         (["--lengths", "12,x"], "positive integers"),
         (["--lengths", "0"], "positive integers"),
         (["--input-scale", "nan"], "positive float"),
@@ -260,26 +355,39 @@ def test_json_is_all_or_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-# ---- the README's table -------------------------------------------------------------------------
+def test_what_is_written_during_a_run_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ends at its second length leaves the first."""
+    file, seen = tmp_path / "out.json", []
+    true = Bench.group
+
+    def group(self: Bench, *args: Any) -> None:
+        if file.exists():
+            seen.append([row["length"] for row in json.loads(file.read_text())["rows"]])
+        true(self, *args)
+
+    monkeypatch.setattr(Bench, "group", group)
+    line = ["attention", "--variants", "softmax", *QUICK, "--check-only", "--json", str(file)]
+    line[line.index("48")] = "16,32,48"
+    assert main(line) == 0
+    assert seen == [[16], [16, 32]]
 
 
-def test_every_variant_has_its_row() -> None:
-    table = readme.variants_table().splitlines()
-    assert [line.split("`")[1] for line in table[2:]] == attnzoo.list_variants()
-    assert all(line.count(" | ") == 5 for line in table)
-
-
-def test_text_around_the_table_is_kept() -> None:
-    kernels = "c\n<!-- kernels: begin -->\n<!-- kernels: end -->\nd\n"
-    evals = "".join(
-        f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in ("tasks", "evals")
-    )
-    text = f"a\n<!-- variants: begin -->\nold\n<!-- variants: end -->\nb\n{evals}{kernels}"
-    new = readme.rendered(text)
-    assert new.startswith("a\n<!-- variants: begin -->\n| variant")
-    assert "|\n<!-- variants: end -->\nb\n<!-- tasks: begin -->\n- `max-retrieval`" in new
-    assert "<!-- evals: end -->\nc\n<!-- kernels: begin -->\n" in new
-    assert new.endswith("\n<!-- kernels: end -->\nd\n")
-    assert readme.rendered(new) == new
-    with pytest.raises(ValueError, match="one pair"):
-        readme.rendered("nothing here")
+def test_overhead_of_all_variants_and_their_modules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overhead, "CALLS", 1)
+    file = tmp_path / "out.json"
+    line = ["overhead", "--repeats", "2"]
+    assert main([*line, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["microseconds"]
+    names = attnzoo.list_variants()
+    assert list(found) == ["sdpa", *names, *(f"nn.Attention {name}" for name in names)]
+    assert all(spread["median"] > 0 for spread in found.values())
+    capsys.readouterr()
+    assert main([*line, "--against", str(file)]) == 0
+    (row,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("softmax ")]
+    assert row.split()[-1] == f"{found['softmax']['median']:.1f}"
+    file.write_text("{}")
+    assert main([*line, "--against", str(file)]) == 2

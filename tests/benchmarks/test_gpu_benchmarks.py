@@ -1,60 +1,169 @@
-"""The GPU's inputs, competitors, commands and files, on a CPU; at the end what needs a GPU."""
+"""The GPU's timer, inputs, baselines and command, on a CPU; at the end what needs a GPU."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import attnzoo
-from benchmarks import kernels_table
 from benchmarks.__main__ import main
-from benchmarks.harness.cases import Case, Inputs, Setting
-from benchmarks.harness.clusters import block_sparsity
-from benchmarks.harness.correctness import Pairs, check
-from benchmarks.harness.timing import CudaEvents, WallClock
-from benchmarks.suites import competitors, gpu, gpu_attention, gpu_report
-from benchmarks.suites.gpu_attention import accepted
-from benchmarks.suites.gpu_cells import GpuRow
+from benchmarks.harness import baselines
+from benchmarks.harness.baselines import NAMES
+from benchmarks.harness.bench import Bench, Entrant
+from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting
+from benchmarks.harness.correctness import Reference
+from benchmarks.harness.grid import Budget, flops, grid
+from benchmarks.harness.report import Report
+from benchmarks.harness.timing import LEAST_ROUNDS, CudaEvents, WallClock
+from benchmarks.suites import gpu
+from scripts.kernels_table import LENGTH, kernels_table
 
-SOFTMAX = Case("softmax", "softmax")
-SMALL = Setting(length=150, direction="both", batch=3, heads=3, head_dim=16, causal=False)
+SMALL = Setting(length=150, batch=3, heads=3, head_dim=16, causal=False)
 
 
-# ---- clustered inputs ---------------------------------------------------------------------------
+# ---- the timer ----------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """A device whose time stands still but for the work it is given."""
+
+    def __init__(self) -> None:
+        self.now, self.done, self.waits = 0.0, [], 0
+        self.allocated = self.peak = 100
+
+    def Event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        fake = self
+
+        class Event:
+            at = float("nan")
+
+            def record(self) -> None:
+                self.at = fake.now
+
+            def elapsed_time(self, end: Any) -> float:
+                assert fake.waits, "read before the device was waited for"
+                return (end.at - self.at) * 1e3
+
+        return Event()
+
+    def work(self, name: str, seconds: float) -> None:
+        self.now += seconds
+        self.done.append(name)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.allocated
+
+    def memory_allocated(self) -> int:
+        return self.allocated
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+
+def fake_timer(**seconds: float) -> tuple[FakeCuda, CudaEvents, dict[str, Callable[[], None]]]:
+    cuda = FakeCuda()
+    calls = {name: partial(cuda.work, name, s) for name, s in seconds.items()}
+    return cuda, CudaEvents(cuda, lead=partial(cuda.work, ".", 1.0)), calls
+
+
+def test_events_time_the_call_and_not_what_leads_it() -> None:
+    cuda, timer, calls = fake_timer(a=0.002, b=0.001)
+    seconds = timer.rounds(calls, repeats=4, min_seconds=0.0)
+    assert seconds == {
+        "a": pytest.approx([0.002] * 4, abs=1e-9),
+        "b": pytest.approx([0.001] * 4, abs=1e-9),
+    }
+    # A warm-up, a trial round, four rounds; in turn; and two waits in all.
+    assert "".join(cuda.done) == "ab" + ".a.b" * 5
+    assert cuda.waits == 2
+
+
+@pytest.mark.parametrize(
+    ("repeats", "least", "most", "rounds"),
+    [(10, 0.0, 99.0, 10), (2, 0.05, 99.0, 17), (10, 0.0, 0.02, 6), (10, 0.0, 0.001, LEAST_ROUNDS)],
+)
+def test_short_calls_have_more_rounds_and_long_ones_fewer(
+    repeats: int, least: float, most: float, rounds: int
+) -> None:
+    _, timer, calls = fake_timer(a=0.002, b=0.001)
+    seconds = timer.rounds(calls, repeats, least, most)
+    assert [len(s) for s in seconds.values()] == [rounds, rounds]
+
+
+def test_peak_memory_is_beyond_what_was_allocated() -> None:
+    cuda, timer, _ = fake_timer()
+
+    def call() -> None:
+        cuda.peak = 170
+
+    assert timer.peak_bytes(call) == 70
+
+
+# ---- the grid -----------------------------------------------------------------------------------
+
+
+def test_the_number_of_tokens_is_constant() -> None:
+    settings = grid([2**i for i in range(10, 18)], [64, 128], heads=16)
+    assert len(settings) == 8 * 2 * 2 * 2
+    assert {s.batch * s.heads * s.length for s in settings if s.length <= 2**16} == {2**20}
+    assert {s.batch for s in settings if s.length == 2**17} == {1}
+    assert {s.batch for s in grid([64], [64], batch=5)} == {5}
+
+
+def test_the_usual_count_of_flops() -> None:
+    full = Setting(length=1000, batch=2, heads=3, head_dim=64, causal=False)
+    assert flops(full, "forward") == 4 * 2 * 3 * 1000 * 1000 * 64
+    assert flops(replace(full, causal=True), "forward") == flops(full, "forward") / 2
+    assert flops(full, "backward") == 2.5 * flops(full, "forward")
+    assert flops(full, "both") == 3.5 * flops(full, "forward")
+
+
+def test_a_budget_ends() -> None:
+    now = [5.0]
+    budget = Budget(2.0, clock=lambda: now[0])
+    assert (budget.left, budget.spent) == (2.0, False)
+    now[0] = 7.5
+    assert (budget.left, budget.spent) == (0.0, True)
+    assert not Budget().spent
+
+
+# ---- block-sparse inputs ------------------------------------------------------------------------
+
+
+def empty_blocks(inputs: Inputs) -> float:
+    """The share of 64 × 64 blocks, of those with a visible key, in which entmax has no weight."""
+    w = attnzoo.attention_weights(inputs.q, inputs.k, inputs.v, "entmax", is_causal=inputs.causal)
+    held = F.max_pool2d(w[0], 64) > 0  # [H, blocks of queries, blocks of keys]
+    visible = torch.ones_like(held).tril() if inputs.causal else torch.ones_like(held)
+    return ((visible & ~held).sum() / visible.sum()).item()
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_clustered_inputs_leave_most_blocks_empty(causal: bool) -> None:
-    length = 1536 if causal else 1024
-    setting = Setting(length=length, heads=2, causal=causal, clustered=True)
-    inputs = Inputs.make(SOFTMAX, setting)
-    assert block_sparsity(inputs.q, inputs.k, "entmax", causal, {}) >= 0.8
-    plain = Inputs.make(SOFTMAX, replace(setting, clustered=False))
-    assert block_sparsity(plain.q, plain.k, "entmax", causal, {}) < 0.06
+def test_block_sparse_inputs_leave_most_blocks_empty(causal: bool) -> None:
+    setting = Setting(1536 if causal else 1024, heads=2, causal=causal, block_sparse=True)
+    assert empty_blocks(Inputs.make(setting)) >= 0.8
+    assert empty_blocks(Inputs.make(replace(setting, block_sparse=False))) < 0.06
 
 
-def test_blocks_are_counted_to_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.harness.clusters.SCORES", 64 * 150)  # a block of rows at a time
-    q = torch.eye(3).repeat_interleave(64, 0)[None, None, :150] * 1e3
-    # Each block of rows sees its own block of keys alone.
-    assert block_sparsity(q, q, "entmax", False, {}) == pytest.approx(6 / 9)
-    assert block_sparsity(q, q, "entmax", True, {}) == pytest.approx(3 / 6)
-    assert block_sparsity(q, q, "softmax", True, {}) == pytest.approx(3 / 6)  # exp(−577) is 0
-    assert block_sparsity(0 * q, q, "softmax", False, {}) == 0
-
-
-def test_clusters_need_room() -> None:
+def test_groups_of_tokens_need_room() -> None:
     with pytest.raises(ValueError, match="head dimension of at least 16"):
-        Inputs.make(SOFTMAX, Setting(length=64, head_dim=8, clustered=True))
+        Inputs.make(Setting(length=64, head_dim=8, block_sparse=True))
 
 
-# ---- competitors --------------------------------------------------------------------------------
+# ---- baselines ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [None, -1.5])
@@ -62,12 +171,12 @@ def test_clusters_need_room() -> None:
 def test_a_softmax_of_log_sigmoids_times_its_sum_is_sigmoid(
     causal: bool, bias: float | None
 ) -> None:
-    """The formula of FlexAttention's competitor, with plain tensors, values and gradients."""
+    """The formula of FlexAttention's baseline, with plain tensors, values and gradients."""
     setting = Setting(length=40, heads=2, head_dim=16, causal=causal, dtype="float64",
-        direction="both", input_scale=4.0)  # fmt: skip
-    i = Inputs.make(SOFTMAX, setting)
+        input_scale=4.0)  # fmt: skip
+    i = Inputs.make(setting, gradients=True)
     rows, keys = torch.arange(40)[:, None], torch.arange(40)
-    modify = competitors.log_sigmoid(setting, bias)
+    modify = baselines.log_sigmoid(setting, bias)
     s = modify(i.q @ i.k.mT * 16**-0.5, rows * 0, rows * 0, rows, keys)
     s = s.masked_fill(rows < keys, -torch.inf) if causal else s
     lse = s.logsumexp(-1)
@@ -83,30 +192,131 @@ def test_a_softmax_of_log_sigmoids_times_its_sum_is_sigmoid(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_flex_attention_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(competitors, "compiled", lambda attend: attend)
+    monkeypatch.setattr(baselines, "compiled", lambda attend: attend)
     setting = Setting(length=48, heads=2, head_dim=16)
-    i = Inputs.make(SOFTMAX, setting)
+    i = Inputs.make(setting)
     with torch.no_grad():
-        found = competitors.flex_sigmoid(setting, None)(i.q, i.k, i.v)
+        found = baselines.flex_sigmoid(setting, None)(i.q, i.k, i.v)
     exact = attnzoo.attention(i.q, i.k, i.v, "sigmoid", is_causal=True)
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_no_exponential_overflows() -> None:
-    modify = competitors.log_sigmoid(SMALL, 0.0)
+    modify = baselines.log_sigmoid(SMALL, 0.0)
     x = torch.tensor([-1e4, -5.0, 0.0, 5.0, 1e4])
     torch.testing.assert_close(modify(x, x, x, x, x), F.logsigmoid(x))
 
 
-def test_which_competitors_there_are() -> None:
-    assert list(competitors.yardsticks(SMALL)) == ["sdpa flash", "sdpa cudnn", "flex"]
-    assert list(competitors.yardsticks(SMALL, ("cudnn",))) == ["sdpa cudnn"]
-    sigmoid = Case("sigmoid(bias=-2.0)", "sigmoid", {"bias": -2.0})
-    assert list(competitors.rivals(sigmoid, SMALL)) == ["flex sigmoid(bias=-2.0)"]
-    assert competitors.rivals(SOFTMAX, SMALL) == {}
+def test_which_baselines_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "installed", lambda package: True)
+    assert list(baselines.of_softmax(SMALL, NAMES)) == ["sdpa", "sdpa flash", "sdpa cudnn", "flex"]
+    assert list(baselines.of_softmax(SMALL, ["cudnn"])) == ["sdpa cudnn"]
+
+    def of(spec: str) -> list[str]:
+        case, setting = Case.parse(spec, 64), replace(SMALL, causal=True)
+        return list(baselines.of_variant(case, setting, NAMES))
+
+    assert of("softmax") == []
+    assert of("sigmoid(bias=-2.0)") == ["flex: sigmoid(bias=-2.0)"]
+    assert of("entmax") == ["adasplash: entmax", "package entmax: entmax"]
+    assert of("entmax(alpha=1.4)") == ["adasplash: entmax(alpha=1.4)"]
+    assert of("sparsemax") == ["package entmax: sparsemax"]
+    assert of("cosformer") == ["fla chunk_linear_attn: cosformer"]
 
 
-# ---- the commands -------------------------------------------------------------------------------
+# ---- groups -------------------------------------------------------------------------------------
+
+TINY = Setting(32, heads=2, head_dim=16)
+FAST = {"repeats": 3, "min_seconds": 0.0}
+
+
+def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise RuntimeError("no kernel\nand more")
+
+
+def baseline(name: str, attend: Any) -> Entrant:
+    return Entrant(name, SOFTMAX, Inputs.make(TINY), lambda: attend, "baseline")
+
+
+def test_what_one_raises_is_a_note_in_its_rows() -> None:
+    rows: list[Any] = []
+    ours = [Entrant.of(SOFTMAX, Inputs.make(TINY), name) for name in (None, "linear")]
+    ours[1].name = "not supported"
+    Bench("x", WallClock(), **FAST).group([baseline("broken", broken), *ours], TINY, rows)
+    assert [row.seconds is None for row in rows] == [True, False, True]
+    assert rows[0].note == "RuntimeError: no kernel"
+    assert "backend 'linear' cannot run 'softmax'" in rows[2].note
+
+
+def report() -> Report:
+    return Report({})
+
+
+def groups(*entrants: Entrant) -> list[tuple[Setting, Callable[[], list[Entrant]]]]:
+    return [(replace(TINY, length=n), lambda: list(entrants)) for n in (32, 64)]
+
+
+def test_what_the_budget_leaves_out_is_named() -> None:
+    now, made = [0.0], report()
+
+    class Slow(WallClock):
+        def rounds(self, *args: Any) -> dict[str, list[float]]:
+            now[0] += 10.0
+            return super().rounds(*args)
+
+    ours = Entrant.of(SOFTMAX, Inputs.make(TINY), None)
+    Bench("x", Slow(), **FAST, budget=Budget(5.0, lambda: now[0])).run(groups(ours), made)
+    assert [row.setting.length for row in made.rows] == [32]
+    (left_out,) = made.left_out
+    assert left_out.endswith("N=64")
+
+
+def test_a_budget_ends_within_a_group_and_what_was_checked_is_timed() -> None:
+    now, rows = iter([0.0, 1.0, 99.0]), []
+    entrants = [Entrant.of(SOFTMAX, Inputs.make(TINY), None, name) for name in "ab"]
+    bench = Bench("x", WallClock(), **FAST, budget=Budget(5.0, lambda: next(now)))
+    bench.group(entrants, TINY, rows)
+    assert [(row.seconds is None, row.note) for row in rows] == [
+        (False, ""), (True, "left out: no time"),
+    ]  # fmt: skip
+
+
+def test_inputs_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> list[Entrant]:
+        raise torch.OutOfMemoryError("too much")
+
+    made = report()
+    Bench("x", WallClock()).run([(TINY, fail)], made)
+    assert made.left_out[0].endswith("N=32: OutOfMemoryError: too much")
+    assert made.finish() == 2
+    assert "nothing could be measured" in capsys.readouterr().err
+
+
+def test_a_lost_device_ends_the_run_and_keeps_what_there_was() -> None:
+    class Dying(WallClock):
+        alive = True
+
+        def settle(self) -> None:
+            if not self.alive:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    timer, made = Dying(), report()
+
+    def fatal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        timer.alive = False
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    ours = Entrant.of(SOFTMAX, Inputs.make(TINY), None)
+    Bench("x", timer, **FAST).run(groups(ours, baseline("fatal", fatal)), made)
+    assert made.rows[0].check is not None
+    assert "an illegal memory access" in made.rows[1].note
+    missing, rest = made.left_out
+    assert missing.startswith("what is missing of x: ")
+    assert "N=32: the device failed at fatal: RuntimeError: CUDA error" in missing
+    assert rest.endswith("N=64")
+
+
+# ---- the command --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,14 +324,10 @@ def test_which_competitors_there_are() -> None:
     [
         (["attention", "--device", "cuda"], "--device cuda needs a CUDA device, and torch sees"),
         (["gpu", "--out", "nowhere"], "gpu needs a CUDA device, and torch sees none"),
-        (["gpu", "--out", "nowhere", "--assemble", "no.jsonl"], "there is no file no.jsonl"),
-        (["attention", "--mask", "full"], "--mask is not for --device cpu"),
-        (["attention", "--device", "cuda", "--learned"], "--learned is not for --device cuda"),
-        (["attention", "--head-dim", "64,128"], "--head-dim takes several with --device cuda"),
-        (["attention", "--direction", "backward"], "apart with --device cuda only"),
+        (["gpu", "--out", "README.md"], "--out must be a folder, README.md is a file"),
     ],
 )
-def test_refusals_are_one_line(
+def test_errors_are_one_line(
     command: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -135,38 +341,26 @@ def test_refusals_are_one_line(
     assert said.out == ""
 
 
-def test_variants_that_the_backend_refuses_are_named() -> None:
-    cases, refused = accepted(None, "sdpa", "cpu", 64)
-    assert "softmax" in {case.spec for case in cases}
-    assert any(text.startswith("topk is not measured: sdpa says: ") for text in refused)
-    with pytest.raises(ValueError, match="listed twice"):
-        accepted("softmax,softmax", "sdpa", "cpu", 64)
-    with pytest.raises(ValueError, match="backend must be"):
-        accepted("softmax", "nothing", "cpu", 64)
-
-
-def test_the_reduced_grid_starts_with_the_length_of_the_readme() -> None:
-    plan = gpu.plan(dict(heads=16, dtype="bfloat16", device="cuda"))
-    lengths = [setting.length for _, settings in plan for setting in settings]
-    assert lengths[0] == kernels_table.LENGTH == gpu.LENGTHS[0]
-    assert set(lengths) == set(gpu.LENGTHS)
-    flex = {s.length for names, settings in plan if "flex" in names for s in settings}
-    assert flex == {gpu.LENGTHS[0]}
+def test_the_plan_starts_with_the_cells_of_the_readme() -> None:
+    args = gpu.argparse.Namespace(plugin=None, variants=None)
+    steps = [gpu.parsed(line, args) for line in gpu.PLAN]
+    assert [steps[i][1].head_dim for i in (0, 1)] == [[128], [64]]
+    assert [steps[i][1].lengths for i in (0, 1)] == [[LENGTH]] * 2
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands with a CPU as their device, one competitor and a small grid."""
-    for module in (gpu, gpu_attention):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
-        monkeypatch.setattr(module, "CudaEvents", WallClock)
-        monkeypatch.setattr(module, "require_cuda", lambda what: None)
-        monkeypatch.setattr(module, "matrix_peak", lambda *_: 1e12)
-    monkeypatch.setattr("benchmarks.harness.grid.TOKENS", 64)
-    monkeypatch.setattr(gpu, "LENGTHS", (64, 32))
-    monkeypatch.setattr(gpu, "HEAD_DIMS", (16,))
-    monkeypatch.setattr(gpu, "HEADS", 2)
-    monkeypatch.setattr(competitors, "NAMES", ("flash", "adasplash"))
+    """The command with a CPU as its device and a small plan."""
+    few = "--heads 2 --head-dim 16 --repeats 2 --min-seconds 0.001 --threads 1"
+    attention = f"attention {few} --lengths 64 --backend tiled --no-memory"
+    plan = (f"{attention} --direction forward,backward --baselines sdpa",
+            f"{attention} --inputs block-sparse --baselines sdpa",
+            f"decode {few} --lengths 64 --kv-heads 2",
+            f"linear {few} --lengths 64 --direction forward")  # fmt: skip
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "PLAN", plan)
+    monkeypatch.setattr(gpu, "require_cuda", lambda what: None)
+    monkeypatch.setattr("benchmarks.suites.decode.COPY_BYTES", {"cpu": 2**10})
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -175,46 +369,27 @@ def test_a_whole_run(
 ) -> None:
     tests = {"summary": "9 passed", "status": 0, "seconds": 1.0, "failed": []}
     monkeypatch.setattr(gpu, "pytest_gpu", lambda seconds: tests)
-    command = ["gpu", "--out", str(tmp_path), "--backend", "tiled", "--commit", "0123+"]
-    assert main([*command, "--variants", "softmax,entmax"]) == 0
+    command = ["gpu", "--out", str(tmp_path), "--commit", "0123+", "--variants"]
+    assert main([*command, "softmax,entmax"]) == 0
     files = {path.suffix: path for path in tmp_path.iterdir()}
-    assert files.keys() == {".json", ".md", ".png"}
+    assert files.keys() == {".json", ".md"}
     assert files[".json"].stem.endswith("-0123-dirty")
     document = json.loads(files[".json"].read_text())
-    assert document["complete"]
     assert document["tests"] == tests
     assert document["left_out"] == []
+    assert document["copy_gb_per_s"] > 0
     rows = document["rows"]
     assert all(row["seconds"] and not row["note"] for row in rows)
-    # Four groups of flash, softmax and entmax, and one of clustered inputs, in two directions.
-    assert len(rows) == 5 * 3 * 2
-    assert "left out" not in capsys.readouterr().out
-    command = ["gpu", "--out", str(tmp_path), "--backend", "tiled", "--budget", "1e-9"]
-    assert main([*command, "--variants", "softmax", "--skip-tests"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("left out: iid D=16") == 4
-    (tmp_path / f"{gpu_report.stem(gpu_report.environment('0123'))}.partial.jsonl").touch()
-    assert main([*command, "--commit", "0123"]) == 2
-    assert "--assemble it, or remove it" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_a_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "out.json"
-    command = ["attention", "--device", "cuda", "--backend", "tiled", "--lengths", "32,64",
-        "--head-dim", "16", "--heads", "2", "--repeats", "3", "--min-seconds", "0.001",
-        "--mask", "full", "--inputs", "iid", "--json", str(file)]  # fmt: skip
-    variants = ["--variants", "softmax,adaptive_temperature,sparsemax"]
-    assert main([*command, *variants, "--competitors", "", "--dtype", "float32"]) == 0
-    document = json.loads(file.read_text())
-    assert len(document["rows"]) == 2 * 3 * 2
-    assert document["left_out"] == []
-    said = capsys.readouterr().out
-    assert "iid inputs, full, D=16, N=64, B=1, H=2, float32" in said
-    assert "128 rows of the first and last batches" in said
-    assert "adaptive_temperature backward: " in said
-    assert main([*command, "--variants", "ssmax", "--check-only"]) == 0
-    assert main([*command, "--variants", "topk", "--check-only", "--backend", "sdpa"]) == 2
+    assert {row["suite"] for row in rows} == {"attention", "decode", "linear"}
+    sparse = [row for row in rows if row["inputs"] == "block-sparse" and row["kind"] == "variant"]
+    assert [row["name"] for row in sparse] == ["entmax"]
+    assert "tests: 9 passed" in files[".md"].read_text()
+    assert "TFLOP/s, causal, float32, N = 64" in kernels_table(tmp_path, (16,))
+    tests["status"] = 1
+    assert main([*command, "softmax"]) == 1
+    capsys.readouterr()
+    assert main([*command, "softmax", "--budget", "1e-9", "--skip-tests"]) == 2
+    assert capsys.readouterr().err.count("left out: ") == 4
 
 
 def test_pytest_is_run_and_its_last_line_kept() -> None:
@@ -226,114 +401,6 @@ def test_pytest_is_run_and_its_last_line_kept() -> None:
     assert gpu.summary_line("...\n==== 2 passed, 1 skipped in 0.1s ====\n\n") == (
         "2 passed, 1 skipped in 0.1s"
     )
-
-
-# ---- the files ----------------------------------------------------------------------------------
-
-
-def results(device: str = "NVIDIA Test", date: str = "2026-01-31", tflops: float = 410.0) -> Any:
-    packages = {"triton": "3.6.0"}
-    spread = {"median": 0.9, "lower": 0.8, "upper": 1.0, "count": 10}
-    row = GpuRow("ssmax", "variant", "forward", 64, True, 16384, 4, 16, "bfloat16", "iid")
-    measured = {
-        **row.record(),
-        "tflops": tflops,
-        "seconds": spread,
-        "ratios": {"sdpa flash": spread},
-    }
-    yardstick = {**measured, "name": "sdpa flash", "kind": "yardstick", "ratios": {}}
-    other = {**measured, "inputs": "clustered", "tflops": 1.0}
-    return {
-        "environment": {"device": device, "date": date, "torch": "2.11.0", "packages": packages,
-            "python": "3.12.3", "driver": "580", "cuda": "13.0", "capability": "9.0",
-            "commit": "0123456789ab+"},
-        "settings": {}, "peak_tflops": 700.0, "notes": [], "left_out": ["iid D=64 full N=1024"],
-        "tests": {"summary": "9 passed in 1s", "status": 0, "seconds": 1.0, "failed": []},
-        "complete": True, "rows": [measured, yardstick, other],
-    }  # fmt: skip
-
-
-def test_the_readmes_table_is_made_from_results(tmp_path: Path) -> None:
-    assert kernels_table.kernels_table(tmp_path) == "No GPU has been measured yet.\n"
-    for name, document in {
-        "b": results(date="2026-01-30", tflops=1.0),
-        "a": results(),
-        "c": results(device="Another"),
-    }.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    first, second = kernels_table.kernels_table(tmp_path).split("NVIDIA Test")
-    assert first.startswith("Another, torch 2.11.0, Triton 3.6.0, 2026-01-31: TFLOP/s, causal,")
-    lines = second.splitlines()
-    assert "N = 16384, B = 4, H = 16" in lines[0]
-    assert (
-        lines[2]
-        == "|  | forward, D = 64 | backward, D = 64 | forward, D = 128 | backward, D = 128 |"
-    )
-    assert lines[4] == "| `ssmax` | 410 (0.90, –) | – | – | – |"
-    assert lines[5] == "| sdpa flash | 410 | – | – | – |"
-
-
-def test_a_run_that_was_killed_is_assembled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = results()
-    header = {name: whole[name] for name in ("environment", "settings", "peak_tflops")}
-    partial_file = gpu_report.Partial(tmp_path / "deep" / "x.partial.jsonl", header)
-    partial_file.add("tests", whole["tests"])
-    partial_file.add("note", {"text": "a note"})
-    for row in whole["rows"]:
-        partial_file.add("row", row)
-    with partial_file.path.open("a") as file:
-        file.write('{"line": "row", "na')  # torn by the kill
-    document = gpu_report.assembled(partial_file.path)
-    assert document["rows"] == whole["rows"]
-    assert document["tests"] == whole["tests"]
-    assert not document["complete"]
-    out = tmp_path / "out"
-    assert main(["gpu", "--out", str(out), "--assemble", str(partial_file.path)]) == 0
-    stem = "test-2026-01-31-0123456789ab-dirty"
-    assert sorted(p.name for p in out.iterdir()) == [f"{stem}.{e}" for e in ("json", "md", "png")]
-    assert json.loads((out / f"{stem}.json").read_text())["rows"] == whole["rows"]
-    text = (out / f"{stem}.md").read_text()
-    assert "did not come to its end" in text
-    assert "## iid inputs, causal, D=64, N=16384, B=4, H=16, bfloat16" in text
-    assert f"]({stem}.png)" in text
-    assert "a note" in capsys.readouterr().out
-    assert (out / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_no_run_writes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    partial = tmp_path / "x.partial.jsonl"
-    partial.write_text('{"line": "header", "environment": {"device": null}}\n{"line": "row"}\n')
-    for out, message in (
-        (tmp_path / "out", "holds a line that no run writes: KeyError"),
-        (partial, "--out must be a folder"),
-    ):
-        assert main(["gpu", "--out", str(out), "--assemble", str(partial)]) == 2
-        assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [partial]
-
-
-def test_a_complete_run_says_what_was_left_out(tmp_path: Path) -> None:
-    document = results()
-    document["rows"] = []
-    paths = gpu_report.write_all(document, tmp_path)
-    assert [path.suffix for path in paths] == [".json", ".md"]
-    text = paths[1].read_text()
-    assert "- iid D=64 full N=1024" in text
-    assert "- No picture" in text
-    assert "did not come to its end" not in text
-
-
-def test_a_wrong_result_is_the_exit_status(tmp_path: Path) -> None:
-    document = results()
-    assert gpu.finish(document, tmp_path) == 0
-    document["tests"]["status"] = 1
-    assert gpu.finish(document, tmp_path) == 1
-    document["tests"] = None
-    bad = {"ok": False, "rows": 128, "pairs": 4, "worst": "out", "error": None, "share": None}
-    document["rows"][0]["check"] = bad
-    assert gpu.finish(document, tmp_path) == 1
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -355,18 +422,18 @@ def test_events_of_a_gpu() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_gate_on_a_gpu(causal: bool) -> None:
     setting = replace(SMALL, causal=causal, device="cuda", dtype="bfloat16")
-    inputs = Inputs.make(SOFTMAX, setting)
-    found = check(SOFTMAX, inputs, "tiled", pairs=Pairs.corners(3, 3))
+    inputs = Inputs.make(setting, gradients=True)
+    found = Reference.of(SOFTMAX, inputs).check("tiled", True)
     assert found.ok, found.worst
 
 
 @pytest.mark.gpu
 def test_the_table_of_a_gpu(tmp_path: Path) -> None:
-    """torch's own competitors raise nothing that is not said, and times are positive."""
+    """torch's own baselines raise nothing that is not said, and times are positive."""
     file = tmp_path / "out.json"
     command = ["attention", "--device", "cuda", "--variants", "softmax", "--lengths", "256",
         "--head-dim", "64", "--heads", "2", "--batch", "2", "--inputs", "iid", "--repeats", "3",
-        "--backend", "tiled", "--competitors", "flash,cudnn", "--json", str(file)]  # fmt: skip
+        "--backend", "tiled", "--baselines", "flash,cudnn", "--json", str(file)]  # fmt: skip
     assert main(command) == 0
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 2 * 2 * 3

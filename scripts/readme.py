@@ -8,26 +8,22 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-
 import attnzoo
 from benchmarks.harness.cases import Case
-from benchmarks.kernels_table import kernels_table
 from commandline.errors import UsageError
 from evals.reporting.readme import scores, tasks_table
+from scripts.kernels_table import kernels_table
 
-README = Path(__file__).parent.parent / "README.md"
-# At this length every form has a candidate, and the example of a linear cost is a common width.
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+# Of the example's parameters, and of a linear cost: a common length and width.
 LENGTH, HEAD_DIM = 1024, 64
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("readme", help="rewrite README.md's tables")
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+    args = parser.parse_args()
     text = README.read_text()
     new = rendered(text)
     if new == text:
@@ -82,14 +78,9 @@ def parameter(param: attnzoo.Param) -> str:
 
 
 def forms_of(name: str) -> list[attnzoo.Pairwise | attnzoo.Linear]:
-    """The forms that a plain causal call offers, each once."""
+    """The forms that it offers with its example's parameters."""
     case = Case.parse(name, LENGTH)
-    q = torch.empty(1, 1, LENGTH, HEAD_DIM)
-    plan = attnzoo.explain(q, q, q, name, is_causal=True, **case.params)
-    found = [c.form for c in plan.candidates]
-    forms = [f for f in found if isinstance(f, attnzoo.Pairwise | attnzoo.Linear)]
-    kept = {f.kind: f for f in forms}
-    return [kept[kind] for kind in sorted(kept, reverse=True)]
+    return [form for form in (case.pairwise, case.linear) if form is not None]
 
 
 def cost(form: attnzoo.Pairwise | attnzoo.Linear) -> str:
@@ -108,5 +99,8 @@ BLOCKS = {
     "variants": variants_table,
     "kernels": kernels_table,
     "tasks": tasks_table,
-    "evals": scores,
+    "evals": lambda: scores(ROOT / "docs" / "evals"),
 }
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 LENGTH = 16384
 HEAD_DIMS, DIRECTIONS = (64, 128), ("forward", "backward")
 AGAINST = ("sdpa flash", "sdpa cudnn")
@@ -15,7 +16,7 @@ NONE_YET = "No GPU has been measured yet.\n"
 Record = dict[str, Any]
 
 
-def kernels_table(results: Path = RESULTS) -> str:
+def kernels_table(results: Path = RESULTS, dims: Sequence[int] = HEAD_DIMS) -> str:
     """A paragraph and a table for each device, from its newest file."""
     newest: dict[str, Record] = {}
     for path in sorted(results.glob("*.json")):
@@ -24,27 +25,28 @@ def kernels_table(results: Path = RESULTS) -> str:
         known = newest.get(device)
         if known is None or known["environment"]["date"] <= document["environment"]["date"]:
             newest[device] = document
-    parts = [device_table(newest[device]) for device in sorted(newest)]
+    parts = [device_table(newest[device], dims) for device in sorted(newest)]
     return "\n".join(parts) if parts else NONE_YET
 
 
-def device_table(document: Record) -> str:
+def device_table(document: Record, dims: Sequence[int]) -> str:
+    timed = [row for row in document["rows"] if "tflops" in row["figures"]]
     rows = [
-        row for row in document["rows"]
-        if row["causal"] and row["inputs"] == "iid" and row["head_dim"] in HEAD_DIMS
+        row for row in timed
+        if row["causal"] and row["inputs"] == "iid" and row["head_dim"] in dims
     ]  # fmt: skip
     where = document["environment"]
     named = (
         f"{where['device']}, torch {where['torch']}, Triton {where['packages']['triton']}, "
         f"{where['date']}"
     )
-    lengths = {row["length"] for row in rows if row["tflops"] is not None}
+    lengths = {row["length"] for row in rows}
     if not lengths:
         return f"{named}: nothing was timed.\n"
     length = LENGTH if LENGTH in lengths else max(lengths)
     rows = [row for row in rows if row["length"] == length]
     found = {(row["name"], row["direction"], row["head_dim"]): row for row in rows}
-    columns = [(direction, dim) for dim in HEAD_DIMS for direction in DIRECTIONS]
+    columns = [(direction, dim) for dim in dims for direction in DIRECTIONS]
     header = ("", *(f"{direction}, D = {dim}" for direction, dim in columns))
     variants = dict.fromkeys(row["name"] for row in rows if row["kind"] == "variant")
     others = dict.fromkeys(row["name"] for row in rows if row["kind"] != "variant")
@@ -63,9 +65,9 @@ def device_table(document: Record) -> str:
 
 def cell(row: Record | None) -> str:
     """410 (0.90, 1.20); a dash where a ratio, or all, was not measured."""
-    if row is None or row["tflops"] is None:
+    if row is None:
         return "–"
-    shown = f"{row['tflops']:.0f}"
+    shown = f"{row['figures']['tflops']:.0f}"
     if row["name"] in AGAINST:
         return shown
     ratios = (row["ratios"].get(name) for name in AGAINST)

@@ -1,0 +1,194 @@
+"""What attnzoo is compared with: torch's fused softmaxes, FlexAttention, and other packages.
+
+A baseline is a function that makes (q, k, v) -> out: making one may compile or import, and whatever
+it raises becomes a note in its row. It computes what one variant does; which packages have which
+variant stands in `of_variant`. A package that is not installed has no rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness.cases import Attend, Case, Setting
+
+Makers = dict[str, Callable[[], Attend]]
+
+NAMES = ("sdpa", "flash", "cudnn", "flex", "adasplash", "entmax", "fla")
+# The package entmax holds the whole matrix of scores several times over.
+ENTMAX_LONGEST = 2048
+
+
+def of_softmax(setting: Setting, names: Sequence[str]) -> Makers:
+    """Those that compute softmax, with which every variant is compared."""
+    if "flex" in names:  # shapes compiled so far count towards the limit of recompilations
+        torch.compiler.reset()
+    made: Makers = {
+        "sdpa": partial(sdpa, None, setting),
+        "sdpa flash": partial(sdpa, "FLASH_ATTENTION", setting),
+        "sdpa cudnn": partial(sdpa, "CUDNN_ATTENTION", setting),
+        "flex": partial(flex, setting),
+    }
+    return {name: make for name, make in made.items() if name.split()[-1] in names}
+
+
+def of_variant(case: Case, setting: Setting, names: Sequence[str]) -> Makers:
+    """Those that compute the same as a variant with these parameters."""
+    made: Makers = {}
+    bias, alpha = case.params.get("bias"), case.params.get("alpha", 1.5)
+    if case.variant == "sigmoid" and "flex" in names:
+        made["flex"] = partial(flex_sigmoid, setting, bias)
+    if case.variant == "entmax" and "adasplash" in names and installed("adasplash"):
+        made["adasplash"] = partial(adasplash, setting, alpha)
+    normalizer = {("sparsemax", 1.5): "sparsemax", ("entmax", 1.5): "entmax15",
+                  ("entmax", 2.0): "sparsemax"}.get((case.variant, alpha))  # fmt: skip
+    short = setting.causal and setting.length <= ENTMAX_LONGEST
+    if normalizer and short and "entmax" in names and installed("entmax"):
+        made["package entmax"] = partial(entmax, normalizer, setting)
+    if case.linear is not None and "fla" in names and installed("fla"):
+        based = {
+            f"fla {name}": partial(fla, "based", name)
+            for name in ("fused_chunk_based", "parallel_based")
+        }
+        features = {"fla chunk_linear_attn": partial(fla_features, case.linear)}
+        made |= based if case.variant == "taylor" else features
+    return {f"{name}: {case.spec}": make for name, make in made.items()}
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def sdpa(backend: str | None, setting: Setting) -> Attend:
+    """torch's scaled_dot_product_attention: one backend of it and no other, or its own choice."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    gqa = setting.kv_heads not in (None, setting.heads)
+    attend = partial(F.scaled_dot_product_attention, is_causal=setting.causal, enable_gqa=gqa)
+    if backend is None:
+        return attend
+
+    def through(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return attend(q, k, v)
+
+    return through
+
+
+def flex(setting: Setting) -> Attend:
+    """FlexAttention's plain softmax, compiled for this shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask = block_mask(setting)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Any = flex_attention(q, k, v, block_mask=mask)
+        return out
+
+    return compiled(attend)
+
+
+def flex_sigmoid(setting: Setting, bias: float | None) -> Attend:
+    """Sigmoid attention through a softmax: Σ_j σ(x_j) v_j = softmax(log σ(x))·v · exp(lse).
+
+    x_j = s_j + b. The softmax of log σ(x_j) is σ(x_j) / Σ_i σ(x_i), and its lse is the logarithm of
+    that sum: the product is exact, whatever x. (Adding a constant to log σ instead, as large as
+    makes the normalization vanish, is not: it loses the digits which the constant takes.)
+    b is −log n_i unless given, with n_i = i + 1 under causality and N without.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    mask, modify = block_mask(setting), log_sigmoid(setting, bias)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found: Any = flex_attention(
+            q, k, v, score_mod=modify, block_mask=mask, return_aux=AuxRequest(lse=True)
+        )
+        out, aux = found
+        return (out.float() * aux.lse.float().exp()[..., None]).to(out.dtype)
+
+    return compiled(attend)
+
+
+def log_sigmoid(setting: Setting, bias: float | None) -> Callable[..., Tensor]:
+    """The score_mod (s, b, h, i, j) -> log σ(s + b_i), written so that no exponential overflows."""
+    constant = -math.log(setting.length) if bias is None else float(bias)
+    per_query = bias is None and setting.causal
+
+    def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        x = score - torch.log((i + 1).to(torch.float32)) if per_query else score + constant
+        return torch.clamp(x, max=0.0) - torch.log1p(torch.exp(-torch.abs(x)))
+
+    return modify
+
+
+def block_mask(setting: Setting) -> Any:
+    if not setting.causal:
+        return None
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    n = setting.length
+    return create_block_mask(causal, None, None, n, n, device=setting.device)
+
+
+def compiled(attend: Attend) -> Attend:
+    """For the shapes of the first call alone; a later graph break or fallback raises."""
+    import torch._functorch.config as functorch
+
+    # A backward that is timed alone is run again and again on one graph, which donated buffers
+    # do not survive.
+    functorch.donated_buffer = False
+    return torch.compile(attend, dynamic=False, fullgraph=True)
+
+
+def adasplash(setting: Setting, alpha: float) -> Attend:
+    """AdaSplash 2 where it serves the call (causal, α = 1.5), else AdaSplash 1."""
+    package = importlib.import_module("adasplash")
+    return partial(package.adasplash, alpha=alpha, is_causal=setting.causal)
+
+
+def entmax(normalizer: str, setting: Setting) -> Attend:
+    """Eager causal attention with the package entmax."""
+    normalize = getattr(importlib.import_module("entmax"), normalizer)
+    n = setting.length
+    hidden = torch.ones(n, n, dtype=torch.bool, device=setting.device).triu(1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q.shape[-1] ** -0.5 * q @ k.mT
+        return normalize(scores.masked_fill(hidden, -torch.inf), dim=-1) @ v
+
+    return attend
+
+
+def fla(module: str, name: str, **options: Any) -> Attend:
+    """A function of flash-linear-attention, which takes (B, N, H, D), causally."""
+    function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
+
+
+def fla_features(form: Any) -> Attend:
+    """Its plain linear attention on the variant's own features, which are part of the time."""
+    run = fla("linear_attn", "chunk_linear_attn", scale=1.0, normalize=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        positions = torch.arange(q.shape[2], device=q.device)
+        psi_q, psi_k = (form.features(x.float(), positions).to(v.dtype) for x in (q, k))
+        return run(psi_q, psi_k, v)
+
+    return attend

@@ -1,0 +1,121 @@
+"""Options that several commands have, and the types of their arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import attnzoo
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.cases import Case
+from benchmarks.harness.timing import CudaEvents, Timer, WallClock
+from commandline.arguments import add_plugin, seed
+from commandline.errors import UsageError
+from commandline.variants import split_list
+
+MOST = 2**31  # what is beyond is a slip
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def lengths(text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if not 0 < min(values) <= max(values) < MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: positive integers, separated by commas")
+    return values
+
+
+def positive(kind: type):
+    def convert(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(0)
+        if not 0 < value < (MOST if kind is int else float("inf")):
+            raise argparse.ArgumentTypeError(f"{text!r}: a positive {kind.__name__} is expected")
+        return value
+
+    return convert
+
+
+def some_of(names: Sequence[str]):
+    def convert(text: str) -> list[str]:
+        chosen = text.split(",")
+        if text and not set(chosen) <= set(names):
+            raise argparse.ArgumentTypeError(f"{text!r}: some of {','.join(names)} are expected")
+        return chosen if text else []
+
+    return convert
+
+
+def add_options(parser: argparse.ArgumentParser, device: str | None, variants: str) -> None:
+    """What attention, linear and decode have in common. `settle` fills in what is not given."""
+    add, size = parser.add_argument, positive(int)
+    default = "default: depends on the device"
+    words = device or "cuda where torch sees one, else cpu"
+    add("--device", choices=DEVICES, default=device, help=f"default: {words}")
+    words = f"variants with their parameters; default: {variants}"
+    add("--variants", metavar="a,b(x=1)", help=words)
+    add_plugin(parser)
+    add("--lengths", type=lengths, metavar="N,N,…", help=f"numbers of keys; {default}")
+    add("--backend", help="what computes the variants; " + default)
+    add("--dtype", choices=DTYPES, help=default)
+    add("--heads", type=size, metavar="H", help=f"number of query heads; {default}")
+    add("--repeats", type=size, metavar="N", help=f"the least number of rounds; {default}")
+    add("--min-seconds", type=positive(float), metavar="S",
+        help=f"the least time to spend on the rounds, in seconds; {default}")  # fmt: skip
+    add("--threads", type=size, default=2, metavar="N", help="torch's threads (default: 2)")
+    add("--seed", type=seed, default=0, help="seed of the inputs (default: 0)")
+    add("--json", metavar="FILE", help="a JSON file, written anew after each group")
+    add("--markdown", metavar="FILE", help="its tables, written at the same times")
+
+
+def settle(args: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> None:
+    """Fills in the device and its defaults.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda":
+        require_cuda("--device cuda")
+    for name, value in defaults[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    torch.set_num_threads(args.threads)
+
+
+def require_cuda(what: str) -> None:
+    if not torch.cuda.is_available():
+        raise UsageError(f"{what} needs a CUDA device, and torch sees none")
+
+
+def cases_of(args: argparse.Namespace, longest: int) -> list[Case]:
+    """What `--variants` names, or every variant.
+
+    Raises:
+        UsageError: one is listed twice or cannot be run, or there is no such backend.
+    """
+    specs = split_list(args.variants) if args.variants else attnzoo.list_variants()
+    if len(set(specs)) < len(specs):
+        raise UsageError("a variant is listed twice")
+    cases = [Case.parse(spec, longest) for spec in specs]
+    try:
+        cases[0].plan(args.backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return cases
+
+
+def timer_of(args: argparse.Namespace, leads: int = 1) -> Timer:
+    return CudaEvents(leads=leads) if args.device == "cuda" else WallClock()
+
+
+def bench_of(args: argparse.Namespace, suite: str, timer: Timer, **more: Any) -> Bench:
+    return Bench(suite, timer, repeats=args.repeats, min_seconds=args.min_seconds, **more)

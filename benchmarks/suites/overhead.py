@@ -1,0 +1,89 @@
+"""What a call costs beside its arithmetic: microseconds on (1, 8, 1, 64) against 64 keys, fp32.
+
+One thread, no gradients: torch's scaled_dot_product_attention, every variant through
+`attnzoo.attention`, and through the module `attnzoo.nn.Attention`. All in turn, round by round; the
+difference to SDPA is that of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import attnzoo
+from benchmarks.harness.cases import Case
+from benchmarks.harness.options import positive
+from benchmarks.harness.report import check_target, environment, headline, write_json
+from benchmarks.harness.timing import Spread, interleave
+from commandline.arguments import add_plugin
+from commandline.errors import UsageError
+
+HEADS, HEAD_DIM, KEYS = 8, 64, 64
+SDPA = "sdpa"
+CALLS = 50  # in a row: one alone is near what a clock can tell
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "overhead", help="time calls so small that all is overhead", description=__doc__
+    )
+    add = parser.add_argument
+    add_plugin(parser)
+    add("--repeats", type=positive(int), default=15, metavar="N", help="rounds (default: 15)")
+    add("--json", metavar="FILE", help="a JSON file to write")
+    add(
+        "--against", type=Path, metavar="FILE", help="an earlier run's, for a column of its medians"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_target("--json", args.json)
+    before: dict[str, Any] = {}
+    if args.against is not None:
+        try:
+            before = json.loads(args.against.read_text())["microseconds"]
+        except (ValueError, KeyError) as error:
+            raise UsageError(f"--against {args.against} is no file of this command") from error
+    torch.set_num_threads(1)
+    where = environment()
+    print(f"{headline(where)}\n{'':<32}{'µs':>8}{'quartiles':>16}{'− sdpa':>9}{'before':>9}")
+    with torch.no_grad():
+        seconds = interleave({n: repeated(call) for n, call in calls().items()}, args.repeats, 0.0)
+    found = {n: Spread.of([s / CALLS * 1e6 for s in spent]) for n, spent in seconds.items()}
+    for name, x in found.items():
+        old = f"{before[name]['median']:.1f}" if name in before else ""
+        spread = f"{x.lower:.1f}–{x.upper:.1f}"
+        print(
+            f"{name:<32}{x.median:>8.1f}{spread:>16}{x.median - found[SDPA].median:>9.1f}{old:>9}"
+        )
+    if args.json:
+        times = {name: asdict(spread) for name, spread in found.items()}
+        write_json(args.json, {"environment": where, "microseconds": times})
+    return 0
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    q = torch.randn(1, HEADS, 1, HEAD_DIM)
+    k, v = torch.randn(2, 1, HEADS, KEYS, HEAD_DIM)
+    made: dict[str, Callable[[], object]] = {SDPA: partial(F.scaled_dot_product_attention, q, k, v)}
+    cases = [Case.parse(name, KEYS) for name in attnzoo.list_variants()]
+    made |= {c.spec: partial(attnzoo.attention, q, k, v, c.variant, **c.params) for c in cases}
+    modules = {c.spec: attnzoo.nn.Attention(c.variant, HEADS, **c.params) for c in cases}
+    return made | {f"nn.Attention {name}": partial(m, q, k, v) for name, m in modules.items()}
+
+
+def repeated(call: Callable[[], object]) -> Callable[[], None]:
+    def several() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return several
