@@ -16,10 +16,8 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks.__main__ import main
-from benchmarks.harness import baselines
-from benchmarks.harness.baselines import NAMES
 from benchmarks.harness.bench import Bench, Entrant
-from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting
+from benchmarks.harness.cases import SOFTMAX, Inputs, Setting
 from benchmarks.harness.correctness import Reference
 from benchmarks.harness.grid import Budget, flops, grid
 from benchmarks.harness.report import Report
@@ -161,67 +159,6 @@ def test_block_sparse_inputs_leave_most_blocks_empty(causal: bool) -> None:
 def test_groups_of_tokens_need_room() -> None:
     with pytest.raises(ValueError, match="head dimension of at least 16"):
         Inputs.make(Setting(length=64, head_dim=8, block_sparse=True))
-
-
-# ---- baselines ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias", [None, -1.5])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_softmax_of_log_sigmoids_times_its_sum_is_sigmoid(
-    causal: bool, bias: float | None
-) -> None:
-    """The formula of FlexAttention's baseline, with plain tensors, values and gradients."""
-    setting = Setting(length=40, heads=2, head_dim=16, causal=causal, dtype="float64",
-        input_scale=4.0)  # fmt: skip
-    i = Inputs.make(setting, gradients=True)
-    rows, keys = torch.arange(40)[:, None], torch.arange(40)
-    modify = baselines.log_sigmoid(setting, bias)
-    s = modify(i.q @ i.k.mT * 16**-0.5, rows * 0, rows * 0, rows, keys)
-    s = s.masked_fill(rows < keys, -torch.inf) if causal else s
-    lse = s.logsumexp(-1)
-    trick = (s.softmax(-1) @ i.v) * lse.exp()[..., None]
-    exact = attnzoo.attention(i.q, i.k, i.v, "sigmoid", is_causal=causal, bias=bias)
-    torch.testing.assert_close(trick, exact, rtol=1e-6, atol=1e-7)
-    leaves = (i.q, i.k, i.v)
-    for found, wanted in zip(
-        torch.autograd.grad(trick, leaves, i.do), torch.autograd.grad(exact, leaves, i.do)
-    ):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_attention_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "compiled", lambda attend: attend)
-    setting = Setting(length=48, heads=2, head_dim=16)
-    i = Inputs.make(setting)
-    with torch.no_grad():
-        found = baselines.flex_sigmoid(setting, None)(i.q, i.k, i.v)
-    exact = attnzoo.attention(i.q, i.k, i.v, "sigmoid", is_causal=True)
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
-
-
-def test_no_exponential_overflows() -> None:
-    modify = baselines.log_sigmoid(SMALL, 0.0)
-    x = torch.tensor([-1e4, -5.0, 0.0, 5.0, 1e4])
-    torch.testing.assert_close(modify(x, x, x, x, x), F.logsigmoid(x))
-
-
-def test_which_baselines_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "installed", lambda package: True)
-    assert list(baselines.of_softmax(SMALL, NAMES)) == ["sdpa", "sdpa flash", "sdpa cudnn", "flex"]
-    assert list(baselines.of_softmax(SMALL, ["cudnn"])) == ["sdpa cudnn"]
-
-    def of(spec: str) -> list[str]:
-        case, setting = Case.parse(spec, 64), replace(SMALL, causal=True)
-        return list(baselines.of_variant(case, setting, NAMES))
-
-    assert of("softmax") == []
-    assert of("sigmoid(bias=-2.0)") == ["flex: sigmoid(bias=-2.0)"]
-    assert of("entmax") == ["adasplash: entmax", "package entmax: entmax"]
-    assert of("entmax(alpha=1.4)") == ["adasplash: entmax(alpha=1.4)"]
-    assert of("sparsemax") == ["package entmax: sparsemax"]
-    assert of("cosformer") == ["fla chunk_linear_attn: cosformer"]
 
 
 # ---- groups -------------------------------------------------------------------------------------
