@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -233,6 +234,45 @@ def test_every_variant_is_one_file_and_every_file_one_variant() -> None:
         assert module.VARIANT is attnzoo.get_variant(name)
         variants = [x for x in vars(module).values() if isinstance(x, attnzoo.Variant)]
         assert variants == [module.VARIANT]
+
+
+# Files that are about particular variants: presets, laws by variant, other packages' functions, the
+# activations that the zoo uses, and the layer of one paper.
+ABOUT_VARIANTS = {
+    "attnzoo/core/activations.py",
+    "attnzoo/nn/taylor.py",
+    "benchmarks/harness/baselines.py",
+    "benchmarks/kernels/cells.py",
+    "evals/pretrained/sharpness.py",
+    "evals/task.py",
+    "evals/theory/closed_forms.py",
+}
+# Names of variants that are also a vector of a form, a property of a call, a kind of function.
+ALSO_WORDS = {"sink", "log_n", "sigmoid"}
+# A package, which the environment of a benchmark names with its version.
+PACKAGES = {"benchmarks/harness/report.py", "benchmarks/suites/attention.py"}
+
+
+@pytest.mark.parametrize("path", ALL, ids=module_name)
+def test_no_machinery_knows_a_variant_by_name(path: Path) -> None:
+    """But softmax, the default; docstrings may have examples, tasks have presets."""
+    place = path.relative_to(ROOT).as_posix()
+    if place in ABOUT_VARIANTS | PACKAGES or place.startswith(
+        ("attnzoo/variants/", "evals/tasks/")
+    ):
+        return
+    names = set(attnzoo.list_variants()) - {"softmax"} - ALSO_WORDS
+    tree = ast.parse(path.read_text())
+    docstrings = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = set(re.findall(r"\w+", node.value))
+            assert node in docstrings or not words & names, f"{place}, line {node.lineno}"
 
 
 def test_no_flags_and_no_environment() -> None:
