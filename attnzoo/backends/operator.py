@@ -89,7 +89,7 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **operands: P.kwargs) -> R:
         found = self.overload(*self.flat(*args, **operands))
-        return self._result(*self._wanted(found)) if isinstance(found, tuple) else found
+        return self._result(*self._or_none(found)) if isinstance(found, tuple) else found
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
         """The operands in the order of ``overload``, groups as their fields."""
@@ -156,7 +156,7 @@ class Operator(Generic[P, R]):
             for name, group in self._groups.items()
         }
 
-    def _wanted(self, found: Sequence[Tensor]) -> list[Tensor | None]:
+    def _or_none(self, found: Sequence[Tensor]) -> list[Tensor | None]:
         """None again in the place of outputs that are not wanted."""
         return [
             None if optional and x.dim() == 1 and x.shape[0] == 0 else x
@@ -180,7 +180,7 @@ class Operator(Generic[P, R]):
         if self._gradient is None:
             return
         operands = dict(zip(self._operands, inputs))
-        outputs = self._wanted(output if isinstance(output, tuple) else (output,))
+        outputs = self._or_none(output if isinstance(output, tuple) else (output,))
         ctx.there = [x is not None for x in outputs]
         known = {**operands, **dict(zip(self._outputs, outputs))}
         known = {name: known[name] for name in self._gradient._operands if name in known}

@@ -128,9 +128,13 @@ def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
 
 
+def normalize(form: Pairwise) -> str:
+    """As the kernels have it."""
+    return "online" if _online(form) else form.normalize
+
+
 def form_of(form: Pairwise) -> ops.Form:
     """As the kernels know it."""
     activation = form.activation
     assert activation.triton is not None
-    normalize = "online" if _online(form) else form.normalize
-    return ops.Form(activation.triton, activation.unit, activation.vanishes, normalize)
+    return ops.Form(activation.triton, activation.unit, activation.vanishes, normalize(form))
