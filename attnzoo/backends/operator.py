@@ -19,13 +19,16 @@
         *, q: Tensor, vectors: Vectors, scale: float, lse: Tensor, dout: Tensor
     ) -> dict[str, Tensor]: ...
 
-Operands are given by name. A group's fields are operands of their own: a new one is a new field. A
-fake names the operands that it needs. So does a backward, which takes what it differentiates, and
-of the outputs and their gradients, ``d`` before their names, what it needs. It may name ``wanted``,
-the operands whose gradients are, and returns gradients by the operands' names, of those at least.
+Operands are given by name. The fields of a group are operands of their own, so a new operand is a
+new field.
 
-The first operand is a tensor. An output that is not wanted is None, here: torch's operators return
-tensors only, and in the place of None one of shape (0,).
+A fake names the operands that it needs. A backward names the operands and outputs that it needs,
+which are what is saved for it, and gradients of outputs, ``d`` before the output's name. It must
+name what it differentiates. It returns gradients by the operands' names, of the ``wanted`` ones at
+least, and may name ``wanted`` itself. It is an operator too, whose own derivative raises.
+
+The first operand is a tensor. An output that is not wanted is None here; torch's operators return
+tensors only, so theirs has the shape (0,).
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ NO_DOUBLE = (
     "attnzoo: this backend has first derivatives only; for double backward pass backend='eager'"
 )
 
+# What an operand or an output may be, and how a schema of torch's has it.
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
