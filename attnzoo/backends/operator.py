@@ -1,24 +1,237 @@
-"""How an operator is registered that also runs on a CPU."""
+"""Operators of PyTorch, each declared by the signature of a function.
+
+    class Vectors(NamedTuple):  # a group of operands, which several operators share
+        gain: Tensor | None = None
+        sink: Tensor | None = None
+
+    class Attended(NamedTuple):
+        out: Tensor
+        lse: Tensor | None  # None where it is not wanted
+
+    @operator
+    def attend(*, q: Tensor, vectors: Vectors, scale: float) -> Attended: ...
+
+    @attend.fake
+    def _(*, q: Tensor) -> Attended: ...
+
+    @attend.backward("q", "gain")
+    def attend_backward(
+        *, q: Tensor, vectors: Vectors, scale: float, lse: Tensor, dout: Tensor
+    ) -> dict[str, Tensor]: ...
+
+Operands are given by name. The fields of a group are operands of their own, so a new operand is a
+new field.
+
+A fake names the operands that it needs. A backward names the operands and outputs that it needs,
+which are what is saved for it, and gradients of outputs, ``d`` before the output's name. It must
+name what it differentiates. It returns gradients by the operands' names, of the ``wanted`` ones at
+least, and may name ``wanted`` itself. It is an operator too, whose own derivative raises.
+
+The first operand is a tensor. An output that is not wanted is None here; torch's operators return
+tensors only, so theirs has the shape (0,).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import torch
+from torch import Tensor
+
+NO_DOUBLE = (
+    "attnzoo: this backend has first derivatives only; for double backward pass backend='eager'"
+)
+
+# What an operand or an output may be, and how a schema of torch's has it.
+TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+    list[str]: "str[]",
+    torch.dtype: "ScalarType",
+    list[Tensor]: "Tensor[]",
+}
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as the operator ``attnzoo::name`` of all devices.
+class Operator(Generic[P, R]):
+    """The operator ``attnzoo::name`` of all devices; see above."""
 
-    As torch.library.custom_op does, whose first call imports the compiler, and Triton with it.
-    """
+    def __init__(self, function: Callable[P, R], hints: dict[str, Any], underivable: str) -> None:
+        self._function, self._underivable = function, underivable
+        self.name = function.__name__
+        named = {name: hint for name, hint in hints.items() if name != "return"}
+        self._result, self._names = hints["return"], tuple(named)
+        self._groups = {name: hint if _is_group(hint) else None for name, hint in named.items()}
+        self._operands = _flat_types(named)
+        self._outputs = _flat_types({"out": self._result})
+        self._optional = tuple(hint == Tensor | None for hint in self._outputs.values())
+        self._gradient: Operator[Any, list[Tensor]] | None = None
+        self._differentiable: tuple[str, ...] = ()
+        self._lasting: Callable[[dict[str, Any]], object] = lambda operands: None
+        # As torch.library.custom_op does, whose first call imports the compiler, and Triton too.
+        qualified = f"attnzoo::{self.name}"
+        taken = ", ".join(f"{TYPES[hint]} {name}" for name, hint in self._operands.items())
+        given = ", ".join(TYPES[hint].removesuffix("?") for hint in self._outputs.values())
+        tags = (torch.Tag.pt2_compliant_tag,)
+        torch.library.define(qualified, f"({taken}) -> ({given})", tags=tags)
+        torch.library.impl(qualified, "default", self._implementation)
+        torch.library.register_autograd(qualified, self._backward, setup_context=self._save)
+        self.overload = getattr(torch.ops.attnzoo, self.name).default
 
-    def register(function: Callable[..., Any]) -> Any:
-        qualified = f"attnzoo::{name}"
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(qualified, "default", function)
-        return getattr(torch.ops.attnzoo, name).default
+    def __call__(self, *args: P.args, **operands: P.kwargs) -> R:
+        found = self.overload(*self.flat(*args, **operands))
+        return self._result(*self._or_none(found)) if isinstance(found, tuple) else found
 
-    return register
+    def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
+        """The operands in the order of ``overload``, groups as their fields."""
+        if args or len(operands) != len(self._names) or any(x not in operands for x in self._names):
+            raise TypeError(f"{self.name} takes {', '.join(self._names)}, each by name")
+        values: list[Any] = []
+        for name in self._names:
+            value = operands[name]
+            if isinstance(value, tuple):
+                values.extend(value)
+            else:
+                values.append(value)
+        return values
+
+    def fake(self, function: Callable[..., R]) -> None:
+        """Register what makes the outputs, without values, of those operands that it names."""
+        names = inspect.signature(function).parameters
+
+        def of_values(*values: Any) -> Any:
+            operands = self._named(values)
+            return _solid(values[0], function(**{name: operands[name] for name in names}))
+
+        torch.library.register_fake(f"attnzoo::{self.name}", of_values)
+
+    def backward(
+        self,
+        *differentiable: str,
+        like: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
+        lasting: Callable[[dict[str, Any]], object] = lambda operands: None,
+    ) -> Callable[[Callable[..., Mapping[str, Tensor]]], Operator[..., list[Tensor]]]:
+        """Register the gradients of ``differentiable``: an operator that lists those ``wanted``.
+
+        ``like`` makes a gradient without values, from the operand. ``lasting`` returns of all
+        operands what has to live as long as the graph.
+        """
+
+        def register(function: Callable[..., Mapping[str, Tensor]]) -> Operator[..., list[Tensor]]:
+            def gradients(*, wanted: list[str], **operands: Any) -> list[Tensor]:
+                found = function(**operands, **({"wanted": wanted} if asks else {}))
+                return [found[name] for name in wanted]
+
+            def of_values(*values: Any) -> list[Tensor]:
+                operands = dict(zip(gradient._operands, values))
+                return [like(operands[name]) for name in operands["wanted"]]
+
+            gradients.__name__ = function.__name__
+            hints = get_type_hints(function)
+            asks = "wanted" in hints
+            hints = {**hints, "wanted": list[str], "return": list[Tensor]}
+            gradient = Operator(gradients, hints, NO_DOUBLE)
+            assert set(differentiable) <= set(gradient._operands)
+            torch.library.register_fake(f"attnzoo::{gradient.name}", of_values)
+            self._gradient, self._differentiable = gradient, differentiable
+            self._lasting = lasting
+            return gradient
+
+        return register
+
+    def _named(self, values: Sequence[Any]) -> dict[str, Any]:
+        """The flat operands again in their groups."""
+        rest = iter(values)
+        return {
+            name: next(rest) if group is None else group(*islice(rest, len(group._fields)))
+            for name, group in self._groups.items()
+        }
+
+    def _or_none(self, found: Sequence[Tensor]) -> list[Tensor | None]:
+        """None again in the place of outputs that are not wanted."""
+        return [
+            None if optional and x.dim() == 1 and x.shape[0] == 0 else x
+            for x, optional in zip(found, self._optional)
+        ]
+
+    def _run(self, *values: Any) -> Any:
+        return _solid(values[0], self._function(**self._named(values)))  # type: ignore[call-arg]
+
+    @cached_property
+    def _unseen(self) -> Callable[..., Any]:
+        return torch.compiler.disable(self._run)
+
+    def _implementation(self, *values: Any) -> Any:
+        # A compiler that is there does not look inside; one that is not is not imported for that.
+        run = self._unseen if "torch._dynamo" in sys.modules else self._run
+        return run(*values)
+
+    def _save(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        if self._gradient is None:
+            return
+        operands = dict(zip(self._operands, inputs))
+        outputs = self._or_none(output if isinstance(output, tuple) else (output,))
+        ctx.there = [x is not None for x in outputs]
+        known = {**operands, **dict(zip(self._outputs, outputs))}
+        known = {name: known[name] for name in self._gradient._operands if name in known}
+        tensors = {name: x for name, x in known.items() if isinstance(x, Tensor)}
+        ctx.save_for_backward(*tensors.values())
+        ctx.tensors = tuple(tensors)
+        ctx.known = {name: x for name, x in known.items() if name not in tensors}
+        ctx.lasting = self._lasting(operands)
+
+    def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradient = self._gradient
+        if gradient is None:
+            raise RuntimeError(self._underivable)
+        if all(grad is None for grad in grads):
+            return (None,) * len(self._operands)
+        # Read once: what a checkpoint recomputed is given out for one reading only.
+        given = {**ctx.known, **dict(zip(ctx.tensors, ctx.saved_tensors))}
+        for output, there, grad in zip(self._outputs, ctx.there, grads):
+            missing = grad is None and gradient._operands.get(f"d{output}") is Tensor
+            grad = torch.zeros_like(given[output]) if missing else grad
+            given[f"d{output}"] = grad if there else None
+        needs = zip(self._operands, ctx.needs_input_grad)
+        wanted = [name for name, needed in needs if needed and name in self._differentiable]
+        given["wanted"] = wanted
+        found = gradient.overload(*(given[name] for name in gradient._operands)) if wanted else ()
+        by_name = dict(zip(wanted, found))
+        return tuple(by_name.get(name) for name in self._operands)
+
+
+def operator(function: Callable[P, R]) -> Operator[P, R]:
+    hints = get_type_hints(function)
+    return Operator(function, hints, f"attnzoo::{function.__name__} has no derivative")
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, tuple)
+
+
+def _flat_types(hints: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, hint in hints.items():
+        flat |= get_type_hints(hint) if _is_group(hint) else {name: hint}
+    return flat
+
+
+def _solid(first: Tensor, found: Any) -> Any:
+    """As torch's operators return it."""
+    if not isinstance(found, tuple):
+        return found
+    return tuple(first.new_empty(0) if x is None else x for x in found)

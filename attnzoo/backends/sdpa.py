@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnzoo.backends.base import Backend
-from attnzoo.backends.tiled.statistics import with_rows
+from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.values import is_readable
@@ -121,7 +121,7 @@ def _without_unseen(k: Tensor, call: Call) -> Tensor:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
-    gain = with_rows(form, q, k, call, "sdpa").gain
+    gain = with_gain(form, q, k, call, "sdpa").gain
     assert not isinstance(gain, FromStatistics)
     if isinstance(gain, Tensor) or gain != 1.0:
         q = (call.row(gain)[..., None] * q.to(call.dtype)).to(call.input_dtype)

@@ -151,7 +151,7 @@ def wanted(args: argparse.Namespace) -> list[Cell]:
 def require_compiler(what: str) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UsageError(f"{what} needs Triton: pip install 'attnzoo[gpu]'")
-    from attnzoo.backends.triton.flash.launch import interpreted
+    from attnzoo.backends.triton.common.launch import interpreted
 
     if interpreted():
         raise UsageError(f"{what} cannot run under Triton's interpreter: unset TRITON_INTERPRET")
@@ -162,20 +162,21 @@ def _line(cells: tuple[Any, ...]) -> str:
     return "  ".join(str(c).ljust(w) for c, w in zip(cells, widths)).rstrip()
 
 
-class Described(
-    NamedTuple
-):  # what a cell says of a call, in terms of attnzoo.backends.triton.flash.launch
-    facts: Any
+class Described(NamedTuple):
+    """What a cell says of a call, as the launches take it."""
+
+    layout: Any
     form: Any
-    rows: dict[str, Any]
+    vectors: Any
     lse: bool
 
 
 def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
-    from attnzoo.backends.triton.flash import launch as kernels
+    from attnzoo.backends.operands import Layout, Vectors
+    from attnzoo.backends.triton.common.operands import Form, new_vector
 
     normalize, unit, vanishes = TWINS[twin]
-    row, queries, all_extras = kernels.new_row(q), q.shape[2], cell.extra.startswith("all")
+    vector, queries, all_extras = new_vector(q), q.shape[2], cell.extra.startswith("all")
     bare = cell.extra if cell.extra in BARE else ""
     extras = EXTRAS if all_extras else (cell.extra,)
     of_q, of_k = (
@@ -186,21 +187,22 @@ def described(cell: Cell, twin: str, q: torch.Tensor, keys: int) -> Described:
     if "heads" in extras:
         mask = q.new_empty(1, q.shape[1], 1, keys, dtype=torch.uint8)
     mask = q.new_empty(1, 1, queries, keys) if "mask" in extras else mask
-    left, alibi = 256 if "window" in extras else None, row if "alibi" in extras else None
+    left, alibi = 256 if "window" in extras else None, vector if "alibi" in extras else None
     lse = all_extras and normalize == "online"
-    rows = {
-        "gain": None if "no gain" in bare else row,
-        "tau": row if normalize in ("none", "threshold") else None,
-        "shape": row if twin == "q_exp" else None,
-        "sink": row if lse else None,
-    }
-    form = kernels.Form(plugin_twins.function(twin), unit, vanishes, normalize)
+    vectors = Vectors(
+        gain=None if "no gain" in bare else vector,
+        offset=vector if normalize in ("none", "threshold") else None,
+        shape=vector if twin == "q_exp" else None,
+        sink=vector if lse else None,
+    )
+    form = Form(plugin_twins.function(twin), unit, vanishes, normalize)
     right = None if "full" in bare else 0
-    return Described(kernels.Facts(0.1, left, right, mask, of_q, of_k, alibi), form, rows, lse)
+    return Described(Layout(0.1, left, right, mask, of_q, of_k, alibi), form, vectors, lse)
 
 
 def describe(cell: Cell) -> Any:
     """The launch of the call that a cell stands for, on tensors that hold nothing."""
+    from attnzoo.backends.triton.common.operands import Maps, new_vector, stands_apart
     from attnzoo.backends.triton.flash import launch as kernels
 
     if cell.kernel == "linear":
@@ -209,23 +211,27 @@ def describe(cell: Cell) -> Any:
         return describe_decode(cell)
     shape = (1, 2, 1024, cell.head_dim + cell.extra.endswith("odd"))
     q = torch.empty(shape, dtype=DTYPES[cell.dtype], device="meta")[..., : cell.head_dim]
-    row, arch = kernels.new_row(q), int(cell.arch.removeprefix("sm_"))
-    facts, form, rows, lse = described(cell, cell.twin, q, 1024)
+    vector, arch = new_vector(q), int(cell.arch.removeprefix("sm_"))
+    layout, form, vectors, lse = described(cell, cell.twin, q, 1024)
     normalize = form.normalize
-    maps = kernels.empty_maps(q, q, q, facts) if normalize == "threshold" else None
+    maps = Maps(*kernels.empty_maps(q, q, q, layout)) if normalize == "threshold" else Maps()
     if cell.kernel == "forward":
-        kept = None if maps is None else maps[:2]
-        return kernels.describe_forward(q, q, q, facts, form, rows, kept, lse, arch)[0]
+        return kernels.describe_forward(q, q, q, layout, form, vectors, maps, lse, arch)[0]
     if cell.kernel == "stats":
-        return kernels.describe_stats(q, q, facts, arch)[0]
+        return kernels.describe_stats(q, q, layout, arch)[0]
     if cell.kernel == "threshold":
         alpha = None if cell.twin == "q_exp" else 1.5
-        return kernels.describe_threshold(q, q, q, facts, form, rows, alpha, arch)[0]
-    wanted = {"dgain": rows["gain"] is not None, "dtau": normalize == "none", "dsink": lse}
-    stat = kernels.new_row(q, True, kernels.stands_apart(normalize, facts.mask))
+        return kernels.describe_threshold(q, q, q, layout, form, vectors, alpha, arch)[0]
+    given = {
+        "gain": vectors.gain is not None, "offset": normalize == "none", "sink": lse,
+        "alibi": layout.alibi is not None,
+    }  # fmt: skip
+    wanted = [name for name, there in given.items() if there]
+    apart = stands_apart(normalize, layout.mask)
+    stat = None if normalize == "none" else new_vector(q, apart)
     launches, _ = kernels.describe_backward(
-        q, row if lse else None, q, q, q, q, stat, row, facts, form, rows, maps,
-        {**wanted, "dalibi": facts.alibi is not None}, arch,
+        q, vector if lse else None, q, q, q, q, stat, vector, layout, form, vectors, maps, wanted,
+        arch,
     )  # fmt: skip
     return launches[0] if cell.kernel == "dq" else launches[-1]
 
@@ -269,16 +275,16 @@ def describe_decode(cell: Cell) -> Any:
     q, k = (x[..., : cell.head_dim] for x in (q, q.new_empty(1, 1, 4096, dim)))
     twin = {"solver": "entmax15" if plain else "q_exp"}.get(cell.twin, cell.twin)
     twin = "exp" if twin in STAGES else twin
-    facts, form, rows, lse = described(cell, twin, q, 4096)
+    layout, form, vectors, lse = described(cell, twin, q, 4096)
     if cell.twin == "statistics" or (cell.twin == "products" and not plain):
-        launches, _ = kernels.describe_statistics(q, k, facts, arch, 132)
+        launches, _ = kernels.describe_statistics(q, k, layout, arch, 132)
         return launches[cell.twin == "statistics"]
     if cell.twin in ("solver", "products"):
         alpha = None if twin == "q_exp" else 1.5
-        launches, _ = kernels.describe_threshold(q, k, facts, form, rows, alpha, arch, 132)
+        launches, _ = kernels.describe_threshold(q, k, layout, form, vectors, alpha, arch, 132)
         return launches[cell.twin == "solver"]
-    left = kernels.new_products(q, k, facts) if form.normalize == "threshold" else None
-    launches, _ = kernels.describe_decode(q, k, k, left, facts, form, rows, lse, arch, 132)
+    left = kernels.new_products(q, k, layout) if form.normalize == "threshold" else None
+    launches, _ = kernels.describe_decode(q, k, k, left, layout, form, vectors, lse, arch, 132)
     return launches[cell.twin == "merge"]
 
 

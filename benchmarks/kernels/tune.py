@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
 def device_arch() -> str:
     """The architecture whose rows the table has for this GPU."""
     from attnzoo.backends.triton.common.configurations import SHARED
-    from attnzoo.backends.triton.flash.launch import architecture
+    from attnzoo.backends.triton.common.launch import architecture
 
     found = architecture(torch.device("cuda")) // 10 * 10
     return f"sm_{found if found in SHARED else 80}"

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.backends.triton.common.operands import Form
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
-from attnzoo.backends.triton.flash import launch
 from helpers.agreement import Inputs, make
 from helpers.agreement import disagreements as disagreements_of
 from helpers.cases import CASES, NO_LSE, NO_SCORE, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows, quick_variants
+from helpers.operators import opcheck
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -204,9 +206,10 @@ def test_all_processors_have_work_and_no_split_is_too_small(
     def splits(batch: int, keys: int, window: int | None = None) -> launch_decode.Splits:
         q = torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16, device="meta")
         k = q.new_empty(batch, 8, keys, 128)
-        facts = launch.Facts(1.0, None if window is None else window - 1, 0, None, None, None, None)
+        left = None if window is None else window - 1
+        layout = Layout(1.0, left, 0, None, None, None, None)
         config = launch_decode.decode_config(90, 16, 128, "")
-        return launch_decode._splits(q, k, facts, config, 132)
+        return launch_decode._splits(q, k, layout, config, 132)
 
     assert splits(1, 2**18).number * 8 >= 264
     assert splits(32, 2**18).number * 256 >= 264
@@ -228,8 +231,8 @@ def test_all_processors_have_work_and_no_split_is_too_small(
 MASK = (rand(1, 2, 1, 9, seed=5) > -0.8).view(torch.uint8)
 IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
 ROW = rand(1, 2, 3, seed=6).float().abs()
-ALL = (MASK, IDS[:, -3:].contiguous(), IDS, ROW, 4, 2)
-TWINS = "attnzoo.backends.triton.common.activations:"
+ALL = Layout(0.3, 4, 2, MASK, IDS[:, -3:].contiguous(), IDS, ROW)
+FUNCTIONS = "attnzoo.backends.triton.common.activations:"
 
 
 def small() -> list[Tensor]:
@@ -242,19 +245,22 @@ def small() -> list[Tensor]:
 @pytest.mark.slow
 def test_opcheck() -> None:
     q, k, v = small()
-    torch.library.opcheck(decode_ops.decode_statistics, (q, k, 0.3, *ALL))
-    threshold = (q, k, ROW, None, 0.3, *ALL, TWINS + "entmax15", 1.5)
-    torch.library.opcheck(decode_ops.decode_threshold, threshold)
-    products, tau = decode_ops.decode_threshold(*threshold)
-    for given, rows, form in (
-        (None, (ROW, None, None, ROW), ("exp", 1.4427, True, "online", True)),
-        (None, (None, ROW, None, None), ("sigmoid", 1.4427, True, "none", False)),
-        (products, (ROW, tau, None, None), ("entmax15", 1.0, True, "threshold", False)),
+    opcheck(decode_ops.decode_statistics, q=q, k=k, layout=ALL)
+    threshold = {
+        "q": q, "k": k, "vectors": Vectors(gain=ROW), "layout": ALL,
+        "form": Form(FUNCTIONS + "entmax15", 1.0, True, "threshold"), "alpha": 1.5,
+    }  # fmt: skip
+    opcheck(decode_ops.decode_threshold, **threshold)
+    products, tau = decode_ops.decode_threshold(**threshold)
+    for given, vectors, (name, *rest), want_lse in (
+        (None, Vectors(gain=ROW, sink=ROW), ("exp", 1.4427, True, "online"), True),
+        (None, Vectors(offset=ROW), ("sigmoid", 1.4427, True, "none"), False),
+        (products, Vectors(ROW, tau), ("entmax15", 1.0, True, "threshold"), False),
     ):
-        twin, *rest = form
-        torch.library.opcheck(
-            decode_ops.decode_forward, (q, k, v, given, *rows, 0.3, *ALL, TWINS + twin, *rest)
-        )
+        opcheck(
+            decode_ops.decode_forward, q=q, k=k, v=v, products=given, vectors=vectors, layout=ALL,
+            form=Form(FUNCTIONS + name, *rest), want_lse=want_lse,
+        )  # fmt: skip
 
 
 def test_compiles_whole() -> None:

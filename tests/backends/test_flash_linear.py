@@ -22,6 +22,7 @@ from helpers.cases import params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows, quick_variants
+from helpers.operators import opcheck
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -172,23 +173,32 @@ def features(gradient: bool) -> tuple[Tensor, ...]:
 @pytest.mark.slow
 def test_opcheck() -> None:
     x, y, v, first = features(True)
-    torch.library.opcheck(linear_ops.linear_state, (y, v, first))
-    torch.library.opcheck(linear_ops.linear_state, (y, v, None))
-    torch.library.opcheck(linear_ops.linear_read, (x, first, 5, torch.float32))
-    torch.library.opcheck(linear_ops.linear_causal, (x, y, v, first))
-    torch.library.opcheck(linear_ops.linear_causal, (x, y, v, None))
+    opcheck(linear_ops.linear_read, x=x, state=first, value_dim=5, dtype=torch.float32)
+    for state in (first, None):
+        opcheck(linear_ops.linear_state, y=y, v=v, first=state)
+        opcheck(linear_ops.linear_causal, x=x, y=y, v=v, first=state)
 
 
 @pytest.mark.slow
 def test_opcheck_backward() -> None:
     x, y, v, first = features(False)
-    torch.library.opcheck(linear_ops.linear_state_backward, (first, y, v))
-    out, z = linear_ops.linear_read(x, first, 5, torch.float32)
-    do = torch.ones_like(out)
-    torch.library.opcheck(linear_ops.linear_read_backward, (do, x, first, out, z))
-    out, z, kept, last = linear_ops.linear_causal(x, y, v, first)
+    opcheck(
+        linear_ops.linear_state_backward, y=y, v=v, first=first, dout=first,
+        wanted=["y", "v", "first"],
+    )  # fmt: skip
+    read = linear_ops.linear_read(x=x, state=first, value_dim=5, dtype=torch.float32)
+    do = torch.ones_like(read.out)
+    opcheck(
+        linear_ops.linear_read_backward, x=x, state=first, **read._asdict(), dout=do,
+        wanted=["x", "state"],
+    )  # fmt: skip
+    *found, last = linear_ops.linear_causal(x=x, y=y, v=v, first=first)
+    saved = dict(zip(("out", "z", "kept"), found))
     for dlast in (None, last):
-        torch.library.opcheck(linear_ops.linear_causal_backward, (do, dlast, x, y, v, out, z, kept))
+        opcheck(
+            linear_ops.linear_causal_backward, x=x, y=y, v=v, first=first, **saved, dout=do,
+            dlast=dlast, wanted=["x", "y", "v", "first"],
+        )  # fmt: skip
 
 
 # torch traces an autograd.Function by making one, which torch itself warns about.

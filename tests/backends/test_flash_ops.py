@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.backends.triton.common.operands import Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations, registry
 from attnzoo.nn import Attention
 from helpers.cases import learned, rand
+from helpers.operators import opcheck
 
 pytestmark = pytest.mark.interpreter
 
@@ -29,61 +32,67 @@ def qkv(n: int = 9, d: int = 8, gradient: bool = False) -> list[Tensor]:
 MASK = (rand(1, 1, 9, 9, seed=5) > -0.8).view(torch.uint8)
 IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
 ROW = rand(1, 2, 9, seed=6).float().abs()
-NOTHING = (None, None, None, None, None, 0)  # mask, segments, alibi; causal
-ALL = (MASK, IDS, IDS, ROW, 4, 2)
-TWINS = "attnzoo.backends.triton.common.activations:"
-# gain, tau, shape, sink, maps; scale, facts, twin, unit, vanishes, normalize
-FORMS: dict[str, tuple] = {
-    "online": ((ROW, None, None, ROW), ALL, ("exp", 1.4427, True, "online")),
-    "none": ((None, ROW, None, None), NOTHING, ("sigmoid", 1.4427, True, "none")),
-    "sum": ((None, None, None, None), NOTHING, ("taylor2", 1.0, False, "sum")),
-    "threshold": ((ROW, None, None, None), ALL, ("entmax15", 1.0, True, "threshold")),
+NOTHING = Layout(0.3, None, 0, None, None, None, None)
+ALL = Layout(0.3, 4, 2, MASK, IDS, IDS, ROW)
+FUNCTIONS = "attnzoo.backends.triton.common.activations:"
+# Vectors, layout; activation, unit, vanishes, normalize
+FORMS: dict[str, tuple[Vectors, Layout, tuple]] = {
+    "online": (Vectors(gain=ROW, sink=ROW), ALL, ("exp", 1.4427, True, "online")),
+    "none": (Vectors(offset=ROW), NOTHING, ("sigmoid", 1.4427, True, "none")),
+    "sum": (Vectors(), NOTHING, ("taylor2", 1.0, False, "sum")),
+    "threshold": (Vectors(gain=ROW), ALL, ("entmax15", 1.0, True, "threshold")),
 }
 
 
-def arguments(form: str, gradient: bool) -> tuple:
+def operands(form: str, gradient: bool) -> dict[str, Any]:
     """Of flash_forward."""
-    rows, facts, (name, *rest) = FORMS[form]
-    q, k, v = qkv()
-    maps: tuple = (None, None, None)
+    vectors, layout, (name, *rest) = FORMS[form]
+    q, k, v = qkv(gradient=gradient)
+    maps = Maps()
     if form == "threshold":
-        tau, *maps = flash_ops.flash_threshold(
-            q, k, v, rows[0], None, 0.3, *facts, TWINS + name, 1.5
-        )
-        rows = (rows[0], tau, None, None)
-    leaves = (x if x is None else x.clone().requires_grad_(gradient) for x in (q, k, v, *rows))
-    return (*leaves, *maps, 0.3, *facts, TWINS + name, *rest, form == "online")
+        tau, *found = flash_ops.flash_threshold(
+            q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, layout=layout,
+            form=Form(FUNCTIONS + name, *rest), alpha=1.5,
+        )  # fmt: skip
+        vectors, maps = vectors._replace(offset=tau), Maps(*found)
+    leaves = (x if x is None else x.clone().requires_grad_(gradient) for x in vectors)
+    return {
+        "q": q, "k": k, "v": v, "vectors": Vectors(*leaves), "maps": maps, "layout": layout,
+        "form": Form(FUNCTIONS + name, *rest), "want_lse": form == "online",
+    }  # fmt: skip
 
 
 def test_opcheck_statistics() -> None:
     q, k, _ = qkv()
-    torch.library.opcheck(flash_ops.flash_statistics, (q, k, 0.3, *ALL))
+    opcheck(flash_ops.flash_statistics, q=q, k=k, layout=ALL)
 
 
 @pytest.mark.parametrize("shape", [None, 1 + ROW.clamp(0.1, 1)], ids=["entmax15", "q_exp"])
 def test_opcheck_threshold(shape: Tensor | None) -> None:
-    twin, alpha = ("entmax15", 1.5) if shape is None else ("q_exp", None)
-    torch.library.opcheck(
-        flash_ops.flash_threshold, (*qkv(), ROW, shape, 0.3, *ALL, TWINS + twin, alpha)
-    )
+    name, alpha = ("entmax15", 1.5) if shape is None else ("q_exp", None)
+    q, k, v = qkv()
+    opcheck(
+        flash_ops.flash_threshold, q=q, k=k, v=v, vectors=Vectors(gain=ROW, shape=shape),
+        layout=ALL, form=Form(FUNCTIONS + name, 1.0, True, "threshold"), alpha=alpha,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck_forward(form: str) -> None:
-    torch.library.opcheck(flash_ops.flash_forward, arguments(form, gradient=True))
+    opcheck(flash_ops.flash_forward, **operands(form, gradient=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck_backward(form: str) -> None:
-    *forward, want_lse = arguments(form, gradient=False)
-    out, stat, lse = flash_ops.flash_forward(*forward, want_lse)
-    dlse = torch.ones_like(lse) if want_lse else None
-    q, k, v, gain, tau, _, sink, *_ = forward
-    wanted = (x is not None for x in (gain, tau, sink))
-    torch.library.opcheck(
-        flash_ops.flash_backward,
-        (torch.ones_like(out), dlse, q, k, v, out, stat, lse, *forward[3:], *wanted, want_lse),
-    )
+    given = operands(form, gradient=False)
+    found = flash_ops.flash_forward(**given)
+    dlse = torch.ones_like(found.lse) if given.pop("want_lse") else None
+    vectors = (name for name, x in given["vectors"]._asdict().items() if x is not None)
+    wanted = ["q", "k", "v", *vectors, *(["alibi"] if given["layout"] is ALL else [])]
+    opcheck(
+        flash_ops.flash_backward, **given, **found._asdict(), dout=torch.ones_like(found.out),
+        dlse=dlse, wanted=wanted,
+    )  # fmt: skip
 
 
 # ---- torch.compile ----------------------------------------------------------------------------

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
+from attnzoo.backends.operands import Layout, Vectors
 from attnzoo.backends.tiled import operators as tiled_ops
 from attnzoo.backends.tiled import statistics
 from attnzoo.core import activations
 from helpers.cases import rand
+from helpers.operators import opcheck
 
-NUMBERS: dict[str, Any] = {"scale": 0.5, "left": 3, "right": 0, "query_origin": 2, "key_origin": 0}
-# Of each way to normalize: the activation, the rows with a gradient, and what else there is.
+# Of each way to normalize: the activation, the vectors with a gradient, and what else there is.
 FORMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "none": ("sigmoid", ("gain", "offset"), {}),
     "sum": ("exp", ("gain", "sink"), {"want_lse": True}),
@@ -24,38 +24,37 @@ FORMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def operands() -> tuple[list[Tensor], Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """q, k and v; mask; slopes; segments."""
+def operands(gradient: bool) -> tuple[list[Tensor], Layout]:
+    """q, k and v; mask, slopes and segments, the first two with a gradient if so."""
     leaves = [rand(2, 4, 5, 4, seed=1), rand(2, 2, 7, 4, seed=2), rand(2, 2, 7, 3, seed=3)]
     mask, slopes = rand(1, 4, 5, 7, seed=4), torch.linspace(0.1, 0.4, 4).double().view(1, 4, 1)
     segments = torch.zeros(2, 5, dtype=torch.int64), torch.arange(7).repeat(2, 1) // 5
-    return [x.requires_grad_() for x in leaves], mask, slopes, segments
+    mask, slopes = (x.requires_grad_(gradient) for x in (mask, slopes))
+    return [x.requires_grad_() for x in leaves], Layout(0.5, 3, 0, mask, *segments, slopes)
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["qkv", "mask and slopes too"])
 @pytest.mark.parametrize("normalize", FORMS)
 def test_forward_and_backward(normalize: str, gradient: bool) -> None:
     activation, names, options = FORMS[normalize]
-    qkv, mask, slopes, segments = operands()
-    rows = [
-        (1.5 + 0.1 * rand(1, 4, 1, seed=i)).requires_grad_() if name in names else None
-        for i, name in enumerate(("gain", "offset", "shape", "sink"))
-    ]
+    (q, k, v), layout = operands(gradient)
+    vectors = {
+        name: (1.5 + 0.1 * rand(1, 4, 1, seed=i)).requires_grad_()
+        for i, name in enumerate(Vectors._fields)
+        if name in names
+    }
     seed = torch.tensor(7) if "dropout_p" in options else None
-    arguments = (
-        *qkv, mask.requires_grad_(gradient), slopes.requires_grad_(gradient), *rows, *segments, seed
-    )  # fmt: skip
     plain = {"dropout_p": 0.0, "want_lse": False, "keep": None, "activation": activation}
     opcheck(
-        tiled_ops.tiled_forward, arguments, {**NUMBERS, **plain, "normalize": normalize, **options}
-    )
+        tiled_ops.tiled_forward, q=q, k=k, v=v, layout=layout, origin=2, seed=seed,
+        vectors=Vectors(**vectors), **{**plain, "normalize": normalize, **options},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["q and k", "mask and slopes too"])
 def test_statistics(gradient: bool) -> None:
-    (q, k, _), mask, slopes, segments = operands()
-    arguments = (q, k, mask.requires_grad_(gradient), slopes.requires_grad_(gradient), *segments)
-    opcheck(statistics.tiled_statistics, arguments, NUMBERS)
+    (q, k, _), layout = operands(gradient)
+    opcheck(statistics.tiled_statistics, q=q, k=k, layout=layout, origin=2)
 
 
 def test_the_keys_of_our_own_activations_are_their_names() -> None:

@@ -1,9 +1,9 @@
 """Any variant, a block of query rows at a time: memory linear in N, on any device.
 
-By form where there is one, in the operators of `tiled_ops`, with the one backward of all pairwise
-forms: weights φ(s − τ)/Z are computed again from the saved rows τ and Z. By definition otherwise,
-its blocks checkpointed; that one is Python of its own, which torch.compile unrolls. It takes
-every form and call, but no transforms of torch.func.
+By form where there is one, in the operators beside this, with the one backward of all pairwise
+forms: weights φ(s − τ)/Z are computed again from the saved τ and Z. By definition otherwise, its
+blocks checkpointed; that one is Python of its own, which torch.compile unrolls. It takes every form
+and call, but no transforms of torch.func.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import eager
 from attnzoo.backends.base import Backend
+from attnzoo.backends.operands import Vectors
 from attnzoo.backends.tiled import operators as ops
-from attnzoo.backends.tiled.blocks import Block, blocks
+from attnzoo.backends.tiled.blocks import Block, blocks, layout_of
 from attnzoo.backends.tiled.dropout import new_seed
-from attnzoo.backends.tiled.statistics import with_rows
-from attnzoo.backends.tiled.walk import NEG_INF, Normalizer, Rows
+from attnzoo.backends.tiled.statistics import with_gain
+from attnzoo.backends.tiled.walk import NEG_INF
 from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
@@ -46,15 +47,20 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         k = form.features(k.to(call.dtype), call.key_positions)
         call, form = replace(call, scale=1.0), Pairwise(IDENTITY, "sum")
     assert isinstance(form, Pairwise)
-    form = with_rows(form, q, k, call, "tiled")
+    form = with_gain(form, q, k, call, "tiled")
     gain, offset, shape, sink = form.gain, form.offset, form.shape, form.sink
     assert not isinstance(gain, FromStatistics)
     gain = None if not isinstance(gain, Tensor) and gain == 1.0 else gain
-    rows = Rows(*(None if x is None else call.row(x) for x in (gain, offset, shape, sink)))
-    seed = new_seed(call) if call.dropout_p else None
-    how = Normalizer(form.activation, form.normalize, form.keep)
-    out, lse = ops.attend(q, k, v, call, how, rows, seed)
-    return out, lse if call.return_lse else None
+    vectors = Vectors(*(None if x is None else call.row(x) for x in (gain, offset, shape, sink)))
+    refuse_transforms("tiled", q, k, v, call.mask, call.alibi, *vectors)
+    found = ops.tiled_forward(
+        q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
+        vectors=vectors,
+        seed=new_seed(call) if call.dropout_p else None, dropout_p=call.dropout_p,
+        want_lse=call.return_lse, activation=ops.key_of(form.activation),
+        normalize=form.normalize, keep=form.keep,
+    )  # fmt: skip
+    return found.out, found.lse
 
 
 def _by_definition(

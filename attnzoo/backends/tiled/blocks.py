@@ -7,13 +7,13 @@ are not computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends.operands import Layout
 from attnzoo.core.call import Call, score_dtype
 from attnzoo.core.visibility import cut
 
@@ -23,30 +23,22 @@ HEADS = 2  # wanted in a block, before its rows are made fewer
 
 Hidden = list[tuple[slice, Tensor]]
 
-NUMBERS = ("scale", "left", "right", "query_origin", "key_origin")
 
-
-def numbers_of(call: Call) -> dict[str, Any]:
-    """The numbers of a call, as keywords of an operator."""
-    return {name: getattr(call, name) for name in NUMBERS}
+def layout_of(call: Call) -> Layout:
+    """As the operators of `tiled` read it."""
+    segments = call.segments or (None, None)
+    return Layout(call.scale, call.left, call.right, call.mask, *segments, call.alibi)
 
 
 def call_of(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    alibi: Tensor | None,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    *,
-    value_dim: int = 0,
-    **numbers: Any,
-) -> Call:
-    """The call again, from the tensors and the numbers that an operator was given."""
+    q: Tensor, k: Tensor, layout: Layout, origin: int, value_dim: int = 0, dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> Call:  # fmt: skip
+    """The call again, from what an operator was given; query i stands at key ``origin + i``."""
     batch, heads, queries, head_dim = q.shape
     segments = None
-    if q_segments is not None and k_segments is not None:
-        segments = q_segments, k_segments
+    if layout.q_segments is not None and layout.k_segments is not None:
+        segments = layout.q_segments, layout.k_segments
     return Call(
         batch=batch,
         heads=heads,
@@ -55,13 +47,18 @@ def call_of(
         keys=k.shape[2],
         head_dim=head_dim,
         value_dim=value_dim,
+        scale=layout.scale,
         dtype=score_dtype(q),
         input_dtype=q.dtype,
         device=q.device,
-        mask=mask,
-        alibi=alibi,
+        query_origin=origin,
+        left=layout.left,
+        right=layout.right,
+        mask=layout.mask,
+        alibi=layout.alibi,
         segments=segments,
-        **numbers,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
     )
 
 
@@ -206,8 +203,7 @@ class ScoreGradients:
         q: Tensor,
         k: Tensor,
         gain: Tensor | None,
-        wants_mask: bool,
-        wants_alibi: bool,
+        wanted: Collection[str],
     ) -> None:
         self.call, self.q, self.gain = call, q, gain
         self.keys = flat_keys(k, call)
@@ -216,8 +212,8 @@ class ScoreGradients:
         rows = (call.batch, call.heads, call.queries)
         self.dgain = None if gain is None else self.dq.new_zeros(rows)
         self.dmask, self.dalibi = (
-            self.dq.new_zeros(x.shape) if wanted and x is not None else None
-            for x, wanted in ((call.mask, wants_mask), (call.alibi, wants_alibi))
+            self.dq.new_zeros(x.shape) if name in wanted and x is not None else None
+            for name, x in (("mask", call.mask), ("alibi", call.alibi))
         )
 
     def add(self, block: Block, ds: Tensor, scaled: Tensor) -> None:
@@ -239,28 +235,18 @@ class ScoreGradients:
             target = cut(self.dalibi, slice(None), block.heads)
             target -= (ds * block.call.distance.abs()).sum_to_size(*target.shape, 1)[..., 0]
 
-    def tensors(self, k: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, mask, alibi and gain, in the dtypes and shapes of their inputs."""
-        mask, alibi = self.call.mask, self.call.alibi
-        return (
-            self.dq.to(self.q.dtype),
-            self.dk.view(k.shape).to(k.dtype),
-            None if self.dmask is None or mask is None else self.dmask.to(mask.dtype),
-            None if self.dalibi is None or alibi is None else self.dalibi.to(alibi.dtype),
-            None if self.dgain is None or self.gain is None else reduce_row(self.dgain, self.gain),
-        )
+    def named(self, k: Tensor) -> dict[str, Tensor]:
+        """The gradients, in the dtypes and shapes of their inputs."""
+        found = {"q": self.dq.to(self.q.dtype), "k": self.dk.view(k.shape).to(k.dtype)}
+        if self.dmask is not None and self.call.mask is not None:
+            found["mask"] = self.dmask.to(self.call.mask.dtype)
+        if self.dalibi is not None and self.call.alibi is not None:
+            found["alibi"] = self.dalibi.to(self.call.alibi.dtype)
+        if self.dgain is not None and self.gain is not None:
+            found["gain"] = reduce_vector(self.dgain, self.gain)
+        return found
 
 
-def reduce_row(gradient: Tensor, row: Tensor) -> Tensor:
-    """A gradient per (b, h, i) summed to the shape that the row broadcasts from."""
-    return gradient.sum_to_size(row.shape).to(row.dtype)
-
-
-def solid(q: Tensor, *grads: Tensor | None) -> tuple[Tensor, ...]:
-    """What an operator returns for them: a gradient that is not there has no elements."""
-    return tuple(q.new_empty(0) if x is None else x for x in grads)
-
-
-def fake_gradient(q: Tensor, x: Tensor | None, wanted: bool) -> Tensor:
-    """For the fake of an operator: in x's shape and dtype, or without elements."""
-    return x.new_empty(x.shape) if wanted and x is not None else q.new_empty(0)
+def reduce_vector(gradient: Tensor, vector: Tensor) -> Tensor:
+    """A gradient per (b, h, i) summed to the shape that the vector broadcasts from."""
+    return gradient.sum_to_size(vector.shape).to(vector.dtype)

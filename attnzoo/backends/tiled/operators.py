@@ -1,4 +1,4 @@
-"""The walks of `tiled_walk` as PyTorch operators: real, fake and differentiated once.
+"""The walks of `tiled.walk` as PyTorch operators: real, fake and differentiated once.
 
 Operators, because torch.compile looks into an autograd function but not into an operator: a walk
 over blocks would be unrolled into the graph, and compiled again for each length. An operator also
@@ -8,23 +8,19 @@ has a fake for tensors without values, and an activation reaches it by its key, 
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends.operands import Layout, Vectors
 from attnzoo.backends.operator import operator
-from attnzoo.backends.tiled.blocks import call_of, fake_gradient, numbers_of, solid
-from attnzoo.backends.tiled.walk import Normalizer, Rows, gradients, outputs
-from attnzoo.backends.transforms import refuse_transforms
-from attnzoo.backends.triton.flash.operators import NO_DOUBLE
+from attnzoo.backends.tiled.blocks import call_of
+from attnzoo.backends.tiled.walk import Normalizer, gradients, outputs
 from attnzoo.core import activations
-from attnzoo.core.call import Call, in_full_precision, score_dtype
+from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.forms import Activation
-
-# The tensors with a gradient, in the order of the operators; others follow them.
-DIFFERENTIABLE = ("q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink")
 
 _BY_KEY: WeakValueDictionary[str, Activation] = WeakValueDictionary()
 
@@ -54,104 +50,46 @@ for _known in (*vars(activations).values(), *activations.TAYLOR.values()):
         key_of(_known)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, how: Normalizer, rows: Rows, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Output and lse, the latter without elements unless the call asks for it."""
-    refuse_transforms("tiled", q, k, v, call.mask, call.alibi, *rows)
-    out, lse, _, _ = tiled_forward(
-        q, k, v, call.mask, call.alibi, *rows, *(call.segments or (None, None)), seed,
-        **numbers_of(call), dropout_p=call.dropout_p, want_lse=call.return_lse,
-        activation=key_of(how.activation), normalize=how.normalize, keep=how.keep,
-    )  # fmt: skip
-    return out, lse
+class Attended(NamedTuple):
+    """τ and Z are the per-query vectors from which the backward finds the weights again."""
+
+    out: Tensor
+    lse: Tensor | None
+    tau: Tensor
+    z: Tensor
 
 
-@operator("tiled_forward")
+@operator
 def tiled_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, alibi: Tensor | None,
-    gain: Tensor | None, offset: Tensor | None, shape: Tensor | None, sink: Tensor | None,
-    q_segments: Tensor | None, k_segments: Tensor | None, seed: Tensor | None,
-    *, scale: float, left: int | None, right: int | None, query_origin: int, key_origin: int,
-    dropout_p: float, want_lse: bool, activation: str, normalize: str, keep: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out; lse; the rows τ and Z from which the backward finds the weights again."""
-    call = call_of(
-        q, k, mask, alibi, q_segments, k_segments, value_dim=v.shape[3], scale=scale, left=left,
-        right=right, query_origin=query_origin, key_origin=key_origin, dropout_p=dropout_p,
-        return_lse=want_lse,
-    )  # fmt: skip
+    *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,
+    seed: Tensor | None, dropout_p: float, want_lse: bool, activation: str, normalize: str,
+    keep: int | None,
+) -> Attended:  # fmt: skip
+    call = call_of(q, k, layout, origin, v.shape[3], dropout_p, want_lse)
     how = Normalizer(_BY_KEY[activation], normalize, keep)
     with in_full_precision(q.device):
-        return outputs(call, how, q, k, v, Rows(gain, offset, shape, sink), seed)
+        return Attended(*outputs(call, how, q, k, v, vectors, seed))
 
 
-@torch.library.register_fake("attnzoo::tiled_forward")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any, want_lse: bool, **options: Any
-) -> tuple[Tensor, ...]:
-    dtype, row = score_dtype(q), q.shape[:3]
-    lse = row if want_lse else (0,)
-    shapes = ((*row, v.shape[3]), lse, row, row)
-    return tuple(q.new_empty(shape, dtype=dtype) for shape in shapes)
+@tiled_forward.fake
+def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
+    dtype, shape = score_dtype(q), q.shape[:3]
+    out, tau = q.new_empty((*shape, v.shape[3]), dtype=dtype), q.new_empty(shape, dtype=dtype)
+    return Attended(out, torch.empty_like(tau) if want_lse else None, tau, torch.empty_like(tau))
 
 
-@operator("tiled_backward")
+@tiled_forward.backward(
+    "q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink",
+    lasting=lambda operands: _BY_KEY[operands["activation"]],
+)  # fmt: skip
 def tiled_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, alibi: Tensor | None,
-    gain: Tensor | None, offset: Tensor | None, shape: Tensor | None, sink: Tensor | None,
-    q_segments: Tensor | None, k_segments: Tensor | None, seed: Tensor | None,
-    out: Tensor, lse: Tensor, tau: Tensor, z: Tensor, do: Tensor, dlse: Tensor | None,
-    *, scale: float, left: int | None, right: int | None, query_origin: int, key_origin: int,
-    dropout_p: float, want_lse: bool, activation: str, normalize: str, keep: int | None,
-    wants: list[bool],
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """Gradients of the `DIFFERENTIABLE`, without elements where ``wants`` is false."""
-    call = call_of(
-        q, k, mask, alibi, q_segments, k_segments, value_dim=v.shape[3], scale=scale, left=left,
-        right=right, query_origin=query_origin, key_origin=key_origin, dropout_p=dropout_p,
-        return_lse=want_lse and dlse is not None,
-    )  # fmt: skip
-    how, rows = Normalizer(_BY_KEY[activation], normalize, keep), Rows(gain, offset, shape, sink)
-    saved = {"out": out, "lse": lse, "tau": tau, "z": z}
+    *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,
+    seed: Tensor | None, dropout_p: float, activation: str, normalize: str, keep: int | None,
+    out: Tensor, lse: Tensor | None, tau: Tensor, z: Tensor, dout: Tensor, dlse: Tensor | None,
+    wanted: list[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    call = call_of(q, k, layout, origin, v.shape[3], dropout_p, dlse is not None)
+    how = Normalizer(_BY_KEY[activation], normalize, keep)
+    saved = out, lse, tau, z
     with in_full_precision(q.device):
-        found = gradients(
-            call, how, q, k, v, rows, seed, saved, do, dlse, dict(zip(DIFFERENTIABLE, wants))
-        )
-    return solid(q, *(found[name] for name in DIFFERENTIABLE))  # type: ignore[return-value]
-
-
-@torch.library.register_fake("attnzoo::tiled_backward")
-def _(*tensors: Any, wants: list[bool], **options: Any) -> tuple[Tensor, ...]:
-    return tuple(fake_gradient(tensors[0], x, wanted) for x, wanted in zip(tensors, wants))
-
-
-def _save(ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: tuple) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *output)
-    ctx.options = keyword_only_inputs
-    ctx.activation = _BY_KEY[keyword_only_inputs["activation"]]  # lives as long as the graph
-
-
-def _backward(
-    ctx: Any, do: Tensor | None, dlse: Tensor | None, *of_saved_rows: None
-) -> tuple[Tensor | None, ...]:
-    # Read once: what a checkpoint recomputed is given out for one reading only.
-    tensors = ctx.saved_tensors
-    out = tensors[-4]
-    wants = [bool(needed) for needed in ctx.needs_input_grad[: len(DIFFERENTIABLE)]]
-    grads = tiled_backward(
-        *tensors, torch.zeros_like(out) if do is None else do, dlse, **ctx.options, wants=wants
-    )
-    others = (None,) * (len(tensors) - 4 - len(wants))
-    return *(x if wanted else None for x, wanted in zip(grads, wants)), *others
-
-
-def _refuse(ctx: Any, *grads: Tensor) -> Any:
-    raise RuntimeError(NO_DOUBLE)
-
-
-torch.library.register_autograd("attnzoo::tiled_forward", _backward, setup_context=_save)
-torch.library.register_autograd("attnzoo::tiled_backward", _refuse)
+        return gradients(call, how, q, k, v, vectors, seed, saved, dout, dlse, wanted)

@@ -1,4 +1,4 @@
-"""Row statistics in one pass over the keys: lse and entropy of the un-gained scores, bias included.
+"""Statistics in one pass over the keys: lse and entropy of the scores with bias, without a gain.
 
 With Z = Σ e^{s−m} and T = Σ (s−m) e^{s−m}:  lse = m + log Z,  H = log Z − T/Z.
 Their gradient: dS = p · (dlse − dH (log p + H)), p = e^{s − lse}.
@@ -7,11 +7,11 @@ Their gradient: dS = p · (dlse − dH (log p + H)), p = e^{s − lse}.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends.operands import Layout
 from attnzoo.backends.operator import operator
 from attnzoo.backends.tiled.blocks import (
     ScoreGradients,
@@ -19,14 +19,11 @@ from attnzoo.backends.tiled.blocks import (
     block_scores,
     blocks,
     call_of,
-    fake_gradient,
     flat_keys,
-    numbers_of,
+    layout_of,
     scaled_queries,
-    solid,
 )
 from attnzoo.backends.transforms import refuse_transforms
-from attnzoo.backends.triton.flash.operators import NO_DOUBLE
 from attnzoo.core.call import Call, in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
 
@@ -34,90 +31,40 @@ from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
 FLOOR = -1e4
 
 
-def with_rows(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) -> Pairwise:
-    """The form with its gain as a row, after the pass that it may need."""
+def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) -> Pairwise:
+    """The form with its gain as a per-query vector, after the pass that it may need."""
     if not isinstance(form.gain, FromStatistics):
         return form
     refuse_transforms(backend, q, k, call.mask, call.alibi)
-    segments = call.segments or (None, None)
+    origin = call.query_origin - call.key_origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.gain.differentiable):
-        found = tiled_statistics(q, k, call.mask, call.alibi, *segments, **numbers_of(call))
-    # A row without keys has lse −inf, entropy 0. A parameter of the row has its gradient anyway.
-    return replace(form, gain=form.gain.row(Statistics(*found)))
+        found = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
+    # A query without keys has lse −∞, entropy 0. A parameter of the gain has its gradient anyway.
+    return replace(form, gain=form.gain.row(found))
 
 
-@operator("tiled_statistics")
-def tiled_statistics(
-    q: Tensor, k: Tensor, mask: Tensor | None, alibi: Tensor | None,
-    q_segments: Tensor | None, k_segments: Tensor | None,
-    *, scale: float, left: int | None, right: int | None, query_origin: int, key_origin: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The rows lse and entropy."""
-    call = call_of(
-        q, k, mask, alibi, q_segments, k_segments, scale=scale, left=left, right=right,
-        query_origin=query_origin, key_origin=key_origin,
-    )  # fmt: skip
+@operator
+def tiled_statistics(*, q: Tensor, k: Tensor, layout: Layout, origin: int) -> Statistics:
     with in_full_precision(q.device):
-        return _statistics(call, q, k)
+        return Statistics(*_statistics(call_of(q, k, layout, origin), q, k))
 
 
-@torch.library.register_fake("attnzoo::tiled_statistics")
-def _(q: Tensor, *others: Any, **numbers: Any) -> tuple[Tensor, Tensor]:
+@tiled_statistics.fake
+def _(*, q: Tensor) -> Statistics:
     lse = q.new_empty(q.shape[:3], dtype=score_dtype(q))
-    return lse, torch.empty_like(lse)
+    return Statistics(lse, torch.empty_like(lse))
 
 
-@operator("tiled_statistics_backward")
+@tiled_statistics.backward("q", "k", "mask", "alibi")
 def tiled_statistics_backward(
-    dlse: Tensor, dentropy: Tensor, q: Tensor, k: Tensor, mask: Tensor | None,
-    alibi: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None,
-    lse: Tensor, entropy: Tensor,
-    *, scale: float, left: int | None, right: int | None, query_origin: int, key_origin: int,
-    wants_mask: bool, wants_alibi: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, mask and alibi; without elements where none is wanted."""
-    call = call_of(
-        q, k, mask, alibi, q_segments, k_segments, scale=scale, left=left, right=right,
-        query_origin=query_origin, key_origin=key_origin,
-    )  # fmt: skip
+    *, q: Tensor, k: Tensor, layout: Layout, origin: int, lse: Tensor, entropy: Tensor,
+    dlse: Tensor, dentropy: Tensor, wanted: list[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    call = call_of(q, k, layout, origin)
     with in_full_precision(q.device):
-        grads = ScoreGradients(call, q, k, None, wants_mask, wants_alibi)
+        grads = ScoreGradients(call, q, k, None, wanted)
         _statistics_gradients(call, grads, dlse, dentropy, lse, entropy)
-        dq, dk, dmask, dalibi = solid(q, *grads.tensors(k)[:4])
-    return dq, dk, dmask, dalibi
-
-
-@torch.library.register_fake("attnzoo::tiled_statistics_backward")
-def _(
-    dlse: Tensor, dentropy: Tensor, q: Tensor, k: Tensor, mask: Tensor | None,
-    alibi: Tensor | None, *others: Any, wants_mask: bool, wants_alibi: bool, **numbers: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    wanted = ((q, True), (k, True), (mask, wants_mask), (alibi, wants_alibi))
-    return tuple(fake_gradient(q, x, wants) for x, wants in wanted)
-
-
-def _save(ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: tuple) -> None:
-    ctx.save_for_backward(*inputs, *output)
-    ctx.numbers = keyword_only_inputs
-
-
-def _backward(ctx: Any, dlse: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
-    dq, dk, dmask, dalibi = tiled_statistics_backward(
-        dlse, dentropy, *ctx.saved_tensors, **ctx.numbers,
-        wants_mask=needs[2], wants_alibi=needs[3],
-    )  # fmt: skip
-    return dq, dk, dmask if needs[2] else None, dalibi if needs[3] else None, None, None
-
-
-torch.library.register_autograd("attnzoo::tiled_statistics", _backward, setup_context=_save)
-
-
-def _refuse(ctx: Any, *grads: Tensor) -> Any:
-    raise RuntimeError(NO_DOUBLE)
-
-
-torch.library.register_autograd("attnzoo::tiled_statistics_backward", _refuse)
+        return grads.named(k)
 
 
 def _statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,13 @@ A row with a NaN among its scores is NaN throughout, other rows are as without i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends.operands import Vectors
 from attnzoo.backends.tiled.blocks import (
     Block,
     Hidden,
@@ -24,7 +26,7 @@ from attnzoo.backends.tiled.blocks import (
     flat_keys,
     hide,
     product,
-    reduce_row,
+    reduce_vector,
     scaled_queries,
 )
 from attnzoo.backends.tiled.dropout import keep_mask
@@ -36,45 +38,43 @@ NEG_INF = float("-inf")
 
 
 class Normalizer(NamedTuple):
-    """What a pairwise form is beside its rows."""
+    """What a pairwise form is beside its per-query vectors."""
 
     activation: Activation
     normalize: str
     keep: int | None
 
 
-class Rows(NamedTuple):
-    """The rows of a pairwise form: tensors that broadcast to (B, H, Nq)."""
-
-    gain: Tensor | None
-    offset: Tensor | None
-    shape: Tensor | None
-    sink: Tensor | None
-
-
 def outputs(
-    call: Call, how: Normalizer, q: Tensor, k: Tensor, v: Tensor, rows: Rows, seed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out; lse, without elements unless the call asks for it; the rows τ and Z.
+    call: Call,
+    how: Normalizer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    vectors: Vectors,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """out; lse if the call asks for it; the per-query vectors τ and Z.
 
     For φ = exp τ is the row's maximum. Not m + log Z is saved: a mask may move all of a row by
     −1e9, beside which log Z has no digit.
     """
+    gain, offset, shape, sink = vectors
     keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
-    if rows.offset is not None:
+    if offset is not None:
         # −τ is one more feature of q, against 1 in every key: the product subtracts it.
         keys = torch.nn.functional.pad(keys, (0, 1), value=1.0)
     full = (call.batch, call.heads, call.queries)
     out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
-    lse = out.new_full(full if call.return_lse else (0,), NEG_INF)
+    lse = out.new_full(full, NEG_INF) if call.return_lse else None
     tau, z = out.new_zeros(full), out.new_ones(full)
     for block in blocks(call):
-        scaled = scaled_queries(block, q, rows.gain)
-        if rows.offset is not None:
-            tau_column = block.of(rows.offset).expand(block.shape)[..., None]
+        scaled = scaled_queries(block, q, gain)
+        if offset is not None:
+            tau_column = block.of(offset).expand(block.shape)[..., None]
             scaled = torch.cat([scaled, -block.flat(tau_column)], dim=-1)
         s, hidden = block_scores(block, scaled, keys, scratch, how.activation.vanishes)
-        phi, block_tau, total, block_lse = _weigh(how, block, s, hidden, rows.shape, rows.sink)
+        phi, block_tau, total, block_lse = _weigh(how, block, s, hidden, shape, sink)
         if seed is not None:
             phi.mul_(keep_mask(block, call, seed))
         o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, v.shape[-1])
@@ -85,7 +85,7 @@ def outputs(
         out[block.part] = o
         if block_tau is not None:
             tau[block.part] = block_tau
-        if block_lse is not None and call.return_lse:
+        if block_lse is not None and lse is not None:
             lse[block.part] = block_lse
     return out, lse, tau, z
 
@@ -96,21 +96,22 @@ def gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rows: Rows,
+    vectors: Vectors,
     seed: Tensor | None,
-    saved: dict[str, Tensor],
+    saved: tuple[Tensor, Tensor | None, Tensor, Tensor],
     do: Tensor,
     dlse: Tensor | None,
-    wanted: dict[str, bool],
-) -> dict[str, Tensor | None]:
-    """By the names of what is differentiable; None where it is not there or not wanted."""
-    out, lse, tau, z = (saved[name] for name in ("out", "lse", "tau", "z"))
-    gain, offset, shape, sink = rows
-    grads = ScoreGradients(call, q, k, gain, wanted["mask"], wanted["alibi"])
+    wanted: Collection[str],
+) -> dict[str, Tensor]:
+    """By name: of q, k and v, and of what else is wanted."""
+    out, lse, tau, z = saved
+    gain, offset, shape, sink = vectors
+    grads = ScoreGradients(call, q, k, gain, wanted)
     values = flat_keys(v, call)
     dv = torch.zeros_like(values)
-    others = {name: x for name, x in rows._asdict().items() if name != "gain"}
-    drow = {name: torch.zeros_like(tau) for name in others if wanted[name]}
+    others = {"offset": offset, "shape": shape, "sink": sink}
+    others = {name: x for name, x in others.items() if name in wanted and x is not None}
+    made = {name: torch.zeros_like(tau) for name in others}
     scratch, second = Scratch(call), Scratch(call)
     for block in blocks(call):
         scaled = scaled_queries(block, q, gain)
@@ -129,19 +130,20 @@ def gradients(
         if kept is not None:
             dp.mul_(kept)
         r = _mean_gradient(how, block, do_z, out, dp, slope)
-        if "sink" in drow:
+        if "sink" in made:
             assert r is not None
             assert sink is not None
-            drow["sink"][block.part] = -r * _sink_slope(how, block, sink, tau, wide)
+            made["sink"][block.part] = -r * _sink_slope(how, block, sink, tau, wide)
         if r is not None:
             dp.sub_(r[..., None])
-        if "shape" in drow:
+        if "shape" in made:
             assert how.activation.shape_slope is not None
             turn = how.activation.shape_slope(x, phi, wide)
             hide(turn, hidden, 0.0)
-            drow["shape"][block.part] = (turn * dp).sum(-1)
+            made["shape"][block.part] = (turn * dp).sum(-1)
         ds = dp.mul_(slope)
         if call.return_lse:
+            assert lse is not None
             assert dlse is not None
             # ∂lse/∂s = exp(s − lse), lse being that without the sink.
             own = block.of(lse)
@@ -149,14 +151,11 @@ def gradients(
             own = (block.of(tau) - own).masked_fill(empty, 0.0)
             given = block.of(dlse).masked_fill(empty, 0.0)
             ds += (x + own[..., None]).exp_() * given[..., None]
-        if "offset" in drow:
-            drow["offset"][block.part] = -ds.sum(-1)
+        if "offset" in made:
+            made["offset"][block.part] = -ds.sum(-1)
         grads.add(block, ds, scaled)
-    found: dict[str, Tensor | None] = {"v": dv.view(v.shape).to(v.dtype)}
-    found.update(zip(("q", "k", "mask", "alibi", "gain"), grads.tensors(k)))
-    for name, row in others.items():
-        found[name] = reduce_row(drow[name], row) if name in drow and row is not None else None
-    return {name: x if wanted[name] else None for name, x in found.items()}
+    found = {**grads.named(k), "v": dv.view(v.shape).to(v.dtype)}
+    return found | {name: reduce_vector(made[name], x) for name, x in others.items()}
 
 
 def _kept(s: Tensor, top_k: int | None) -> Tensor:

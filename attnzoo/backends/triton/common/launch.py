@@ -6,7 +6,6 @@ architecture without a GPU: give ``describe`` functions tensors on the device "m
 
 from __future__ import annotations
 
-import importlib
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attnzoo.backends.operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.tile import load_tile
 
@@ -29,38 +29,6 @@ class Launch(NamedTuple):
         # FP fusion is what Triton does by default, and will stop doing: say so, and be not warned.
         found = {"num_warps": self.config.warps, "num_stages": self.config.stages}
         return {**found, "enable_fp_fusion": True, "maxnreg": self.config.registers}
-
-
-class Facts(NamedTuple):
-    """What a kernel knows of a call beside q, k, v and the rows."""
-
-    scale: float
-    left: int | None
-    right: int | None
-    mask: Tensor | None  # [B|1, H|1, Nq|1, Nk], uint8 (0 = hidden) or float
-    q_segments: Tensor | None  # int64 [B, Nq]
-    k_segments: Tensor | None
-    alibi: Tensor | None  # row
-
-
-class Form(NamedTuple):
-    """What the kernels know of a form: ``normalize`` is online, sum, threshold or none."""
-
-    twin: str  # "module:name"
-    unit: float
-    vanishes: bool
-    normalize: str
-
-    @property
-    def act(self) -> Any:
-        module, _, name = self.twin.partition(":")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"an activation's triton must name a function as 'module:name', got {self.twin!r}: "
-                f"{error}"
-            ) from error
 
 
 def architecture(device: torch.device) -> int:
@@ -80,21 +48,6 @@ def run(launch: Launch) -> None:
     device = next(x.device for x in launch.args.values() if isinstance(x, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         launch.kernel[(launch.programs,)](**launch.args, **launch.options)
-
-
-def like(x: Tensor, dim: int) -> Tensor:
-    """Empty (B, H, N, dim), its heads inside its rows in memory where those of x are."""
-    b, h, n, _ = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(b, n, h, dim).transpose(1, 2)
-    return x.new_empty(b, h, n, dim)
-
-
-def new_row(q: Tensor, wanted: bool = True, two: bool = False) -> Tensor:
-    """(B, H, Nq), or two of them in one tensor, or no elements: operators can neither return None
-    nor one tensor twice."""
-    shape = (2, *q.shape[:3]) if two else q.shape[:3]
-    return q.new_empty(shape if wanted else 0, dtype=torch.float32)
 
 
 def padded(dim: int) -> int:
@@ -125,30 +78,40 @@ def strides(align: int, **tensors: Tensor) -> dict[str, int]:
     }
 
 
-def common(q: Tensor, k: Tensor, facts: Facts) -> dict[str, Any]:
+def common(q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
     """The arguments that all kernels over q and k take."""
-    heads, mask = q.shape[1], facts.mask
+    heads, mask = q.shape[1], layout.mask
     stride = [None] * 4 if mask is None else [mask.stride(n) for n in range(4)]
     if mask is not None:
         stride = [s if n > 1 else 0 for s, n in zip(stride, mask.shape)]
         stride[2] = None if mask.shape[2] == 1 else stride[2]
         stride[3] = None if mask.stride(3) == 1 else mask.stride(3)
     return {
-        "scale": facts.scale,
+        "scale": layout.scale,
         "heads": heads,
         "group": heads // k.shape[1] if k.shape[1] else 1,
         "queries": q.shape[2],
         "keys": k.shape[2],
-        "left": facts.left,
-        "right": facts.right,
+        "left": layout.left,
+        "right": layout.right,
         "mask": mask,
         **dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), stride)),
-        "q_segments": facts.q_segments,
-        "k_segments": facts.k_segments,
-        "alibi": facts.alibi,
+        "q_segments": layout.q_segments,
+        "k_segments": layout.k_segments,
+        "alibi": layout.alibi,
         "D": q.shape[3],
         "BLOCK_D": padded(q.shape[3]),
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def arguments(vectors: Vectors) -> dict[str, Tensor | None]:
+    """The per-query vectors by the names that kernels have for them."""
+    return {
+        "gain": vectors.gain,
+        "tau": vectors.offset,
+        "shape": vectors.shape,
+        "sink": vectors.sink,
     }
 
 
@@ -156,13 +119,13 @@ def values(v: Tensor) -> dict[str, int]:
     return {"DV": v.shape[3], "BLOCK_DV": padded(v.shape[3])}
 
 
-def dense_mask(facts: Facts) -> bool:
-    return facts.mask is not None and facts.mask.shape[2] > 1
+def dense_mask(layout: Layout) -> bool:
+    return layout.mask is not None and layout.mask.shape[2] > 1
 
 
-def count_extras(facts: Facts) -> int:
+def count_extras(layout: Layout) -> int:
     """How many of window, ALiBi, segments and mask there are."""
-    found = facts.left, facts.alibi, facts.k_segments, facts.mask
+    found = layout.left, layout.alibi, layout.k_segments, layout.mask
     return sum(x is not None for x in found)
 
 

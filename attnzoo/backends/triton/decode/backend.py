@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.backends.triton.common.operands import layout_of, vectors_of
 from attnzoo.backends.triton.decode import operators as ops
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.core.call import Call
@@ -41,25 +42,22 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert form.activation.triton is not None
     refuse_transforms("decode", q, k, v)
     q, k, v = flash.readable(q, k, v)
-    facts, scale = flash.facts_of(call), call.scale
-    gain, products = form.gain, None
+    layout, gain, products = layout_of(call), form.gain, None
     if isinstance(gain, FromStatistics):
-        products, *found = ops.decode_statistics(q, k, scale, *facts)
+        products, *found = ops.decode_statistics(q=q, k=k, layout=layout)
         gain = gain.row(Statistics(*found))
-    if not isinstance(gain, Tensor):
-        scale, gain = scale * gain, None
-    gain, tau, shape, sink = (
-        flash.row(x, call) for x in (gain, form.offset, form.shape, form.sink)
-    )
-    twin = (form.activation.triton, form.activation.unit, form.activation.vanishes)
+    layout, vectors = vectors_of(form, gain, layout, call)
+    kernel_form = flash.form_of(form)
     if form.normalize == "threshold":
         alpha = flash.alpha_of(form)
-        products, tau = ops.decode_threshold(q, k, gain, shape, scale, *facts, twin[0], alpha)
-    out, lse = ops.decode_forward(
-        q, k, v, products, gain, tau, shape, sink, scale, *facts, *twin,
-        flash.normalize(form), call.return_lse,
+        products, tau = ops.decode_threshold(
+            q=q, k=k, vectors=vectors, layout=layout, form=kernel_form, alpha=alpha
+        )
+        vectors = vectors._replace(offset=tau)
+    return ops.decode_forward(
+        q=q, k=k, v=v, products=products, vectors=vectors, layout=layout, form=kernel_form,
+        want_lse=call.return_lse,
     )  # fmt: skip
-    return out, lse if call.return_lse else None
 
 
 BACKEND = Backend("decode", ("pairwise",), unsupported, run)

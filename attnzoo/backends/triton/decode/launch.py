@@ -12,23 +12,22 @@ import torch
 import triton
 from torch import Tensor
 
+from attnzoo.backends.operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.configurations import ALL, Config, decode_config
 from attnzoo.backends.triton.common.launch import (
-    Facts,
-    Form,
     Launch,
     align_of,
+    arguments,
     blocks_of,
     common,
     count_extras,
     dense_mask,
     interpreted,
-    like,
-    new_row,
     strides,
     values,
 )
+from attnzoo.backends.triton.common.operands import Form, like, new_vector
 from attnzoo.backends.triton.decode import kernels
 
 # A split is worth a program's start and its partial from here on.
@@ -57,16 +56,16 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def reach(q: Tensor, k: Tensor, facts: Facts) -> tuple[int, int]:
+def reach(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
     """The units of KEYS keys that some query may see: [first, last)."""
     queries, keys = q.shape[2], k.shape[2]
-    low = 0 if facts.left is None else max(0, keys - queries - facts.left)
+    low = 0 if layout.left is None else max(0, keys - queries - layout.left)
     return low // KEYS, (keys + KEYS - 1) // KEYS
 
 
-def new_products(q: Tensor, k: Tensor, facts: Facts) -> Tensor:
+def new_products(q: Tensor, k: Tensor, layout: Layout) -> Tensor:
     """q kᵀ of the keys in reach: fp32 (B, Hkv, rows of a group, keys)."""
-    first, last = reach(q, k, facts)
+    first, last = reach(q, k, layout)
     shape = q.shape[0], k.shape[1], _rows(q, k), (last - first) * KEYS
     return q.new_empty(shape, dtype=torch.float32)
 
@@ -75,9 +74,9 @@ def _rows(q: Tensor, k: Tensor) -> int:
     return q.shape[1] // max(1, k.shape[1]) * q.shape[2]
 
 
-def _splits(q: Tensor, k: Tensor, facts: Facts, config: Config, processors: int) -> Splits:
+def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: int) -> Splits:
     unit = KEYS // config.block_n
-    first, last = (unit * x for x in reach(q, k, facts))
+    first, last = (unit * x for x in reach(q, k, layout))
     blocks = last - first
     wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
     wanted = max(1, min(wanted, kernels.MOST_SPLITS.value, blocks * config.block_n // LEAST_KEYS))
@@ -86,7 +85,7 @@ def _splits(q: Tensor, k: Tensor, facts: Facts, config: Config, processors: int)
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, facts: Facts, arch: int, processors: int
+    q: Tensor, k: Tensor, v: Tensor, facts: Layout, arch: int, processors: int
 ) -> tuple[dict[str, Any], Config, Splits]:
     """What all kernels that walk over keys take."""
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
@@ -124,12 +123,12 @@ def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
 
 
 def _described(
-    q: Tensor, k: Tensor, gain: Tensor | None, unit: float, facts: Facts, arch: int,
+    q: Tensor, k: Tensor, gain: Tensor | None, unit: float, layout: Layout, arch: int,
     processors: int, stats: bool,
 ) -> tuple[Launch, dict[str, Any], Tensor]:  # fmt: skip
     """The pass that writes the products, what it takes and leaves, and the products."""
-    args, config, splits = _arguments(q, k, q, facts, arch, processors)
-    align, products = align_of(q, k), new_products(q, k, facts)
+    args, config, splits = _arguments(q, k, q, layout, arch, processors)
+    align, products = align_of(q, k), new_products(q, k, layout)
     args |= {
         **strides(align, q=q, k=k), "q": q, "k": k, "products": products,
         "m": _partial(q, k, splits), "z": _partial(q, k, splits) if stats else None,
@@ -140,44 +139,45 @@ def _described(
 
 
 def describe_statistics(
-    q: Tensor, k: Tensor, facts: Facts, arch: int, processors: int
+    q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
-    """Products, and the rows lse and entropy of the un-gained scores."""
+    """Products, lse and entropy of the scores without a gain."""
     unit = 1 / LN2.value
-    walk, args, products = _described(q, k, None, unit, facts, arch, processors, True)
-    lse, entropy = new_row(q), new_row(q)
+    walk, args, products = _described(q, k, None, unit, layout, arch, processors, True)
+    lse, entropy = new_vector(q), new_vector(q)
     merge = _row_launch(kernels.decode_stats, {**args, "lse": lse, "entropy": entropy}, q)
     return [walk, merge], (products, lse, entropy)
 
 
 def describe_threshold(
-    q: Tensor, k: Tensor, facts: Facts, form: Form, rows: dict[str, Tensor | None],
+    q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """rows: gain and shape. Products, and the row τ."""
-    walk, args, products = _described(q, k, rows["gain"], 1.0, facts, arch, processors, False)
-    tau = new_row(q)
+    """Of the vectors gain and shape. Returns the products and τ."""
+    walk, args, products = _described(q, k, vectors.gain, 1.0, layout, arch, processors, False)
+    tau = new_vector(q)
     args = {
-        **args, "few": torch.empty_like(products), "tau": tau, "shape": rows["shape"],
+        **args, "few": torch.empty_like(products), "tau": tau, "shape": vectors.shape,
         "ACT": form.act, "ALPHA": alpha, "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
     return [walk, _row_launch(kernels.decode_threshold, args, q)], (products, tau)
 
 
 def describe_decode(
-    q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, facts: Facts, form: Form,
-    rows: dict[str, Tensor | None], want_lse: bool, arch: int, processors: int,
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """rows: gain, tau, shape and sink. Returns out and lse."""
-    args, config, splits = _arguments(q, k, v, facts, arch, processors)
-    out, lse = like(q, v.shape[3]), new_row(q, want_lse)
+    q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
+    vectors: Vectors, want_lse: bool, arch: int, processors: int,
+) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
+    """Returns out and lse."""
+    args, config, splits = _arguments(q, k, v, layout, arch, processors)
+    out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
     align = align_of(q, k, v)
     args |= {
-        **strides(align, q=q, k=k, v=v), **values(v), **strides(1, o=out), **rows,
+        **strides(align, q=q, k=k, v=v), **values(v), **strides(1, o=out),
+        **arguments(vectors),
         "q": None if products is not None else q, "k": None if products is not None else k,
         "v": v, "products": products,
-        "o": out, "lse": lse if want_lse else None, "part": _partial(q, k, splits, v.shape[3]),
+        "o": out, "lse": lse, "part": _partial(q, k, splits, v.shape[3]),
         "m": _partial(q, k, splits) if online else None,
         "z": _partial(q, k, splits) if online or sums else None,
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes, "ONLINE": online,

@@ -1,98 +1,96 @@
-"""The kernels as PyTorch operators, without derivatives."""
+"""The kernels of `decode` as PyTorch operators, without derivatives.
+
+Triton is imported by the first call that runs a kernel, or asks for the tiles that one would take.
+``products`` are q kᵀ, which `decode_forward` takes from the operator before it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.library import custom_op
+
+from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.backends.operator import operator
+from attnzoo.backends.triton.common.operands import Form, like, new_vector
 
 
-def _kernels() -> tuple[Any, Any]:
-    # Triton is imported by the first call that runs a kernel.
-    from attnzoo.backends.triton.decode import launch as launch_decode
-    from attnzoo.backends.triton.flash import launch
+class Statistics(NamedTuple):
+    """As `attnzoo.Statistics`, with the products."""
 
-    return launch, launch_decode
-
-
-def _machine(q: Tensor) -> tuple[int, int]:
-    launch, decode = _kernels()
-    return launch.architecture(q.device), decode.processors(q.device)
+    products: Tensor
+    lse: Tensor
+    entropy: Tensor
 
 
-@custom_op("attnzoo::decode_statistics", mutates_args=())
-def decode_statistics(
-    q: Tensor, k: Tensor, scale: float,
-    mask: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None,
-    alibi: Tensor | None, left: int | None, right: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Products q kᵀ for `decode_forward`, and rows lse and entropy of the un-gained scores."""
-    launch, decode = _kernels()
-    facts = launch.Facts(scale, left, right, mask, q_segments, k_segments, alibi)
-    jobs, found = decode.describe_statistics(q, k, facts, *_machine(q))
+@operator
+def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
+    from attnzoo.backends.triton.common.launch import architecture, run
+    from attnzoo.backends.triton.decode import launch
+
+    machine = architecture(q.device), launch.processors(q.device)
+    jobs, found = launch.describe_statistics(q, k, layout, *machine)
     for job in jobs:
-        launch.run(job)
-    return found
+        run(job)
+    return Statistics(*found)
 
 
-@decode_statistics.register_fake
-def _(q: Tensor, k: Tensor, scale: float, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    launch, decode = _kernels()
-    products = decode.new_products(q, k, _facts(scale, others))
-    return products, launch.new_row(q), launch.new_row(q)
+@decode_statistics.fake
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
+    from attnzoo.backends.triton.decode import launch
+
+    return Statistics(launch.new_products(q, k, layout), new_vector(q), new_vector(q))
 
 
-@custom_op("attnzoo::decode_threshold", mutates_args=())
+class Threshold(NamedTuple):
+    products: Tensor
+    tau: Tensor
+
+
+@operator
 def decode_threshold(
-    q: Tensor, k: Tensor, gain: Tensor | None, shape: Tensor | None, scale: float,
-    mask: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None,
-    alibi: Tensor | None, left: int | None, right: int | None, twin: str, alpha: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Products q kᵀ for `decode_forward`, and the row τ."""
-    launch, decode = _kernels()
-    facts = launch.Facts(scale, left, right, mask, q_segments, k_segments, alibi)
-    form, rows = launch.Form(twin, 1.0, True, "threshold"), {"gain": gain, "shape": shape}
-    jobs, found = decode.describe_threshold(q, k, facts, form, rows, alpha, *_machine(q))
+    *, q: Tensor, k: Tensor, vectors: Vectors, layout: Layout, form: Form, alpha: float | None
+) -> Threshold:
+    from attnzoo.backends.triton.common.launch import architecture, run
+    from attnzoo.backends.triton.decode import launch
+
+    machine = architecture(q.device), launch.processors(q.device)
+    jobs, found = launch.describe_threshold(q, k, layout, form, vectors, alpha, *machine)
     for job in jobs:
-        launch.run(job)
-    return found
+        run(job)
+    return Threshold(*found)
 
 
-@decode_threshold.register_fake
-def _(q: Tensor, k: Tensor, gain: Any, shape: Any, scale: float, *others: Any) -> Any:
-    launch, decode = _kernels()
-    return decode.new_products(q, k, _facts(scale, others)), launch.new_row(q)
+@decode_threshold.fake
+def _(*, q: Tensor, k: Tensor, layout: Layout) -> Threshold:
+    from attnzoo.backends.triton.decode import launch
+
+    return Threshold(launch.new_products(q, k, layout), new_vector(q))
 
 
-@custom_op("attnzoo::decode_forward", mutates_args=())
+class Attended(NamedTuple):
+    out: Tensor
+    lse: Tensor | None
+
+
+@operator
 def decode_forward(
-    q: Tensor, k: Tensor, v: Tensor, products: Tensor | None,
-    gain: Tensor | None, tau: Tensor | None, shape: Tensor | None, sink: Tensor | None,
-    scale: float, mask: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None,
-    alibi: Tensor | None, left: int | None, right: int | None,
-    twin: str, unit: float, vanishes: bool, normalize: str, want_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse, the latter without elements unless wanted. k is not read beside products."""
-    launch, decode = _kernels()
-    facts = launch.Facts(scale, left, right, mask, q_segments, k_segments, alibi)
-    form = launch.Form(twin, unit, vanishes, normalize)
-    rows = {"gain": gain, "tau": tau, "shape": shape, "sink": sink}
-    jobs, found = decode.describe_decode(
-        q, k, v, products, facts, form, rows, want_lse, *_machine(q)
+    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, layout: Layout,
+    form: Form, want_lse: bool,
+) -> Attended:  # fmt: skip
+    """k is not read beside products."""
+    from attnzoo.backends.triton.common.launch import architecture, run
+    from attnzoo.backends.triton.decode import launch
+
+    machine = architecture(q.device), launch.processors(q.device)
+    jobs, found = launch.describe_decode(
+        q, k, v, products, layout, form, vectors, want_lse, *machine
     )
     for job in jobs:
-        launch.run(job)
-    return found
+        run(job)
+    return Attended(*found)
 
 
-@decode_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    launch, _ = _kernels()
-    return launch.like(q, v.shape[3]), launch.new_row(q, others[-1])
-
-
-def _facts(scale: float, others: tuple) -> Any:
-    mask, q_segments, k_segments, alibi, left, right, *_ = others
-    launch, _ = _kernels()
-    return launch.Facts(scale, left, right, mask, q_segments, k_segments, alibi)
+@decode_forward.fake
+def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
+    return Attended(like(q, v.shape[3]), new_vector(q) if want_lse else None)

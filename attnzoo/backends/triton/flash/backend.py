@@ -2,10 +2,10 @@
 
 Memory is linear in N, but for the map of a threshold: a few bytes for each tile of keys.
 
-The kernels know a form by its activation's twin, its rows and how it normalizes; see
-`attnzoo.kernels`. Statistics and thresholds are operators of their own before the forward: the gain
-that a variant makes of an entropy, and the τ that a threshold solves for, enter as rows. A solved τ
-is a constant there, and the backward takes its share off the gradients by itself.
+The kernels know a form by its activation's Triton function, its per-query vectors and how it
+normalizes. Statistics and thresholds are operators of their own before the forward: the gain that a
+variant makes of an entropy, and the τ that a threshold solves for, enter as vectors. A solved τ is
+a constant there, and the backward takes its share off the gradients by itself.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.backends.triton.common.operands import Maps, layout_of, vectors_of
 from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise, Row, Statistics
+from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST = 256  # head dimension: `kernels.configs` has no row above
@@ -86,7 +87,7 @@ def unsupported_here(call: Call, other: str) -> str | None:
 
 def _interpreted() -> bool:
     """Triton's interpreter is on, which runs kernels on the CPU, for tests."""
-    from attnzoo.backends.triton.flash import launch
+    from attnzoo.backends.triton.common import launch
 
     return launch.interpreted()
 
@@ -96,28 +97,26 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     assert form.activation.triton is not None
     refuse_transforms("flash", q, k, v)
     q, k, v = readable(q, k, v)
-    facts, scale = facts_of(call), call.scale
-    gain = form.gain
+    layout, gain = layout_of(call), form.gain
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
-            found = ops.flash_statistics(q.detach(), k.detach(), scale, *facts)
-        gain = gain.row(Statistics(*found))
-    if not isinstance(gain, Tensor):
-        scale, gain = scale * gain, None
-    gain, shape, sink = (row(x, call) for x in (gain, form.shape, form.sink))
-    tau, maps = row(form.offset, call), (None, None, None)
-    twin = (form.activation.triton, form.activation.unit, form.activation.vanishes)
+            found = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
+        gain = gain.row(found)
+    layout, vectors = vectors_of(form, gain, layout, call)
+    maps, kernel_form = Maps(), form_of(form)
     if form.normalize == "threshold":
         with torch.no_grad():
-            tau, *maps = ops.flash_threshold(
-                q.detach(), k.detach(), v.detach(), gain, shape, scale, *facts, twin[0],
-                alpha_of(form),
+            alpha = alpha_of(form)
+            tau, *found = ops.flash_threshold(
+                q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, layout=layout,
+                form=kernel_form, alpha=alpha,
             )  # fmt: skip
-    out, _, lse = ops.flash_forward(
-        q, k, v, gain, tau, shape, sink, *maps, scale, *facts, *twin, normalize(form),
-        call.return_lse,
+        vectors, maps = vectors._replace(offset=tau), Maps(*found)
+    found = ops.flash_forward(
+        q=q, k=k, v=v, vectors=vectors, maps=maps, layout=layout, form=kernel_form,
+        want_lse=call.return_lse,
     )  # fmt: skip
-    return out, lse if call.return_lse else None
+    return found.out, found.lse
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -136,21 +135,11 @@ def alpha_of(form: Pairwise) -> float | None:
     return None if isinstance(alpha, str) else alpha
 
 
-def row(row: Row | None, call: Call) -> Tensor | None:
-    """A row as the kernels read it: (B, H, Nq), contiguous; autograd adds up what was expanded."""
-    if row is None:
-        return None
-    row = call.row(row)
-    return row.expand(call.batch, call.heads, call.queries).contiguous()
-
-
-def facts_of(call: Call) -> tuple:
-    mask, segments = call.mask, call.segments or (None, None)
-    if mask is not None and mask.dtype == torch.bool:
-        mask = mask.view(torch.uint8)
-    alibi = None if call.alibi is None else row(call.alibi.to(call.dtype), call)
-    segments = (x if x is None else x.contiguous() for x in segments)
-    return (mask, *segments, alibi, call.left, call.right)
+def form_of(form: Pairwise) -> ops.Form:
+    """As the kernels know it."""
+    activation = form.activation
+    assert activation.triton is not None
+    return ops.Form(activation.triton, activation.unit, activation.vanishes, normalize(form))
 
 
 BACKEND = Backend("flash", ("pairwise",), unsupported, run)

@@ -1,26 +1,39 @@
-# ruff: noqa: F403, F405
 """Launches of the kernels of `flash`, as data; see `attnzoo.backends.triton.common.launch`."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 import triton
 from torch import Tensor
 
+from attnzoo.backends.operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config, map_tile, pick
-from attnzoo.backends.triton.common.launch import *
+from attnzoo.backends.triton.common.launch import (
+    Launch,
+    align_of,
+    arguments,
+    blocks_of,
+    common,
+    count_extras,
+    dense_mask,
+    padded,
+    strides,
+    values,
+)
+from attnzoo.backends.triton.common.operands import (
+    Form,
+    Maps,
+    like,
+    new_vector,
+    stands_apart,
+)
 from attnzoo.backends.triton.flash.backward import flash_dkdv, flash_dq
 from attnzoo.backends.triton.flash.forward import flash_forward
 from attnzoo.backends.triton.flash.statistics import row_stats
 from attnzoo.backends.triton.flash.threshold import list_columns, threshold
-
-
-def stands_apart(normalize: str, mask: Tensor | None) -> bool:
-    """Whether a softmax saves its maximum m and its sum Z as two rows, not as m + log Z.
-
-    A float mask may move all of a row by −1e9, beside which log Z has no digit.
-    """
-    return normalize == "online" and mask is not None and mask.is_floating_point()
+from attnzoo.core.forms import Statistics
 
 
 def _config(
@@ -29,7 +42,7 @@ def _config(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    facts: Facts,
+    facts: Layout,
     mapped: bool,
     align: int,
     *rows: Tensor | None,
@@ -61,12 +74,12 @@ def _config(
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
 
-def _small_tiles(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
-    return count_extras(facts) > 0 or align_of(q, k, v) == 1
+def _small_tiles(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:
+    return count_extras(layout) > 0 or align_of(q, k, v) == 1
 
 
-def _map_tile(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[int, int]:
-    dim, small = max(q.shape[3], v.shape[3]), _small_tiles(q, k, v, facts)
+def _map_tile(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[int, int]:
+    dim, small = max(q.shape[3], v.shape[3]), _small_tiles(q, k, v, layout)
     return map_tile(dim, 8 * q.element_size(), small)
 
 
@@ -75,27 +88,28 @@ def _programs(x: Tensor, block: int) -> int:
 
 
 def describe_forward(
-    q: Tensor, k: Tensor, v: Tensor, facts: Facts, form: Form, rows: dict[str, Tensor | None],
-    blocks: tuple[Tensor, Tensor] | None, want_lse: bool, arch: int,
-) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """rows: gain, tau, shape and sink. Returns out, the statistic of `flash_forward`, and lse."""
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, maps: Maps,
+    want_lse: bool, arch: int,
+) -> tuple[Launch, tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
+    """Returns out, the statistic of `flash_forward`, and lse."""
     out = like(q, v.shape[3])
-    apart = stands_apart(form.normalize, facts.mask)
-    stat, lse = new_row(q, form.normalize != "none", apart), new_row(q, want_lse)
+    apart = stands_apart(form.normalize, layout.mask)
+    stat = None if form.normalize == "none" else new_vector(q, apart)
+    lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = form.normalize == "sum" and v.dtype == torch.float16
-    extra = align, rows["shape"], q if peaked else None
-    config = _config("forward", arch, q, k, v, facts, blocks is not None, *extra)
+    extra = align, vectors.shape, q if peaked else None
+    config = _config("forward", arch, q, k, v, layout, maps.blocks is not None, *extra)
     args = {
-        **common(q, k, facts), **strides(align, q=q, k=k, v=v, o=out), **values(v),
-        **blocks_of(config), **rows, "q": q, "k": k, "v": v, "o": out,
-        "stat": stat[0] if apart else stat, "mass": stat[1] if apart else None,
-        "lse": lse if want_lse else None,
-        "blocks": blocks and blocks[0], "counts": blocks and blocks[1],
+        **common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
+        **blocks_of(config), **arguments(vectors), "q": q, "k": k, "v": v, "o": out,
+        "stat": stat[0] if apart and stat is not None else stat,
+        "mass": stat[1] if apart and stat is not None else None, "lse": lse,
+        "blocks": maps.blocks, "counts": maps.counts,
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "ONLINE": form.normalize == "online", "SUM": form.normalize in ("sum", "threshold"),
         "PEAKED": peaked,
-        "SPLIT": config.split, "MAP_M": _map_tile(q, k, v, facts)[0], "ALIGN": align,
+        "SPLIT": config.split, "MAP_M": _map_tile(q, k, v, layout)[0], "ALIGN": align,
     }  # fmt: skip
     launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
     return launch, (out, stat, lse)
@@ -103,54 +117,54 @@ def describe_forward(
 
 def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    stat: Tensor, lse: Tensor, facts: Facts, form: Form, rows: dict[str, Tensor | None],
-    maps: tuple[Tensor, Tensor, Tensor] | None, wanted: dict[str, bool], arch: int,
-) -> tuple[list[Launch], tuple[Tensor, ...]]:  # fmt: skip
-    """rows: gain, tau, shape and sink. Returns dq, dk, dv and the rows that are wanted or empty."""
-    made = {"dq": like(q, q.shape[3]), "dk": like(k, k.shape[3]), "dv": like(v, v.shape[3])}
-    made |= {name: new_row(q, wants) for name, wants in wanted.items()}
-    online, apart = form.normalize == "online", stands_apart(form.normalize, facts.mask)
-    z = stat if form.normalize in ("sum", "threshold") else None
+    stat: Tensor | None, lse: Tensor | None, layout: Layout, form: Form, vectors: Vectors,
+    maps: Maps, wanted: Collection[str], arch: int,
+) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
+    """Returns the gradients of q, k and v, and of the per-query vectors that are wanted."""
+    made = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
+    made |= {name: new_vector(q) for name in wanted if name not in made}
+    online, tau, z = form.normalize == "online", vectors.offset, stat
+    if online and stat is not None:
+        apart = stands_apart(form.normalize, layout.mask)
+        tau, z = stat if apart else (stat, None)
     shared = {
-        **common(q, k, facts), **values(v),
-        "q": q, "k": k, "v": v, "do": do, "gain": rows["gain"], "shape": rows["shape"],
-        "tau": stat[0] if apart else stat if online else rows["tau"],
-        "z": stat[1] if apart else z,
-        "lse": None if dlse is None else lse, "dlse": dlse,
-        "delta": None if form.normalize == "none" else new_row(q),
+        **common(q, k, layout), **values(v),
+        "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": vectors.shape,
+        "tau": tau, "z": z, "lse": None if dlse is None else lse, "dlse": dlse,
+        "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "TAU_UNIT": 1.0 if online else form.unit,  # what the forward saved has the unit in it
     }  # fmt: skip
-    align = align_of(q, k, v, out, do, made["dq"], made["dk"], made["dv"])
-    extra = align, rows["shape"], dlse
-    config = _config("dq", arch, q, k, v, facts, maps is not None, *extra)
+    align = align_of(q, k, v, out, do, made["q"], made["k"], made["v"])
+    extra = align, vectors.shape, dlse
+    columns, listing = _describe_columns(maps, shared["group"])
+    config = _config("dq", arch, q, k, v, layout, maps.blocks is not None, *extra)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
-        "MAP_M": _map_tile(q, k, v, facts)[0],
-        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=made["dq"]), "o": out, "dq": made["dq"],
-        **{name: made[name] if wants else None for name, wants in wanted.items()},
-        "sink": rows["sink"],
+        "MAP_M": _map_tile(q, k, v, layout)[0],
+        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=made["q"]), "o": out, "dq": made["q"],
+        "dgain": made.get("gain"), "dtau": made.get("offset"), "dsink": made.get("sink"),
+        "dalibi": made.get("alibi"), "sink": vectors.sink,
         "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
-        "blocks": maps and maps[0], "counts": maps and maps[1],
+        "blocks": maps.blocks, "counts": maps.counts,
     }  # fmt: skip
-    launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
-    columns = None
-    if maps is not None:
-        columns, listing = _describe_columns(maps[2], shared["group"])
-        launches.append(listing)
-    config = _config("dkdv", arch, q, k, v, facts, maps is not None, *extra)
+    launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config), *listing]
+    config = _config("dkdv", arch, q, k, v, layout, maps.blocks is not None, *extra)
     dkdv_args = {
         **shared, **blocks_of(config), "ALIGN": align,
-        **strides(align, q=q, k=k, v=v, do=do, dk=made["dk"], dv=made["dv"]),
-        "dk": made["dk"], "dv": made["dv"],
-        "blocks": columns and columns[0], "counts": columns and columns[1],
-        **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, facts))),
+        **strides(align, q=q, k=k, v=v, do=do, dk=made["k"], dv=made["v"]),
+        "dk": made["k"], "dv": made["v"], "blocks": columns.blocks, "counts": columns.counts,
+        **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, layout))),
     }  # fmt: skip
     launches.append(Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config))
-    return launches, tuple(made.values())
+    return launches, made
 
 
-def _describe_columns(live: Tensor, group: int) -> tuple[tuple[Tensor, Tensor], Launch]:
+def _describe_columns(maps: Maps, group: int) -> tuple[Maps, list[Launch]]:
+    """The maps of tiles of keys; what they list is written by the launch."""
+    live = maps.live
+    if live is None:
+        return maps, []
     heads, tiles_m, tiles_n = live.shape
     blocks = live.new_empty(heads // group, tiles_n, group * tiles_m, dtype=torch.int32)
     counts = live.new_empty(heads // group, tiles_n, dtype=torch.int32)
@@ -158,27 +172,25 @@ def _describe_columns(live: Tensor, group: int) -> tuple[tuple[Tensor, Tensor], 
         "live": live, "blocks": blocks, "counts": counts,
         "group": group, "tiles_m": tiles_m, "tiles_n": tiles_n, "CHUNK": 256,
     }  # fmt: skip
-    return (blocks, counts), Launch(list_columns, counts.numel(), args, Config(1, 256, 4, 1))
+    launch = Launch(list_columns, counts.numel(), args, Config(1, 256, 4, 1))
+    return Maps(blocks, counts), [launch]
 
 
-def describe_stats(
-    q: Tensor, k: Tensor, facts: Facts, arch: int
-) -> tuple[Launch, tuple[Tensor, Tensor]]:
-    """lse and entropy of the un-gained scores, as rows."""
+def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Launch, Statistics]:
     align = align_of(q, k)
-    config = _config("stats", arch, q, k, q, facts, False, align)
-    lse, entropy = new_row(q), new_row(q)
+    config = _config("stats", arch, q, k, q, layout, False, align)
+    lse, entropy = new_vector(q), new_vector(q)
     args = {
-        **common(q, k, facts), **strides(align, q=q, k=k), **blocks_of(config),
+        **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
         "q": q, "k": k, "lse": lse, "entropy": entropy, "SPLIT": config.split, "ALIGN": align,
     }  # fmt: skip
     launch = Launch(row_stats, _programs(q, config.block_m), args, config)
-    return launch, (lse, entropy)
+    return launch, Statistics(lse, entropy)
 
 
-def empty_maps(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor, Tensor]:
-    """blocks, counts and live of `threshold`."""
-    block_m, block_n = _map_tile(q, k, v, facts)
+def empty_maps(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `Maps`."""
+    block_m, block_n = _map_tile(q, k, v, layout)
     heads = q.shape[0] * q.shape[1]
     tiles = (q.shape[2] + block_m - 1) // block_m, (k.shape[2] + block_n - 1) // block_n
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
@@ -187,20 +199,20 @@ def empty_maps(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, T
 
 
 def describe_threshold(
-    q: Tensor, k: Tensor, v: Tensor, facts: Facts, form: Form, rows: dict[str, Tensor | None],
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """rows: gain and shape. Returns τ and the maps."""
+    """Of the vectors gain and shape. Returns τ and the maps."""
     align = align_of(q, k)
-    config = _config("threshold", arch, q, k, v, facts, True, align)
-    tau, maps = new_row(q), empty_maps(q, k, v, facts)
+    config = _config("threshold", arch, q, k, v, layout, True, align)
+    tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)
     # The kernel writes the map: its blocks are the map's tiles.
-    assert (config.block_m, config.block_n) == _map_tile(q, k, v, facts)
+    assert (config.block_m, config.block_n) == _map_tile(q, k, v, layout)
     args = {
-        **common(q, k, facts), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
-        "tau": tau, "blocks": maps[0], "counts": maps[1], "live": maps[2],
-        "gain": rows["gain"], "shape": rows["shape"], "ACT": form.act, "ALPHA": alpha,
+        **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
+        "tau": tau, "blocks": blocks, "counts": counts, "live": live,
+        "gain": vectors.gain, "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha,
         "ALIGN": align,
     }  # fmt: skip
     launch = Launch(threshold, _programs(q, config.block_m), args, config)
-    return launch, (tau, *maps)
+    return launch, (tau, blocks, counts, live)

@@ -20,6 +20,7 @@ from attnzoo.backends.transforms import refuse_transforms
 from attnzoo.backends.triton.common.configurations import LINEAR_WIDEST
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.backends.triton.linear import operators as ops
+from attnzoo.backends.triton.linear.state import pack, unpack
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, Linear
 
@@ -42,8 +43,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     y, out = _keys(k, call, form), []
     x = _features(call.scale, q, call.query_positions, call, form)
     for part in v.split(_widest(call), dim=-1):
-        state = ops.linear_state(y, part.contiguous(), None)
-        out.append(ops.linear_read(x, state, part.shape[-1], call.input_dtype)[0])
+        state = ops.linear_state(y=y, v=part.contiguous(), first=None)
+        read = ops.linear_read(x=x, state=state, value_dim=part.shape[-1], dtype=call.input_dtype)
+        out.append(read.out)
     return torch.cat(out, dim=-1), None
 
 
@@ -64,12 +66,12 @@ def scan(
         if sums is not None:
             columns = sums[..., start : start + part.shape[-1]]
             state = torch.cat([columns, sums[..., -1:]], dim=-1)
-            state = pad(ops.pack(state, part.shape[-1]), (0, 0, 0, y.shape[-1] - size))
+            state = pad(pack(state, part.shape[-1]), (0, 0, 0, y.shape[-1] - size))
         if lead:
-            state = ops.linear_state(before, part[:, :, :lead].contiguous(), state)
-        done, _, _, last = ops.linear_causal(x, y, part[:, :, lead:].contiguous(), state)
-        out.append(done)
-        last = ops.unpack(last[..., :size, :], part.shape[-1])
+            state = ops.linear_state(y=before, v=part[:, :, :lead].contiguous(), first=state)
+        found = ops.linear_causal(x=x, y=y, v=part[:, :, lead:].contiguous(), first=state)
+        out.append(found.out)
+        last = unpack(found.last[..., :size, :], part.shape[-1])
         states.append(last[..., :-1])
         mass = last[..., -1:]
     assert mass is not None

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attnzoo.backends.triton.common.configurations import (
     INTERPRETED_CHUNK,
@@ -21,6 +20,7 @@ from attnzoo.backends.triton.common.configurations import (
 )
 from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
 from attnzoo.backends.triton.linear import kernels
+from attnzoo.backends.triton.linear.state import width
 
 # Chunks that one program walks where no state is wanted on the way.
 SPAN = 16
@@ -44,21 +44,6 @@ def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any]
 def chunk_length(y: Tensor) -> int:
     """Tokens in a chunk, on any GPU: a tracer has to know."""
     return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
-
-
-def width(value_dim: int) -> int:
-    """Columns of a state in memory."""
-    return (value_dim + 3) // 4 * 4 + 4
-
-
-def pack(sums: Tensor, value_dim: int) -> Tensor:
-    """(…, F, Dv + 1) as the kernels have it."""
-    values, mass = sums[..., :-1], sums[..., -1:]
-    return torch.cat([pad(values, (0, -value_dim % 4)), pad(mass, (0, 3))], dim=-1)
-
-
-def unpack(state: Tensor, value_dim: int) -> Tensor:
-    return torch.cat([state[..., :value_dim], state[..., -4:-3]], dim=-1)
 
 
 def _blocks(x: Tensor, config: Config) -> tuple[int, int]:

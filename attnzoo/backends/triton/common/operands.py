@@ -1,0 +1,91 @@
+"""Operands that the kernels share, and how their results lie in memory. Nothing imports Triton."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Pairwise, Row
+
+
+class Form(NamedTuple):
+    """What the kernels know of a form: ``normalize`` is online, sum, threshold or none."""
+
+    activation: str  # its Triton function, "module:name"
+    unit: float
+    vanishes: bool
+    normalize: str
+
+    @property
+    def act(self) -> Any:
+        module, _, name = self.activation.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"an activation's triton must name a function as 'module:name', got "
+                f"{self.activation!r}: {error}"
+            ) from error
+
+
+class Maps(NamedTuple):
+    """Which tiles hold weight, as `flash.threshold` leaves it. None: any may."""
+
+    blocks: Tensor | None = None
+    counts: Tensor | None = None
+    live: Tensor | None = None
+
+
+def _vector(value: Row | None, call: Call) -> Tensor | None:
+    """A per-query vector as the kernels read it: (B, H, Nq), contiguous.
+
+    Autograd adds up what was expanded.
+    """
+    if value is None:
+        return None
+    return call.row(value).expand(call.batch, call.heads, call.queries).contiguous()
+
+
+def vectors_of(form: Pairwise, gain: Row, layout: Layout, call: Call) -> tuple[Layout, Vectors]:
+    """A gain that is a number enters with the scale."""
+    per_query = isinstance(gain, Tensor)
+    layout = layout if per_query else layout._replace(scale=layout.scale * gain)
+    found = (gain if per_query else None, form.offset, form.shape, form.sink)
+    return layout, Vectors(*(_vector(x, call) for x in found))
+
+
+def layout_of(call: Call) -> Layout:
+    """As the kernels read it: a bool mask as uint8 (0 = hidden), slopes as a per-query vector."""
+    mask, segments = call.mask, call.segments or (None, None)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    alibi = None if call.alibi is None else _vector(call.alibi.to(call.dtype), call)
+    q_segments, k_segments = (x if x is None else x.contiguous() for x in segments)
+    return Layout(call.scale, call.left, call.right, mask, q_segments, k_segments, alibi)
+
+
+def new_vector(q: Tensor, two: bool = False) -> Tensor:
+    """(B, H, Nq), or two of them in one tensor: operators cannot return one tensor twice."""
+    shape = (2, *q.shape[:3]) if two else q.shape[:3]
+    return q.new_empty(shape, dtype=torch.float32)
+
+
+def like(x: Tensor, dim: int) -> Tensor:
+    """Empty (B, H, N, dim), its heads inside its positions in memory where those of x are."""
+    b, h, n, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(b, n, h, dim).transpose(1, 2)
+    return x.new_empty(b, h, n, dim)
+
+
+def stands_apart(normalize: str, mask: Tensor | None) -> bool:
+    """Whether a softmax saves its maximum m and its sum Z as two vectors, not as m + log Z.
+
+    A float mask may move all scores of a query by −1e9, beside which log Z has no digit.
+    """
+    return normalize == "online" and mask is not None and mask.is_floating_point()

@@ -1,0 +1,22 @@
+"""A state of a linear form as the kernels have it in memory: (B, Hkv, F, `width`) in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def width(value_dim: int) -> int:
+    """Columns: the values, then the normalizer, each from a multiple of four on."""
+    return (value_dim + 3) // 4 * 4 + 4
+
+
+def pack(sums: Tensor, value_dim: int) -> Tensor:
+    """From (…, F, Dv + 1)."""
+    values, normalizer = sums[..., :-1], sums[..., -1:]
+    return torch.cat([pad(values, (0, -value_dim % 4)), pad(normalizer, (0, 3))], dim=-1)
+
+
+def unpack(state: Tensor, value_dim: int) -> Tensor:
+    return torch.cat([state[..., :value_dim], state[..., -4:-3]], dim=-1)

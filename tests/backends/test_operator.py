@@ -1,0 +1,107 @@
+"""What the operators of all backends have in common, on one of its own: out = gain · x + shift."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnzoo.backends.operator import operator
+from helpers.operators import opcheck
+
+
+class Vectors(NamedTuple):
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+
+
+class Moved(NamedTuple):
+    out: Tensor
+    total: Tensor | None
+
+
+@operator
+def example_move(*, x: Tensor, vectors: Vectors, factor: float, want_total: bool) -> Moved:
+    gain = torch.ones_like(x) if vectors.gain is None else vectors.gain
+    out = gain * factor * x + (0.0 if vectors.shift is None else vectors.shift)
+    return Moved(out, out.sum(-1) if want_total else None)
+
+
+@example_move.fake
+def _(*, x: Tensor, want_total: bool) -> Moved:
+    return Moved(torch.empty_like(x), x.new_empty(x.shape[:-1]) if want_total else None)
+
+
+@example_move.backward("x", "gain", "shift")
+def example_move_backward(
+    *, x: Tensor, vectors: Vectors, factor: float, out: Tensor, dout: Tensor,
+    dtotal: Tensor | None, wanted: list[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    dout = dout.clone() if dtotal is None else dout + dtotal[..., None]
+    gain = torch.ones_like(x) if vectors.gain is None else vectors.gain
+    made = {"x": lambda: gain * factor * dout, "gain": lambda: x * factor * dout}
+    return {name: made[name]() if name in made else dout for name in wanted}
+
+
+@operator
+def example_double(*, x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@example_double.fake
+def _(*, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def operands(**vectors: Tensor) -> dict[str, Any]:
+    x = torch.arange(1.0, 7.0).view(2, 3).requires_grad_()
+    return {"x": x, "vectors": Vectors(**vectors), "factor": 2.0, "want_total": True}
+
+
+@pytest.mark.parametrize("want_total", [False, True])
+@pytest.mark.parametrize("names", [(), ("gain",), ("shift",), ("gain", "shift")], ids=len)
+def test_torch_has_no_complaints(names: tuple[str, ...], want_total: bool) -> None:
+    vectors = {name: torch.full((2, 3), 3.0).requires_grad_() for name in names}
+    opcheck(example_move, **{**operands(**vectors), "want_total": want_total})
+
+
+def test_gradients_are_those_of_the_operands_that_want_one() -> None:
+    gain, shift = torch.full((2, 3), 3.0).requires_grad_(), torch.zeros(2, 3)
+    given = operands(gain=gain, shift=shift)
+    found = example_move(**given)
+    (found.out.sum() + 10 * found.total.sum()).backward()
+    assert torch.equal(given["x"].grad, torch.full((2, 3), 66.0))
+    assert torch.equal(gain.grad, 22 * given["x"].detach())
+    assert shift.grad is None
+
+
+def test_a_gradient_that_did_not_come_is_zero_where_it_is_needed() -> None:
+    given = operands()
+    example_move(**given).total.sum().backward()
+    assert torch.equal(given["x"].grad, torch.full((2, 3), 2.0))
+
+
+def test_an_output_that_is_not_wanted_is_none() -> None:
+    given = {**operands(), "want_total": False}
+    assert example_move(**given).total is None
+    assert example_move.overload(*example_move.flat(**given))[1].shape == (0,)
+
+
+def test_operands_come_by_their_names() -> None:
+    given = operands()
+    with pytest.raises(TypeError, match="takes x, vectors, factor, want_total, each by name"):
+        example_move(*given.values())
+    for wrong in ({**given, "more": 1}, {"x": given["x"]}, {**given, "more": given.pop("factor")}):
+        with pytest.raises(TypeError, match="takes x, vectors, factor, want_total, each by name"):
+            example_move(**wrong)
+
+
+def test_a_derivative_that_is_not_there_is_not_zero() -> None:
+    given = operands()
+    (dx,) = torch.autograd.grad(example_move(**given).out.sum(), given["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="pass backend='eager'"):
+        dx.sum().backward()
+    with pytest.raises(RuntimeError, match="attnzoo::example_double has no derivative"):
+        example_double(x=given["x"]).sum().backward()

@@ -1,0 +1,13 @@
+"""Torch's own checks of an operator: schema, fake, autograd and compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnzoo.backends.operator import Operator
+
+
+def opcheck(operator: Operator, **operands: Any) -> None:
+    torch.library.opcheck(operator.overload, tuple(operator.flat(**operands)))
