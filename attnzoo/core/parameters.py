@@ -103,8 +103,8 @@ def per_query(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
 def check_rows(what: str, form: Pairwise, call: Call) -> None:
     """The tensors of a form are vectors per query."""
     full = (call.batch, call.heads, call.queries)
-    for name in ("gain", "offset", "shape", "sink"):
-        row = getattr(form, name)
+    vectors = {"gain": form.gain, "offset": form.offset, "shape": form.shape, "sink": form.sink}
+    for name, row in vectors.items():
         if not isinstance(row, Tensor):
             continue
         # Not `n in (1, whole)`: a compiler does not find a symbolic size in a tuple.
@@ -124,7 +124,7 @@ def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | N
     value = value.detach()
     held = value if dtype is None else value.to(dtype)
     # Finite terms may have an infinite sum, not the other way round: then each is looked at.
-    if math.isfinite(held.sum()) and (param.check is None or bool(param.check(value).all())):
+    if math.isfinite(held.sum().item()) and (param.check is None or bool(param.check(value).all())):
         return
     good = held.isfinite()
     if param.check is not None:

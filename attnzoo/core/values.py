@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -35,9 +36,9 @@ def is_finite(x: float, dtype: torch.dtype = torch.float64) -> bool:
 def is_readable(x: Tensor) -> bool:
     """Whether a look at the values is free: it would stall a GPU and break a graph or transform."""
     return (
-        x.device.type == "cpu"
+        x.is_cpu
         and not torch.compiler.is_compiling()
-        and not isinstance(x, torch._subclasses.FakeTensor)
+        and not isinstance(x, FakeTensor)
         and not is_functorch_wrapped_tensor(x)
     )
 

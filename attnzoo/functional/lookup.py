@@ -16,12 +16,20 @@ from torch import Tensor
 from attnzoo.backends.base import Backend
 from attnzoo.backends.selection import BACKENDS
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
+from attnzoo.core.forms import (
+    Definition,
+    Form,
+    FromStatistics,
+    Linear,
+    Pairwise,
+    Param,
+    Variant,
+)
 from attnzoo.core.parameters import per_query
 from attnzoo.core.registry import get_variant
 from attnzoo.core.validation import layout_tensors
 from attnzoo.functional.plan import Choice
-from attnzoo.functional.preparation import Prepared
+from attnzoo.functional.preparation import Prepared, definition_of
 
 MOST = 4096  # calls that are known; then all are forgotten
 SMALL = 2**10  # queries × keys up to which masks of positions are kept
@@ -34,34 +42,33 @@ _LAYOUT = ("attn_mask", "alibi", "segment_ids")
 class Known(NamedTuple):
     """A call that was run, without its tensors."""
 
-    ready: Prepared
+    variant: Variant
+    call: Call
+    params: dict[str, Any]  # those that are no tensors
+    vectors: tuple[tuple[str, Param], ...]  # those that are, each with its name in errors
     backend: Backend
-    place: int  # of the form that ran, among those of the variant and its definition
+    place: int  # of the form that ran, among the variant's; −1 is its definition
     outlines: tuple[Hashable, ...] | None  # of the forms, where they may depend on tensors
 
     def again(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
         """This call with its own tensors; None where it has to be prepared anew."""
-        ready, call = self.ready, self.ready.call
+        call, params = self.call, self.params
         if self.outlines is not None:
             tensors = {name: arguments[name] for name in _LAYOUT if arguments[name] is not None}
             if tensors:
                 call = replace(call, **layout_tensors(tensors, call))
-            params = dict(ready.params)
-            for param in ready.variant.params:
-                if isinstance(value := given.get(param.name), Tensor):
-                    params[param.name] = per_query(
-                        f"{ready.variant.name}'s {param.name}", param, value, call
-                    )
-            ready = ready._replace(call=call, params=params)
-            if ready.variant.refuse(call, **params) is not None:
+            own = {p.name: per_query(what, p, given[p.name], call) for what, p in self.vectors}
+            params = params | own
+            if self.variant.refuse(call, **params) is not None:
                 return None
         if self.place < 0 and self.outlines is None:
-            return call, ready.definition
+            return call, definition_of(self.variant, params)
         # Also beside a definition: a checkpoint counts what its two runs save for gradients.
-        forms = ready.forms
+        # Not checked again: forms of the same outline were.
+        forms = self.variant.forms(call, **params)
         if self.outlines is not None and tuple(map(_outline, forms)) != self.outlines:
             return None
-        return call, ready.definition if self.place < 0 else forms[self.place]
+        return call, definition_of(self.variant, params) if self.place < 0 else forms[self.place]
 
 
 _KNOWN: dict[Hashable, Known] = {}
@@ -113,7 +120,7 @@ def find(
 ) -> tuple[Backend, Call, Form] | None:
     """What runs the call, if it is known and its variant and backend are still the registered."""
     known = None if key is None else _KNOWN.get(key)
-    if known is None or known.ready.variant is not get_variant(variant):
+    if known is None or known.variant is not get_variant(variant):
         return None
     if BACKENDS.get(known.backend.name) is not known.backend:
         return None
@@ -127,19 +134,21 @@ def remember(key: Hashable | None, ready: Prepared, choice: Choice, params: dict
         return
     call, (backend, form, forms) = ready.call, choice
     place = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
-    tensors = any(isinstance(x, Tensor) for x in params.values()) or any(map(_has_gradient, forms))
+    tensors = {name for name, x in params.items() if isinstance(x, Tensor)}
+    vectors = tuple(
+        (f"{ready.variant.name}'s {p.name}", p) for p in ready.variant.params if p.name in tensors
+    )
     layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
-    outlines = tuple(map(_outline, forms)) if tensors or layout else None
+    depends = layout or tensors or any(map(_has_gradient, forms))
+    outlines = tuple(map(_outline, forms)) if depends else None
     if layout:
         call = replace(call, mask=None, alibi=None, segments=None)
     elif call.queries * call.keys <= SMALL:
         call = call.remembering()
-    own = {name: x for name, x in ready.params.items() if not isinstance(x, Tensor)}
-    nothing = torch.empty(0)
+    own = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_KNOWN) >= MOST:
         _KNOWN.clear()
-    ready = Prepared(nothing, nothing, nothing, call, ready.variant, own, None)
-    _KNOWN[key] = Known(ready, backend, place, outlines)
+    _KNOWN[key] = Known(ready.variant, call, own, vectors, backend, place, outlines)
 
 
 def _outline(form: Form) -> Hashable:
@@ -160,5 +169,5 @@ def _has_gradient(form: Form) -> bool:
 
 def _kind(vector: Any) -> Hashable:
     if isinstance(vector, Tensor):
-        return vector.requires_grad
+        return vector.shape, vector.dtype, vector.requires_grad
     return vector.differentiable if isinstance(vector, FromStatistics) else type(vector)

@@ -18,6 +18,8 @@ from attnzoo.core.values import shown
 
 
 class Prepared(NamedTuple):
+    """A checked call: its tensors, with autocast's dtype, and the variant's bound parameters."""
+
     q: Tensor
     k: Tensor
     v: Tensor
@@ -28,10 +30,7 @@ class Prepared(NamedTuple):
 
     @property
     def definition(self) -> Definition:
-        """The variant's definition, its parameters shaped as `Variant` says."""
-        params = {n: x[..., None] if isinstance(x, Tensor) else x for n, x in self.params.items()}
-        zoo = self.variant
-        return Definition(zoo.name, zoo.weights, zoo.scores, params)
+        return definition_of(self.variant, self.params)
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -46,6 +45,12 @@ class Prepared(NamedTuple):
             if isinstance(form, Pairwise):
                 check_rows(what, form, self.call)
         return forms
+
+
+def definition_of(variant: Variant, params: dict[str, Any]) -> Definition:
+    """The variant's definition, its parameters shaped as `Variant` says."""
+    shaped = {n: x[..., None] if isinstance(x, Tensor) else x for n, x in params.items()}
+    return Definition(variant.name, variant.weights, variant.scores, shaped)
 
 
 def prepare(

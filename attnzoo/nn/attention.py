@@ -366,7 +366,9 @@ def check_heads(num_heads: int, num_kv_heads: int | None, **divided: int) -> int
 
 
 def _local(value: Any) -> Any:
-    local = getattr(value, "to_local", None) if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
+        return value
+    local = getattr(value, "to_local", None)
     return value if local is None else local()
 
 
