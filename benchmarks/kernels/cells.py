@@ -12,7 +12,7 @@ from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS
 from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -60,36 +60,38 @@ class Group(NamedTuple):
 
 BOTH = ("forward", "dq", "dkdv")
 FLASH = (*BOTH, "stats", "threshold")
-WIDE = (64, 128, 256)  # without 96, whose columns are filled up to 128
+POWERS = (64, 128, 256)  # the columns of other head dimensions are filled up to a power of two
+DECODED = (96, *POWERS)
 FEW = ("", "keys", "heads", "window")
 GROUPS = (
-    Group(FLASH, "online none threshold family", "bf16", WIDE),
+    Group(FLASH, "online none threshold family", "bf16", POWERS),
     Group(BOTH, "online none threshold", "bf16", (96,)),
-    Group(FLASH, "online threshold", "fp32", WIDE),
+    Group(("forward", "dq"), "online none", "bf16", (48, 192)),
+    Group(FLASH, "online threshold", "fp32", POWERS),
     # Like a softmax, but for a maximum that fp16 alone needs.
-    Group(("forward",), "sum", "fp16", WIDE),
+    Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
-    Group(FLASH, "online family", "bf16", WIDE, ("all",)),
-    Group(FLASH, "threshold", "fp32", WIDE, ("all",)),
+    Group(FLASH, "online family", "bf16", POWERS, ("all",)),
+    Group(FLASH, "threshold", "fp32", POWERS, ("all",)),
     Group(FLASH, "online", "fp32", (128, 256), ("all",)),
-    Group(FLASH, "online", "bf16", WIDE, ("all odd",)),
+    Group(FLASH, "online", "bf16", POWERS, ("all odd",)),
     Group(FLASH, "online", "fp32", (256,), ("all odd",)),
     Group(BOTH, "online", "bf16", QUICK_DIMS, BARE),
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(BOTH, "online", "bf16", WIDE, ("segments",)),
+    Group(BOTH, "online", "bf16", POWERS, ("segments",)),
     Group(BOTH, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
     # With each number of rows in a tile.
-    Group(("decode",), "online", "bf16 fp32", HEAD_DIMS, (*FEW, "all", "all odd")),
-    Group(("decode",), "none", "bf16 fp32", HEAD_DIMS),
-    Group(("decode",), "threshold", "bf16 fp32", HEAD_DIMS, ("all",)),
-    Group(("decode",), "sum", "fp16", HEAD_DIMS),
+    Group(("decode",), "online", "bf16 fp32", DECODED, (*FEW, "all", "all odd")),
+    Group(("decode",), "none", "bf16 fp32", DECODED),
+    Group(("decode",), "threshold", "bf16 fp32", DECODED, ("all",)),
+    Group(("decode",), "sum", "fp16", DECODED),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(("decode products",), "threshold", "bf16 fp32", HEAD_DIMS, FEW),
-    Group(("decode products",), "online", "bf16 fp32", HEAD_DIMS, ("all",)),
+    Group(("decode products",), "threshold", "bf16 fp32", DECODED, FEW),
+    Group(("decode products",), "online", "bf16 fp32", DECODED, ("all",)),
     Group(("decode statistics",), "online", "fp32", (64,)),
     Group(("decode solver",), "threshold", "fp32", (64,)),
     Group(("decode solver",), "family", "fp32", (64,), ("all",)),
-    Group(("decode merge",), "online", "fp32", HEAD_DIMS, ("", "all")),
+    Group(("decode merge",), "online", "fp32", DECODED, ("", "all")),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16 fp32", (64,)),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16", (128,)),
 )

@@ -6,8 +6,8 @@ user's call. What is neither Hopper nor Blackwell's data center part takes the r
 
 What a call has beside the plain loop decides which of a kernel's rows it takes:
 
-- "one": one of window, ALiBi, segments and a mask of keys, or columns that fill up a head dimension
-  to a power of two;
+- "filled": columns that fill up a head dimension to a power of two;
+- "one": one of window, ALiBi, segments and a mask of keys;
 - "listed": a threshold's list of blocks, and nothing else;
 - "several": more than that. A dense mask, two extras, one beside a list of blocks, further vectors
   to hold (the shape, the gradient of lse);
@@ -71,15 +71,15 @@ SAFE: dict[str, Rows] = {
 }
 # (architecture, bits of an element) -> the kernel and what is beside its plain loop -> rows.
 TABLE: dict[tuple[int, int], dict[str, Rows]] = {
-    (80, 32): FP32,
-    (90, 32): FP32,
-    (100, 32): FP32,
+    **{(arch, 32): FP32 for arch in SHARED},
     (80, 16): {
         **SAFE,
         "forward": (Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 8, 1)),
-        "forward one": (Config(128, 128, 8, 2), full(64, 64, 8, 2), Config(64, 64, 8, 1)),
+        "forward filled": (full(64, 64, 8, 2), full(64, 64, 8, 2), Config(64, 64, 8, 1)),
+        "forward one": (Config(128, 128, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward listed": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
         "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
+        "dq filled": (Config(64, 64, 8, 1), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
         "dq one": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
         "dq listed": (Config(128, 64, 8, 2), Config(32, 64, 8, 1), full(16, 32, 8, 1)),
         "dkdv": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
@@ -90,8 +90,10 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
     (90, 16): {
         **SAFE,
         "forward": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(128, 32, 8, 2)),
+        "forward filled": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "forward one": (Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 64, 8, 1)),
+        "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq listed": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(16, 32, 8, 1)),
         "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
         "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
@@ -137,7 +139,7 @@ def find(kernel: str, arch: int, bits: int, beside: str) -> Rows:
 def pick(kernel: str, arch: int, bits: int, head_dim: int, beside: str) -> Config:
     """The row for this call. ``arch`` is 10 · major + minor, or 0 for the interpreter.
 
-    ``beside``: "", "one", "listed", "several" or "unaligned".
+    ``beside``: "", "filled", "one", "listed", "several" or "unaligned".
     """
     if arch == 0:
         part = INTERPRETED_PART if bits == 32 and head_dim > 128 else None
@@ -164,10 +166,7 @@ INTERPRETED_CHUNK = 32
 # Columns of values that are taken at once; a row's denominator is made anew for each so many.
 LINEAR_WIDEST = {16: 128, 32: 64}
 LINEAR: dict[int, dict[str, Config]] = {
-    16: {
-        **dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)),
-        "states": full(64, 64, 8, 2),
-    },
+    16: {**dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)), "states": full(64, 64, 8, 2)},
     32: {
         **dict.fromkeys(LINEAR_KERNELS, Config(32, 32, 8, 1)),
         **dict.fromkeys(("output", "dx", "dy"), Config(32, 16, 8, 1)),

@@ -47,7 +47,8 @@ def _config(
     elif mapped:
         beside = "listed"
     else:
-        beside = "one" if extras or any(padded(d) > d for d in dims) else ""
+        filled = any(padded(dim) > dim for dim in dims)
+        beside = "one" if extras else "filled" if filled else ""
     config = pick(kernel, arch, 8 * q.element_size(), max(dims), beside)
     split = not extras and beside not in ("several", "unaligned")
     config = config._replace(split=split)
