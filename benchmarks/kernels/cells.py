@@ -32,7 +32,7 @@ class Cell(NamedTuple):
     head_dim: int
     activation: str = ""
     # One of EXTRAS or BARE; "heads", a mask of keys for each head; or "all" of EXTRAS with a sink
-    # and the gradient of lse on top, then "odd" for strides that no wide load divides.
+    # and the gradient of lse on top, then "unaligned" for strides that no wide load divides.
     extra: str = ""
 
     @property
@@ -45,9 +45,10 @@ class Cell(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Cells of these kernels, ways to normalize, dtypes, head dimensions and extras: all of each.
+    """Cells of these kernels, kinds of activation, dtypes, head dimensions and extras: all of each.
 
-    A call is causal and has a gain, unless it is one of BARE.
+    A kind is that of `activations.Use`, or "linear". A call is causal and has a gain, unless it is
+    one of BARE.
     """
 
     kernels: tuple[str, ...]
@@ -74,14 +75,14 @@ GROUPS = (
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),
     Group(FLASH, "threshold", "fp32", POWERS, ("all",)),
     Group(FLASH, "online", "fp32", (128, 256), ("all",)),
-    Group(FLASH, "online", "bf16", POWERS, ("all odd",)),
-    Group(FLASH, "online", "fp32", (256,), ("all odd",)),
+    Group(FLASH, "online", "bf16", POWERS, ("all unaligned",)),
+    Group(FLASH, "online", "fp32", (256,), ("all unaligned",)),
     Group(BOTH, "online", "bf16", QUICK_DIMS, BARE),
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(BOTH, "online", "bf16", POWERS, ("segments",)),
     Group(BOTH, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
     # With each number of rows in a tile.
-    Group(("decode",), "online", "bf16 fp32", DECODED, (*FEW, "all", "all odd")),
+    Group(("decode",), "online", "bf16 fp32", DECODED, (*FEW, "all", "all unaligned")),
     Group(("decode",), "none", "bf16 fp32", DECODED),
     Group(("decode",), "threshold", "bf16 fp32", DECODED, ("all",)),
     Group(("decode",), "sum", "fp16", DECODED),

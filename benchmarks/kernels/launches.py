@@ -75,7 +75,7 @@ def described(cell: Cell, q: Tensor, keys: int) -> Described:
 def describe_flash(cell: Cell) -> Any:
     from attnzoo.backends.triton.flash import launch
 
-    shape = (1, 2, 1024, cell.head_dim + cell.extra.endswith("odd"))
+    shape = (1, 2, 1024, cell.head_dim + cell.extra.endswith("unaligned"))
     q = torch.empty(shape, dtype=DTYPES[cell.dtype], device="meta")[..., : cell.head_dim]
     vector, arch = launch.new_row(q), arch_of(cell)
     layout, form, vectors, alpha, lse = described(cell, q, shape[2])
@@ -128,7 +128,7 @@ def describe_decode(cell: Cell) -> Any:
     """A call of one query, or of a few, of a group of eight heads."""
     from attnzoo.backends.triton.decode import launch
 
-    dim = cell.head_dim + cell.extra.endswith("odd")
+    dim = cell.head_dim + cell.extra.endswith("unaligned")
     q = torch.empty(1, 8, few_queries(cell), dim, dtype=DTYPES[cell.dtype], device="meta")
     q, k = (x[..., : cell.head_dim] for x in (q, q.new_empty(1, 1, KEYS, dim)))
     layout, form, vectors, alpha, lse = described(cell, q, KEYS)

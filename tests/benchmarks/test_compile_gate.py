@@ -45,6 +45,7 @@ def test_compiles_a_kernel_and_writes_what_it_found(tmp_path: Path) -> None:
         "exp D=64 bf16",
         "exp D=64 fp32",
         "exp D=64 bf16 all",
+        "exp D=64 bf16 all unaligned",
     ]
     for row in rows:
         assert set(row) == {
