@@ -13,7 +13,7 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, complete, load_plugin
 
-# Of a variant that has a length among its parameters.
+# For a variant whose parameters depend on the length of its sequences.
 LENGTH = 1024
 
 
@@ -42,7 +42,8 @@ class Use(NamedTuple):
 
 
 def uses(variants: Iterable[str]) -> list[Use]:
-    """With their defaults and with a tensor for each parameter that may be one."""
+    """With their defaults, and with a tensor for each parameter that may be one: that is how a
+    variant comes to a form with a shape for each query."""
     found = []
     x = torch.empty(1, 1, 1, 1)
     for name in variants:
