@@ -1,4 +1,4 @@
-"""The table of the compile gate: every kernel with everything that its compilation depends on."""
+"""What the compile gate compiles: every kernel with everything that its compilation depends on."""
 
 from __future__ import annotations
 
@@ -9,117 +9,115 @@ from typing import NamedTuple
 import torch
 
 from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS
+from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode")
-# Of linear forms: Taylor's 153 at D = 16, filled up to eights.
-FEATURES = 160
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# normalize, unit and whether φ vanishes at −∞, for each Triton activation.
-TWINS = {
-    "exp": ("online", 1.4426950408889634, True),
-    "sigmoid": ("none", 1.4426950408889634, True),
-    "taylor2": ("sum", 1.0, False),
-    "entmax15": ("threshold", 1.0, True),
-    "q_exp": ("threshold", 1.0, True),
-}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
-# Of `decode` beside the walk itself, by the stage's name in place of a twin.
-STAGES = ("products", "statistics", "solver", "merge")
-# Calls that are not both causal and scaled row by row.
+# Calls that are not both causal and scaled query by query.
 BARE = ("full", "no gain", "full no gain")
+# Launches of `decode` that read no activation or no head dimension.
+STAGES = ("decode statistics", "decode solver", "decode merge")
 
 
 class Cell(NamedTuple):
     """One kernel with everything that its compilation depends on."""
 
-    kernel: str
+    kernel: str  # of KERNELS; of linear and decode with the launch, where there are several
     arch: str
     dtype: str
     head_dim: int
-    twin: str
-    # One of EXTRAS, or "all" with a sink and the gradient of lse on top; then "odd" for strides
-    # that no wide load divides. Or one of BARE.
+    activation: str = ""
+    # One of EXTRAS or BARE; "heads", a mask of keys for each head; or "all" of EXTRAS with a sink
+    # and the gradient of lse on top, then "unaligned" for strides that no wide load divides.
     extra: str = ""
 
     @property
     def config(self) -> str:
-        return f"{self.twin} D={self.head_dim} {self.dtype} {self.extra}".rstrip()
+        return f"{self.activation} D={self.head_dim} {self.dtype} {self.extra}".strip()
+
+    @property
+    def family(self) -> str:
+        return self.kernel.split()[0]
+
+
+class Group(NamedTuple):
+    """Cells of these kernels, kinds of activation, dtypes, head dimensions and extras: all of each.
+
+    A kind is that of `activations.Use`, or "linear". A call is causal and has a gain, unless it is
+    one of BARE.
+    """
+
+    kernels: tuple[str, ...]
+    kinds: str
+    dtypes: str
+    dims: tuple[int, ...]
+    extras: tuple[str, ...] = ("",)
+    archs: tuple[str, ...] = ARCHITECTURES
+
+
+BOTH = ("forward", "dq", "dkdv")
+FLASH = (*BOTH, "stats", "threshold")
+POWERS = (64, 128, 256)  # the columns of other head dimensions are filled up to a power of two
+DECODED = (96, *POWERS)
+FEW = ("", "keys", "heads", "window")
+GROUPS = (
+    Group(FLASH, "online none threshold family", "bf16", POWERS),
+    Group(BOTH, "online none threshold", "bf16", (96,)),
+    Group(("forward", "dq"), "online none", "bf16", (48, 192)),
+    Group(FLASH, "online threshold", "fp32", POWERS),
+    # Like a softmax, but for a maximum that fp16 alone needs.
+    Group(("forward",), "sum", "fp16", POWERS),
+    Group(("dq", "dkdv"), "sum", "fp16", (128,)),
+    Group(FLASH, "online family", "bf16", POWERS, ("all",)),
+    Group(FLASH, "threshold", "fp32", POWERS, ("all",)),
+    Group(FLASH, "online", "fp32", (128, 256), ("all",)),
+    Group(FLASH, "online", "bf16", POWERS, ("all unaligned",)),
+    Group(FLASH, "online", "fp32", (256,), ("all unaligned",)),
+    Group(BOTH, "online", "bf16", QUICK_DIMS, BARE),
+    Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
+    Group(BOTH, "online", "bf16", POWERS, ("segments",)),
+    Group(BOTH, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
+    # With each number of rows in a tile.
+    Group(("decode",), "online", "bf16 fp32", DECODED, (*FEW, "all", "all unaligned")),
+    Group(("decode",), "none", "bf16 fp32", DECODED),
+    Group(("decode",), "threshold", "bf16 fp32", DECODED, ("all",)),
+    Group(("decode",), "sum", "fp16", DECODED),
+    Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
+    Group(("decode products",), "threshold", "bf16 fp32", DECODED, FEW),
+    Group(("decode products",), "online", "bf16 fp32", DECODED, ("all",)),
+    Group(("decode statistics",), "online", "fp32", (64,)),
+    Group(("decode solver",), "threshold", "fp32", (64,)),
+    Group(("decode solver",), "family", "fp32", (64,), ("all",)),
+    Group(("decode merge",), "online", "fp32", DECODED, ("", "all")),
+    Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16 fp32", (64,)),
+    Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16", (128,)),
+)
 
 
 def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
-    """Calls that meet every row of `configs`: twins plain, some with all extras, exp with each.
-
-    A call is causal and has a gain, unless it is one of BARE. A dimension that is no power of two
-    takes other rows than the next power of two does only where it is plain.
-    """
-    for arch in archs:
-        for dim in dims:
-            if dim in QUICK_DIMS:
-                for dtype, name in product(
-                    ("bf16", "fp32") if dim == 64 else ("bf16",), LINEAR_KERNELS
-                ):
-                    yield Cell("linear", arch, dtype, dim, name)
-            yield from decode_cells(arch, dim)
-            if dim & (dim - 1):
-                for twin in ("exp", "sigmoid", "entmax15"):
-                    for kernel in ("forward", "dq", "dkdv"):
-                        yield Cell(kernel, arch, "bf16", dim, twin)
-                continue
-            for twin, (normalize, *_) in TWINS.items():
-                kernels = ["forward", "dq", "dkdv"]
-                kernels += ["stats"] if twin == "exp" else []
-                kernels += ["threshold"] if normalize == "threshold" else []
-                for kernel in kernels:
-                    if twin == "taylor2":  # like exp, but for a maximum that fp16 alone needs
-                        if kernel == "forward" or dim == 128:
-                            yield Cell(kernel, arch, "fp16", dim, twin)
-                        continue
-                    yield Cell(kernel, arch, "bf16", dim, twin)
-                    if twin in ("exp", "entmax15"):
-                        yield Cell(kernel, arch, "fp32", dim, twin)
-                    if twin in ("exp", "q_exp"):
-                        yield Cell(kernel, arch, "bf16", dim, twin, "all")
-                    if twin == "entmax15" or (twin, dim) in (("exp", 128), ("exp", 256)):
-                        yield Cell(kernel, arch, "fp32", dim, twin, "all")
-                    if twin == "exp" and dim >= 128:
-                        yield Cell(kernel, arch, "bf16", dim, twin, "all odd")
-                        if dim == 256:
-                            yield Cell(kernel, arch, "fp32", dim, twin, "all odd")
-                    if dim in QUICK_DIMS and kernel != "stats" and twin != "q_exp":
-                        for extra in BARE if twin == "exp" else ("full no gain",):
-                            yield Cell(kernel, arch, "bf16", dim, twin, extra)
-                    if twin == "exp" and kernel != "stats":
-                        all_of_them = (dim, arch) == (128, "sm_90")
-                        for extra in EXTRAS if all_of_them else ("segments",):
-                            yield Cell(kernel, arch, "bf16", dim, twin, extra)
-
-
-def decode_cells(arch: str, dim: int) -> Iterator[Cell]:
-    """With each number of rows in a tile; a mask of keys is one for all heads, or one for each."""
-    for dtype in ("bf16", "fp32"):
-        for twin, extra in product(("exp", "products"), ("", "keys", "heads", "window", "all")):
-            yield Cell("decode", arch, dtype, dim, twin, extra)
-        yield Cell("decode", arch, dtype, dim, "sigmoid")
-        yield Cell("decode", arch, dtype, dim, "entmax15", "all")
-    yield Cell("decode", arch, "fp16", dim, "taylor2")
-    if dim in QUICK_DIMS:
-        yield Cell("decode", arch, "bf16", dim, "exp", "full no gain")
-    for dtype in ("bf16", "fp32"):
-        yield Cell("decode", arch, dtype, dim, "exp", "all odd")
-    if dim == 64:  # the others read no head dimension
-        for stage in ("statistics", "solver"):
-            yield Cell("decode", arch, "fp32", dim, stage)
-        yield Cell("decode", arch, "fp32", dim, "solver", "all")
-    yield Cell("decode", arch, "fp32", dim, "merge")
-    yield Cell("decode", arch, "fp32", dim, "merge", "all")
+    """All cells, none twice. A dimension not in HEAD_DIMS is taken as 96 if it is filled up."""
+    names, seen = {**kinds(), "linear": ""}, set()
+    for arch, dim, group in product(archs, dims, GROUPS):
+        like = dim if dim in HEAD_DIMS else 96 if dim & (dim - 1) else 64
+        if arch not in group.archs or like not in group.dims:
+            continue
+        for kind, kernel, dtype, extra in product(
+            group.kinds.split(), group.kernels, group.dtypes.split(), group.extras
+        ):
+            wrong = {"stats": kind != "online", "threshold": kind not in ("threshold", "family")}
+            cell = Cell(kernel, arch, dtype, dim, names[kind], extra)
+            if not wrong.get(kernel) and cell not in seen:
+                seen.add(cell)
+                yield cell
 
 
 def quick_cells(archs: list[str]) -> Iterator[Cell]:
-    """The part of the table that most calls use: bf16, without extras, and what decoding adds."""
+    """The part that most calls use: bf16, without extras, and what decoding adds."""
     for cell in cells(archs, list(QUICK_DIMS)):
-        stage = cell.twin in STAGES and cell.dtype == "fp32" and cell.twin != "products"
-        if (cell.dtype == "bf16" or stage) and cell.extra in ("", *BARE) and cell.twin != "q_exp":
+        common = cell.dtype == "bf16" or cell.kernel in STAGES
+        if common and cell.extra in ("", *BARE) and cell.activation != kinds()["family"]:
             yield cell

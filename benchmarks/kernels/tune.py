@@ -2,9 +2,10 @@
 
 Compiles one kernel for one kind of call in every block size, number of warps and of stages that is
 asked for, and prints those that stay within registers and shared memory as rows for
-`configurations`. Without a GPU the largest tiles come first. With one, the whole pass
-that the kernel is part of is timed in each of them and with the table's own row, in the same
-rounds, and the fastest come first; one whose result differs from the table's is named, not ranked.
+`configurations`. Without a GPU the largest tiles come first. With one, the whole forward or
+backward that the kernel is part of is timed in each of them and with the table's own row, in the
+same rounds, and the fastest come first; one whose result differs from the table's is named, not
+ranked.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -28,20 +27,13 @@ import attnzoo
 from benchmarks.harness.grid import TOKENS
 from benchmarks.harness.options import positive
 from benchmarks.harness.timing import CudaEvents, Spread, Timer, ratio
-from benchmarks.kernels import plugin_twins
-from benchmarks.kernels.cells import ARCHITECTURES, DTYPES, EXTRAS, KERNELS, TWINS, Cell
-from benchmarks.kernels.compile import Compiled, compile_cell, enlist, few_queries, require_compiler
+from benchmarks.kernels.activations import Use, activations, uses
+from benchmarks.kernels.cells import ARCHITECTURES, DTYPES, EXTRAS, KERNELS, Cell
+from benchmarks.kernels.compile import Compiled, compile_cell, processes, require_compiler
+from benchmarks.kernels.launches import arch_of, extras_of, few_queries
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
-# A variant of each twin, to be called; α = 1.4 has no activation of its own.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "exp": ("ssmax", {}),
-    "sigmoid": ("sigmoid", {}),
-    "taylor2": ("taylor", {}),
-    "entmax15": ("entmax", {}),
-    "q_exp": ("entmax", {"alpha": 1.4}),
-}
 HEADS = 16
 TABLE = "the table's"
 # Results may differ by their rounding to 16 bits, and sums by their order.
@@ -67,24 +59,15 @@ class Timed(NamedTuple):
     difference: float  # of results, relative to the largest
 
 
-def numbers(text: str) -> list[int]:
-    try:
-        found = [int(n) for n in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected positive numbers, as 4,8")
-    return found
-
-
-def powers(least: int):
+def numbers(least: int, powers: bool = True) -> Callable[[str], list[int]]:
     """Triton's tiles are powers of two, of 16 at least; and so are numbers of warps."""
 
     def convert(text: str) -> list[int]:
-        found = numbers(text)
-        if any(n & (n - 1) or n < least for n in found):
+        found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+        if any(n < least or (powers and n & (n - 1)) for n in found):
+            what = f"{'powers of two' if powers else 'numbers'} from {least} on"
             raise argparse.ArgumentTypeError(
-                f"{text!r}: expected powers of two from {least} on, as {4 * least},{8 * least}"
+                f"{text!r}: expected {what}, as {4 * least},{8 * least}"
             )
         return found
 
@@ -96,92 +79,39 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     kernels = [name for name in KERNELS if name != "linear"]
     add("--kernel", choices=kernels, required=True, help="the kernel to try block sizes of")
-    words = f"the activation: {', '.join(TWINS)}, or one of the plugin's"
-    add("--twin", default="exp", metavar="NAME", help=words)
+    add("--twin", default="exp", metavar="NAME", help="the activation (default: exp)")
     add_plugin(parser)
     add("--extra", choices=("", *EXTRAS, "all"), default="", help="what else the call has")
     add("--head-dim", type=positive(int), default=128, metavar="D", help="default: 128")
     add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     add("--arch", choices=ARCHITECTURES, help="default: the GPU's, or sm_90")
-    add(
-        "--blocks",
-        type=powers(16),
-        default=[32, 64, 128],
-        metavar="N,N,…",
-        help="rows and columns of a block (default: 32,64,128)",
+    lists = (
+        ("--blocks", numbers(16), [32, 64, 128], "rows and columns (default: 32,64,128)"),
+        ("--warps", numbers(1), [4, 8], "numbers of warps (default: 4,8)"),
+        ("--stages", numbers(1, powers=False), [1, 2, 3], "numbers of stages (default: 1,2,3)"),
+        ("--parts", numbers(16), [], "columns to take at a time, beside all columns at once"),
     )
-    add(
-        "--warps",
-        type=powers(1),
-        default=[4, 8],
-        metavar="N,N,…",
-        help="numbers of warps (default: 4,8)",
+    for option, kind, default, words in lists:
+        add(option, type=kind, default=default, metavar="N,N,…", help=words)
+    single = (
+        ("--length", 16384, "length of the sequences that are timed (default: 16384)"),
+        ("--most", 16, "the most rows to time and print (default: 16)"),
+        ("--jobs", os.cpu_count() or 1, "number of processes that compile"),
     )
-    add(
-        "--stages",
-        type=numbers,
-        default=[1, 2, 3],
-        metavar="N,N,…",
-        help="numbers of stages (default: 1,2,3)",
-    )
-    add(
-        "--parts",
-        type=powers(16),
-        default=[],
-        metavar="N,N,…",
-        help="numbers of columns to take at a time, beside all columns at once",
-    )
-    add(
-        "--length",
-        type=positive(int),
-        default=16384,
-        metavar="N",
-        help="length of the sequences that are timed",
-    )
-    add(
-        "--most",
-        type=positive(int),
-        default=16,
-        metavar="N",
-        help="the most rows to time and print",
-    )
-    add(
-        "--jobs",
-        type=positive(int),
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="number of processes that compile",
-    )
+    for option, default, words in single:
+        add(option, type=positive(int), default=default, metavar="N", help=words)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    enlist(args.plugin)
-    if args.twin not in TWINS:
-        raise UsageError(f"--twin must be one of {', '.join(TWINS)}, got {args.twin!r}")
-    normalize, head_dim = TWINS[args.twin][0], args.head_dim
-    if head_dim > 256:
-        raise UsageError(f"--head-dim must be from 1 to 256, got {head_dim}")
-    if args.kernel == "threshold" and normalize != "threshold":
-        raise UsageError(f"--kernel threshold is for a threshold's twin, {args.twin} is none")
-    if args.kernel == "stats" and args.twin != "exp":
-        raise UsageError("--kernel stats is for --twin exp")
-    if args.kernel == "decode" and max(args.blocks) > 128:
-        raise UsageError(f"--blocks of decode must be at most 128, got {max(args.blocks)}")
-    gpu = torch.cuda.is_available()
-    if gpu and args.arch is not None:
-        raise UsageError("--arch is for a machine without a GPU: on this one it is the GPU's")
+    cell = wanted(args)
     require_compiler("tune")
-    arch = device_arch() if gpu else args.arch or "sm_90"
-    cell = Cell(args.kernel, arch, args.dtype, head_dim, args.twin, args.extra)
-    few = args.kernel == "decode"
-    rows = max(16, 8 * few_queries(cell)) if few else None
-    given = candidates(args, normalize == "threshold" and not few, rows)
-    print(f"{args.kernel}, {cell.config}, {arch}: {len(given)} to compile", flush=True)
+    gpu = torch.cuda.is_available()
+    if gpu:
+        cell = cell._replace(arch=device_arch())
+    given = candidates(args, cell)
+    print(f"{cell.kernel}, {cell.config}, {cell.arch}: {len(given)} to compile", flush=True)
     clean = compiled(cell, given, args.jobs, args.plugin)[: args.most]
-    if args.plugin is not None:
-        own = plugin_twins.twins(args.plugin)
-        VARIANTS.update({name: (twin.variant, twin.params) for name, twin in own.items()})
     timed = timings(cell, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
     for text in table(clean, timed):
         print(text)
@@ -193,6 +123,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def wanted(args: argparse.Namespace) -> Cell:
+    """The cell that the options ask for; an option that is wrong is refused here."""
+    known, name = activations(), args.twin
+    if name not in known:
+        raise UsageError(f"--twin must be one of {', '.join(known)}, got {name!r}")
+    if args.head_dim > 256:
+        raise UsageError(f"--head-dim must be from 1 to 256, got {args.head_dim}")
+    if args.kernel == "threshold" and known[name].form.normalize != "threshold":
+        raise UsageError(f"--kernel threshold is for a threshold's activation, {name} is none")
+    if args.kernel == "stats" and known[name].kind != "online":
+        raise UsageError("--kernel stats is for --twin exp")
+    if args.kernel == "decode" and max(args.blocks) > 128:
+        raise UsageError(f"--blocks of decode must be at most 128, got {max(args.blocks)}")
+    if torch.cuda.is_available() and args.arch is not None:
+        raise UsageError("--arch is for a machine without a GPU: on this one it is the GPU's")
+    arch = args.arch or "sm_90"
+    return Cell(args.kernel, arch, args.dtype, args.head_dim, name, args.extra)
+
+
 def device_arch() -> str:
     """The architecture whose rows the table has for this GPU."""
     from attnzoo.backends.triton.common.configurations import SHARED
@@ -202,16 +151,18 @@ def device_arch() -> str:
     return f"sm_{found if found in SHARED else 80}"
 
 
-def candidates(args: argparse.Namespace, mapped: bool, rows: int | None = None) -> list[Tile]:
-    """``rows``: what the call packs in one tile, where that is no matter of choice."""
+def candidates(args: argparse.Namespace, cell: Cell) -> list[Tile]:
     from attnzoo.backends.triton.common.configurations import Config
 
-    tiles = []
-    heights = args.blocks if rows is None else [rows]
-    for m, n, warps, stages in product(heights, args.blocks, args.warps, args.stages):
-        for part in (None, *args.parts):
-            tiles.append(Tile(Config(m, n, warps, stages, part=part), (m, n) if mapped else None))
-    return tiles
+    few = cell.kernel == "decode"  # packs its queries in one tile, which is no matter of choice
+    mapped = not few and activations()[cell.activation].form.normalize == "threshold"
+    heights = [max(16, 8 * few_queries(cell))] if few else args.blocks
+    sizes = product(heights, args.blocks, args.warps, args.stages)
+    return [
+        Tile(Config(m, n, *rest, part=part), (m, n) if mapped else None)
+        for m, n, *rest in sizes
+        for part in (None, *args.parts)
+    ]
 
 
 @contextmanager
@@ -225,11 +176,11 @@ def replaced(kernel: str, tile: Tile) -> Iterator[None]:
     def pick(name: str, *rest: Any) -> Any:
         return tile.config if name == kernel else own(name, *rest)
 
-    def map_tile(*facts: Any) -> tuple[int, int]:
-        return tile.map or own_map(*facts)
+    def map_tile(*call: Any) -> tuple[int, int]:
+        return tile.map or own_map(*call)
 
-    def decode_config(*facts: Any) -> Any:
-        return tile.config if kernel == "decode" else own_decode(*facts)
+    def decode_config(*call: Any) -> Any:
+        return tile.config if kernel == "decode" else own_decode(*call)
 
     with (
         mock.patch.object(launch, "pick", pick),
@@ -250,13 +201,12 @@ def compiled(
     """Those within the limits: the largest tiles first, then those with fewer registers."""
     from attnzoo.backends.triton.common.configurations import SHARED
 
-    limit, found = SHARED[int(cell.arch.removeprefix("sm_"))], []
-    spawned: dict[str, Any] = {"initializer": enlist, "initargs": (plugin,)}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), **spawned) as pool:
+    limit, found = SHARED[arch_of(cell)], []
+    with processes(jobs, plugin) as pool:
         for tile, row in zip(tiles, pool.map(partial(compile_tile, cell), tiles), strict=True):
             if isinstance(row, str):
                 print(f"{tile} does not compile: {row}")
-            elif row.objection(cell.dtype != "fp32", limit) is None:
+            elif row.unsound(cell.dtype != "fp32", limit) is None:
                 found.append((tile, row))
     size = {tile: tile.config.block_m * tile.config.block_n for tile, _ in found}
     return sorted(found, key=lambda pair: (-size[pair[0]], pair[1].registers))
@@ -265,47 +215,49 @@ def compiled(
 def call_of(cell: Cell, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
     """The call that a cell describes, at this length: its output and its leaves."""
     kind: dict[str, Any] = {"dtype": DTYPES[cell.dtype], "device": device}
-    shape = (max(1, TOKENS // length), HEADS, length, cell.head_dim)
     few = cell.kernel == "decode"  # of groups of eight heads, as the gate has them
-    shapes = [shape] * 3
-    if few:
-        shapes = [
-            (*shape[:2], few_queries(cell), shape[3]),
-            *[(shape[0], max(1, HEADS // 8), *shape[2:])] * 2,
-        ]
-    q, k, v = (torch.randn(shape, **kind).requires_grad_() for shape in shapes)
-    variant, params = VARIANTS[cell.twin]
-    if cell.kernel == "stats":
-        variant = "adaptive_temperature"
-    chosen = EXTRAS if cell.extra == "all" else (cell.extra,)
+    batch, dim = max(1, TOKENS // length), cell.head_dim
+    heads, queries = (max(1, HEADS // 8), few_queries(cell)) if few else (HEADS, length)
+    q = torch.randn(batch, HEADS, queries, dim, **kind).requires_grad_()
+    k, v = (torch.randn(batch, heads, length, dim, **kind).requires_grad_() for _ in range(2))
+    use, chosen = use_of(cell), extras_of(cell)
+    params = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in use.params.items()}
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": few, **params}
     if "window" in chosen:
         options["window"] = max(1, length // 4)
     if "alibi" in chosen:
         options["alibi"] = torch.linspace(0.01, 0.5, HEADS, device=device)
     if "segments" in chosen:
-        ids = (torch.arange(length, device=device) // max(1, length // 4)).expand(shape[0], length)
-        options["segment_ids"] = ids[:, -q.shape[2] :], ids
+        ids = (torch.arange(length, device=device) // max(1, length // 4)).expand(batch, length)
+        options["segment_ids"] = ids[:, -queries:], ids
     if "keys" in chosen:
         options["attn_mask"] = torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
     if "mask" in chosen:
-        options["attn_mask"] = torch.ones(1, 1, q.shape[2], length, dtype=torch.bool, device=device)
+        options["attn_mask"] = torch.ones(1, 1, queries, length, dtype=torch.bool, device=device)
 
     def call() -> tuple[Tensor, tuple]:
         backend = "decode" if few else "flash"
-        return attnzoo.attention(q, k, v, variant, backend=backend, **options), (q, k, v)
+        return attnzoo.attention(q, k, v, use.variant, backend=backend, **options), (q, k, v)
 
     return call
+
+
+def use_of(cell: Cell) -> Use:
+    """The variant that is called: one whose gain needs the kernel, or has the cell's activation."""
+    if cell.kernel != "stats":
+        return activations()[cell.activation]
+    every = uses(attnzoo.list_variants())
+    return next(use for use in every if isinstance(use.form.gain, attnzoo.FromStatistics))
 
 
 def timings(
     cell: Cell, tiles: list[Tile], length: int, timer: Timer, device: str = "cuda"
 ) -> dict[Tile, Timed]:
-    """The forward pass, or for dq and dkdv the backward pass, with each of these rows."""
+    """The forward, or for dq and dkdv the backward, with each of these rows."""
     call, calls, results = call_of(cell, length, device), {}, {}
     own = Tile(None, None)
     for tile in (own, *tiles):
-        calls[str(tile) if tile is not own else TABLE] = once = one_pass(cell, tile, call)
+        calls[str(tile) if tile is not own else TABLE] = once = one_way(cell, tile, call)
         results[tile] = once()
     timer.settle()
     seconds = timer.rounds(calls, 10, 0.05)
@@ -321,10 +273,10 @@ def timings(
     return found
 
 
-def one_pass(
+def one_way(
     cell: Cell, tile: Tile, call: Callable[[], tuple[Tensor, tuple]]
 ) -> Callable[[], tuple[Tensor, ...]]:
-    patched = partial(replaced, cell.kernel, tile) if tile.config is not None else unchanged
+    patched = partial(replaced, cell.kernel, tile) if tile.config is not None else nullcontext
     if cell.kernel not in ("dq", "dkdv"):
 
         def forward() -> tuple[Tensor, ...]:
@@ -341,11 +293,6 @@ def one_pass(
             return torch.autograd.grad(out, leaves, do, retain_graph=True)
 
     return backward
-
-
-@contextmanager
-def unchanged() -> Iterator[None]:
-    yield
 
 
 def table(clean: list[tuple[Tile, Compiled]], timed: dict[Tile, Timed]) -> Iterator[str]:

@@ -12,20 +12,23 @@ import pytest
 import torch
 import triton.language as tl
 
+import attnzoo
 from attnzoo.backends.triton.common import configurations as configs
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.flash import launch
+from benchmarks.kernels.activations import activations
 from benchmarks.kernels.cells import (
     ARCHITECTURES,
     HEAD_DIMS,
     KERNELS,
     STAGES,
-    TWINS,
     Cell,
     cells,
     quick_cells,
 )
-from benchmarks.kernels.compile import Compiled, describe
+from benchmarks.kernels.compile import Compiled
+from benchmarks.kernels.launches import describe
+from commandline.errors import UsageError
 from helpers.commands import benchmarks, refusal
 
 
@@ -42,6 +45,7 @@ def test_compiles_a_kernel_and_writes_what_it_found(tmp_path: Path) -> None:
         "exp D=64 bf16",
         "exp D=64 fp32",
         "exp D=64 bf16 all",
+        "exp D=64 bf16 all unaligned",
     ]
     for row in rows:
         assert set(row) == {
@@ -63,20 +67,20 @@ def test_compiles_a_kernel_and_writes_what_it_found(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong(row: Compiled, words: str | None) -> None:
-    said = row.objection(sixteen_bit=True, limit=100)
+    said = row.unsound(sixteen_bit=True, limit=100)
     assert said is None if words is None else words in str(said)
 
 
 def test_fp32_may_do_without_tensor_cores() -> None:
     row = Compiled("dq", "c", "sm_90", 100, 0, 0, None)
-    assert row.objection(sixteen_bit=False, limit=100) is None
+    assert row.unsound(sixteen_bit=False, limit=100) is None
 
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("--arch", "sm_70", "--arch must be of sm_80, sm_90, sm_100, got 'sm_70'"),
-        ("--head-dims", "300", "--head-dims must be from 1 to 256"),
+        ("--head-dims", "300", "--head-dims must be numbers from 1 to 256"),
         ("--head-dims", "x", "--head-dims must be numbers"),
         ("--kernels", "encode", "--kernels must be of forward"),
         ("--quick", "--head-dims=64", "--quick has its own head dimensions"),
@@ -92,16 +96,16 @@ def test_bad_options_are_refused(
 
 
 def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = []
+    met, few = set(), set()
 
-    def spy(*args: Any) -> configs.Config:
-        met.append(found := configs.find(*args))
-        return found[-1]
-
-    few = []
+    def spy(kernel: str, arch: int, bits: int, head_dim: int, beside: str) -> configs.Config:
+        rows = configs.find(kernel, arch, bits, beside)
+        config = configs.of_dim(rows, head_dim)
+        met.add((id(rows), config))
+        return config
 
     def spy_on_decode(*args: Any) -> configs.Config:
-        few.append(found := configs.decode_config(*args))
+        few.add(found := configs.decode_config(*args))
         return found
 
     monkeypatch.setattr(launch, "pick", spy)
@@ -109,16 +113,11 @@ def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     found = list(cells(list(ARCHITECTURES), list(HEAD_DIMS)))
     for cell in found:
         describe(cell)
-    linear = {(c.dtype, c.twin) for c in found if c.kernel == "linear"}
-    assert linear == set(product(("bf16", "fp32"), configs.LINEAR_KERNELS))
-    assert set(few) == {config for rows in configs.DECODE.values() for _, config in rows}
-    listed = {
-        (key, kernel, most, config)
-        for key, table in configs.TABLE.items()
-        for kernel, rows in table.items()
-        for most, config in rows
-    }
-    assert set(met) == listed
+    linear = {(c.dtype, c.kernel) for c in found if c.family == "linear"}
+    assert linear == {(d, f"linear {x}") for d in ("bf16", "fp32") for x in configs.LINEAR_KERNELS}
+    assert few == {c for table in configs.DECODE.values() for rows in table.values() for c in rows}
+    listed = [rows for table in configs.TABLE.values() for rows in table.values()]
+    assert met == {(id(rows), config) for rows in listed for config in rows}
 
 
 def key(cell: Cell) -> tuple:
@@ -145,20 +144,37 @@ def test_quick_compiles_what_most_calls_use() -> None:
     assert len(found) < 250
     for arch, dim in product(ARCHITECTURES, (64, 128)):
         here = [c for c in found if (c.arch, c.head_dim) == (arch, dim)]
-        assert {c.kernel for c in here} == set(KERNELS)
+        assert {c.family for c in here} == set(KERNELS)
         for kernel in ("forward", "dq", "dkdv"):
-            launches = [describe(c) for c in here if (c.kernel, c.twin) == (kernel, "exp")]
+            launches = [describe(c) for c in here if (c.kernel, c.activation) == (kernel, "exp")]
             calls = {(x.args["right"] is None, x.args["gain"] is None) for x in launches}
             assert calls == set(product((True, False), repeat=2))
 
 
-def test_every_kernel_architecture_and_twin_is_compiled() -> None:
+def test_every_kernel_architecture_and_activation_is_compiled() -> None:
     found = list(cells(list(ARCHITECTURES), list(HEAD_DIMS)))
-    assert {cell.kernel for cell in found} == set(KERNELS)
-    stages = {(c.arch, c.twin) for c in found if c.kernel == "decode"}
-    assert stages >= set(product(ARCHITECTURES, STAGES))
-    for arch in ARCHITECTURES:
-        for dim in HEAD_DIMS:
-            pairwise = [c for c in found if c.kernel not in ("linear", "decode")]
-            twins = {c.twin for c in pairwise if (c.arch, c.head_dim) == (arch, dim)}
-            assert twins == (set(TWINS) if dim != 96 else {"exp", "sigmoid", "entmax15"})
+    assert {cell.family for cell in found} == set(KERNELS)
+    for arch, stage in product(ARCHITECTURES, (*STAGES, "decode", "decode products")):
+        assert any((c.arch, c.kernel) == (arch, stage) for c in found)
+    every = {"exp", "sigmoid", "entmax15", "q_exp", "taylor2"}
+    filled = {48: {"exp", "sigmoid"}, 96: {"exp", "sigmoid", "entmax15"}, 192: {"exp", "sigmoid"}}
+    for arch, dim in product(ARCHITECTURES, HEAD_DIMS):
+        flash = [c for c in found if c.family not in ("linear", "decode")]
+        names = {c.activation for c in flash if (c.arch, c.head_dim) == (arch, dim)}
+        assert names == filled.get(dim, every)
+
+
+def test_two_activations_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attnzoo.core.registry, "_VARIANTS", dict(attnzoo.core.registry._VARIANTS))
+    own = attnzoo.Activation("exp", torch.exp, lambda s, phi, shape: phi, triton="elsewhere:exp")
+    attnzoo.register_variant(
+        attnzoo.Variant(
+            "other",
+            "",
+            "",
+            lambda q, k, call: q,
+            forms=lambda call: (attnzoo.Pairwise(own, "sum"),),
+        )
+    )
+    with pytest.raises(UsageError, match="different activations of the name 'exp'"):
+        activations()

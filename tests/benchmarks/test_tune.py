@@ -27,10 +27,10 @@ def test_without_a_gpu_it_prints_what_compiles_within_the_limits() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--kernel", "threshold"), "--kernel threshold is for a threshold's twin"),
+        (("--kernel", "threshold"), "--kernel threshold is for a threshold's activation"),
         (("--kernel", "stats", "--twin", "sigmoid"), "--kernel stats is for --twin exp"),
         (("--kernel", "dq", "--head-dim", "300"), "--head-dim must be from 1 to 256, got 300"),
-        (("--kernel", "dq", "--blocks", "64,x"), "expected positive numbers"),
+        (("--kernel", "dq", "--blocks", "64,x"), "expected powers of two from 16 on"),
         (("--kernel", "dq", "--blocks", "48"), "expected powers of two from 16 on"),
         (("--kernel", "dq", "--warps", "3"), "expected powers of two from 1 on"),
     ],
@@ -60,7 +60,7 @@ class OneRound(WallClock):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("kernel", "twin", "extra"),
+    ("kernel", "activation", "extra"),
     [
         ("dkdv", "sigmoid", ""),
         ("decode", "exp", ""),
@@ -70,8 +70,8 @@ class OneRound(WallClock):
         pytest.param("decode", "entmax15", "all", marks=pytest.mark.slow),
     ],
 )
-def test_times_each_and_finds_the_same_result(kernel: str, twin: str, extra: str) -> None:
-    cell = Cell(kernel, "sm_90", "fp32", 16, twin, extra)
+def test_times_each_and_finds_the_same_result(kernel: str, activation: str, extra: str) -> None:
+    cell = Cell(kernel, "sm_90", "fp32", 16, activation, extra)
     mapped = kernel == "threshold"
     tiles = [Tile(t.config, t.config[:2] if mapped else None) for t in (SMALL, WIDE)]
     with pytest.MonkeyPatch.context() as patch:

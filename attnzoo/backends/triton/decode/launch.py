@@ -91,10 +91,8 @@ def _arguments(
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many = block_m * q.element_size() > 64
     apart = facts.mask is not None and facts.mask.shape[1] > 1  # an address for each row and key
-    heavy = many or apart or dense_mask(facts) or count_extras(facts) > 1
-    load = "heavy" if heavy else ""
-    load = "odd" if align_of(q, k, v) == 1 else load
-    config = decode_config(arch, 8 * q.element_size(), dim, load)._replace(block_m=block_m)
+    safe = many or apart or dense_mask(facts) or count_extras(facts) > 1 or align_of(q, k, v) == 1
+    config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
     splits = _splits(q, k, facts, config, processors)
     args = {
         **common(q, k, facts), "first": splits.first, "last": splits.last, "span": splits.span,

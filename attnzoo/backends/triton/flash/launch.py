@@ -45,27 +45,25 @@ def _config(
     facts: Layout,
     mapped: bool,
     align: int,
-    *rows: Tensor | None,
+    *vectors: Tensor | None,
 ) -> Config:
-    """The row of the table, by what else has to be kept in registers.
+    """The row of the table, by what there is beside the plain loop; see `configurations`.
 
-    One of window, ALiBi, segments and a mask of keys fits in beside a single loop ("one"), as does
-    a list of blocks ("mapped"). A dense mask, two of those, or further rows (the shape, the
-    gradient of lse) make a call "heavy"; any of the four beside a list of blocks "crowded".
-    Strides that no wide load divides, where each element has an address of its own, make it "odd",
-    or "crowded" with a list, whatever else it is. A head dimension that is no power of two, whose
-    columns are masked, is "cut" if it is nothing else.
+    ``vectors``: those that few forms have.
     """
-    few = count_extras(facts)
-    heavy = dense_mask(facts) or few > 1 or any(x is not None for x in rows)
-    cut = padded(q.shape[3]) > q.shape[3] or padded(v.shape[3]) > v.shape[3]
-    load = "heavy" if heavy else "one" if few else "cut" if cut else ""
-    if mapped:
-        load = "crowded" if _small_tiles(q, k, v, facts) else "heavy" if heavy else "mapped"
-    elif align == 1:
-        load = "odd"
-    config = pick(kernel, arch, 8 * q.element_size(), max(q.shape[3], v.shape[3]), load)
-    split = config.split and not few and not heavy and load != "odd"
+    extras, dims = count_extras(facts), (q.shape[3], v.shape[3])
+    several = dense_mask(facts) or extras > 1 or any(x is not None for x in vectors)
+    if align == 1:
+        beside = "unaligned"
+    elif several or (mapped and _small_tiles(q, k, v, facts)):
+        beside = "several"
+    elif mapped:
+        beside = "listed"
+    else:
+        filled = any(padded(dim) > dim for dim in dims)
+        beside = "one" if extras else "filled" if filled else ""
+    config = pick(kernel, arch, 8 * q.element_size(), max(dims), beside)
+    split = not extras and beside not in ("several", "unaligned")
     config = config._replace(split=split)
     if not mapped:
         return config
