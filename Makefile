@@ -37,7 +37,7 @@ test-all: $(STAMP)
 	$(PYTEST) $(ARGS)
 
 test-arithmetic: $(STAMP)
-	$(BIN)/python scripts/test_arithmetic.py $(ARGS)
+	$(BIN)/python scripts/arithmetic.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

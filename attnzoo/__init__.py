@@ -21,8 +21,8 @@ from attnzoo.core.forms import (
 from attnzoo.core.plugins import Plugin, load_plugin
 from attnzoo.core.registry import get_variant, list_variants, register_variant
 from attnzoo.functional.attention import attention, attention_weights
+from attnzoo.functional.explain import Plan, explain
 from attnzoo.functional.linear_attention import LinearState, linear_attention
-from attnzoo.functional.plan import Plan, explain
 
 __version__ = "0.1.0"
 

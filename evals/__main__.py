@@ -14,7 +14,7 @@ from evals.harness.options import add_arguments, gather
 from evals.harness.run import run
 from evals.harness.study import load_plugins
 from evals.pretrained import sharpness
-from evals.reporting import compare, laws, output
+from evals.reporting import artifacts, compare, laws
 from evals.tasks import TASKS
 from evals.theory import ranks
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return sharpness.main(given)
         if given.command == "report":
             load_plugins(given.plugin)
-            return output.main(given.folders, given.out)
+            return artifacts.main(given.folders, given.out)
         if given.command == "compare":
             return compare.main(given.a, given.b, given.fail_below)
         names = list(TASKS) if given.command == ALL else [given.command]
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = gather(given, names)
         shared = options[names[0]]
         out = shared.out or Path("results") / shared.preset
-        status = run([TASKS[name] for name in names], options, out, output.write_results)
+        status = run([TASKS[name] for name in names], options, out, artifacts.write_results)
         if pretrained[0] is not None and not shared.dry_run:
             model, text = map(str, pretrained)
             line = [sharpness.NAME, "--model", model, "--text", text]

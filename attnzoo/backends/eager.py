@@ -28,7 +28,7 @@ def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor,
         w = torch.nn.functional.dropout(w, call.dropout_p)
     if not call.return_lse:
         return w, None
-    assert form.scores is not None  # dispatch has refused
+    assert form.scores is not None  # else return_lse has raised
     scores = form.scores(q, k, call, **form.params)
     _check(scores, call, f"scores of variant {form.name!r}")
     return w, call.logsumexp(scores)

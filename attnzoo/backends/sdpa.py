@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnzoo.backends.base import Backend
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.core.call import Call
+from attnzoo.core.checks import is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
-from attnzoo.core.values import is_readable
 from attnzoo.core.visibility import visible_entries
 
 # Keys. A vector of AVX-512 holds 16 numbers of fp32.

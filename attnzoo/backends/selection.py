@@ -1,16 +1,16 @@
-"""Which backends there are, and in which order they are tried: a pure function of the call."""
+"""Which backend runs a call: the first that supports it, in an order of preference."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from attnzoo.backends import eager, linear, sdpa
+from attnzoo.backends import BACKENDS, linear
 from attnzoo.backends.base import Backend
-from attnzoo.backends.tiled import backend as tiled
 from attnzoo.backends.triton.decode import backend as decode
-from attnzoo.backends.triton.flash import backend as flash
-from attnzoo.backends.triton.linear import backend as flash_linear
 from attnzoo.core.call import Call
+from attnzoo.core.checks import shown
 from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
 
 # Up to this many scores (half a MiB of fp32) the definition's few dense operations cost less than
@@ -30,18 +30,11 @@ MANY_KEYS = 1024
 MORE_KEYS = 4096
 
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
-        sdpa.BACKEND,
-        decode.BACKEND,
-        flash.BACKEND,
-        flash_linear.BACKEND,
-        linear.BACKEND,
-        tiled.BACKEND,
-        eager.BACKEND,
-    )
-}
+class Candidate(NamedTuple):
+    backend: str
+    form: Form
+    objection: str | None
+    note: str = ""  # what decided its place
 
 
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]]:
@@ -119,3 +112,36 @@ def linear_work(form: Linear, call: Call) -> float:
     pairs = call.queries * reach * (call.head_dim + call.value_dim)
     cost = LINEAR_COST * (FP64_COST if linear.sums_in_fp64(form, call) else 1)
     return cost * scan / pairs if pairs > 0 else math.inf
+
+
+def candidates(name: str, forms: tuple[Form, ...], call: Call) -> Iterator[Candidate]:
+    """In the order of preference, each asked when its turn comes; without notes.
+
+    ``forms``: of the variant of that name, its definition among them.
+    """
+    kinds = {form.kind for form in forms}
+    absent = [k for k in ("pairwise", "linear") if k not in kinds]
+    forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
+    for backend, form in preference(forms, call):
+        yield Candidate(backend.name, form, backend.unsupported(form, call))
+
+
+def choose(
+    name: str, forms: tuple[Form, ...], call: Call, backend: str | None
+) -> tuple[Backend, Form]:
+    """The first backend in the order of preference that supports the call, and its form."""
+    reasons = []
+    for candidate, form, reason, _ in candidates(name, forms, call):
+        if backend not in (None, candidate):
+            continue
+        if reason is None:
+            return BACKENDS[candidate], form
+        reasons.append(f"{form.kind}: {reason}")
+    raise ValueError(f"backend {backend!r} cannot run {name!r} here: {'; '.join(reasons)}")
+
+
+def check_backend(backend: str | None) -> None:
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise ValueError(
+            f"backend must be None or one of {', '.join(BACKENDS)}, got {shown(backend)}"
+        )

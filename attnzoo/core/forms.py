@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from attnzoo.core.values import is_int, shown
+from attnzoo.core.checks import is_int, shown
 
 if TYPE_CHECKING:
     from attnzoo.core.call import Call

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import Call
-from attnzoo.core.forms import REQUIRED, Pairwise, Param, Variant
-from attnzoo.core.validation import ARGUMENTS
-from attnzoo.core.values import (
+from attnzoo.core.checks import (
     DTYPES,
     check_dense,
     did_you_mean,
@@ -26,6 +25,7 @@ from attnzoo.core.values import (
     plain,
     shown,
 )
+from attnzoo.core.forms import REQUIRED, Pairwise, Param, Variant
 
 
 def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:

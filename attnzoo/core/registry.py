@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from attnzoo.core.arguments import ARGUMENTS
+from attnzoo.core.checks import did_you_mean, is_number, shown
 from attnzoo.core.forms import REQUIRED, Param, Variant
 from attnzoo.core.parameters import check_value
-from attnzoo.core.validation import ARGUMENTS
-from attnzoo.core.values import did_you_mean, is_number, shown
 
 # What a parameter of a variant may not be called: arguments, and attributes of its module.
 RESERVED = ARGUMENTS | frozenset(

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from attnzoo.backends import eager
+from attnzoo.backends.selection import check_backend, choose
+from attnzoo.core.arguments import Segments, Window
 from attnzoo.core.call import in_full_precision
-from attnzoo.core.validation import Segments, Window
-from attnzoo.core.values import shown
-from attnzoo.functional.lookup import find, key_of, remember
-from attnzoo.functional.plan import choose
-from attnzoo.functional.preparation import prepare, raise_refusal
+from attnzoo.core.checks import shown
+from attnzoo.functional.known_calls import find, key_of, remember
+from attnzoo.functional.prepare import prepare, raise_refusal
 
 
 def attention(
@@ -93,10 +93,13 @@ def attention(
     else:
         ready = prepare(q, k, v, variant, arguments | params)
         q, k, v, call = ready.q, ready.k, ready.v, ready.call
+        check_backend(backend)
+        raise_refusal(ready)
         with in_full_precision(call.device):
-            choice = choose(ready, backend)
-            remember(key, ready, choice, params)
-            out, lse = choice.backend.run(q, k, v, call, choice.form)
+            forms = ready.forms
+            ran, form = choose(variant, (*forms, ready.definition), call, backend)
+            remember(key, ready, forms, ran, form, params)
+            out, lse = ran.run(q, k, v, call, form)
     out = out.to(call.input_dtype)
     return (out, lse) if return_lse else out
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends import linear
+from attnzoo.backends import BACKENDS, linear
 from attnzoo.backends.base import Backend
 from attnzoo.backends.linear import LinearState
-from attnzoo.backends.selection import BACKENDS, preference
+from attnzoo.backends.selection import preference
+from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import Call, in_full_precision
+from attnzoo.core.checks import check_dense, is_int, shown
 from attnzoo.core.forms import Linear, NoForm
-from attnzoo.core.validation import ARGUMENTS
-from attnzoo.core.values import check_dense, is_int, shown
-from attnzoo.functional.preparation import prepare, raise_refusal
+from attnzoo.functional.prepare import prepare, raise_refusal
 
 # Fewer are a part of a chunk, for which torch's few operations do.
 CHUNK = 64

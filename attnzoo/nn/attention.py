@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.forms import REQUIRED, Param
-from attnzoo.core.parameters import check_entries, check_value
-from attnzoo.core.registry import get_variant
-from attnzoo.core.values import (
+from attnzoo.core.checks import (
     DTYPES,
     check_bool,
     check_dense,
@@ -23,6 +20,9 @@ from attnzoo.core.values import (
     plain,
     shown,
 )
+from attnzoo.core.forms import REQUIRED, Param
+from attnzoo.core.parameters import check_entries, check_value
+from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import attend

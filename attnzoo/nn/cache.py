@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.core.values import check_dense, check_sizes, is_int, is_readable, shown
+from attnzoo.core.checks import check_dense, check_sizes, is_int, is_readable, shown
 from attnzoo.functional.linear_attention import LinearState
 
 

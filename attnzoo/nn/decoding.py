@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from attnzoo.core.checks import check_dense, is_number, plain, shown
 from attnzoo.core.registry import get_variant
-from attnzoo.core.values import check_dense, is_number, plain, shown
 from attnzoo.functional.attention import attention
 from attnzoo.functional.linear_attention import linear_attention
 from attnzoo.nn.cache import Cache, KVCache, StateCache, check_constant, check_heads_first

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.core.values import DTYPES, check_bool, check_dense, check_probability, check_sizes
+from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_probability, check_sizes
 from attnzoo.nn.attention import Attention, check_heads, check_module
 
 

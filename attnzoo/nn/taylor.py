@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.values import check_bool, check_sizes
+from attnzoo.core.checks import check_bool, check_sizes
 from attnzoo.nn.attention import Attention, check_heads
 from attnzoo.nn.cache import Cache
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.core.values import (
+from attnzoo.core.checks import (
     check_dense,
     check_probability,
     check_sizes,

@@ -40,8 +40,8 @@ def extras_of(cell: Cell) -> tuple[str, ...]:
 
 
 def described(cell: Cell, q: Tensor, keys: int) -> Described:
-    from attnzoo.backends.operands import Layout, Vectors
-    from attnzoo.backends.triton.common.operands import Form, new_vector
+    from attnzoo.backends.shared_operands import Layout, Vectors
+    from attnzoo.backends.triton.common.kernel_operands import Form, new_vector
     from attnzoo.backends.triton.flash.backend import alpha_of
 
     use, extras = activations()[cell.activation], extras_of(cell)
@@ -74,7 +74,7 @@ def described(cell: Cell, q: Tensor, keys: int) -> Described:
 
 
 def describe_flash(cell: Cell) -> Any:
-    from attnzoo.backends.triton.common.operands import Maps, new_vector, stands_apart
+    from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, stands_apart
     from attnzoo.backends.triton.flash import launch
 
     shape = (1, 2, 1024, cell.head_dim + cell.extra.endswith("unaligned"))

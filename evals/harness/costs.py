@@ -15,7 +15,7 @@ from torch import nn
 
 from commandline.variants import VariantCall
 from evals.harness.jobs import Job
-from evals.measures.machine import is_out_of_memory, lean_arithmetic
+from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
 from evals.task import Look, Settings, Task
 from evals.tasks import TASKS
 

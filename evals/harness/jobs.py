@@ -17,8 +17,8 @@ from torch import nn
 from commandline.files import write_whole
 from commandline.variants import VariantCall
 from evals.harness.training import NotFinite, evaluate, train
+from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.heads import learned
-from evals.measures.machine import is_out_of_memory
 from evals.measures.metrics import Outcome
 from evals.task import Settings
 from evals.tasks import TASKS

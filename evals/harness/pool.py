@@ -24,7 +24,7 @@ from commandline.files import NotWritten
 from commandline.variants import load_plugin
 from evals.harness.jobs import NO_FACTS, Context, Job, Message, execute
 from evals.harness.progress import Progress
-from evals.measures.machine import lean_arithmetic
+from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.metrics import Outcome
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from evals.measures.machine import is_out_of_memory
+from evals.measures.arithmetic import is_out_of_memory
 from evals.task import Figures
 
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from commandline.files import write_whole
 from commandline.table import Table
 from commandline.variants import VariantCall, load_plugin
+from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.heads import jacobian_norm
-from evals.measures.machine import lean_arithmetic
 from evals.reporting.plots import GRID, length_axis, looks_of, png
 from evals.theory.closed_forms import LAWS, Law
 from evals.theory.laws import (

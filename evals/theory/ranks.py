@@ -23,7 +23,7 @@ import attnzoo
 from commandline.files import write_whole
 from commandline.table import Table
 from commandline.variants import VariantCall, complete, names
-from evals.measures.machine import lean_arithmetic
+from evals.measures.arithmetic import lean_arithmetic
 
 TOKENS, WIDTH = 192, 16  # of the attention matrices
 HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # of the mixtures

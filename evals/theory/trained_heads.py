@@ -31,7 +31,7 @@ from torch import Tensor
 import attnzoo
 from commandline.table import Table
 from commandline.variants import Spec, VariantCall, parse_spec
-from evals.measures.machine import lean_arithmetic
+from evals.measures.arithmetic import lean_arithmetic
 from evals.results.summary import Group, Point, Series
 from evals.theory.fits import GAPS, Fit, fit, log_law
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnzoo
-from attnzoo.backends.selection import BACKENDS
+from attnzoo.backends import BACKENDS
 from helpers.cases import NO_LSE, NO_SCORE, VARIANTS, params_of, rand
 from helpers.coverage_table import (
     FEATURE_BACKENDS,

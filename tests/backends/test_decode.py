@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.backends.operands import Layout, Vectors
-from attnzoo.backends.triton.common.operands import Form
+from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common.kernel_operands import Form
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
 from helpers.agreement import Inputs, make

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnzoo.backends import sdpa
-from attnzoo.backends.selection import BACKENDS
+from attnzoo.backends import BACKENDS, sdpa
 from attnzoo.core.forms import Pairwise
 from helpers import agreement
 from helpers.agreement import Inputs, bounds, by_backend, disagreements, make, outputs, reference

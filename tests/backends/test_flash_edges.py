@@ -14,7 +14,7 @@ from test_threshold import ALPHAS, SCORES, bisected
 from torch import Tensor
 
 import attnzoo
-from attnzoo.backends.triton.common.operands import Form
+from attnzoo.backends.triton.common.kernel_operands import Form
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations
 from attnzoo.core.forms import Activation

@@ -16,7 +16,7 @@ import attnzoo
 from attnzoo.backends import linear
 from attnzoo.backends.triton.linear import backend as flash_linear
 from attnzoo.backends.triton.linear import operators as linear_ops
-from attnzoo.functional.preparation import prepare
+from attnzoo.functional.prepare import prepare
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS

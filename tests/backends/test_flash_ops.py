@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.backends.operands import Layout, Vectors
-from attnzoo.backends.triton.common.operands import Form, Maps
+from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common.kernel_operands import Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations, registry
 from attnzoo.nn import Attention

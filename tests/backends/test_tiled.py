@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import attnzoo
 from attnzoo.backends.tiled import blocks
+from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
-from attnzoo.core.validation import check_call
 from helpers.agreement import disagreements, kept, make
 from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, params_of, rand
 from helpers.kernel_paths import quick_variants

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.tiled import operators as tiled_ops
 from attnzoo.backends.tiled import statistics
 from attnzoo.core import activations

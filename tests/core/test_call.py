@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
-from attnzoo.core.validation import check_call
 from helpers.cases import params_of, rand
 
 SHAPES = (1, 1), (5, 5), (1, 6), (4, 7), (7, 4), (6, 1)
@@ -228,7 +228,7 @@ def test_strides_do_not_matter(dtype: torch.dtype) -> None:
         expected = attnzoo.attention(
             q.contiguous(), k.contiguous(), v.contiguous(), variant, backend="eager"
         )
-        for backend in attnzoo.backends.selection.BACKENDS:
+        for backend in attnzoo.backends.BACKENDS:
             if attnzoo.explain(q, k, v, variant, backend=backend).chosen:
                 found = attnzoo.attention(q, k, v, variant, backend=backend)
                 close = torch.allclose(found, expected, rtol=1e-5, atol=20 * torch.finfo(dtype).eps)

@@ -18,7 +18,7 @@ from commandline.errors import UsageError
 from commandline.table import Table
 from commandline.variants import VariantCall
 from evals.__main__ import main
-from evals.measures.machine import lean_arithmetic
+from evals.measures.arithmetic import lean_arithmetic
 
 
 def test_every_law_holds_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.functional.preparation import prepare
+from attnzoo.functional.prepare import prepare
 from helpers.approx import Approx
 from helpers.cases import CASES, learned, params_of, rand
 from helpers.error_budget import VECTORS, Problem, budget

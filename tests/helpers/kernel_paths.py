@@ -17,7 +17,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 import attnzoo
-from attnzoo.functional.preparation import prepare
+from attnzoo.functional.prepare import prepare
 from helpers.agreement import make
 from helpers.cases import NO_LSE, NO_SCORE
 from helpers.covering import Factors, Row, covering

@@ -35,7 +35,7 @@ def test_value_of_the_case(variant: str) -> None:
     k = torch.tensor(paper.scores, dtype=torch.float64)[None, None, :, None]
     v = torch.eye(len(paper.scores), dtype=torch.float64)[None, None]
     expected = torch.tensor(paper.weights, dtype=torch.float64)
-    for backend in attnzoo.backends.selection.BACKENDS:
+    for backend in attnzoo.backends.BACKENDS:
         q = torch.ones(1, 1, 1, 1, dtype=precise(backend))
         call = (q, k.to(q.dtype), v.to(q.dtype), variant)
         options = dict(scale=1.0, backend=backend, **paper.params)

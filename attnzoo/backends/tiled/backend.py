@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import eager
 from attnzoo.backends.base import Backend
-from attnzoo.backends.operands import Vectors
+from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled import operators as ops
 from attnzoo.backends.tiled.blocks import Block, blocks, layout_of
 from attnzoo.backends.tiled.dropout import new_seed

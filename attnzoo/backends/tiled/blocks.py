@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout
+from attnzoo.backends.shared_operands import Layout
 from attnzoo.core.call import Call, score_dtype
 from attnzoo.core.visibility import cut
 

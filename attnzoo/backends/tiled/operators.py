@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout, Vectors
 from attnzoo.backends.operator import operator
+from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.tiled.blocks import call_of
 from attnzoo.backends.tiled.walk import Normalizer, gradients, outputs
 from attnzoo.core import activations

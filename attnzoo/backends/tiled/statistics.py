@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout
 from attnzoo.backends.operator import operator
+from attnzoo.backends.shared_operands import Layout
 from attnzoo.backends.tiled.blocks import (
     ScoreGradients,
     Scratch,

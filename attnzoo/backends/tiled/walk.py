@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.operands import Vectors
+from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.blocks import (
     Block,
     Hidden,

@@ -22,9 +22,9 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from attnzoo.core.arguments import check_call
 from attnzoo.core.forms import Variant
 from attnzoo.core.registry import get_variant
-from attnzoo.core.validation import check_call
 from attnzoo.functional.attention import attention
 from attnzoo.nn import Attention
 

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.tile import load_tile
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import refuse_transforms
-from attnzoo.backends.triton.common.operands import layout_of, vectors_of
+from attnzoo.backends.triton.common.kernel_operands import layout_of, vectors_of
 from attnzoo.backends.triton.decode import operators as ops
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.core.call import Call

@@ -12,9 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.configurations import ALL, Config, decode_config
+from attnzoo.backends.triton.common.kernel_operands import Form, like, new_vector
 from attnzoo.backends.triton.common.launch import (
     Launch,
     align_of,
@@ -27,7 +28,6 @@ from attnzoo.backends.triton.common.launch import (
     strides,
     values,
 )
-from attnzoo.backends.triton.common.operands import Form, like, new_vector
 from attnzoo.backends.triton.decode import kernels
 
 # A split is worth a program's start and its partial from here on.

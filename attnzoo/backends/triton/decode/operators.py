@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout, Vectors
 from attnzoo.backends.operator import operator
-from attnzoo.backends.triton.common.operands import Form, like, new_vector
+from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common.kernel_operands import Form, like, new_vector
 
 
 class Statistics(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnzoo.backends.base import Backend
 from attnzoo.backends.transforms import refuse_transforms
-from attnzoo.backends.triton.common.operands import Maps, layout_of, vectors_of
+from attnzoo.backends.triton.common.kernel_operands import Maps, layout_of, vectors_of
 from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise

@@ -8,8 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config, map_tile, pick
+from attnzoo.backends.triton.common.kernel_operands import (
+    Form,
+    Maps,
+    like,
+    new_vector,
+    stands_apart,
+)
 from attnzoo.backends.triton.common.launch import (
     Launch,
     align_of,
@@ -21,13 +28,6 @@ from attnzoo.backends.triton.common.launch import (
     padded,
     strides,
     values,
-)
-from attnzoo.backends.triton.common.operands import (
-    Form,
-    Maps,
-    like,
-    new_vector,
-    stands_apart,
 )
 from attnzoo.backends.triton.flash.backward import flash_dkdv, flash_dq
 from attnzoo.backends.triton.flash.forward import flash_forward

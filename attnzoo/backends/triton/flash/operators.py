@@ -9,9 +9,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout, Vectors
 from attnzoo.backends.operator import operator
-from attnzoo.backends.triton.common.operands import Form, Maps, like, new_vector, stands_apart
+from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common.kernel_operands import (
+    Form,
+    Maps,
+    like,
+    new_vector,
+    stands_apart,
+)
 from attnzoo.core.forms import Statistics
 
 

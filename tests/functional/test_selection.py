@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import attnzoo
-from attnzoo.backends.selection import BACKENDS, FEW_SCORES, preference
+from attnzoo.backends import BACKENDS
+from attnzoo.backends.selection import FEW_SCORES, preference
 from attnzoo.core import registry
 from helpers.cases import VARIANTS, params_of, rand
 
@@ -69,7 +70,7 @@ def test_preference_lists_every_candidate_once() -> None:
         assert len(set(pairs)) == len(pairs)
         assert {backend for backend, _ in pairs} == set(BACKENDS)
         assert pairs[-1][0] == "eager"  # last resort of a large call
-    assert preference((), attnzoo.core.validation.check_call(q, k, v)) == []
+    assert preference((), attnzoo.core.arguments.check_call(q, k, v)) == []
 
 
 def test_the_table_of_reasons() -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import attnzoo.variants  # noqa: F401  (registers the zoo)
+from attnzoo.core.arguments import ARGUMENTS, check_call
 from attnzoo.core.call import Call, in_full_precision
+from attnzoo.core.checks import shown
 from attnzoo.core.forms import Definition, Form, Pairwise, Variant
 from attnzoo.core.parameters import bind, check_rows
 from attnzoo.core.registry import get_variant
-from attnzoo.core.validation import ARGUMENTS, check_call
-from attnzoo.core.values import shown
 
 
 class Prepared(NamedTuple):

@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnzoo
 from attnzoo.core import registry
-from attnzoo.functional import lookup
+from attnzoo.functional import known_calls
 from helpers.cases import VARIANTS, params_of, rand
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "_KNOWN", {})
+    monkeypatch.setattr(known_calls, "_KNOWN", {})
 
 
 def qkv(n: int = 7, queries: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,13 +47,13 @@ def test_a_known_call_gives_what_a_new_one_gives(variant: str, layout: str) -> N
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
     expected = run()
-    lookup._KNOWN.clear()
+    known_calls._KNOWN.clear()
     others = [x.requires_grad_() for x in qkv(seed=9)]
     attnzoo.attention(*others, variant, **options)
-    assert len(lookup._KNOWN) == 1
+    assert len(known_calls._KNOWN) == 1
     for have, want in zip(run(), expected, strict=True):
         assert torch.equal(have, want)
-    assert len(lookup._KNOWN) == 1
+    assert len(known_calls._KNOWN) == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_variant_that_writes_into_the_counts_spoils_no_other_call(
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "MOST", 3)
+    monkeypatch.setattr(known_calls, "MOST", 3)
     for n in range(1, 9):
         attnzoo.attention(*qkv(n), "ssmax", is_causal=True)
-        assert len(lookup._KNOWN) <= 3
+        assert len(known_calls._KNOWN) <= 3

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Pairwise, Row
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attnzoo
+from attnzoo.backends.selection import candidates
 from attnzoo.functional.linear_attention import scan_for
-from attnzoo.functional.plan import candidates as _candidates
-from attnzoo.functional.preparation import prepare
+from attnzoo.functional.prepare import prepare
 from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import FLASH
 
@@ -162,7 +162,8 @@ def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
     ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
-    return next(c.backend for c in _candidates(ready, ready.forms) if c.objection is None)
+    found = candidates(variant, (*ready.forms, ready.definition), ready.call)
+    return next(c.backend for c in found if c.objection is None)
 
 
 def test_masks_and_segments_choose_too() -> None:

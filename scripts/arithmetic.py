@@ -5,7 +5,7 @@ machine must pass on all of them, so the tests of numbers run here once for each
 torch under ATen's and MKL's settings, those in Triton's interpreter under numpy's OpenBLAS kernels.
 Exits with 1 if one setting fails, after all have run.
 
-    python scripts/test_arithmetic.py [more arguments of pytest]
+    python scripts/arithmetic.py [more arguments of pytest]
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Files whose tests compare numbers that torch or a kernel has computed.
 NUMERICAL = (
     "backends cache call checkpointing contract coverage decode dropout error_budget extremes "
-    "flash flash_edges flash_linear flash_ops gradients large linear_state minilm multihead nn "
-    "own_variants papers threshold tiled transformer transformers transformers_start"
+    "flash flash_edges flash_linear flash_ops gradients known_calls large linear_state minilm "
+    "multihead nn own_activations own_variants papers taylor threshold tiled transformer "
+    "transformers transformers_start"
 ).split()
 SETTINGS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")

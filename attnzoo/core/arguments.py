@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.call import Call, score_dtype
-from attnzoo.core.values import (
+from attnzoo.core.checks import (
     DTYPES,
     check_bool,
     check_dense,

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.backends import BACKENDS
 from attnzoo.backends.base import Backend
-from attnzoo.backends.selection import BACKENDS
+from attnzoo.core.arguments import layout_tensors
 from attnzoo.core.call import Call
 from attnzoo.core.forms import (
     Definition,
@@ -27,9 +28,7 @@ from attnzoo.core.forms import (
 )
 from attnzoo.core.parameters import per_query
 from attnzoo.core.registry import get_variant
-from attnzoo.core.validation import layout_tensors
-from attnzoo.functional.plan import Choice
-from attnzoo.functional.preparation import Prepared, definition_of
+from attnzoo.functional.prepare import Prepared, definition_of
 
 MOST = 4096  # calls that are known; then all are forgotten
 SMALL = 2**10  # queries × keys up to which masks of positions are kept
@@ -128,11 +127,18 @@ def find(
     return None if again is None else (known.backend, *again)
 
 
-def remember(key: Hashable | None, ready: Prepared, choice: Choice, params: dict[str, Any]) -> None:
+def remember(
+    key: Hashable | None,
+    ready: Prepared,
+    forms: tuple[Form, ...],
+    backend: Backend,
+    form: Form,
+    params: dict[str, Any],
+) -> None:
     """Keep how the call was checked, and which backend runs which of its forms."""
     if key is None:
         return
-    call, (backend, form, forms) = ready.call, choice
+    call = ready.call
     place = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
     tensors = {name for name, x in params.items() if isinstance(x, Tensor)}
     vectors = tuple(
