@@ -47,12 +47,13 @@ class Known(NamedTuple):
     vectors: tuple[tuple[str, Param], ...]  # those that are, each with its name in errors
     backend: Backend
     place: int  # of the form that ran, among the variant's; −1 is its definition
-    outlines: tuple[Hashable, ...] | None  # of the forms, where they may depend on tensors
+    has_tensors: bool  # among its parameters and layout arguments
+    outlines: tuple[Hashable, ...] | None  # of the forms, where they have to be compared
 
     def again(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
         """This call with its own tensors; None where it has to be prepared anew."""
         call, params = self.call, self.params
-        if self.outlines is not None:
+        if self.has_tensors:
             tensors = {name: arguments[name] for name in _LAYOUT if arguments[name] is not None}
             if tensors:
                 call = replace(call, **layout_tensors(tensors, call))
@@ -62,7 +63,6 @@ class Known(NamedTuple):
                 return None
         if self.place < 0 and self.outlines is None:
             return call, definition_of(self.variant, params)
-        # Also beside a definition: a checkpoint counts what its two runs save for gradients.
         # Not checked again: forms of the same outline were.
         forms = self.variant.forms(call, **params)
         if self.outlines is not None and tuple(map(_outline, forms)) != self.outlines:
@@ -145,8 +145,10 @@ def remember(
         (f"{ready.variant.name}'s {p.name}", p) for p in ready.variant.params if p.name in tensors
     )
     layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
-    depends = layout or tensors or any(map(_has_gradient, forms))
-    outlines = tuple(map(_outline, forms)) if depends else None
+    has_tensors, closes_over = layout or bool(tensors), any(map(_has_gradient, forms))
+    # With gradients also beside a definition: a checkpoint counts what its two runs save.
+    compared = place >= 0 or call.needs_grad or closes_over
+    outlines = tuple(map(_outline, forms)) if compared and (has_tensors or closes_over) else None
     if layout:
         call = replace(call, mask=None, alibi=None, segments=None)
     elif call.queries * call.keys <= SMALL:
@@ -154,7 +156,7 @@ def remember(
     own = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_KNOWN) >= MOST:
         _KNOWN.clear()
-    _KNOWN[key] = Known(ready.variant, call, own, vectors, backend, place, outlines)
+    _KNOWN[key] = Known(ready.variant, call, own, vectors, backend, place, has_tensors, outlines)
 
 
 def _outline(form: Form) -> Hashable:
