@@ -74,7 +74,9 @@ class Operator(Generic[P, R]):
         self.name = function.__name__
         named = {name: hint for name, hint in hints.items() if name != "return"}
         self._result, self._names = hints["return"], tuple(named)
-        self._groups = {name: hint if _is_group(hint) else None for name, hint in named.items()}
+        self._groups: dict[str, Any] = {
+            name: hint if _is_group(hint) else None for name, hint in named.items()
+        }
         self._operands = _flat_types(named)
         self._outputs = _flat_types({"out": self._result})
         self._optional = tuple(hint == Tensor | None for hint in self._outputs.values())
@@ -100,12 +102,14 @@ class Operator(Generic[P, R]):
         if args or len(operands) != len(self._names) or any(x not in operands for x in self._names):
             raise TypeError(f"{self.name} takes {', '.join(self._names)}, each by name")
         values: list[Any] = []
-        for name in self._names:
+        for name, group in self._groups.items():
             value = operands[name]
-            if isinstance(value, tuple):
+            if group is None:
+                values.append(value)
+            elif isinstance(value, group):
                 values.extend(value)
             else:
-                values.append(value)
+                raise TypeError(f"{self.name}: {name} must be {group.__name__}, got {type(value)}")
         return values
 
     def fake(self, function: Callable[..., R]) -> None:
@@ -145,6 +149,10 @@ class Operator(Generic[P, R]):
             hints = {**hints, "wanted": list[str], "return": list[Tensor]}
             gradient = Operator(gradients, hints, NO_DOUBLE)
             assert set(differentiable) <= set(gradient._operands)
+            # Where only other outputs have a gradient, this one's zeros are made like itself.
+            for output in self._outputs if len(self._outputs) > 1 else ():
+                required = gradient._operands.get(f"d{output}") is Tensor
+                assert not required or output in gradient._operands, output
             torch.library.register_fake(f"attnzoo::{gradient.name}", of_values)
             self._gradient, self._differentiable = gradient, differentiable
             self._lasting = lasting

@@ -249,6 +249,8 @@ class Variant:
     scores(q, k, call, **params) -> (B, H, Nq, Nk), −∞ where w = 0 by rule: given when the weights
         are a softmax of them (up to a sink), which is what ``return_lse`` needs.
     refuse(call, **params) -> why this call has no meaning for the variant, or None.
+    ``forms``, ``refuse`` and ``has_state`` must depend on their arguments alone, and no function
+        may write into a tensor of the call: later calls of the same sizes rely on both.
     Parameters of kind "row" come as a float, or as a tensor that broadcasts: (1, H, 1, 1) or
         (B, H, Nq, 1) in ``weights`` and ``scores``, against scores; (1, H, 1) or (B, H, Nq) in
         ``forms`` and ``refuse``, against per-query vectors as `Call.log_n`.

@@ -50,7 +50,7 @@ class Visibility:
     def counts(self) -> Tensor:
         """n_i, the number of keys that row i may see, broadcastable to (B, H, Nq).
 
-        Against scores (B, H, Nq, Nk) write ``call.counts[..., None]``.
+        Against scores (B, H, Nq, Nk) write ``call.counts[..., None]``. Not to be written to.
         """
         if self.whole_counts is not None:
             return self.whole_counts

@@ -30,7 +30,7 @@ from attnzoo.core.parameters import per_query
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.prepare import Prepared, definition_of
 
-MOST = 4096  # calls that are known; then all are forgotten
+MOST = 4096  # calls that are known
 SMALL = 2**10  # queries × keys up to which masks of positions are kept
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -48,7 +48,8 @@ class Known(NamedTuple):
     backend: Backend
     place: int  # of the form that ran, among the variant's; −1 is its definition
     has_tensors: bool  # among its parameters and layout arguments
-    outlines: tuple[Hashable, ...] | None  # of the forms, where they have to be compared
+    with_grad: bool  # run with gradients enabled
+    outlines: tuple[Hashable, ...]  # of the forms
 
     def again(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
         """This call with its own tensors; None where it has to be prepared anew."""
@@ -61,11 +62,12 @@ class Known(NamedTuple):
             params = params | own
             if self.variant.refuse(call, **params) is not None:
                 return None
-        if self.place < 0 and self.outlines is None:
+        if self.place < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)
-        # Not checked again: forms of the same outline were.
+        # With gradients also beside a definition: a checkpoint counts what its two runs save.
+        # Forms of the same outline are not checked again.
         forms = self.variant.forms(call, **params)
-        if self.outlines is not None and tuple(map(_outline, forms)) != self.outlines:
+        if tuple(map(_outline, forms)) != self.outlines:
             return None
         return call, definition_of(self.variant, params) if self.place < 0 else forms[self.place]
 
@@ -91,7 +93,10 @@ def key_of(
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
     ):
+        return None
+    if type(variant) is not str or type(backend) not in (str, type(None)):
         return None
     key: list[Hashable] = [variant, backend, torch.is_grad_enabled()]
     for x in (q, k, v):
@@ -145,18 +150,25 @@ def remember(
         (f"{ready.variant.name}'s {p.name}", p) for p in ready.variant.params if p.name in tensors
     )
     layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
-    has_tensors, closes_over = layout or bool(tensors), any(map(_has_gradient, forms))
-    # With gradients also beside a definition: a checkpoint counts what its two runs save.
-    compared = place >= 0 or call.needs_grad or closes_over
-    outlines = tuple(map(_outline, forms)) if compared and (has_tensors or closes_over) else None
     if layout:
         call = replace(call, mask=None, alibi=None, segments=None)
-    elif call.queries * call.keys <= SMALL:
+    elif call.device.type == "cpu" and call.queries * call.keys <= SMALL:
+        # On a GPU a captured graph would hold the address of what is forgotten here.
         call = call.remembering()
     own = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_KNOWN) >= MOST:
-        _KNOWN.clear()
-    _KNOWN[key] = Known(ready.variant, call, own, vectors, backend, place, has_tensors, outlines)
+        _KNOWN.pop(next(iter(_KNOWN)), None)  # the oldest
+    _KNOWN[key] = Known(
+        ready.variant,
+        call,
+        own,
+        vectors,
+        backend,
+        place,
+        has_tensors=layout or bool(tensors),
+        with_grad=torch.is_grad_enabled(),
+        outlines=tuple(map(_outline, forms)),
+    )
 
 
 def _outline(form: Form) -> Hashable:
@@ -165,14 +177,6 @@ def _outline(form: Form) -> Hashable:
         vectors = (form.gain, form.offset, form.shape, form.sink)
         return form.activation, form.normalize, form.keep, *map(type, vectors), *map(_kind, vectors)
     return (form.kind, form.cancels) if isinstance(form, Linear) else form.kind
-
-
-def _has_gradient(form: Form) -> bool:
-    """A variant's function may close over what is learned."""
-    return isinstance(form, Pairwise) and any(
-        isinstance(x, Tensor) and x.requires_grad
-        for x in (form.gain, form.offset, form.shape, form.sink)
-    )
 
 
 def _kind(vector: Any) -> Hashable:

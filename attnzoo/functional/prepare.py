@@ -12,7 +12,7 @@ import attnzoo.variants  # noqa: F401  (registers the zoo)
 from attnzoo.core.arguments import ARGUMENTS, check_call
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.checks import shown
-from attnzoo.core.forms import Definition, Form, Pairwise, Variant
+from attnzoo.core.forms import Definition, Form, Linear, NoForm, Pairwise, Variant
 from attnzoo.core.parameters import bind, check_rows
 from attnzoo.core.registry import get_variant
 
@@ -37,7 +37,8 @@ class Prepared(NamedTuple):
         """The variant's forms for this call, checked: they may be a user's own."""
         forms = self.variant.forms(self.call, **self.params)
         what = f"forms of variant {self.variant.name!r}"
-        if not isinstance(forms, tuple) or not all(isinstance(x, Form) for x in forms):
+        kinds = (Pairwise, Linear, NoForm)
+        if not isinstance(forms, tuple) or not all(isinstance(x, kinds) for x in forms):
             raise TypeError(
                 f"{what} must be a tuple of Pairwise, Linear or NoForm, got {shown(forms)}"
             )

@@ -267,7 +267,10 @@ class Attention(nn.Module):
             raise ValueError(f"kind must be 'keys', 'state' or None, got {shown(kind)}")
         possible = get_variant(self.variant).has_state(**self._own())
         if kind == "state" and not possible:
-            raise ValueError(f"kind: {self.variant!r} has no state here, only keys; got 'state'")
+            raise ValueError(
+                f"kind must be 'keys': {self.variant!r} has no state with these parameters "
+                "(Variant.has_state); got 'state'"
+            )
         keys = KVCache(max_length)  # whatever it will be: max_length is checked
         return StateCache() if possible and kind != "keys" else keys
 

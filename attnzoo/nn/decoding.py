@@ -50,7 +50,7 @@ def attend(cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, **argume
         (True, 10)
     """
     if not isinstance(cache, Cache):
-        raise TypeError(f"cache must be from new_cache(), a Cache; got {type(cache).__name__}")
+        raise TypeError(f"cache must be from new_cache(); got {type(cache).__name__}")
     if arguments.pop("is_causal", True) is not True:
         raise ValueError("is_causal must be True with a cache: later tokens are not there yet")
     for name, x in (("q", q), ("k", k), ("v", v)):

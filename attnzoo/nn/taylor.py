@@ -13,7 +13,7 @@ from attnzoo.nn.cache import Cache
 
 
 class Taylor(nn.Module):
-    """Linear attention of Based: learned projections to few features, and ``VARIANT`` on those.
+    """Linear attention of Based: learned projections to few features, and `taylor` on those.
 
     o = W_o · concat over heads of Σ_j T(q_i·k_j / √d') v_j / Σ_j T(q_i·k_j / √d'), T(z) = 1 + z +
     z²/2, q = W_q x, k = W_k x of ``feature_dim`` d' and v = W_v x. With d' = 16 a state is 153
@@ -44,8 +44,6 @@ class Taylor(nn.Module):
     beside it, which are layers of their own there.
     """
 
-    VARIANT = "taylor"  # what the layer is: T(z) as above
-
     def __init__(
         self,
         embed_dim: int,
@@ -69,7 +67,7 @@ class Taylor(nn.Module):
         kv_heads = check_heads(num_heads, num_kv_heads)
         head_dim = embed_dim // num_heads if head_dim is None else head_dim
         kind: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.attend = Attention(self.VARIANT, num_heads)
+        self.attend = Attention("taylor", num_heads)
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.q_proj = nn.Linear(embed_dim, num_heads * feature_dim, **kind)
         self.k_proj = nn.Linear(embed_dim, kv_heads * feature_dim, **kind)

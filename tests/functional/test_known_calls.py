@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import attnzoo
 from attnzoo.core import registry
+from attnzoo.core.activations import EXP
 from attnzoo.functional import known_calls
 from helpers.cases import VARIANTS, params_of, rand
 
@@ -157,6 +159,83 @@ def test_a_variant_that_writes_into_the_counts_spoils_no_other_call(
     outs = [attnzoo.attention(q, k, v, "rude") for _ in range(3)]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[1], outs[2])
+
+
+def add(name: str, weights: Any, **fields: Any) -> None:
+    attnzoo.register_variant(attnzoo.Variant(name, "f", "p", weights, **fields))
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_checkpoint_of_features_that_are_learned() -> None:
+    """What it recomputes is a known call, and has to save as many tensors."""
+    a = rand(8, 4).float().requires_grad_()
+
+    def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
+        e = a.exp()
+        w = call.zero_hidden((call.scale * q @ e).exp() @ (k @ e).exp().mT)
+        return w / w.sum(-1, keepdim=True)
+
+    def forms(call: Any) -> tuple[attnzoo.Linear]:
+        made = a.exp()
+        return (attnzoo.Linear(lambda x, at: (x @ made).exp(), lambda size: 4),)
+
+    add("learned_features", weights, forms=forms)
+    q, k, v = (x.requires_grad_() for x in qkv())
+
+    def run(q: Tensor) -> Tensor:
+        return attnzoo.attention(q, k, v, "learned_features", is_causal=True)
+
+    once = torch.autograd.grad(run(q).square().sum(), (q, a))
+    known_calls._KNOWN.clear()
+    out: Any = checkpoint(run, q, use_reentrant=False)
+    for have, want in zip(torch.autograd.grad(out.square().sum(), (q, a)), once, strict=True):
+        assert torch.allclose(have, want)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_vector_that_comes_to_require_a_gradient_gets_it() -> None:
+    gain = torch.full((1, 2, 1), 0.7)
+
+    def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
+        return call.softmax(gain[..., None] * call.scores(q, k))
+
+    add("thawed", weights, forms=lambda call: (attnzoo.Pairwise(EXP, "sum", gain=gain),))
+    q, k, v = (x.requires_grad_() for x in qkv())
+    attnzoo.attention(q, k, v, "thawed")
+    gain.requires_grad_()
+    out = attnzoo.attention(q, k, v, "thawed")
+    assert torch.autograd.grad(out.square().sum(), gain)[0].abs().min() > 0
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_forms_that_are_others_than_before_are_checked_again() -> None:
+    forms: list[Any] = [attnzoo.Pairwise(EXP, "sum")]
+    add("fickle", lambda q, k, call: call.softmax(call.scores(q, k)), forms=lambda c: tuple(forms))
+    q, k, v = qkv()
+    expected = attnzoo.attention(q, k, v, "fickle")
+    forms.clear()
+    assert torch.allclose(attnzoo.attention(q, k, v, "fickle"), expected, atol=1e-6)
+    forms.append(attnzoo.Pairwise(EXP, "sum", gain=torch.ones(5)))
+    with pytest.raises(ValueError, match="gain must be a float or a float tensor"):
+        attnzoo.attention(q, k, v, "fickle")
+
+
+@pytest.mark.parametrize("wrong", [{"variant": ["softmax"]}, {"backend": ["sdpa"]}])
+def test_what_cannot_be_a_key_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        attnzoo.attention(*qkv(), **wrong)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_call_is_not_kept() -> None:
+    q, k, v = qkv()
+    torch.jit.trace(lambda q, k, v: attnzoo.attention(q, k, v, "ssmax"), (q, k, v))
+    assert not known_calls._KNOWN
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST = 256  # head dimension: `kernels.configs` has no row above
+LARGEST = 256  # head dimension: `configurations` has no row above
 
 
 def unsupported(form: Form, call: Call) -> str | None:
