@@ -103,7 +103,7 @@ class Operator(Generic[P, R]):
             raise TypeError(f"{self.name} takes {', '.join(self._names)}, each by name")
         values: list[Any] = []
         for name, group in self._groups.items():
-            value = operands[name]
+            value: Any = operands[name]
             if group is None:
                 values.append(value)
             elif isinstance(value, group):
