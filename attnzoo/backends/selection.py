@@ -16,6 +16,8 @@ from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
 # Up to this many scores (half a MiB of fp32) the definition's few dense operations cost less than
 # walking over blocks does.
 FEW_SCORES = 2**17
+# Up to this many it also costs less than torch's fused softmax after a pass for statistics.
+FEWEST_SCORES = 2**14
 
 # A multiplication in the scan against one in a block of scores: features have to be made first.
 LINEAR_COST = 3
@@ -49,12 +51,12 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     5. Blocks of rows by form, then by definition.
     6. The definition in eager mode, where nothing else is able.
 
-    On a CPU up to `FEW_SCORES` scores: torch's fused softmax, unless the gain comes from
-    statistics; then the definition in eager mode.
+    On a CPU up to `FEW_SCORES` scores: torch's fused softmax, then the definition in eager mode;
+    the other way round up to `FEWEST_SCORES` where the gain comes from statistics.
     """
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
     statistics = any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms)
-    few = call.batch * call.heads * call.queries * call.keys <= FEW_SCORES
+    scores = call.batch * call.heads * call.queries * call.keys
     if call.device.type == "cuda":
         keys = keys_to_split(call)
         kernels = ["decode", "flash"] if keys >= MANY_KEYS else ["flash", "decode"]
@@ -69,9 +71,10 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
         scans = scans if max(sizes, default=0) <= FEW_FEATURES else scans[::-1]
         order = [*scans, *order, "tiled"] if linear_first else [*order, "tiled", *scans]
         order += ["eager"]
-    elif few:
+    elif scores <= FEW_SCORES:
         order = ["linear", "tiled", "decode", "flash", "flash_linear"]
-        order = (["eager", "sdpa"] if statistics else ["sdpa", "eager"]) + order
+        eager_first = statistics and scores <= FEWEST_SCORES
+        order = (["eager", "sdpa"] if eager_first else ["sdpa", "eager"]) + order
     else:
         order = ["linear", "sdpa", "tiled"] if linear_first else ["sdpa", "tiled", "linear"]
         order += ["decode", "flash", "flash_linear", "eager"]

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 
 import attnzoo
 from attnzoo.backends import BACKENDS
-from attnzoo.backends.selection import FEW_SCORES, preference
+from attnzoo.backends.selection import FEW_SCORES, FEWEST_SCORES, preference
 from attnzoo.core import registry
 from helpers.cases import VARIANTS, params_of, rand
 
@@ -30,9 +30,15 @@ def chosen(variant: str, n: int, d: int = 64, gradient: bool = False, **options:
 def test_few_scores_are_run_by_definition() -> None:
     few = int((FEW_SCORES / 8) ** 0.5)
     for variant in VARIANTS:
-        fused = variant in ("softmax", "ssmax", "log_n")  # adaptive_temperature: two passes
+        fused = variant in ("softmax", "ssmax", "log_n", "adaptive_temperature")
         assert chosen(variant, few) == ("sdpa" if fused else "eager")
         assert chosen(variant, few + 1) != "eager"
+
+
+def test_a_pass_for_statistics_has_to_be_worth_it() -> None:
+    fewest = int((FEWEST_SCORES / 8) ** 0.5)
+    assert chosen("adaptive_temperature", fewest) == "eager"
+    assert chosen("adaptive_temperature", fewest + 1) == "sdpa"
 
 
 def test_softmax_and_gains_on_it_go_to_torch() -> None:
