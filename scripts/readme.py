@@ -11,7 +11,7 @@ from pathlib import Path
 import attnzoo
 from benchmarks.harness.cases import Case
 from commandline.errors import UsageError
-from evals.reporting.readme import scores, tasks_table
+from evals.reporting.readme_tables import scores, tasks_table
 from scripts.kernels_table import kernels_table
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ import pytest
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.__main__ import main
-from evals.reporting.readme import scores as scores_table
+from evals.reporting.readme_tables import scores as scores_table
 from evals.reporting.tables import cost_table, learned_table, legend, score_tables
 from evals.results.store import read_rows
 from evals.results.summary import (
