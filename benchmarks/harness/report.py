@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ import torch
 from benchmarks.harness.cases import SOFTMAX, Case, Setting
 from benchmarks.harness.correctness import Check
 from benchmarks.harness.timing import Spread
+from commandline.checkout import commit, said
 from commandline.errors import UsageError
 from commandline.files import write_whole
 
@@ -261,21 +261,6 @@ def cpu_name() -> str:
             if text.startswith("model name"):
                 return text.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def commit() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside of git."""
-    head = said("git", "rev-parse", "--short=12", "HEAD")
-    return head and head + ("+" if said("git", "status", "--porcelain") else "")
-
-
-def said(*command: str) -> str | None:
-    """What a program prints; None where it fails or is not there."""
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # ---- files ------------------------------------------------------------------------------------
