@@ -12,23 +12,12 @@ import attnzoo
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.cases import Case
 from benchmarks.harness.timing import CudaEvents, Timer, WallClock
-from commandline.arguments import add_plugin, seed
+from commandline.arguments import MOST, add_plugin, numbers, seed
 from commandline.errors import UsageError
 from commandline.variants import split_list
 
-MOST = 2**31  # what is beyond is a slip
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def lengths(text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = [0]
-    if not 0 < min(values) <= max(values) < MOST:
-        raise argparse.ArgumentTypeError(f"{text!r}: positive integers, separated by commas")
-    return values
 
 
 def positive(kind: type):
@@ -63,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser, device: str | None, variants: s
     words = f"variants with their parameters; default: {variants}"
     add("--variants", metavar="a,b(x=1)", help=words)
     add_plugin(parser)
-    add("--lengths", type=lengths, metavar="N,N,…", help=f"numbers of keys; {default}")
+    add("--lengths", type=numbers, metavar="N,N,…", help=f"numbers of keys; {default}")
     add("--backend", help="what computes the variants; " + default)
     add("--dtype", choices=DTYPES, help=default)
     add("--heads", type=size, metavar="H", help=f"number of query heads; {default}")

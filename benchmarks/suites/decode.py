@@ -28,13 +28,13 @@ from benchmarks.harness.options import (
     add_options,
     bench_of,
     cases_of,
-    lengths,
     positive,
     settle,
     timer_of,
 )
 from benchmarks.harness.report import Report, Row
 from benchmarks.harness.timing import Spread, Timer
+from commandline.arguments import numbers
 from commandline.errors import UsageError
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add, size = parser.add_argument, positive(int)
     device = "default: depends on the device"
     add_options(parser, None, "every one")
-    add("--batches", type=lengths, metavar="B,B,…", help=f"sizes of the batch; {device}")
+    add("--batches", type=numbers, metavar="B,B,…", help=f"sizes of the batch; {device}")
     add("--kv-heads", type=size, metavar="H", help=f"number of key and value heads; {device}")
     add("--head-dim", type=size, metavar="D", help=f"head dimension; {device}")
     add("--feature-dim", type=size, default=16, metavar="D",
