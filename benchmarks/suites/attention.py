@@ -23,6 +23,7 @@ from benchmarks.harness.options import (
     add_options,
     bench_of,
     cases_of,
+    command,
     positive,
     settle,
     some_of,
@@ -72,14 +73,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--time", action=yes_no, default=True, help="measure times")
     add("--memory", action=yes_no, default=True,
         help="measure memory, on a CPU in a fresh process per row")  # fmt: skip
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    cases = prepare(args)
-    report = Report.of(args)
-    measure(args, cases, report)
-    return report.finish()
+    parser.set_defaults(run=command(prepare, measure))
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:

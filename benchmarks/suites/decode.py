@@ -25,9 +25,11 @@ import attnzoo
 from benchmarks.harness.bench import Entrant, Groups
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting
 from benchmarks.harness.options import (
+    add_feature_dim,
     add_options,
     bench_of,
     cases_of,
+    command,
     positive,
     settle,
     timer_of,
@@ -65,16 +67,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--batches", type=numbers, metavar="B,B,…", help=f"sizes of the batch; {device}")
     add("--kv-heads", type=size, metavar="H", help=f"number of key and value heads; {device}")
     add("--head-dim", type=size, metavar="D", help=f"head dimension; {device}")
-    add("--feature-dim", type=size, default=16, metavar="D",
-        help="dimension of queries and keys where features grow faster (default: 16)")  # fmt: skip
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    cases = prepare(args)
-    report = Report.of(args)
-    measure(args, cases, report)
-    return report.finish()
+    add_feature_dim(parser)
+    parser.set_defaults(run=command(prepare, measure))
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:
