@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+MOST = 2**31  # what is beyond is a slip
+
 
 def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
     """``--plugin``, of every command in which a variant can be named; ``words`` end its help."""
@@ -20,10 +22,11 @@ def seed(text: str) -> int:
 
 
 def numbers(text: str) -> list[int]:
-    """Numbers with commas between them, for an argument parser."""
+    """Positive integers with commas between them, for an argument parser."""
     try:
-        return [int(part) for part in text.split(",")]
+        values = [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected lengths such as 16,64,256, got {text!r}"
-        ) from None
+        values = [0]
+    if not 0 < min(values) <= max(values) < MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: positive integers, as 16,64,256, are expected")
+    return values

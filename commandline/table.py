@@ -1,7 +1,8 @@
-"""A table for the console."""
+"""Tables: for the console, and in Markdown."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -22,8 +23,22 @@ class Table:
         lines = [self.header, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
         out = [self.title, *([self.note] if self.note else [])]
-        for line in lines:
-            first = line[0].ljust(widths[0])
-            rest = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-            out.append("  ".join([first, *rest]).rstrip())
-        return "\n".join(out)
+        return "\n".join([*out, *(aligned(line, widths) for line in lines)])
+
+
+def aligned(cells: Sequence[str], widths: Sequence[int], left: Collection[int] = (0,)) -> str:
+    """A line of a table: the columns in ``left`` to the left, the others to the right."""
+    parts = [
+        cell.ljust(width) if i in left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(parts).rstrip()
+
+
+def markdown(rows: Sequence[Sequence[str]], right: bool = False) -> str:
+    """A table in Markdown; the first row is its head. ``right``: all but the first column are
+    right-aligned."""
+    head, *body = rows
+    rulers = ["---", *["---:" if right else "---"] * (len(head) - 1)]
+    lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rulers, *body))
+    return "".join(f"| {line} |\n" for line in lines)

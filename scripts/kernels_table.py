@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commandline.table import markdown
+
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 LENGTH = 16384
 HEAD_DIMS, DIRECTIONS = (64, 128), ("forward", "backward")
@@ -50,7 +52,7 @@ def device_table(document: Record, dims: Sequence[int]) -> str:
     header = ("", *(f"{direction}, D = {dim}" for direction, dim in columns))
     variants = dict.fromkeys(row["name"] for row in rows if row["kind"] == "variant")
     others = dict.fromkeys(row["name"] for row in rows if row["kind"] != "variant")
-    table = [header, ("---",) * len(header)]
+    table = [header]
     for name in (*sorted(variants), *others):
         shown = f"`{name}`" if name in variants else name
         table.append((shown, *(cell(found.get((name, *column))) for column in columns)))
@@ -58,8 +60,7 @@ def device_table(document: Record, dims: Sequence[int]) -> str:
     return (
         f"{named}: TFLOP/s, causal, {example['dtype']}, N = {length}, B = {example['batch']}, "
         f"H = {example['heads']}; in brackets the time as a multiple of that of SDPA's flash and "
-        "of SDPA's cuDNN backend (softmax), in the same rounds.\n\n"
-        + "".join("| " + " | ".join(texts) + " |\n" for texts in table)
+        "of SDPA's cuDNN backend (softmax), in the same rounds.\n\n" + markdown(table)
     )
 
 

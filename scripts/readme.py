@@ -11,7 +11,8 @@ from pathlib import Path
 import attnzoo
 from benchmarks.harness.cases import Case
 from commandline.errors import UsageError
-from evals.reporting.readme import scores, tasks_table
+from commandline.table import markdown
+from evals.reporting.readme_tables import scores, tasks_table
 from scripts.kernels_table import kernels_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +49,7 @@ def rendered(text: str) -> str:
 
 def variants_table() -> str:
     header = ("variant", "formula", "paper", "parameters", "forms", "cost")
-    rows = [header, ("---",) * len(header), *map(variant_cells, attnzoo.list_variants())]
-    return "".join("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |\n" for row in rows)
+    return markdown([header, *map(variant_cells, attnzoo.list_variants())])
 
 
 def variant_cells(name: str) -> tuple[str, ...]:

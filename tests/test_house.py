@@ -237,7 +237,7 @@ def test_every_variant_is_one_file_and_every_file_one_variant() -> None:
 
 
 # Files that are about particular variants: presets, laws by variant, other packages' functions, the
-# activations that the zoo uses, and the layer of one paper.
+# activations that the zoo uses, the layer of one paper and the files of tests.
 ABOUT_VARIANTS = {
     "attnzoo/core/activations.py",
     "attnzoo/nn/taylor.py",
@@ -245,6 +245,7 @@ ABOUT_VARIANTS = {
     "evals/pretrained/sharpness.py",
     "evals/task.py",
     "evals/theory/closed_forms.py",
+    "scripts/arithmetic.py",
 }
 # Names of variants that are also a vector of a form, a property of a call, a kind of function.
 ALSO_WORDS = {"sink", "log_n", "sigmoid"}

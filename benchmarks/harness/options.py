@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,24 +11,14 @@ import torch
 import attnzoo
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.cases import Case
+from benchmarks.harness.report import Report, Row
 from benchmarks.harness.timing import CudaEvents, Timer, WallClock
-from commandline.arguments import add_plugin, seed
+from commandline.arguments import MOST, add_plugin, numbers, seed
 from commandline.errors import UsageError
 from commandline.variants import split_list
 
-MOST = 2**31  # what is beyond is a slip
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def lengths(text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = [0]
-    if not 0 < min(values) <= max(values) < MOST:
-        raise argparse.ArgumentTypeError(f"{text!r}: positive integers, separated by commas")
-    return values
 
 
 def positive(kind: type):
@@ -63,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser, device: str | None, variants: s
     words = f"variants with their parameters; default: {variants}"
     add("--variants", metavar="a,b(x=1)", help=words)
     add_plugin(parser)
-    add("--lengths", type=lengths, metavar="N,N,…", help=f"numbers of keys; {default}")
+    add("--lengths", type=numbers, metavar="N,N,…", help=f"numbers of keys; {default}")
     add("--backend", help="what computes the variants; " + default)
     add("--dtype", choices=DTYPES, help=default)
     add("--heads", type=size, metavar="H", help=f"number of query heads; {default}")
@@ -74,6 +64,30 @@ def add_options(parser: argparse.ArgumentParser, device: str | None, variants: s
     add("--seed", type=seed, default=0, help="seed of the inputs (default: 0)")
     add("--json", metavar="FILE", help="a JSON file, written anew after each group")
     add("--markdown", metavar="FILE", help="its tables, written at the same times")
+
+
+def add_feature_dim(parser: argparse.ArgumentParser) -> None:
+    words = "dimension of queries and keys where features grow faster (default: 16)"
+    parser.add_argument("--feature-dim", type=positive(int), default=16, metavar="D", help=words)
+
+
+def command(
+    prepare: Callable[[argparse.Namespace], list[Case]],
+    measure: Callable[[argparse.Namespace, list[Case], Report], None],
+    conclude: Callable[[list[Row], list[Case]], Iterable[str]] = lambda rows, cases: (),
+) -> Callable[[argparse.Namespace], int]:
+    """What a suite's command runs: ``measure`` what ``prepare`` made of the options, then note what
+    ``conclude`` says of all rows."""
+
+    def run(args: argparse.Namespace) -> int:
+        cases = prepare(args)
+        report = Report.of(args)
+        measure(args, cases, report)
+        for text in conclude(report.rows, cases):
+            report.note(text)
+        return report.finish()
+
+    return run
 
 
 def settle(args: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> None:

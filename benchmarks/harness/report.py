@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,8 +19,10 @@ import torch
 from benchmarks.harness.cases import SOFTMAX, Case, Setting
 from benchmarks.harness.correctness import Check
 from benchmarks.harness.timing import Spread
+from commandline.checkout import commit, said
 from commandline.errors import UsageError
 from commandline.files import write_whole
+from commandline.table import aligned, markdown
 
 # What a row may have beside its time: a column's title and how a number is shown.
 FIGURES = {
@@ -29,7 +30,9 @@ FIGURES = {
     "ns_per_token": ("ns/token", "{:.3g}"),
     "of_copy": ("of copy", "{:.0%}"),
 }
-WIDTHS = {"direction": 9, "who": 28, "backend": 12, "error (of budget)": 20, "quartiles": 17}
+WIDTHS = {"direction": 9, "who": 28, "backend": 12, "error (of budget)": 20, "quartiles": 17,
+          "note": 0}  # fmt: skip
+LEFT = ("direction", "who", "backend", "note")
 
 
 @dataclass
@@ -107,9 +110,9 @@ class Report:
         columns = columns_of(rows)
         heading, self.heading = self.heading, (title(rows[0]), columns)
         if heading != self.heading:
-            print(f"\n{title(rows[0])}\n{aligned(columns, columns)}")
+            print(f"\n{title(rows[0])}\n{line(columns, columns)}")
         for row in rows:
-            print(aligned(columns, cells(row, columns)), flush=True)
+            print(line(columns, cells(row, columns)), flush=True)
         self.write()
 
     def write(self) -> None:
@@ -129,9 +132,8 @@ class Report:
             tables.setdefault(title(row), []).append(row)
         for name, rows in tables.items():
             columns = columns_of(rows)
-            table = [columns, ["---"] * len(columns), *(cells(row, columns) for row in rows)]
-            lines = ("| " + " | ".join(c.replace("|", "\\|") for c in x) + " |" for x in table)
-            parts += [f"## {name}", "\n".join(lines)]
+            table = markdown([columns, *(cells(row, columns) for row in rows)])
+            parts += [f"## {name}", table.rstrip()]
         for heading, texts in (("Notes", self.notes), ("Left out", self.left_out)):
             if texts:
                 parts += [f"## {heading}", "\n".join(f"- {text}" for text in texts)]
@@ -203,13 +205,10 @@ def quartiles(spread: Spread) -> str:
     return f"{milliseconds(spread.lower)}–{milliseconds(spread.upper)}"
 
 
-def aligned(columns: Sequence[str], texts: Sequence[str]) -> str:
-    """A line of a table: names to the left, numbers to the right, notes as they are."""
-    left, parts = ("direction", "who", "backend", "note"), []
-    for column, text in zip(columns, texts, strict=True):
-        width = WIDTHS.get(column, max(6, len(column))) if column != "note" else 0
-        parts.append(text.ljust(width) if column in left else text.rjust(width))
-    return "  ".join(parts).rstrip()
+def line(columns: Sequence[str], texts: Sequence[str]) -> str:
+    """Of the console's table, whose widths are set before its rows are known."""
+    left = [i for i, column in enumerate(columns) if column in LEFT]
+    return aligned(texts, [WIDTHS.get(name, max(6, len(name))) for name in columns], left)
 
 
 # ---- where it ran -----------------------------------------------------------------------------
@@ -261,21 +260,6 @@ def cpu_name() -> str:
             if text.startswith("model name"):
                 return text.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def commit() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside of git."""
-    head = said("git", "rev-parse", "--short=12", "HEAD")
-    return head and head + ("+" if said("git", "status", "--porcelain") else "")
-
-
-def said(*command: str) -> str | None:
-    """What a program prints; None where it fails or is not there."""
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # ---- files ------------------------------------------------------------------------------------

@@ -23,13 +23,14 @@ from benchmarks.harness.options import (
     add_options,
     bench_of,
     cases_of,
-    lengths,
+    command,
     positive,
     settle,
     some_of,
     timer_of,
 )
 from benchmarks.harness.report import Report, Row
+from commandline.arguments import numbers
 from commandline.errors import UsageError
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -57,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--batch", type=positive(int), metavar="B",
         help="sequences of a batch; default: 1 on a CPU, as many as make 65536 tokens per head on "
         "a GPU")  # fmt: skip
-    add("--head-dim", type=lengths, metavar="D,D,…", help=f"head dimensions; {device}")
+    add("--head-dim", type=numbers, metavar="D,D,…", help=f"head dimensions; {device}")
     add("--mask", type=some_of(MASKS), metavar=",".join(MASKS), help=device)
     add("--inputs", type=some_of(INPUTS), metavar=",".join(INPUTS),
         help="of block-sparse inputs most 64 × 64 blocks are empty, and they are for variants with "
@@ -72,14 +73,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--time", action=yes_no, default=True, help="measure times")
     add("--memory", action=yes_no, default=True,
         help="measure memory, on a CPU in a fresh process per row")  # fmt: skip
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    cases = prepare(args)
-    report = Report.of(args)
-    measure(args, cases, report)
-    return report.finish()
+    parser.set_defaults(run=command(prepare, measure))
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:

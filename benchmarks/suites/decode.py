@@ -25,16 +25,18 @@ import attnzoo
 from benchmarks.harness.bench import Entrant, Groups
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting
 from benchmarks.harness.options import (
+    add_feature_dim,
     add_options,
     bench_of,
     cases_of,
-    lengths,
+    command,
     positive,
     settle,
     timer_of,
 )
 from benchmarks.harness.report import Report, Row
 from benchmarks.harness.timing import Spread, Timer
+from commandline.arguments import numbers
 from commandline.errors import UsageError
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -62,19 +64,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add, size = parser.add_argument, positive(int)
     device = "default: depends on the device"
     add_options(parser, None, "every one")
-    add("--batches", type=lengths, metavar="B,B,…", help=f"sizes of the batch; {device}")
+    add("--batches", type=numbers, metavar="B,B,…", help=f"sizes of the batch; {device}")
     add("--kv-heads", type=size, metavar="H", help=f"number of key and value heads; {device}")
     add("--head-dim", type=size, metavar="D", help=f"head dimension; {device}")
-    add("--feature-dim", type=size, default=16, metavar="D",
-        help="dimension of queries and keys where features grow faster (default: 16)")  # fmt: skip
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    cases = prepare(args)
-    report = Report.of(args)
-    measure(args, cases, report)
-    return report.finish()
+    add_feature_dim(parser)
+    parser.set_defaults(run=command(prepare, measure))
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:

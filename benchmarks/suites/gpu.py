@@ -107,10 +107,9 @@ def parsed(line: str, args: argparse.Namespace) -> tuple[Any, argparse.Namespace
 
 
 def stem(where: dict[str, Any]) -> str:
-    """The files' name: h200-2026-01-31-0123456789ab, with -dirty where files differ from it."""
+    """The files' name: h200-2026-01-31-0123456789ab."""
     device = (where["device"] or platform.machine()).lower().removeprefix("nvidia ")
-    commit = (where["commit"] or "").replace("+", "-dirty")
-    parts = (re.sub(r"[^a-z0-9]+", "-", device).strip("-"), where["date"], commit)
+    parts = (re.sub(r"[^a-z0-9]+", "-", device).strip("-"), where["date"], where["commit"])
     return "-".join(part for part in parts if part)
 
 

@@ -10,7 +10,7 @@ pairwise form.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,9 +20,11 @@ from benchmarks.harness.baselines import installed
 from benchmarks.harness.bench import DIRECTIONS, Entrant, Groups
 from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting
 from benchmarks.harness.options import (
+    add_feature_dim,
     add_options,
     bench_of,
     cases_of,
+    command,
     positive,
     settle,
     some_of,
@@ -62,20 +64,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="sequences of a batch; default: as many as make 131072 tokens per head on a GPU, 1 on "
         "a CPU")  # fmt: skip
     add("--head-dim", type=size, default=64, metavar="D", help="head dimension (default: 64)")
-    add("--feature-dim", type=size, default=16, metavar="D",
-        help="dimension of queries and keys where features grow faster (default: 16)")  # fmt: skip
+    add_feature_dim(parser)
     add("--pairwise-max", type=int, metavar="N",
         help="longest sequence for the pairwise forms; 0: never")  # fmt: skip
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    cases = prepare(args)
-    report = Report.of(args)
-    measure(args, cases, report)
-    for text in crossovers(report.rows, [case.spec for case in cases]):
-        report.note(text)
-    return report.finish()
+    parser.set_defaults(run=command(prepare, measure, crossovers))
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:
@@ -140,10 +132,10 @@ def in_rows(inputs: Inputs) -> Inputs:
     return replace(inputs, **made)
 
 
-def crossovers(rows: Iterable[Row], variants: Sequence[str]) -> Iterator[str]:
+def crossovers(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
     """From which length on a linear form was faster, at all of them where both should have run."""
     of = {(row.direction, row.name, row.setting.length): row for row in rows}
-    for direction, variant in product(DIRECTIONS, variants):
+    for direction, variant in product(DIRECTIONS, (case.spec for case in cases)):
         for other in (BASELINE, variant + PAIRWISE):
             both = sorted(
                 n for d, name, n in of

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,12 +46,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_target("--json", args.json)
-    before: dict[str, Any] = {}
-    if args.against is not None:
-        try:
-            before = json.loads(args.against.read_text())["microseconds"]
-        except (ValueError, KeyError) as error:
-            raise UsageError(f"--against {args.against} is no file of this command") from error
+    before = {} if args.against is None else medians(args.against)
     torch.set_num_threads(1)
     where = environment()
     print(f"{headline(where)}\n{'':<32}{'µs':>8}{'quartiles':>16}{'− sdpa':>9}{'before':>9}")
@@ -60,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         seconds = interleave({n: repeated(call) for n, call in calls().items()}, args.repeats, 0.0)
     found = {n: Spread.of([s / CALLS * 1e6 for s in spent]) for n, spent in seconds.items()}
     for name, x in found.items():
-        old = f"{before[name]['median']:.1f}" if name in before else ""
+        old = f"{before[name]:.1f}" if name in before else ""
         spread = f"{x.lower:.1f}–{x.upper:.1f}"
         print(
             f"{name:<32}{x.median:>8.1f}{spread:>16}{x.median - found[SDPA].median:>9.1f}{old:>9}"
@@ -69,6 +63,19 @@ def run(args: argparse.Namespace) -> int:
         times = {name: asdict(spread) for name, spread in found.items()}
         write_json(args.json, {"environment": where, "microseconds": times})
     return 0
+
+
+def medians(path: Path) -> dict[str, float]:
+    """Microseconds of each call in the file of an earlier run.
+
+    Raises:
+        UsageError: it is no such file.
+    """
+    try:
+        found = json.loads(path.read_text())["microseconds"]
+        return {name: float(spread["median"]) for name, spread in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--against {path} is no file of this command") from error
 
 
 def calls() -> dict[str, Callable[[], object]]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from commandline.checkout import commit
 from commandline.errors import UsageError
 from commandline.variants import Spec
 from evals.harness import costs
@@ -28,24 +27,6 @@ from evals.task import NOTES, Task
 
 # (rows, the run's folder, a note on them): writes and prints what a run ends with.
 Show = Callable[[list[Row], Path, str], None]
-
-
-@cache
-def commit() -> str:
-    """The checkout's commit, with "-dirty" where files differ from it; "unknown" without git."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
-        except OSError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    head = git("rev-parse", "--short=12", "HEAD")
-    if not head:
-        return "unknown"
-    return f"{head}-dirty" if git("status", "--porcelain", "--untracked-files=no") else head
 
 
 class Run:
@@ -183,7 +164,7 @@ def _row(
         "device": study.device,
         "torch": torch.__version__,
         "attnzoo": version("attnzoo"),
-        "commit": commit(),
+        "commit": commit() or "unknown",
         "cpu_seconds": round(outcome.cpu_seconds, 3),
         "train_cpu_seconds": round(facts["train_cpu_seconds"], 3),
         "training": job.training_key,

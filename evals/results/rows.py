@@ -68,10 +68,37 @@ def problem(row: object) -> str | None:
     return None
 
 
+# What is allowed, by pydantic's kind of error.
+_ALLOWED = {
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than_equal": "at least {ge}",
+    "int_type": "a whole number",
+    "is_instance_of": "a list",  # Sequence is the one class
+    "less_than_equal": "at most {le}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_type": "a table",
+    "sequence_str": "a list",
+    "string_type": "text",
+    "too_short": "a list that is not empty",
+}
+
+
 def first(error: ValidationError) -> str:
     """The first thing that is wrong: where, what is allowed, and what came."""
     wrong = error.errors()[0]
-    where = "".join(f"{part}." for part in wrong["loc"])[:-1] or "a row"
+    names = [part for part in wrong["loc"] if isinstance(part, str)]
+    where = ".".join(names) or "a row"
+    if wrong["type"] == "missing":
+        return f"{where} is missing"
+    if wrong["type"] not in _ALLOWED:  # among them errors of our own
+        return f"{where}: {wrong['msg'].removeprefix('Value error, ')}"
+    allowed = _ALLOWED[wrong["type"]].format(**wrong.get("ctx", {}))
     came = repr(wrong["input"])
     came = came if len(came) <= 60 else f"{came[:57]}..."
-    return f"{where}: {wrong['msg'].removeprefix('Value error, ')}, got {came}"
+    # Of a list, the entry that is wrong is known by its value.
+    must = "must be" if len(names) == len(wrong["loc"]) else "must each be"
+    return f"{where} {must} {allowed}, got {came}"

@@ -389,5 +389,7 @@ def test_overhead_of_all_variants_and_their_modules(
     assert main([*line, "--against", str(file)]) == 0
     (row,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("softmax ")]
     assert row.split()[-1] == f"{found['softmax']['median']:.1f}"
-    file.write_text("{}")
-    assert main([*line, "--against", str(file)]) == 2
+    for text in ("{}", "[]", "no", '{"microseconds": []}', '{"microseconds": {"sdpa": {}}}'):
+        file.write_text(text)
+        assert main([*line, "--against", str(file)]) == 2
+        assert capsys.readouterr().err.endswith(f"--against {file} is no file of this command\n")

@@ -106,8 +106,9 @@ def test_the_crossover_is_where_it_stays_faster() -> None:
     shares = {1024: 0.9, 2048: 1.2, 4096: 0.8, 8192: 0.4}
     rows = [timed("cosformer", n, share) for n, share in shares.items()]
     rows += [timed("taylor", n, 1.5) for n in shares]
+    cases = [Case.parse(name, 8192) for name in ("cosformer", "taylor")]
     rows += [timed("sdpa", n, 1.0) for n in shares]
-    assert list(linear.crossovers(rows, ["cosformer", "taylor"])) == [
+    assert list(linear.crossovers(rows, cases)) == [
         "cosformer, forward: faster than sdpa from N = 4096 on",
         "taylor, forward: not faster than sdpa up to the longest here",
     ]
@@ -117,7 +118,7 @@ def test_what_could_not_be_timed_is_not_faster() -> None:
     rows = [timed("cosformer", n, 0.5) for n in (1024, 2048, 4096)]
     rows += [timed("sdpa", n, 1.0) for n in (1024, 2048, 4096)]
     rows[1].ratios.clear()  # WRONG, or out of memory
-    (said,) = linear.crossovers(rows, ["cosformer"])
+    (said,) = linear.crossovers(rows, [Case.parse("cosformer", 4096)])
     assert said == "cosformer, forward: faster than sdpa from N = 4096 on"
 
 

@@ -306,7 +306,7 @@ def test_a_whole_run(
 ) -> None:
     tests = {"summary": "9 passed", "status": 0, "seconds": 1.0, "failed": []}
     monkeypatch.setattr(gpu, "pytest_gpu", lambda seconds: tests)
-    command = ["gpu", "--out", str(tmp_path), "--commit", "0123+", "--variants"]
+    command = ["gpu", "--out", str(tmp_path), "--commit", "0123-dirty", "--variants"]
     assert main([*command, "softmax,entmax"]) == 0
     files = {path.suffix: path for path in tmp_path.iterdir()}
     assert files.keys() == {".json", ".md"}

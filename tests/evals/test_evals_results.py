@@ -13,7 +13,7 @@ import pytest
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.__main__ import main
-from evals.reporting.readme import scores as scores_table
+from evals.reporting.readme_tables import scores as scores_table
 from evals.reporting.tables import cost_table, learned_table, legend, score_tables
 from evals.results.store import read_rows
 from evals.results.summary import (
@@ -219,21 +219,21 @@ def spoilt(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (spoilt(positions=..., seed=...), "positions: Field required, got {"),
+        (spoilt(positions=..., seed=...), "positions is missing"),
         (
             spoilt(metrics={"accuracy": float("nan")}),
-            "metrics.accuracy: Input should be a finite number",
+            "metrics.accuracy must be a finite number, got nan",
         ),
         (spoilt(metrics={"hit_rate": 0.5}), "metrics has no accuracy, although status is ok"),
-        (spoilt(metrics=0.5), "metrics: Input should be a valid dictionary, got 0.5"),
+        (spoilt(metrics=0.5), "metrics must be a table, got 0.5"),
         (
             spoilt(curves={"head_peak": [0.5, None]}),
-            "curves.head_peak.1: Input should be a valid number",
+            "curves.head_peak must each be a number, got None",
         ),
-        (spoilt(seed="0"), "seed: Input should be a valid integer, got '0'"),
-        (spoilt(status="fine"), "status: Input should be 'ok', 'nan' or 'oom', got 'fine'"),
-        (spoilt(settings={"steps": 3}), "settings.train_shortest: Field required, got {"),
-        ([1], "a row: Input should be a valid dictionary or instance of Fields, got [1]"),
+        (spoilt(seed="0"), "seed must be a whole number, got '0'"),
+        (spoilt(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
+        (spoilt(settings={"steps": 3}), "settings.train_shortest is missing"),
+        ([1], "a row must be a table, got [1]"),
     ],
 )
 @pytest.mark.parametrize("command", ["report", "compare", "max-retrieval"])

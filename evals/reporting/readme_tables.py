@@ -7,6 +7,7 @@ import csv
 from pathlib import Path
 
 from commandline.errors import UsageError
+from commandline.table import markdown
 from evals.reporting.tables import FEW_SEEDS, LEGEND, MANY, PARTIAL
 from evals.results.summary import UNTRAINED
 from evals.task import Metric
@@ -16,13 +17,6 @@ MEASURED = Path(__file__).parents[2] / "docs" / "evals"
 NONE_YET = "Nothing has been measured yet.\n"
 
 Line = dict[str, str]
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    """Markdown; the first row is the head."""
-    head, *body = rows
-    lines = [head, ("---",) + ("---:",) * (len(head) - 1), *body]
-    return "".join("| " + " | ".join(c.replace("|", "\\|") for c in x) + " |\n" for x in lines)
 
 
 def tasks_table() -> str:
@@ -84,7 +78,7 @@ def task_scores(name: str, lines: list[Line]) -> str:
         notes.append(f"{PARTIAL} {LEGEND[PARTIAL]}.")
     if 1 < seeds < MANY:
         notes.append(f"{FEW_SEEDS.format(count=seeds)}.")
-    return title + _table(rows) + (f"\n{' '.join(notes)}\n" if notes else "")
+    return title + markdown(rows, right=True) + (f"\n{' '.join(notes)}\n" if notes else "")
 
 
 def _cell(line: Line, score: Metric) -> str:

@@ -1,0 +1,24 @@
+"""The commit of the checkout, which results name, and what other programs say."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import cache
+from pathlib import Path
+
+
+def said(*command: str) -> str | None:
+    """What a program prints in the checkout; None where it fails or is not there."""
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+@cache
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" where files differ from it; None outside of git."""
+    head = said("git", "rev-parse", "--short=12", "HEAD")
+    changed = head and said("git", "status", "--porcelain", "--untracked-files=no")
+    return f"{head}-dirty" if changed else head
