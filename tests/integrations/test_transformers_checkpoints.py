@@ -296,7 +296,7 @@ def test_two_ranks_agree_with_one() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "tests/distributed_models.py"]
+    command = [sys.executable, "tests/helpers/distributed_models.py"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     ranks = [
         subprocess.Popen(
