@@ -157,7 +157,8 @@ def remember(
         call = call.remembering()
     own = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_KNOWN) >= MOST:
-        _KNOWN.pop(next(iter(_KNOWN)), None)  # the oldest
+        oldest = list(_KNOWN)[0]  # noqa: RUF015 (an iterator fails where other threads write)
+        _KNOWN.pop(oldest, None)
     _KNOWN[key] = Known(
         ready.variant,
         call,
