@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from helpers.agreement import disagreements, kept, make, reference
-from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS
-from helpers.coverage_table import RUNS, VARIANT_BACKENDS
+from helpers.cases import VARIANTS
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows
 
@@ -51,15 +51,7 @@ def sdpa_allowed(row: dict[str, Any]) -> bool:
 
 def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
     """What the variant takes, and the backend if one is given."""
-    case, levels = CASES[variant], dict(FACTORS)
-    params = ["default", *range(len(case.settings))]
-    params += ["learned"] if case.learned else []
-    params += ["per_token"] if case.per_token else []
-    levels["params"] = tuple(params)
-    if variant in NO_SCORE:
-        levels.update(mask=("none", "bool", "keys"), alibi=(False,))
-    if variant in NO_LSE:
-        levels["lse"] = (False,)
+    levels = levels_of(variant, FACTORS)
     if backend in ("sdpa", "linear"):
         no = (False,)
         levels.update(span=("full", "causal"), alibi=no, segments=no, dropout=no, lse=no)

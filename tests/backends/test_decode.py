@@ -20,8 +20,8 @@ from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
 from helpers.agreement import Inputs, make
 from helpers.agreement import disagreements as disagreements_of
-from helpers.cases import CASES, NO_LSE, NO_SCORE, params_of, rand
-from helpers.coverage_table import RUNS, VARIANT_BACKENDS
+from helpers.cases import NO_LSE, params_of, rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows, quick_variants
 from helpers.operators import opcheck
@@ -55,16 +55,7 @@ def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
-    case, levels = CASES[variant], dict(FACTORS)
-    params = ["default", *range(len(case.settings))]
-    params += ["learned"] if case.learned else []
-    params += ["per_token"] if case.per_token else []
-    levels["params"] = tuple(params)
-    if variant in NO_SCORE:
-        levels.update(mask=("none", "bool", "keys"), alibi=(False,))
-    if variant in NO_LSE:
-        levels["lse"] = (False,)
-    return tuple(levels.items())
+    return tuple(levels_of(variant, FACTORS).items())
 
 
 THIN = [

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from helpers.agreement import disagreements, make
-from helpers.cases import CASES, NO_LSE, NO_SCORE
-from helpers.coverage_table import CONSTANT_PARAMETERS, FLASH
+from helpers.cases import NO_LSE
+from helpers.coverage_table import CONSTANT_PARAMETERS, FLASH, levels_of
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows
 
@@ -54,17 +54,8 @@ def allowed(row: dict[str, Any]) -> bool:
 
 
 def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
-    case, levels = CASES[variant], dict(FACTORS)
-    params = ["default", *range(0 if variant in FIXED else len(case.settings))]
-    if case.learned:
-        params.append("per_head" if (variant, "flash") in CONSTANT_PARAMETERS else "learned")
-    params += ["per_token"] if case.per_token else []
-    levels["params"] = tuple(params)
-    if variant in NO_SCORE:
-        levels.update(mask=("none", "bool", "keys"), alibi=(False,))
-    if variant in NO_LSE:
-        levels["lse"] = (False,)
-    return tuple(levels.items())
+    learned = "per_head" if (variant, "flash") in CONSTANT_PARAMETERS else "learned"
+    return tuple(levels_of(variant, FACTORS, variant not in FIXED, learned).items())
 
 
 def levels() -> list[Level]:

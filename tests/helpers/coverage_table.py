@@ -216,3 +216,19 @@ PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
     ),
     "alpha per head": ("entmax", {"alpha": torch.full((2,), 1.3)}, "flash", RUNS),
 }
+
+
+def levels_of(
+    variant: str, factors: dict[str, tuple], settings: bool = True, learned: str = "learned"
+) -> dict[str, tuple]:
+    """The factors of a covering array, with the parameters, masks and outputs of the variant."""
+    case, levels = CASES[variant], dict(factors)
+    params = ["default", *range(len(case.settings) if settings else 0)]
+    params += [learned] if case.learned else []
+    params += ["per_token"] if case.per_token else []
+    levels["params"] = tuple(params)
+    if variant in NO_SCORE:
+        levels.update(mask=("none", "bool", "keys"), alibi=(False,))
+    if variant in NO_LSE:
+        levels["lse"] = (False,)
+    return levels
