@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        # FP fusion is what Triton does by default, and will stop doing: say so, and be not warned.
+        # Triton warns where FP fusion is left to its default, which will change.
         found = {"num_warps": self.config.warps, "num_stages": self.config.stages}
         return {**found, "enable_fp_fusion": True, "maxnreg": self.config.registers}
 

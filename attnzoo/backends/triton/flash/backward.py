@@ -123,7 +123,7 @@ def flash_dq(
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # From the un-gained sum: a gain of 0 (log 1) divides nothing.
+        # From the sum before the gain: a gain of 0 (log 1) cannot be divided out.
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )

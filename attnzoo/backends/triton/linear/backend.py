@@ -26,8 +26,8 @@ from attnzoo.core.forms import Form, Linear
 
 
 def unsupported(form: Form, call: Call) -> str | None:
-    if (objection := linear.unsupported(form, call)) is not None:
-        return objection
+    if (reason := linear.unsupported(form, call)) is not None:
+        return reason
     if call.input_dtype not in flash.DTYPES:
         return f"takes fp16, bf16 and fp32, not {call.input_dtype}; linear does"
     return flash.unsupported_here(call, "linear")
