@@ -90,7 +90,7 @@ class Activation:
 
 
 class Statistics(NamedTuple):
-    """Of logits before the gain, bias included: lse = log Σ exp(s), entropy of softmax(s) in nats."""
+    """Of the logits before the gain, with the bias: lse = log Σ exp(s), and the entropy in nats."""
 
     lse: Tensor
     entropy: Tensor
