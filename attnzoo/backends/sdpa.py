@@ -124,7 +124,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     gain = with_gain(form, q, k, call, "sdpa").gain
     assert not isinstance(gain, FromStatistics)
     if isinstance(gain, Tensor) or gain != 1.0:
-        q = (call.row(gain).unsqueeze(-1) * q.to(call.dtype)).to(call.input_dtype)
+        q = (call.per_query(gain).unsqueeze(-1) * q.to(call.dtype)).to(call.input_dtype)
     q, scale = _positive_scale(q, call)
     q, k, spoiled = _take_out_nan(q, k, call)
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.

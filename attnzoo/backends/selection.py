@@ -35,7 +35,7 @@ MORE_KEYS = 4096
 class Candidate(NamedTuple):
     backend: str
     form: Form
-    objection: str | None
+    reason: str | None
     note: str = ""  # what decided its place
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 
-def refuse_transforms(backend: str, *tensors: Tensor | None) -> None:
+def reject_transforms(backend: str, *tensors: Tensor | None) -> None:
     """Raise where a transform is active, or where one of the tensors has a tangent."""
     dual = any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
     if dual or torch._C._are_functorch_transforms_active():

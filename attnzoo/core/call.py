@@ -90,7 +90,7 @@ class Call(Visibility):
         lse = self.hide(scores).logsumexp(-1)
         return lse if self.sees_all else lse.masked_fill(~self.visible.any(-1), float("-inf"))
 
-    def row(self, value: Tensor | float) -> Tensor:
+    def per_query(self, value: Tensor | float) -> Tensor:
         """A per-query vector as a tensor that broadcasts to (B, H, Nq)."""
         if isinstance(value, Tensor):
             return value

@@ -20,7 +20,7 @@ from attnzoo.core.checks import is_int, shown
 if TYPE_CHECKING:
     from attnzoo.core.call import Call
 
-Row = Tensor | float
+PerQuery = Tensor | float
 Normalize = Literal["none", "sum", "threshold", "select"]
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
 
@@ -100,7 +100,7 @@ class Statistics(NamedTuple):
 class FromStatistics:
     """A row computed from `Statistics`, which the backend takes in one extra pass over the keys."""
 
-    row: Callable[[Statistics], Tensor]
+    gain: Callable[[Statistics], Tensor]
     differentiable: bool
 
 
@@ -123,10 +123,10 @@ class Pairwise:
 
     activation: Activation
     normalize: Normalize
-    gain: Row | FromStatistics = 1.0
-    offset: Row | None = None
-    shape: Row | None = None
-    sink: Row | None = None
+    gain: PerQuery | FromStatistics = 1.0
+    offset: PerQuery | None = None
+    shape: PerQuery | None = None
+    sink: PerQuery | None = None
     keep: int | None = None
     kind = "pairwise"
 
@@ -210,7 +210,7 @@ Form = Pairwise | Linear | Definition | NoForm
 class Param:
     """One keyword parameter of a variant.
 
-    ``kind`` is "row" (a float, a 0-dim or (H,) tensor; with ``per_token`` also (B, H, Nq)), or
+    ``kind`` is "per_head" (a float, a 0-dim or (H,) tensor; with ``per_token`` also (B, H, Nq)), or
     "int", "float", "bool" for a setting that never needs a gradient. ``allowed`` says in words
     what ``check`` accepts. ``init`` is the value from which `attnzoo.nn.Attention` learns the
     parameter by default; None leaves it fixed there unless asked. ``between`` is an open interval
@@ -219,7 +219,7 @@ class Param:
 
     name: str
     default: Any = REQUIRED
-    kind: Literal["row", "int", "float", "bool"] = "row"
+    kind: Literal["per_head", "int", "float", "bool"] = "per_head"
     doc: str = ""
     init: float | None = None
     per_token: bool = False
@@ -232,7 +232,7 @@ def no_forms(call: Call, **params: Any) -> tuple[Form, ...]:
     return ()
 
 
-def no_refusal(call: Call, **params: Any) -> str | None:
+def no_restriction(call: Call, **params: Any) -> str | None:
     return None
 
 
@@ -248,12 +248,12 @@ class Variant:
     forms(call, **params) -> the forms that hold for this call, the preferred one first.
     scores(q, k, call, **params) -> (B, H, Nq, Nk), −∞ where w = 0 by rule: given when the weights
         are a softmax of them (up to a sink), which is what ``return_lse`` needs.
-    refuse(call, **params) -> why this call has no meaning for the variant, or None.
-    ``forms``, ``refuse`` and ``has_state`` must depend on their arguments alone, and no function
-        may write into a tensor of the call: later calls of the same sizes rely on both.
-    Parameters of kind "row" come as a float, or as a tensor that broadcasts: (1, H, 1, 1) or
+    unsupported(call, **params) -> why this call has no meaning for the variant, or None.
+    ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments alone, and no
+        function may write into a tensor of the call: later calls of the same sizes rely on both.
+    Parameters of kind "per_head" come as a float, or as a tensor that broadcasts: (1, H, 1, 1) or
         (B, H, Nq, 1) in ``weights`` and ``scores``, against scores; (1, H, 1) or (B, H, Nq) in
-        ``forms`` and ``refuse``, against per-query vectors as `Call.log_n`.
+        ``forms`` and ``unsupported``, against per-query vectors as `Call.log_n`.
     normalized: every row with a visible key sums to 1.
     positional: weights depend on how far a key stands from a query.
     calibrate(log_n) -> parameters with which the gain is 1 on average over rows whose log n_i is
@@ -275,7 +275,7 @@ class Variant:
     params: tuple[Param, ...] = ()
     forms: Callable[..., tuple[Form, ...]] = no_forms
     scores: Callable[..., Tensor] | None = None
-    refuse: Callable[..., str | None] = no_refusal
+    unsupported: Callable[..., str | None] = no_restriction
     normalized: bool = True
     positional: bool = False
     calibrate: Callable[[float], dict[str, Any]] | None = None

@@ -1,6 +1,6 @@
 """The parameters of a variant, checked and turned into what forms take.
 
-A "row" parameter becomes a Python float, or a tensor in the call's dtype that broadcasts to
+A "per_head" parameter becomes a Python float, or a tensor in the call's dtype that broadcasts to
 (B, H, Nq); a setting stays what it is.
 """
 
@@ -58,7 +58,7 @@ def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.
         return value
     if not is_number(value) or (param.kind == "int" and not is_int(value)):
         noun = "an int" if param.kind == "int" else "a number"
-        tensor = " or a tensor" if param.kind == "row" else ""
+        tensor = " or a tensor" if param.kind == "per_head" else ""
         raise TypeError(f"{what} must be {noun}{tensor}, got {shown(value)}")
     if value != value or (param.check is not None and not param.check(value)):
         raise ValueError(f"{what} must be {param.allowed}, got {shown(value)}")
@@ -77,7 +77,7 @@ def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.
 def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
     if value is None and param.default is None:
         return None
-    if param.kind != "row" or not isinstance(value, Tensor):
+    if param.kind != "per_head" or not isinstance(value, Tensor):
         return check_value(what, param, value, call.dtype)
     check_dense(what, value)
     if value.dtype not in DTYPES:
@@ -100,7 +100,7 @@ def per_query(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
     return value if value.dim() == 3 else value.view(1, -1, 1)
 
 
-def check_rows(what: str, form: Pairwise, call: Call) -> None:
+def check_vectors(what: str, form: Pairwise, call: Call) -> None:
     """The tensors of a form are vectors per query."""
     full = (call.batch, call.heads, call.queries)
     vectors = {"gain": form.gain, "offset": form.offset, "shape": form.shape, "sink": form.sink}

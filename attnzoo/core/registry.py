@@ -77,7 +77,7 @@ def _check_name(what: str, name: Any) -> None:
 
 
 def _check_param(what: str, param: Param) -> None:
-    if param.kind not in ("row", "int", "float", "bool"):
+    if param.kind not in ("per_head", "int", "float", "bool"):
         raise ValueError(f"{what}: kind must be row, int, float or bool, got {shown(param.kind)}")
     if param.check is not None and not callable(param.check):
         raise TypeError(f"{what}: check must be a function or None, got {shown(param.check)}")
@@ -85,9 +85,9 @@ def _check_param(what: str, param: Param) -> None:
         _check_type(f"{what}: {field}", getattr(param, field), str)
     _check_type(f"{what}: per_token", param.per_token, bool)
     for field in ("per_token", "init", "between"):
-        if param.kind != "row" and getattr(param, field) not in (None, False):
+        if param.kind != "per_head" and getattr(param, field) not in (None, False):
             raise ValueError(f"{what}: {field} is for kind 'row', this is {param.kind!r}")
-    number = replace(param, kind="float") if param.kind == "row" else param  # no tensor here
+    number = replace(param, kind="float") if param.kind == "per_head" else param  # no tensor here
     if param.default is not REQUIRED and param.default is not None:
         check_value(f"{what}: default", number, param.default)
     if param.init is not None:
@@ -113,7 +113,7 @@ def _check_fields(variant: Variant) -> None:
     dense = ("q", "k", "call")
     _check_function(f"{what}: weights", variant.weights, dense, given)
     _check_function(f"{what}: forms", variant.forms, ("call",), given)
-    _check_function(f"{what}: refuse", variant.refuse, ("call",), given)
+    _check_function(f"{what}: unsupported", variant.unsupported, ("call",), given)
     _check_function(f"{what}: has_state", variant.has_state, (), given)
     if variant.scores is not None:
         _check_function(f"{what}: scores", variant.scores, dense, given)

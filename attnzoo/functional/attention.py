@@ -12,7 +12,7 @@ from attnzoo.core.arguments import Segments, Window
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.functional.known_calls import find, key_of, remember
-from attnzoo.functional.prepare import prepare, raise_refusal
+from attnzoo.functional.prepare import check_supported, prepare
 
 
 def attention(
@@ -94,7 +94,7 @@ def attention(
         ready = prepare(q, k, v, variant, arguments | params)
         q, k, v, call = ready.q, ready.k, ready.v, ready.call
         check_backend(backend)
-        raise_refusal(ready)
+        check_supported(ready)
         with in_full_precision(call.device):
             forms = ready.forms
             ran, form = choose(variant, (*forms, ready.definition), call, backend)
@@ -130,7 +130,7 @@ def attention_weights(
             f"backend of attention_weights must be None or 'eager', got {shown(backend)}"
         )
     ready = prepare(q, k, v, variant, arguments)
-    raise_refusal(ready)
+    check_supported(ready)
     with in_full_precision(ready.call.device):
         w, lse = eager.weights(ready.q, ready.k, ready.call, ready.definition)
     w = w.to(ready.call.input_dtype)

@@ -18,7 +18,7 @@ from attnzoo.functional.prepare import prepare
 class Plan:
     """What `attention` would do with a call, and why.
 
-    ``chosen`` is the backend's name, or None where the variant refuses the call (``refusal`` says
+    ``chosen`` is the backend's name, or None where the variant refuses the call (``reason`` says
     why) or a named backend objects. ``str()`` is the table of backends, forms and reasons in the
     order of preference.
     """
@@ -26,18 +26,18 @@ class Plan:
     variant: str
     chosen: str | None
     candidates: tuple[Candidate, ...]
-    refusal: str | None = None
+    reason: str | None = None
 
     def __str__(self) -> str:
-        if self.refusal is not None:
-            return f"{self.variant}: refused\n  {self.refusal}"
+        if self.reason is not None:
+            return f"{self.variant}: unsupported\n  {self.reason}"
         rows = [f"{self.variant}: {self.chosen}"]
         taken = False
-        for backend, form, objection, note in self.candidates:
-            first = objection is None and backend == self.chosen and not taken
+        for backend, form, reason, note in self.candidates:
+            first = reason is None and backend == self.chosen and not taken
             taken = taken or first
-            reason = objection or ("chosen" if first else "able") + note
-            rows.append(f"  {backend:<12} {form.kind:<11} {reason}")
+            text = reason or ("chosen" if first else "able") + note
+            rows.append(f"  {backend:<12} {form.kind:<11} {text}")
         return "\n".join(rows)
 
 
@@ -64,11 +64,11 @@ def explain(
     """
     ready = prepare(q, k, v, variant, arguments)
     check_backend(backend)
-    if ready.refusal is not None:
-        return Plan(variant, None, (), ready.refusal)
+    if ready.unsupported is not None:
+        return Plan(variant, None, (), ready.unsupported)
     every = candidates(variant, (*ready.forms, ready.definition), ready.call)
     found = tuple(_with_note(candidate, ready.call) for candidate in every)
-    able = [c.backend for c in found if c.objection is None and backend in (None, c.backend)]
+    able = [c.backend for c in found if c.reason is None and backend in (None, c.backend)]
     return Plan(variant, able[0] if able else None, found)
 
 

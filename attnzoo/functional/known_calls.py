@@ -60,7 +60,7 @@ class Known(NamedTuple):
                 call = replace(call, **layout_tensors(tensors, call))
             own = {p.name: per_query(what, p, given[p.name], call) for what, p in self.vectors}
             params = params | own
-            if self.variant.refuse(call, **params) is not None:
+            if self.variant.unsupported(call, **params) is not None:
                 return None
         if self.place < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)

@@ -16,7 +16,7 @@ from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.checks import check_dense, is_int, shown
 from attnzoo.core.forms import Linear, NoForm
-from attnzoo.functional.prepare import prepare, raise_refusal
+from attnzoo.functional.prepare import check_supported, prepare
 
 # Fewer are a part of a chunk, for which torch's few operations do.
 CHUNK = 64
@@ -71,13 +71,13 @@ def linear_attention(
     )
     seen = 0 if state is None else _length(state)
     ready = prepare(q, k, v, variant, arguments, origin=seen)
-    raise_refusal(ready)
+    check_supported(ready)
     call = ready.call
     if call.queries != call.keys:
         raise ValueError(f"q and k must hold the same tokens, got {call.queries} and {call.keys}")
     form = _linear_form(ready.forms, variant)
-    if (objection := linear.unsupported(form, call)) is not None:
-        raise ValueError(f"linear_attention {objection}")
+    if (reason := linear.unsupported(form, call)) is not None:
+        raise ValueError(f"linear_attention {reason}")
     sums = None if state is None else _sums(state, call, form)
     if sums is not None and torch.is_grad_enabled() and sums.requires_grad:
         call = replace(call, needs_grad=True)

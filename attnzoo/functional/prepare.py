@@ -13,7 +13,7 @@ from attnzoo.core.arguments import ARGUMENTS, check_call
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.core.forms import Definition, Form, Linear, NoForm, Pairwise, Variant
-from attnzoo.core.parameters import bind, check_rows
+from attnzoo.core.parameters import bind, check_vectors
 from attnzoo.core.registry import get_variant
 
 
@@ -26,7 +26,7 @@ class Prepared(NamedTuple):
     call: Call
     variant: Variant
     params: dict[str, Any]
-    refusal: str | None
+    unsupported: str | None
 
     @property
     def definition(self) -> Definition:
@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
             )
         for form in forms:
             if isinstance(form, Pairwise):
-                check_rows(what, form, self.call)
+                check_vectors(what, form, self.call)
         return forms
 
 
@@ -79,18 +79,18 @@ def prepare(
         call = replace(call, query_origin=origin, key_origin=origin)
     with in_full_precision(call.device):
         bound = bind(zoo, call, params)
-        refusal = zoo.refuse(call, **bound)
-        if refusal is not None and not isinstance(refusal, str):
+        reason = zoo.unsupported(call, **bound)
+        if reason is not None and not isinstance(reason, str):
             raise TypeError(
-                f"refuse of variant {zoo.name!r} must be a str or None, got {shown(refusal)}"
+                f"unsupported of variant {zoo.name!r} must be a str or None, got {shown(reason)}"
             )
-        if refusal is None and call.return_lse and zoo.scores is None:
-            refusal = f"return_lse: {variant} is no softmax of scores, it has no log-sum-exp"
+        if reason is None and call.return_lse and zoo.scores is None:
+            reason = f"return_lse: {variant} is no softmax of scores, it has no log-sum-exp"
     inputs = [q, k, v, call.alibi, call.mask, *bound.values()]
     needs = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in inputs
     )
-    return Prepared(q, k, v, replace(call, needs_grad=needs), zoo, bound, refusal)
+    return Prepared(q, k, v, replace(call, needs_grad=needs), zoo, bound, reason)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -106,6 +106,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def raise_refusal(ready: Prepared) -> None:
-    if ready.refusal is not None:
-        raise ValueError(ready.refusal)
+def check_supported(ready: Prepared) -> None:
+    if ready.unsupported is not None:
+        raise ValueError(ready.unsupported)

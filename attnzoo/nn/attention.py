@@ -143,7 +143,7 @@ class Attention(nn.Module):
     ) -> tuple[str, ...]:
         if learn is None:
             return tuple(name for name, spec in specs.items() if spec.init is not None)
-        possible = [name for name, spec in specs.items() if spec.kind == "row"]
+        possible = [name for name, spec in specs.items() if spec.kind == "per_head"]
         if not isinstance(learn, (tuple, list)):
             raise TypeError(f"learn must be a tuple of names or None, got {shown(learn)}")
         for name in learn:
@@ -157,7 +157,7 @@ class Attention(nn.Module):
     def _tensor(self, spec: Param, value: Tensor) -> Tensor:
         """A tensor given for a parameter, checked."""
         what = f"{self.variant}'s {spec.name}"
-        if spec.kind != "row":
+        if spec.kind != "per_head":
             check_value(what, spec, value)
         check_dense(what, value)
         if value.dtype not in DTYPES:

@@ -16,23 +16,25 @@ from torch import Tensor
 
 from attnzoo.core.activations import ENTMAX15
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
 from attnzoo.variants.entmax import project15
 
 
-def gain(log_n: Tensor, beta: Row, gamma: Row, delta: Row) -> Tensor:
+def gain(log_n: Tensor, beta: PerQuery, gamma: PerQuery, delta: PerQuery) -> Tensor:
     many = log_n > 0  # n > 1
     # (log 1)^γ is 0, 1 or infinite: such rows get the base 1 and no share of the term.
     power = torch.where(many, log_n, torch.ones_like(log_n)) ** gamma
     return delta + torch.where(many, beta * power, torch.zeros_like(power))
 
 
-def weights(q: Tensor, k: Tensor, call: Call, beta: Row, gamma: Row, delta: Row) -> Tensor:
+def weights(
+    q: Tensor, k: Tensor, call: Call, beta: PerQuery, gamma: PerQuery, delta: PerQuery
+) -> Tensor:
     s = gain(call.log_n[..., None], beta, gamma, delta) * call.scores(q, k) + call.bias
     return project15(s, call)
 
 
-def forms(call: Call, beta: Row, gamma: Row, delta: Row) -> tuple[Form, ...]:
+def forms(call: Call, beta: PerQuery, gamma: PerQuery, delta: PerQuery) -> tuple[Form, ...]:
     return (Pairwise(ENTMAX15, "threshold", gain=gain(call.log_n, beta, gamma, delta)),)
 
 

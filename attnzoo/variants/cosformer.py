@@ -19,7 +19,7 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, Linear, Param, Variant
 
 
-def refuse(call: Call, max_length: int) -> str | None:
+def unsupported(call: Call, max_length: int) -> str | None:
     if call.has_bias:
         return (
             "cosformer has no additive score: attn_mask must be bool (True = attend) and alibi None"
@@ -66,7 +66,7 @@ VARIANT = Variant(
         ),
     ),
     forms=forms,
-    refuse=refuse,
+    unsupported=unsupported,
     positional=True,
     has_state=lambda max_length: True,
     example=lambda length: {"max_length": length},

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.core.activations import ENTMAX15, Q_EXP, SPARSEMAX
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
 from attnzoo.variants.sparsemax import project
 
 
@@ -42,7 +42,7 @@ def project15(s: Tensor, call: Call) -> Tensor:
     return call.zero_hidden((x - tau).relu().square())
 
 
-def q_exp(x: Tensor, alpha: Row) -> Tensor:
+def q_exp(x: Tensor, alpha: PerQuery) -> Tensor:
     inside = ~(1 + (alpha - 1) * x <= 0)  # NaN stays NaN
     x = torch.where(inside, x, torch.zeros_like(x))
     return torch.exp(torch.log1p((alpha - 1) * x) / (alpha - 1)) * inside
@@ -82,20 +82,20 @@ def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
     return q_exp(s - tau, alpha) * visible
 
 
-def weights(q: Tensor, k: Tensor, call: Call, alpha: Row) -> Tensor:
+def weights(q: Tensor, k: Tensor, call: Call, alpha: PerQuery) -> Tensor:
     s = call.scores(q, k) + call.bias
     if isinstance(alpha, Tensor):
         return bisect(s, call, alpha)
     if alpha == 1.5:
         return project15(s, call)
-    return project(s, call) if alpha == 2 else bisect(s, call, call.row(alpha))
+    return project(s, call) if alpha == 2 else bisect(s, call, call.per_query(alpha))
 
 
-def forms(call: Call, alpha: Row) -> tuple[Form, ...]:
+def forms(call: Call, alpha: PerQuery) -> tuple[Form, ...]:
     exact = {1.5: ENTMAX15, 2.0: SPARSEMAX}
     if not isinstance(alpha, Tensor) and alpha in exact:
         return (Pairwise(exact[alpha], "threshold"),)
-    return (Pairwise(Q_EXP, "threshold", shape=call.row(alpha)),)
+    return (Pairwise(Q_EXP, "threshold", shape=call.per_query(alpha)),)
 
 
 VARIANT = Variant(

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from attnzoo.core.activations import SIGMOID
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
 
 
-def weights(q: Tensor, k: Tensor, call: Call, bias: Row | None) -> Tensor:
+def weights(q: Tensor, k: Tensor, call: Call, bias: PerQuery | None) -> Tensor:
     bias = -call.log_n[..., None] if bias is None else bias
     s = call.scores(q, k) + call.bias + bias
     return call.zero_hidden(s.sigmoid())
 
 
-def forms(call: Call, bias: Row | None) -> tuple[Form, ...]:
-    offset = call.log_n if bias is None else -call.row(bias)
+def forms(call: Call, bias: PerQuery | None) -> tuple[Form, ...]:
+    offset = call.log_n if bias is None else -call.per_query(bias)
     return (Pairwise(SIGMOID, "none", offset=offset),)
 
 

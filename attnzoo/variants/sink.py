@@ -12,21 +12,21 @@ from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
 
 
-def scores(q: Tensor, k: Tensor, call: Call, b: Row) -> Tensor:
+def scores(q: Tensor, k: Tensor, call: Call, b: PerQuery) -> Tensor:
     return call.scores(q, k) + call.bias
 
 
-def weights(q: Tensor, k: Tensor, call: Call, b: Row) -> Tensor:
+def weights(q: Tensor, k: Tensor, call: Call, b: PerQuery) -> Tensor:
     s = call.hide(scores(q, k, call, b))
-    extra = call.row(b).expand(*s.shape[:-1], 1)
+    extra = call.per_query(b).expand(*s.shape[:-1], 1)
     w = torch.cat([s, extra], dim=-1).softmax(-1)[..., :-1]
     return call.zero_hidden(w)
 
 
-def forms(call: Call, b: Row) -> tuple[Form, ...]:
+def forms(call: Call, b: PerQuery) -> tuple[Form, ...]:
     return (Pairwise(EXP, "sum", sink=b),)
 
 

@@ -14,22 +14,22 @@ from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, Row, Variant
+from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
 
 
-def gain(log_n: Tensor, s: Row, b: Row) -> Tensor:
+def gain(log_n: Tensor, s: PerQuery, b: PerQuery) -> Tensor:
     return s * log_n + b
 
 
-def scores(q: Tensor, k: Tensor, call: Call, s: Row, b: Row) -> Tensor:
+def scores(q: Tensor, k: Tensor, call: Call, s: PerQuery, b: PerQuery) -> Tensor:
     return gain(call.log_n[..., None], s, b) * call.scores(q, k) + call.bias
 
 
-def weights(q: Tensor, k: Tensor, call: Call, s: Row, b: Row) -> Tensor:
+def weights(q: Tensor, k: Tensor, call: Call, s: PerQuery, b: PerQuery) -> Tensor:
     return call.softmax(scores(q, k, call, s, b))
 
 
-def forms(call: Call, s: Row, b: Row) -> tuple[Form, ...]:
+def forms(call: Call, s: PerQuery, b: PerQuery) -> tuple[Form, ...]:
     return (Pairwise(EXP, "sum", gain=gain(call.log_n, s, b)),)
 
 

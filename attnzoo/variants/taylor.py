@@ -25,7 +25,7 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, Linear, NoForm, Pairwise, Param, Variant
 
 
-def refuse(call: Call, order: int) -> str | None:
+def unsupported(call: Call, order: int) -> str | None:
     if call.has_bias:
         return (
             "taylor's weight does not vanish at −∞, so attn_mask must be bool (True = attend) "
@@ -73,6 +73,6 @@ VARIANT = Variant(
         ),
     ),
     forms=forms,
-    refuse=refuse,
+    unsupported=unsupported,
     has_state=lambda order: order == 2,
 )

@@ -79,7 +79,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     kernels = [name for name in KERNELS if name != "linear"]
     add("--kernel", choices=kernels, required=True, help="the kernel to try block sizes of")
-    add("--twin", default="exp", metavar="NAME", help="the activation (default: exp)")
+    add("--activation", default="exp", metavar="NAME", help="the activation (default: exp)")
     add_plugin(parser)
     add("--extra", choices=("", *EXTRAS, "all"), default="", help="what else the call has")
     add("--head-dim", type=positive(int), default=128, metavar="D", help="default: 128")
@@ -125,15 +125,15 @@ def run(args: argparse.Namespace) -> int:
 
 def wanted(args: argparse.Namespace) -> Cell:
     """The cell that the options ask for; an option that is wrong is refused here."""
-    known, name = activations(), args.twin
+    known, name = activations(), args.activation
     if name not in known:
-        raise UsageError(f"--twin must be one of {', '.join(known)}, got {name!r}")
+        raise UsageError(f"--activation must be one of {', '.join(known)}, got {name!r}")
     if args.head_dim > 256:
         raise UsageError(f"--head-dim must be from 1 to 256, got {args.head_dim}")
     if args.kernel == "threshold" and known[name].form.normalize != "threshold":
         raise UsageError(f"--kernel threshold is for a threshold's activation, {name} is none")
     if args.kernel == "stats" and known[name].kind != "online":
-        raise UsageError("--kernel stats is for --twin exp")
+        raise UsageError("--kernel stats is for --activation exp")
     if args.kernel == "decode" and max(args.blocks) > 128:
         raise UsageError(f"--blocks of decode must be at most 128, got {max(args.blocks)}")
     if torch.cuda.is_available() and args.arch is not None:

@@ -220,8 +220,8 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
             plan = attnzoo.explain(
                 one, keys, keys, variant.name, **options, **own_parameters(module)
             )
-            if plan.refusal is not None:
-                return plan.refusal
+            if plan.reason is not None:
+                return plan.reason
     except (ValueError, TypeError) as error:
         return str(error)
     return None

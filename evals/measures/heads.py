@@ -6,7 +6,7 @@ weights w in fp64; p = |w| / Σ|w|. Each is a mean over rows and sequences:
     peak        the largest weight
     entropy     H(p) / log n
     n_eff       1 / Σ p²
-    mass        Σ w
+    weight_sum        Σ w
     range       δ = max z − min z
     bound       min(1, e^δ / n): softmax of these scores gives no key more
     alignment   ρ, the mean cosine between the keys of two tokens
@@ -150,7 +150,7 @@ def measure(
         "peak": w.amax(-1),
         "entropy": -torch.special.xlogy(p, p).sum(-1) / n.log(),
         "n_eff": any_weight / p.square().sum(-1).masked_fill(~any_weight, 1.0),
-        "mass": w.sum(-1),
+        "weight_sum": w.sum(-1),
         "range": spread,
         "bound": (spread - n.log()).exp().clamp(max=1),
         "alignment": cosine[..., None].expand_as(lengths),

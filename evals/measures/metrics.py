@@ -7,10 +7,10 @@ With w (B, n) the weights of one query and p = |w| / Σ|w|:
     max_weight        w of the true key
     entropy           H(p) / log n
     n_eff             1 / Σ p²
-    mass              Σ w
+    weight_sum        Σ w
 
-A row without mass (all weights 0) attends to nothing: it misses (hit and oracle 0) and has entropy
-and n_eff 0.
+A row whose weights are all 0 attends to nothing: hit and oracle are 0, and so are entropy
+and n_eff.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def weight_metrics(
         "max_weight": weights.gather(1, target[:, None])[:, 0],
         "entropy": -torch.special.xlogy(p, p).sum(dim=-1) / math.log(weights.shape[-1]),
         "n_eff": n_eff,
-        "mass": weights.sum(dim=-1),
+        "weight_sum": weights.sum(dim=-1),
     }
 
 

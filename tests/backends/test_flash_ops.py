@@ -203,7 +203,7 @@ def relu2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             "relu2", "ReLU(z)² / Σ", "-", weights,
             params=(attnzoo.Param("strength", 1.0),),
             forms=lambda call, strength: (
-                attnzoo.Pairwise(phi, "sum", gain=call.row(strength)),
+                attnzoo.Pairwise(phi, "sum", gain=call.per_query(strength)),
             ),
         )
     )  # fmt: skip
@@ -319,7 +319,7 @@ def test_a_parameter_of_a_gain_from_statistics_is_learned(
 
     def forms(call: Any, strength: Any) -> tuple:
         def row(found: attnzoo.Statistics) -> Tensor:
-            return gain(found.entropy, call.row(strength))
+            return gain(found.entropy, call.per_query(strength))
 
         return (attnzoo.Pairwise(activations.EXP, "sum", attnzoo.FromStatistics(row, False)),)
 

@@ -28,7 +28,10 @@ def test_without_a_gpu_it_prints_what_compiles_within_the_limits() -> None:
     ("args", "message"),
     [
         (("--kernel", "threshold"), "--kernel threshold is for a threshold's activation"),
-        (("--kernel", "stats", "--twin", "sigmoid"), "--kernel stats is for --twin exp"),
+        (
+            ("--kernel", "stats", "--activation", "sigmoid"),
+            "--kernel stats is for --activation exp",
+        ),
         (("--kernel", "dq", "--head-dim", "300"), "--head-dim must be from 1 to 256, got 300"),
         (("--kernel", "dq", "--blocks", "64,x"), "expected powers of two from 16 on"),
         (("--kernel", "dq", "--blocks", "48"), "expected powers of two from 16 on"),

@@ -180,7 +180,7 @@ def test_a_family_learns_its_shape(normalize: Any) -> None:
 def test_who_takes_it(name: str) -> None:
     register(FORMS[name])
     q, k, v = (rand(1, 2, 9, 8, seed=i).float() for i in range(3))
-    able = {c.backend: c.objection for c in attnzoo.explain(q, k, v, "mine").candidates}
+    able = {c.backend: c.reason for c in attnzoo.explain(q, k, v, "mine").candidates}
     assert able["tiled"] is None
     assert (able["sdpa"] is None) == (name == "exp, sum")
     reason = {"exp, threshold": "exponential has no alpha", "convex": "names no Triton function"}
@@ -205,7 +205,7 @@ def test_lse_is_by_form_where_the_form_sums_exp(normalize: Any) -> None:
     options: dict[str, Any] = {"backend": "tiled", "return_lse": True}
     plan = attnzoo.explain(q, k, v, "mine", **options)
     (found,) = [c for c in plan.candidates if c.backend == "tiled" and c.form is form]
-    assert (found.objection is None) == (normalize == "sum")
+    assert (found.reason is None) == (normalize == "sum")
     _, lse = attnzoo.attention(q, k, v, "mine", **options)
     assert torch.allclose(lse, (q @ k.mT / 8**0.5).logsumexp(-1))
 

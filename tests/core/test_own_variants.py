@@ -169,7 +169,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         r"forms .* of \(call, a=…\), got \(call",
     ),
-    ({"refuse": None}, TypeError, r"refuse must be a function of \(call\), got None"),
+    ({"unsupported": None}, TypeError, r"unsupported must be a function of \(call\), got None"),
     ({"has_state": True}, TypeError, r"has_state must be a function of \(\), got True"),
     (
         {"has_state": lambda: True, "params": (A,)},
@@ -259,8 +259,10 @@ def test_wrong_forms_are_refused(case: tuple[Any, type[Exception], str]) -> None
 
 
 def test_a_refusal_is_a_reason() -> None:
-    register(weights, refuse=lambda call: True)
-    with pytest.raises(TypeError, match="refuse of variant 'mine' must be a str or None, got True"):
+    register(weights, unsupported=lambda call: True)
+    with pytest.raises(
+        TypeError, match="unsupported of variant 'mine' must be a str or None, got True"
+    ):
         attnzoo.explain(*rand(3, 2, 4, 6, 8).unbind(), "mine")
 
 

@@ -112,7 +112,7 @@ def test_metrics_of_hand_worked_weights() -> None:
     assert found["hit_rate"].tolist() == [True, False, False, False]
     assert found["oracle_accuracy"].tolist() == [True, True, False, True]  # .3 + .3 beats .4
     assert found["max_weight"].tolist() == [0.5, 0.3, 0.0, 0.25]
-    assert found["mass"].tolist() == pytest.approx([1, 1, 0, 1])
+    assert found["weight_sum"].tolist() == pytest.approx([1, 1, 0, 1])
     assert found["n_eff"].tolist() == pytest.approx([1 / 0.38, 1 / 0.34, 0, 4])
     entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)) / math.log(4)
     assert found["entropy"][0].item() == pytest.approx(entropy)
@@ -201,16 +201,16 @@ def test_a_loss_that_is_not_finite_ends_training() -> None:
 
 def test_a_tally_reports_nan_and_want_of_memory_and_lets_defects_through() -> None:
     def found(value: float) -> Figures:
-        return Figures({"mass": torch.tensor([1.0, value])}, {"best_keys": torch.ones(2, 3)})
+        return Figures({"weight_sum": torch.tensor([1.0, value])}, {"best_keys": torch.ones(2, 3)})
 
     def out_of_memory() -> Figures:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
     tally = Tally()
     tally.add(lambda: found(3.0))
-    assert (tally.outcome().status, tally.outcome().metrics) == ("ok", {"mass": 2.0})
+    assert (tally.outcome().status, tally.outcome().metrics) == ("ok", {"weight_sum": 2.0})
     tally.add(lambda: found(math.nan))
-    assert (tally.outcome().status, tally.outcome().message) == ("nan", "not finite: mass")
+    assert (tally.outcome().status, tally.outcome().message) == ("nan", "not finite: weight_sum")
     tally = Tally()
     tally.add(out_of_memory)
     tally.add(lambda: found(1.0))  # not counted any more

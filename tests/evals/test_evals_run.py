@@ -313,7 +313,7 @@ def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) ->
         ("softmax->my_greedy", 48): "ok",
         ("my_defect", 16): "ok",
     }
-    assert found["my_relu", 16]["metrics"]["mass"] > 0
+    assert found["my_relu", 16]["metrics"]["weight_sum"] > 0
     assert "not finite" in found["softmax->my_holes", 48]["message"]
     assert "process killed twice at n = 32" in found["softmax->my_greedy", 32]["message"]
     assert "failed: softmax->my_greedy, n = 32: process killed twice" in text

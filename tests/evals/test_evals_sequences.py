@@ -296,7 +296,7 @@ def test_every_split_is_measured_and_every_head_is_watched(positions: str) -> No
         assert outcome.status == "ok", outcome.message
         assert {metric.name for metric in FLIP.metrics} <= set(outcome.metrics)
         assert len(outcome.curves["head_peak"]) == 4  # two layers of two heads
-        assert outcome.curves["head_mass"] == pytest.approx([1] * 4)
+        assert outcome.curves["head_weight_sum"] == pytest.approx([1] * 4)
     assert found["own"].curves["head_peak"] != found["swap"].curves["head_peak"]
 
 
@@ -369,4 +369,4 @@ def test_a_row_that_attends_to_nothing_has_no_effective_keys() -> None:
     with Watch(attention, Look(1, 1)) as watch:
         attention(torch.ones(1, 1, 1, 2), k, k)
     found = watch.curves()
-    assert found["head_mass"].item() == found["head_n_eff"].item() == 0
+    assert found["head_weight_sum"].item() == found["head_n_eff"].item() == 0

@@ -163,7 +163,7 @@ def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
     ready = prepare(q, k, v, variant, options)
     ready = ready._replace(call=replace(ready.call, device=torch.device("cuda")))
     found = candidates(variant, (*ready.forms, ready.definition), ready.call)
-    return next(c.backend for c in found if c.objection is None)
+    return next(c.backend for c in found if c.reason is None)
 
 
 def test_masks_and_segments_choose_too() -> None:

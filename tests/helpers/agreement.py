@@ -182,7 +182,7 @@ def prepared(
     arguments = {**arguments, "dropout_p": 0.0}
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, variant, arguments)
-    assert ready.refusal is None, ready.refusal
+    assert ready.unsupported is None, ready.unsupported
     return Problem(
         variant=ready.variant,
         definition=ready.definition,

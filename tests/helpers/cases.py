@@ -144,7 +144,7 @@ def params_of(variant: str, length: int = 256) -> dict[str, Any]:
 def refusal(variant: str, **options: Any) -> str | None:
     """Why the variant itself takes no call with these options."""
     q, k, v = torch.zeros(3, 1, 2, 4, 4).unbind()
-    return attnzoo.explain(q, k, v, variant, **{**params_of(variant), **options}).refusal
+    return attnzoo.explain(q, k, v, variant, **{**params_of(variant), **options}).reason
 
 
 # No softmax of scores; no additive score; a scale must be above 0.

@@ -76,7 +76,7 @@ class Problem:
     def vector(self, value: Tensor | float) -> Approx:
         """A vector of a form: [B, H, Nq, 1]."""
         call = self.call
-        full = call.row(value).detach().expand(call.batch, call.heads, call.queries)
+        full = call.per_query(value).detach().expand(call.batch, call.heads, call.queries)
         return self.exact(full[..., None]).rounded(EVALUATION, full[..., None])
 
     def of_queries(self, x: Tensor) -> Tensor:
@@ -372,7 +372,7 @@ class EntropyGain:
 
         def gain(h: Tensor, dtype: torch.dtype = torch.float64, move: float = 0.0) -> Tensor:
             at = (lse + move * lse_error).to(dtype)
-            return form.row(Statistics(at[..., 0], h.to(dtype)[..., 0]))[..., None].double()
+            return form.gain(Statistics(at[..., 0], h.to(dtype)[..., 0]))[..., None].double()
 
         def slope(h: Tensor, step: float = 1e-6) -> Tensor:
             return (gain(h + step) - gain(h - step)) / (2 * step)

@@ -73,7 +73,7 @@ def test_documented(variant: str) -> None:
 
 def test_what_is_learned_by_the_cases_are_the_row_parameters() -> None:
     for name, case in CASES.items():
-        rows = {p.name for p in attnzoo.get_variant(name).params if p.kind == "row"}
+        rows = {p.name for p in attnzoo.get_variant(name).params if p.kind == "per_head"}
         assert set(case.learned) == rows, name
         per_token = any(p.per_token for p in attnzoo.get_variant(name).params)
         assert case.per_token == per_token, name

@@ -22,7 +22,7 @@ from attnzoo.backends.tiled.blocks import Block, blocks, layout_of
 from attnzoo.backends.tiled.dropout import new_seed
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.backends.tiled.walk import NEG_INF
-from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
@@ -51,8 +51,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     gain, offset, shape, sink = form.gain, form.offset, form.shape, form.sink
     assert not isinstance(gain, FromStatistics)
     gain = None if not isinstance(gain, Tensor) and gain == 1.0 else gain
-    vectors = Vectors(*(None if x is None else call.row(x) for x in (gain, offset, shape, sink)))
-    refuse_transforms("tiled", q, k, v, call.mask, call.alibi, *vectors)
+    vectors = Vectors(
+        *(None if x is None else call.per_query(x) for x in (gain, offset, shape, sink))
+    )
+    reject_transforms("tiled", q, k, v, call.mask, call.alibi, *vectors)
     found = ops.tiled_forward(
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
         vectors=vectors,
@@ -66,7 +68,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
-    refuse_transforms("tiled", q, k, v, call.mask, call.alibi)
+    reject_transforms("tiled", q, k, v, call.mask, call.alibi)
     # Known before the blocks are cut: n_i is that of the whole row.
     call = replace(call, whole_counts=call.counts)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)

@@ -23,7 +23,7 @@ from attnzoo.backends.tiled.blocks import (
     layout_of,
     scaled_queries,
 )
-from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.call import Call, in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
 
@@ -35,12 +35,12 @@ def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
     """The form with its gain as a per-query vector, after the pass that it may need."""
     if not isinstance(form.gain, FromStatistics):
         return form
-    refuse_transforms(backend, q, k, call.mask, call.alibi)
+    reject_transforms(backend, q, k, call.mask, call.alibi)
     origin = call.query_origin - call.key_origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.gain.differentiable):
         found = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
     # A query without keys has lse −∞, entropy 0. A parameter of the gain has its gradient anyway.
-    return replace(form, gain=form.gain.row(found))
+    return replace(form, gain=form.gain.gain(found))
 
 
 @operator

@@ -225,7 +225,7 @@ def _from_identity(
         learn = tuple(
             param.name
             for param in found.params
-            if param.init is not None or (param.kind == "row" and param.name in found.identity)
+            if param.init is not None or (param.kind == "per_head" and param.name in found.identity)
         )
     return learn, {**found.identity, **params}
 

@@ -43,7 +43,7 @@ METRICS = (
     Metric("max_weight", "Weight on the true key", log=True),
     Metric("entropy", "Entropy of the weights, H / log n"),
     Metric("n_eff", "Effective number of keys, 1 / Σ p²", digits=1),
-    Metric("mass", "Mass, Σ w"),
+    Metric("weight_sum", "Weight sum, Σ w"),
 )
 
 

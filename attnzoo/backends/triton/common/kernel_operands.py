@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Pairwise, Row
+from attnzoo.core.forms import Pairwise, PerQuery
 
 
 class Form(NamedTuple):
@@ -41,17 +41,19 @@ class Maps(NamedTuple):
     live: Tensor | None = None
 
 
-def _vector(value: Row | None, call: Call) -> Tensor | None:
+def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
     """A per-query vector as the kernels read it: (B, H, Nq), contiguous.
 
     Autograd adds up what was expanded.
     """
     if value is None:
         return None
-    return call.row(value).expand(call.batch, call.heads, call.queries).contiguous()
+    return call.per_query(value).expand(call.batch, call.heads, call.queries).contiguous()
 
 
-def vectors_of(form: Pairwise, gain: Row, layout: Layout, call: Call) -> tuple[Layout, Vectors]:
+def vectors_of(
+    form: Pairwise, gain: PerQuery, layout: Layout, call: Call
+) -> tuple[Layout, Vectors]:
     """A gain that is a number enters with the scale."""
     per_query = isinstance(gain, Tensor)
     layout = layout if per_query else layout._replace(scale=layout.scale * gain)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnzoo.backends.base import Backend
-from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.backends.transforms import reject_transforms
 from attnzoo.backends.triton.common.kernel_operands import layout_of, vectors_of
 from attnzoo.backends.triton.decode import operators as ops
 from attnzoo.backends.triton.flash import backend as flash
@@ -21,8 +21,8 @@ MOST_ROWS = {2: 64, 4: 32}
 
 
 def unsupported(form: Form, call: Call) -> str | None:
-    if (refusal := flash.unsupported(form, call)) is not None:
-        return refusal
+    if (reason := flash.unsupported(form, call)) is not None:
+        return reason
     if call.needs_grad:
         return "has no backward; flash has"
     rows, most = packed_rows(call)
@@ -40,12 +40,12 @@ def packed_rows(call: Call) -> tuple[int, int]:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
-    refuse_transforms("decode", q, k, v)
+    reject_transforms("decode", q, k, v)
     q, k, v = flash.readable(q, k, v)
     layout, gain, products = layout_of(call), form.gain, None
     if isinstance(gain, FromStatistics):
         products, *found = ops.decode_statistics(q=q, k=k, layout=layout)
-        gain = gain.row(Statistics(*found))
+        gain = gain.gain(Statistics(*found))
     layout, vectors = vectors_of(form, gain, layout, call)
     kernel_form = flash.form_of(form)
     if form.normalize == "threshold":

@@ -85,21 +85,21 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, facts: Layout, arch: int, processors: int
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[dict[str, Any], Config, Splits]:
     """What all kernels that walk over keys take."""
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many = block_m * q.element_size() > 64
-    apart = facts.mask is not None and facts.mask.shape[1] > 1  # an address for each row and key
-    safe = many or apart or dense_mask(facts) or count_extras(facts) > 1 or align_of(q, k, v) == 1
+    apart = layout.mask is not None and layout.mask.shape[1] > 1  # an address for each row and key
+    safe = many or apart or dense_mask(layout) or count_extras(layout) > 1 or align_of(q, k, v) == 1
     config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
-    splits = _splits(q, k, facts, config, processors)
+    splits = _splits(q, k, layout, config, processors)
     args = {
-        **common(q, k, facts), "first": splits.first, "last": splits.last, "span": splits.span,
+        **common(q, k, layout), "first": splits.first, "last": splits.last, "span": splits.span,
         "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
         **blocks_of(config),
     }  # fmt: skip
-    if facts.mask is not None and facts.mask.shape[1] == 1:
+    if layout.mask is not None and layout.mask.shape[1] == 1:
         args["mask_h"] = None
     return args, config, splits
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.base import Backend
-from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.backends.transforms import reject_transforms
 from attnzoo.backends.triton.common.kernel_operands import Maps, layout_of, vectors_of
 from attnzoo.backends.triton.flash import operators as ops
 from attnzoo.core.call import Call
@@ -95,13 +95,13 @@ def _interpreted() -> bool:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     assert isinstance(form, Pairwise)
     assert form.activation.triton is not None
-    refuse_transforms("flash", q, k, v)
+    reject_transforms("flash", q, k, v)
     q, k, v = readable(q, k, v)
     layout, gain = layout_of(call), form.gain
     if isinstance(gain, FromStatistics):
         with torch.no_grad():
             found = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
-        gain = gain.row(found)
+        gain = gain.gain(found)
     layout, vectors = vectors_of(form, gain, layout, call)
     maps, kernel_form = Maps(), form_of(form)
     if form.normalize == "threshold":

@@ -42,7 +42,7 @@ def _config(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    facts: Layout,
+    layout: Layout,
     mapped: bool,
     align: int,
     *vectors: Tensor | None,
@@ -51,11 +51,11 @@ def _config(
 
     ``vectors``: those that few forms have.
     """
-    extras, dims = count_extras(facts), (q.shape[3], v.shape[3])
-    several = dense_mask(facts) or extras > 1 or any(x is not None for x in vectors)
+    extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
+    several = dense_mask(layout) or extras > 1 or any(x is not None for x in vectors)
     if align == 1:
         beside = "unaligned"
-    elif several or (mapped and _small_tiles(q, k, v, facts)):
+    elif several or (mapped and _small_tiles(q, k, v, layout)):
         beside = "several"
     elif mapped:
         beside = "listed"
@@ -67,7 +67,7 @@ def _config(
     config = config._replace(split=split)
     if not mapped:
         return config
-    map_m, map_n = _map_tile(q, k, v, facts)
+    map_m, map_n = _map_tile(q, k, v, layout)
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 

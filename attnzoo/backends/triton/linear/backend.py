@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import linear
 from attnzoo.backends.base import Backend
-from attnzoo.backends.transforms import refuse_transforms
+from attnzoo.backends.transforms import reject_transforms
 from attnzoo.backends.triton.common.configurations import LINEAR_WIDEST
 from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.backends.triton.linear import operators as ops
@@ -35,7 +35,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, None]:
     assert isinstance(form, Linear)
-    refuse_transforms("flash_linear", q, k, v)
+    reject_transforms("flash_linear", q, k, v)
     if call.right == 0:
         return scan(q, k, v, call, form)[0], None
     call, k, v, _ = linear.prepare(call, k, v, None)
