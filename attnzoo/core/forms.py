@@ -264,6 +264,7 @@ class Variant:
     inference_only: made for models that were trained with softmax, not for training.
     has_state(**params) -> whether a linear form holds for these parameters, in every call that a
         linear form takes: `attnzoo.linear_attention` then runs, and a cache may be a state.
+    use: when to use the variant, one short sentence for tables.
     identity: parameters with which the variant is softmax, for any number of keys; None where no
         parameters do that. A model that was trained with softmax then begins as what it was.
     """
@@ -283,3 +284,4 @@ class Variant:
     example: Callable[[int], dict[str, Any]] | None = None
     inference_only: bool = False
     has_state: Callable[..., bool] = no_state
+    use: str = ""

@@ -78,7 +78,9 @@ def _check_name(what: str, name: Any) -> None:
 
 def _check_param(what: str, param: Param) -> None:
     if param.kind not in ("per_head", "int", "float", "bool"):
-        raise ValueError(f"{what}: kind must be row, int, float or bool, got {shown(param.kind)}")
+        raise ValueError(
+            f"{what}: kind must be 'per_head', 'int', 'float' or 'bool', got {shown(param.kind)}"
+        )
     if param.check is not None and not callable(param.check):
         raise TypeError(f"{what}: check must be a function or None, got {shown(param.check)}")
     for field in ("doc", "allowed"):
@@ -86,7 +88,7 @@ def _check_param(what: str, param: Param) -> None:
     _check_type(f"{what}: per_token", param.per_token, bool)
     for field in ("per_token", "init", "between"):
         if param.kind != "per_head" and getattr(param, field) not in (None, False):
-            raise ValueError(f"{what}: {field} is for kind 'row', this is {param.kind!r}")
+            raise ValueError(f"{what}: {field} requires kind 'per_head', got kind {param.kind!r}")
     number = replace(param, kind="float") if param.kind == "per_head" else param  # no tensor here
     if param.default is not REQUIRED and param.default is not None:
         check_value(f"{what}: default", number, param.default)
@@ -105,7 +107,7 @@ def _check_param(what: str, param: Param) -> None:
 
 def _check_fields(variant: Variant) -> None:
     what = f"variant {variant.name!r}"
-    for field in ("formula", "paper"):
+    for field in ("formula", "paper", "use"):
         _check_type(f"{what}: {field}", getattr(variant, field), str)
     for field in ("normalized", "positional", "inference_only"):
         _check_type(f"{what}: {field}", getattr(variant, field), bool)
