@@ -1,4 +1,4 @@
-"""log_n: softmax with the fixed gain log n / log train_length.
+"""log_n: softmax with the gain log n / log train_length, without learned parameters.
 
 Formula:
     w_i = softmax(log n_i / log(train_length) · z_i),  n_i = number of keys visible to query i
@@ -7,7 +7,7 @@ Effect: Rows with more than train_length visible keys become sharper than in sof
 fewer become flatter. As n grows, a key that leads all others by more than log(train_length) tends
 to weight 1. A row with one visible key has gain 0 and weight 1.
 
-Initial values: train_length = 512 (Su). The variant has no learned parameter.
+Initial values: train_length = 512 (Su 2021).
 
 Source: Chiang & Cholak 2022, arXiv:2202.12172 (gain log n); Su 2021, kexue.fm/archives/8823
 (divided by the logarithm of the training length).
