@@ -16,7 +16,8 @@ Differences: Computed in the units of the scores as w = φ(z − τ'), with the 
 φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1): the same weights, and finite as α → 1.
 
 Notes: The numbers α = 1.5 and α = 2 are solved exactly by sorting. Other values, and tensors, are
-solved by bisection. The gradient reaches α.
+solved by bisection. The gradient reaches α. Inference-time substitution with the
+default α costs SmolLM2-135M 1.74 nats within its own length; train with the variant instead.
 """
 
 import torch
