@@ -255,7 +255,7 @@ def test_an_activation_made_in_a_compiled_call_is_refused() -> None:
     out = attnzoo.attention(q, k, v, "made", backend="tiled")
     assert torch.allclose(out, expected, atol=1e-6)
     compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="an Activation must be made before the call"):
+    with pytest.raises(Exception, match="an Activation must be created before the call"):
         compiled(q, k, v, "made", backend="tiled")
 
 
