@@ -1,8 +1,8 @@
 """Linear forms as a scan over chunks in PyTorch: time linear in N, and a state to resume from.
 
-Products ψ(q)·ψ(k) are computed directly within a chunk. Between chunks they go through the state (Σ
-ψ(k) vᵀ, Σ ψ(k)). Its second part is one more column of the first, for a value that is always 1.
-With gradients each chunk is checkpointed, so that only the states between chunks are kept.
+Products ψ(q)·ψ(k) are computed directly within a chunk. Between chunks they go through the state: Σ
+ψ(k) vᵀ, and as one more column Σ ψ(k). With gradients each chunk is checkpointed, so that only the
+states between chunks are kept.
 
 On a CPU, `run` sums features that may cancel in fp64. States that a caller keeps are fp32.
 """
@@ -36,6 +36,13 @@ class LinearState:
         sums: (B, Hkv, F, Dv + 1): Σ ψ(k) vᵀ, with Σ ψ(k) as the last column. fp32, or fp64 for fp64
             inputs. (B, H, F, Dv + 1) after a mask that differs between the heads of a group.
         length: number of keys seen so far.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> q, k, v = torch.randn(3, 1, 8, 256, 64).unbind()
+        >>> _, state = attnzoo.linear_attention(q, k, v, "cosformer", max_length=4096)
+        >>> tuple(state.sums.shape), state.length
+        ((1, 8, 128, 65), 256)
     """
 
     sums: Tensor

@@ -63,7 +63,7 @@ def _unsupported_call(call: Call) -> str | None:
 
 
 def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The mask and the queries that it hides everything from.
+    """The mask, and which queries have no visible key. None without a mask.
 
     In the returned mask such queries see all keys, so that torch never has to handle them.
     """
@@ -91,9 +91,9 @@ def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
 def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """q and k without NaN, and the queries [B, H, Nq, 1] with NaN among their visible scores.
 
-    Torch's fused CPU kernel handles a query whose scores are all NaN as one without keys if it has
-    fewer keys than a vector. It also hides keys by adding −∞, which leaves NaN as it is. The sum
-    over q and k is the cheapest test for NaN.
+    With fewer keys than a vector register holds, torch's fused CPU kernel treats a query whose
+    scores are all NaN as one without keys. It also hides keys by adding −∞, which leaves NaN as it
+    is. The sum over q and k is the cheapest test for NaN.
     """
     if call.device.type != "cpu" or (call.mask is None and call.keys >= WIDER_THAN_A_VECTOR):
         return q, k, None

@@ -96,7 +96,7 @@ def _meets(backend: Backend, form: Form) -> bool:
 
 
 def keys_to_split(call: Call) -> int:
-    """Number of keys in reach if all query rows of a key fit in one tile of `decode`, else 0."""
+    """Number of keys in reach, or 0 if queries × heads of a group exceed the limit of `decode`."""
     rows, most = decode.packed_rows(call)
     reach = call.keys if call.left is None else min(call.keys, call.left + call.queries)
     return reach if rows <= most else 0

@@ -8,9 +8,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """Scale, mask and layout arguments of a call. ``mask`` and ``alibi`` are in the backend's
-    form.
-    """
+    """Scale, mask and layout arguments of a call. Backends convert ``mask`` and ``alibi`` first."""
 
     scale: float
     left: int | None

@@ -116,7 +116,7 @@ def blocks(call: Call) -> Iterator[Block]:
             over = slice(low, min(low + rows, stop))
             keys = call.key_range(over)
             if keys.start == keys.stop:
-                continue  # these queries stand before all keys
+                continue  # these queries have no key in reach
             first = call.block(slice(0, 1), slice(0, call.group), over)[0] if bare else None
             edges = None if first is None else first.hidden()
             yield from _heads_of(call, over, keys, edges, batches, heads)
@@ -226,7 +226,8 @@ class ScoreGradients:
         if self.dgain is None or self.gain is None:
             self.dq[block.part] = dq
         else:
-            # From the sum before the gain, because dividing by the gain fails at 0 (log 1).
+            # Computed before the gain is applied: a division by the gain would fail where it is 0
+            # (log 1).
             self.dgain[block.part] = (dq * self.q[block.part].to(dq.dtype)).sum(-1)
             self.dq[block.part] = dq * block.of(self.gain)[..., None]
         if self.dmask is not None:

@@ -1,11 +1,13 @@
 """Solves Σ_j φ(x_j − τ) = 1 for τ, one τ per query, for a convex φ with φ(0) ≥ 1.
 
 Newton's method, starting at the largest score. Z = Σφ ≥ 1 there, and τ increases monotonically. For
-a q-exponential the steps are Newton's on the norm, τ += (Z − Z^{2−α})/((α−1) Σφ'). One such step is
-exact if all scores are equal. At α = 2 this is plain Newton (Michelot), exact after finitely many
-steps. The iteration ends when every |Z − 1| is within 1e-6 (1e-13 in fp64), or when τ no longer
-changes in floating point. With many equal scores, one unit in the last place of τ moves Z by more
-than the tolerance.
+a q-exponential the steps are those of Newton's method on the norm: τ += (Z − Z^{2−α})/((α−1) Σφ').
+One such step is exact if all scores are equal. At α = 2 this is plain Newton (Michelot), exact
+after finitely many steps.
+
+The iteration ends when every |Z − 1| is within 1e-6 (1e-13 in fp64), or when τ no longer changes in
+floating point. With many equal scores, one unit in the last place of τ moves Z by more than the
+tolerance.
 
 A step is four cheap passes over the scores. Packing the few keys that can still have weight after
 the first step (1.5 % of 4096 Gaussian scores) was tried. It cost as much as it saved.

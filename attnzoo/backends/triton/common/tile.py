@@ -115,11 +115,10 @@ def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK
 def load_vectors(
     i, at, scale, gain, tau, shape, alibi, queries, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr
 ):
-    """Per-query numbers of the queries i, shaped as i: factor of the products, τ, shape, ALiBi
-    slope.
+    """Factor of the products, τ, shape and ALiBi slope of the queries i, each shaped as i.
 
-    ``at`` is the offset of the head. All but the shape are multiplied by the activation's unit.
-    A vector that is None gives 0, and the compiler removes the operations with it.
+    ``at`` is the offset of the head. All but the shape are multiplied by the activation's unit. A
+    vector that is None gives 0, and the compiler removes the operations with it.
     """
     factor = tl.full(i.shape, 1.0, tl.float32) * (scale * UNIT)
     tau_i = tl.zeros(i.shape, tl.float32)

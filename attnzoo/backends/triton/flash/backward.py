@@ -128,7 +128,8 @@ def flash_dq(
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # From the sum before the gain, because dividing by the gain fails at 0 (log 1).
+        # Computed before the gain is applied: a division by the gain would fail where it is 0 (log
+        # 1).
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )
