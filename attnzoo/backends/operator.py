@@ -97,8 +97,8 @@ class Operator(Generic[P, R]):
         self.overload = getattr(torch.ops.attnzoo, self.name).default
 
     def __call__(self, *args: P.args, **operands: P.kwargs) -> R:
-        found = self.overload(*self.flat(*args, **operands))
-        return self._result(*self._or_none(found)) if isinstance(found, tuple) else found
+        outputs = self.overload(*self.flat(*args, **operands))
+        return self._result(*self._or_none(outputs)) if isinstance(outputs, tuple) else outputs
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
         """The operands in the order of ``overload``, with groups replaced by their fields."""
@@ -142,8 +142,8 @@ class Operator(Generic[P, R]):
 
         def register(function: Callable[..., Mapping[str, Tensor]]) -> Operator[..., list[Tensor]]:
             def gradients(*, wanted: list[str], **operands: Any) -> list[Tensor]:
-                found = function(**operands, **({"wanted": wanted} if asks else {}))
-                return [found[name] for name in wanted]
+                by_name = function(**operands, **({"wanted": wanted} if asks else {}))
+                return [by_name[name] for name in wanted]
 
             def of_values(*values: Any) -> list[Tensor]:
                 operands = dict(zip(gradient._operands, values))
@@ -175,11 +175,11 @@ class Operator(Generic[P, R]):
             for name, group in self._groups.items()
         }
 
-    def _or_none(self, found: Sequence[Tensor]) -> list[Tensor | None]:
+    def _or_none(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The outputs, with None for those that were not requested."""
         return [
             None if optional and x.dim() == 1 and x.shape[0] == 0 else x
-            for x, optional in zip(found, self._optional)
+            for x, optional in zip(outputs, self._optional)
         ]
 
     def _run(self, *values: Any) -> Any:
@@ -246,8 +246,8 @@ def _flat_types(hints: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _tensors_only(first: Tensor, found: Any) -> Any:
+def _tensors_only(first: Tensor, outputs: Any) -> Any:
     """The outputs as torch's operators return them: a tensor of shape (0,) for None."""
-    if not isinstance(found, tuple):
-        return found
-    return tuple(first.new_empty(0) if x is None else x for x in found)
+    if not isinstance(outputs, tuple):
+        return outputs
+    return tuple(first.new_empty(0) if x is None else x for x in outputs)

@@ -38,10 +38,10 @@ def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
     reject_transforms(backend, q, k, call.mask, call.alibi)
     origin = call.query_origin - call.key_origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.gain.differentiable):
-        found = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
+        statistics = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
     # Not under no_grad: parameters of the gain get a gradient even if the statistics do not. A
     # query without keys has lse −∞ and entropy 0.
-    return replace(form, gain=form.gain.gain(found))
+    return replace(form, gain=form.gain.gain(statistics))
 
 
 @operator

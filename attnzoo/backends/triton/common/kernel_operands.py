@@ -57,8 +57,8 @@ def vectors_of(
     """The per-query vectors of a form. A gain that is a number is multiplied into the scale."""
     per_query = isinstance(gain, Tensor)
     layout = layout if per_query else layout._replace(scale=layout.scale * gain)
-    found = (gain if per_query else None, form.offset, form.shape, form.sink)
-    return layout, Vectors(*(_vector(x, call) for x in found))
+    vectors = (gain if per_query else None, form.offset, form.shape, form.sink)
+    return layout, Vectors(*(_vector(x, call) for x in vectors))
 
 
 def layout_of(call: Call) -> Layout:

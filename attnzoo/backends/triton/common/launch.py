@@ -27,8 +27,8 @@ class Launch(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         # enable_fp_fusion is set because Triton warns about its default, which will change.
-        found = {"num_warps": self.config.warps, "num_stages": self.config.stages}
-        return {**found, "enable_fp_fusion": True, "maxnreg": self.config.registers}
+        options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        return {**options, "enable_fp_fusion": True, "maxnreg": self.config.registers}
 
 
 def architecture(device: torch.device) -> int:
@@ -125,8 +125,8 @@ def dense_mask(layout: Layout) -> bool:
 
 def count_extras(layout: Layout) -> int:
     """How many of window, ALiBi, segments and mask the call has."""
-    found = layout.left, layout.alibi, layout.k_segments, layout.mask
-    return sum(x is not None for x in found)
+    extras = layout.left, layout.alibi, layout.k_segments, layout.mask
+    return sum(x is not None for x in extras)
 
 
 def blocks_of(config: Config) -> dict[str, Any]:
