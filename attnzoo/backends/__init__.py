@@ -1,7 +1,7 @@
-"""How a form is computed: one file or folder per backend, all listed here.
+"""Backends: each computes a form of a variant. One file or folder per backend.
 
-A new backend is a file with a ``BACKEND``, a place in this list, and one in the order of
-preference, which is in ``selection``.
+A new backend is a file with a ``BACKEND``, an entry in this list, and a place in the order of
+preference in ``selection``.
 """
 
 from attnzoo.backends import eager, linear, sdpa

@@ -1,4 +1,4 @@
-"""What a backend is: its name, the kinds of form it is made for, and two functions."""
+"""The backend interface: a name, the kinds of form it accepts, and two functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnzoo.core.forms import Form, Linear
 
 class Unsupported(Protocol):
     def __call__(self, form: Form, call: Call) -> str | None:
-        """Why the backend cannot run the form for this call; None where it can."""
+        """Return why the backend cannot run the form for this call, or None if it can."""
         ...
 
 
@@ -21,7 +21,7 @@ class Run(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form
     ) -> tuple[Tensor, Tensor | None]:
-        """The output (B, H, Nq, Dv), and lse (B, H, Nq) where the call asks for it."""
+        """Return the output (B, H, Nq, Dv), and lse (B, H, Nq) if the call asks for it."""
         ...
 
 
@@ -29,16 +29,19 @@ class Scan(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A causal linear form from a state to a state: the output, and the sums after it."""
+        """Run a causal linear form from the state ``sums``; return the output and the new state."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """One way to compute a form. `attnzoo.backends.selection` lists them all."""
+    """One way to compute a form. `attnzoo.backends.BACKENDS` lists all of them.
+
+    ``scan`` is None for backends that cannot continue from the state of a linear form.
+    """
 
     name: str
-    kinds: tuple[str, ...]  # of form: "pairwise", "linear", "definition"
+    kinds: tuple[str, ...]  # kinds of form: "pairwise", "linear", "definition"
     unsupported: Unsupported
     run: Run
     scan: Scan | None = None

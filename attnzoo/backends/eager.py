@@ -1,4 +1,4 @@
-"""The definition: dense weights times values, with torch's own autograd, of any order."""
+"""The definition: dense weights times values, with torch's own autograd to any order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attnzoo.core.forms import Definition, Form
 
 
 def unsupported(form: Form, call: Call) -> str | None:
-    return None if isinstance(form, Definition) else "runs the definition"
+    return None if isinstance(form, Definition) else "supports definitions only"
 
 
 def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor, Tensor | None]:
-    """The weights after dropout, and lse where the call asks for it."""
-    # Upcast once: gradients of several uses are then added up in fp32.
+    """The weights after dropout, and lse if the call asks for it."""
+    # Upcast once, so that the gradients of several uses are summed in fp32.
     q, k = q.to(call.dtype), k.to(call.dtype)
     if call.mask is not None and call.mask.is_floating_point():
         call = replace(call, mask=call.mask.to(call.dtype))
@@ -28,7 +28,7 @@ def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor,
         w = torch.nn.functional.dropout(w, call.dropout_p)
     if not call.return_lse:
         return w, None
-    assert form.scores is not None  # else return_lse has raised
+    assert form.scores is not None  # checked when the call was prepared
     scores = form.scores(q, k, call, **form.params)
     _check(scores, call, f"scores of variant {form.name!r}")
     return w, call.logsumexp(scores)
@@ -40,13 +40,12 @@ def _check(x: Tensor, call: Call, what: str) -> None:
         raise TypeError(f"{what} must be a tensor, got {type(x).__name__}")
     if x.shape != shape:
         raise ValueError(
-            f"{what} must have shape (B, H, Nq, Nk) = {shape}, got "
-            f"{tuple(x.shape)}; against scores, call.counts and call.log_n need [..., None], and "
-            "tensor parameters need nothing"
+            f"{what} must have shape (B, H, Nq, Nk) = {shape}, got {tuple(x.shape)}; call.counts "
+            "and call.log_n need [..., None] to broadcast against scores, tensor parameters do not"
         )
     if x.dtype != call.dtype:
         raise TypeError(
-            f"{what} must be in the dtype of call.scores(q, k), {call.dtype}, got {x.dtype}"
+            f"{what} must have the dtype of call.scores(q, k), {call.dtype}, got {x.dtype}"
         )
 
 

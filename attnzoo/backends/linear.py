@@ -1,10 +1,10 @@
-"""Linear forms by a scan over chunks in torch: time linear in N, and a state to resume from.
+"""Linear forms as a scan over chunks in PyTorch: time linear in N, and a state to resume from.
 
-Within a chunk the products ψ(q)·ψ(k) are taken directly, between chunks through the state
-S = Σ ψ(k) vᵀ, z = Σ ψ(k). z rides along as one more value that is always 1. With gradients each
-chunk is checkpointed, so that only the states between chunks are kept.
+Products ψ(q)·ψ(k) are computed directly within a chunk. Between chunks they go through the state: Σ
+ψ(k) vᵀ, and as one more column Σ ψ(k). With gradients each chunk is checkpointed, so that only the
+states between chunks are kept.
 
-Features that may cancel are summed in fp64 on a CPU, by `run`; states that a caller keeps are fp32.
+On a CPU, `run` sums features that may cancel in fp64. States that a caller keeps are fp32.
 """
 
 from __future__ import annotations
@@ -24,17 +24,25 @@ CHUNK = 128
 
 
 def chunk_length(size: int, needs_grad: bool) -> int:
-    """Tokens per chunk: more where a state of ``size`` features is kept for every chunk."""
+    """Tokens per chunk. With gradients a state is kept for each chunk, so chunks are longer."""
     return max(CHUNK, min(4 * CHUNK, size // 4)) if needs_grad else CHUNK
 
 
 @dataclass(frozen=True)
 class LinearState:
-    """What a causal linear variant knows of the keys so far; its size does not grow.
+    """The state of a causal linear variant after some keys. Its size does not grow.
 
-    ``sums`` is (B, Hkv, F, Dv + 1): Σ ψ(k) vᵀ with Σ ψ(k) as the last column, fp32 (fp64 for fp64
-    inputs); (B, H, F, Dv + 1) after a mask that differs between the heads of a group. ``length`` is
-    the number of keys seen.
+    Args:
+        sums: (B, Hkv, F, Dv + 1): Σ ψ(k) vᵀ, with Σ ψ(k) as the last column. fp32, or fp64 for fp64
+            inputs. (B, H, F, Dv + 1) after a mask that differs between the heads of a group.
+        length: number of keys seen so far.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> q, k, v = torch.randn(3, 1, 8, 256, 64).unbind()
+        >>> _, state = attnzoo.linear_attention(q, k, v, "cosformer", max_length=4096)
+        >>> tuple(state.sums.shape), state.length
+        ((1, 8, 128, 65), 256)
     """
 
     sums: Tensor
@@ -45,26 +53,26 @@ def unsupported(form: Form, call: Call) -> str | None:
     if isinstance(form, NoForm):
         return form.why
     if not isinstance(form, Linear):
-        return "runs linear forms"
+        return "supports linear forms only"
     if call.mask is not None and not call.key_mask:
-        return "takes a mask of keys (query dimension 1), not a dense one"
+        return "does not support a dense mask, only a key mask (query dimension 1)"
     if call.has_bias:
-        return "has no additive score: pass a bool mask"
+        return "does not support a float mask or alibi: there is no score to add to"
     if call.left is not None or call.right not in (None, 0):
-        return "has no window: a state cannot forget"
+        return "does not support a window: a state cannot forget keys"
     if call.segments is not None:
-        return "has no segments: a state cannot forget"
+        return "does not support segment_ids: a state cannot forget keys"
     if call.dropout_p:
-        return "has no weights to drop"
+        return "does not support dropout (tiled does)"
     if call.return_lse:
-        return "has no exponentials to sum"
+        return "does not support return_lse: there are no exponentials to sum"
     return None
 
 
 def sums_in_fp64(form: Linear, call: Call) -> bool:
-    """Inputs below fp64 are summed in fp64, which takes twice the time of fp32 on a CPU.
+    """Whether inputs below fp64 are summed in fp64.
 
-    On many GPUs it takes 64 times as long.
+    fp64 takes twice the time of fp32 on a CPU, but 64 times as long on many GPUs.
     """
     return form.cancels and call.dtype != torch.float64 and call.device.type == "cpu"
 
@@ -80,14 +88,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal: each row sees the state before its chunk, and the chunk up to itself."""
+    """Causal: each query reads the state before its chunk, and the chunk up to itself."""
     call, k, v, sums = prepare(call, k, v, sums)
-    blind, lead = offsets(call)
+    keyless, lead = offsets(call)
     state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)
-    out = [_no_rows(v, call, blind)]
-    at = call.query_origin + blind
+    out = [_zero_rows(v, call, keyless)]
+    at = call.query_origin + keyless
     chunk = chunk_length(form.size(call.head_dim), call.needs_grad)
-    parts = (x.split(chunk, dim=2) for x in (q[:, :, blind:], k[:, :, lead:], v[:, :, lead:]))
+    parts = (x.split(chunk, dim=2) for x in (q[:, :, keyless:], k[:, :, lead:], v[:, :, lead:]))
     for q_part, k_part, v_part in zip(*parts):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         done, state = _run(call, _chunk, q_part, k_part, v_part, state, here, call, form)
@@ -97,10 +105,10 @@ def scan(
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tuple[Tensor, Tensor]:
-    """Not causal: every row reads the state of all keys."""
+    """Not causal: each query reads the state of all keys."""
     call, k, v, _ = prepare(call, k, v, None)
     sums = _absorb(k, v, call, form, None, call.key_origin)
-    out = [_no_rows(v, call, 0)]
+    out = [_zero_rows(v, call, 0)]
     at = call.query_origin
     for q_part in q.split(chunk_length(form.size(call.head_dim), call.needs_grad), dim=2):
         here = torch.arange(q_part.shape[2], device=call.device) + at
@@ -112,8 +120,11 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tu
 def prepare(
     call: Call, k: Tensor, v: Tensor, sums: Tensor | None
 ) -> tuple[Call, Tensor, Tensor, Tensor | None]:
-    """Hkv becomes H where the heads of a group see different keys, now or before; a masked key is
-    0, for what stands there, NaN perhaps, would be a factor of features or of gradients."""
+    """The call with masked keys set to 0, and with Hkv = H if heads of a group see different keys.
+
+    Heads of a group differ if the mask or the given state has H heads. Masked keys are zeroed
+    because NaN there would otherwise reach features and gradients.
+    """
     apart = sums is not None and sums.shape[1] != call.kv_heads
     if call.group > 1 and (apart or (call.mask is not None and call.mask.shape[1] > 1)):
         k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
@@ -126,19 +137,19 @@ def prepare(
 
 
 def offsets(call: Call) -> tuple[int, int]:
-    """Rows before the first key, which see nothing; and keys before the first other row's own."""
-    blind = min(call.queries, max(0, call.key_origin - call.query_origin))
-    return blind, call.keys - (call.queries - blind)
+    """Number of queries before the first key, and of keys before the next query's own key."""
+    keyless = min(call.queries, max(0, call.key_origin - call.query_origin))
+    return keyless, call.keys - (call.queries - keyless)
 
 
-def _no_rows(v: Tensor, call: Call, rows: int) -> Tensor:
+def _zero_rows(v: Tensor, call: Call, rows: int) -> Tensor:
     return v.new_zeros(call.batch, call.heads, rows, call.value_dim, dtype=call.dtype)
 
 
 def _values(v: Tensor, at: Tensor, call: Call) -> Tensor:
-    """Values with a column of ones, zeroed where the key is masked: [B, Hkv, c, Dv + 1].
+    """Values with a column of ones, both zeroed for masked keys: [B, Hkv, c, Dv + 1].
 
-    A zeroed value and a zeroed 1 take a key out of both sums, whatever its features are.
+    This removes a masked key from both sums, whatever its features are.
     """
     values = torch.nn.functional.pad(v.to(call.dtype), (0, 1), value=1.0)
     if call.mask is None:
@@ -177,9 +188,9 @@ def _query_features(q: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
 
 
 def _divide(sums: Tensor, call: Call) -> Tensor:
-    """[B, Hkv, G·c, Dv + 1] to the output [B, H, c, Dv]; a denominator of 0 gives 0."""
-    below = sums[..., -1:]
-    out = sums[..., :-1] / below.masked_fill(below == 0, 1.0)
+    """[B, Hkv, G·c, Dv + 1] to the output [B, H, c, Dv]. A denominator of 0 gives 0."""
+    denominator = sums[..., -1:]
+    out = sums[..., :-1] / denominator.masked_fill(denominator == 0, 1.0)
     return out.unflatten(2, (call.group, -1)).flatten(1, 2)
 
 
@@ -190,7 +201,7 @@ def _read(q: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tens
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear
 ) -> tuple[Tensor, Tensor]:
-    """Output of a chunk and the state after it."""
+    """The output of a chunk and the state after it."""
     psi_q = _query_features(q, at, call, form)  # [B, Hkv, G·c, F]
     psi_k = form.features(k.to(call.dtype), at)  # [B, Hkv, c, F]
     values = _values(v, at, call)

@@ -1,12 +1,12 @@
-"""Operators of PyTorch, each declared by the signature of a function.
+"""PyTorch operators, each declared by the signature of a function.
 
-    class Vectors(NamedTuple):  # a group of operands, which several operators share
+    class Vectors(NamedTuple):  # a group of operands that several operators share
         gain: Tensor | None = None
         sink: Tensor | None = None
 
     class Attended(NamedTuple):
         out: Tensor
-        lse: Tensor | None  # None where it is not wanted
+        lse: Tensor | None  # None if not requested
 
     @operator
     def attend(*, q: Tensor, vectors: Vectors, scale: float) -> Attended: ...
@@ -19,16 +19,17 @@
         *, q: Tensor, vectors: Vectors, scale: float, lse: Tensor, dout: Tensor
     ) -> dict[str, Tensor]: ...
 
-Operands are given by name. The fields of a group are operands of their own, so a new operand is a
-new field.
+Operands are passed by name. Each field of a group is an operand of the schema, so a new operand is
+a new field.
 
-A fake names the operands that it needs. A backward names the operands and outputs that it needs,
-which are what is saved for it, and gradients of outputs, ``d`` before the output's name. It must
-name what it differentiates. It returns gradients by the operands' names, of the ``wanted`` ones at
-least, and may name ``wanted`` itself. It is an operator too, whose own derivative raises.
+A fake function names the operands that it needs. A backward function names the operands and outputs
+that it needs, which are then saved for it, and the gradients of outputs as ``d`` + the output's
+name. It must name every operand that it differentiates. It returns gradients by operand name, at
+least those in ``wanted``, which it may take as an argument. A backward is an operator too; its own
+derivative raises.
 
-The first operand is a tensor. An output that is not wanted is None here; torch's operators return
-tensors only, so theirs has the shape (0,).
+The first operand is a tensor. An output that was not requested is None here. Operators of torch
+return tensors only, so the operator itself returns a tensor of shape (0,) in its place.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ import torch
 from torch import Tensor
 
 NO_DOUBLE = (
-    "attnzoo: this backend has first derivatives only; for double backward pass backend='eager'"
+    "attnzoo: this backend supports first derivatives only; for double backward pass "
+    "backend='eager'"
 )
 
-# What an operand or an output may be, and how a schema of torch's has it.
+# Types of operands and outputs, and their names in a torch schema.
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -67,10 +69,10 @@ R = TypeVar("R")
 
 
 class Operator(Generic[P, R]):
-    """The operator ``attnzoo::name`` of all devices; see above."""
+    """The operator ``attnzoo::name`` for all devices. See the module docstring."""
 
-    def __init__(self, function: Callable[P, R], hints: dict[str, Any], underivable: str) -> None:
-        self._function, self._underivable = function, underivable
+    def __init__(self, function: Callable[P, R], hints: dict[str, Any], no_gradient: str) -> None:
+        self._function, self._no_gradient = function, no_gradient
         self.name = function.__name__
         named = {name: hint for name, hint in hints.items() if name != "return"}
         self._result, self._names = hints["return"], tuple(named)
@@ -82,25 +84,29 @@ class Operator(Generic[P, R]):
         self._optional = tuple(hint == Tensor | None for hint in self._outputs.values())
         self._gradient: Operator[Any, list[Tensor]] | None = None
         self._differentiable: tuple[str, ...] = ()
-        self._lasting: Callable[[dict[str, Any]], object] = lambda operands: None
-        # As torch.library.custom_op does, whose first call imports the compiler, and Triton too.
+        self._keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None
+        # Does what torch.library.custom_op does. Its first call would import the compiler and
+        # Triton.
         qualified = f"attnzoo::{self.name}"
-        taken = ", ".join(f"{TYPES[hint]} {name}" for name, hint in self._operands.items())
-        given = ", ".join(TYPES[hint].removesuffix("?") for hint in self._outputs.values())
+        inputs_schema = ", ".join(f"{TYPES[hint]} {name}" for name, hint in self._operands.items())
+        outputs_schema = ", ".join(TYPES[hint].removesuffix("?") for hint in self._outputs.values())
         tags = (torch.Tag.pt2_compliant_tag,)
-        torch.library.define(qualified, f"({taken}) -> ({given})", tags=tags)
+        torch.library.define(qualified, f"({inputs_schema}) -> ({outputs_schema})", tags=tags)
         torch.library.impl(qualified, "default", self._implementation)
         torch.library.register_autograd(qualified, self._backward, setup_context=self._save)
         self.overload = getattr(torch.ops.attnzoo, self.name).default
 
     def __call__(self, *args: P.args, **operands: P.kwargs) -> R:
-        found = self.overload(*self.flat(*args, **operands))
-        return self._result(*self._or_none(found)) if isinstance(found, tuple) else found
+        outputs = self.overload(*self.flat(*args, **operands))
+        return self._result(*self._or_none(outputs)) if isinstance(outputs, tuple) else outputs
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
-        """The operands in the order of ``overload``, groups as their fields."""
+        """The operands in the order of ``overload``, with groups replaced by their fields."""
         if args or len(operands) != len(self._names) or any(x not in operands for x in self._names):
-            raise TypeError(f"{self.name} takes {', '.join(self._names)}, each by name")
+            raise TypeError(
+                f"{self.name} takes the keyword arguments {', '.join(self._names)}, got "
+                f"{', '.join(operands) or 'none'} and {len(args)} positional"
+            )
         values: list[Any] = []
         for name, group in self._groups.items():
             value: Any = operands[name]
@@ -113,12 +119,12 @@ class Operator(Generic[P, R]):
         return values
 
     def fake(self, function: Callable[..., R]) -> None:
-        """Register what makes the outputs, without values, of those operands that it names."""
+        """Register a function that creates empty outputs from the operands that it names."""
         names = inspect.signature(function).parameters
 
         def of_values(*values: Any) -> Any:
             operands = self._named(values)
-            return _solid(values[0], function(**{name: operands[name] for name in names}))
+            return _tensors_only(values[0], function(**{name: operands[name] for name in names}))
 
         torch.library.register_fake(f"attnzoo::{self.name}", of_values)
 
@@ -126,18 +132,18 @@ class Operator(Generic[P, R]):
         self,
         *differentiable: str,
         like: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
-        lasting: Callable[[dict[str, Any]], object] = lambda operands: None,
+        keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None,
     ) -> Callable[[Callable[..., Mapping[str, Tensor]]], Operator[..., list[Tensor]]]:
-        """Register the gradients of ``differentiable``: an operator that lists those ``wanted``.
+        """Register the gradients of the operands ``differentiable``.
 
-        ``like`` makes a gradient without values, from the operand. ``lasting`` returns of all
-        operands what has to live as long as the graph.
+        ``like`` creates an empty gradient from an operand. ``keep_alive`` gets all operands and
+        returns an object that must live as long as the graph.
         """
 
         def register(function: Callable[..., Mapping[str, Tensor]]) -> Operator[..., list[Tensor]]:
             def gradients(*, wanted: list[str], **operands: Any) -> list[Tensor]:
-                found = function(**operands, **({"wanted": wanted} if asks else {}))
-                return [found[name] for name in wanted]
+                by_name = function(**operands, **({"wanted": wanted} if asks else {}))
+                return [by_name[name] for name in wanted]
 
             def of_values(*values: Any) -> list[Tensor]:
                 operands = dict(zip(gradient._operands, values))
@@ -149,42 +155,43 @@ class Operator(Generic[P, R]):
             hints = {**hints, "wanted": list[str], "return": list[Tensor]}
             gradient = Operator(gradients, hints, NO_DOUBLE)
             assert set(differentiable) <= set(gradient._operands)
-            # Where only other outputs have a gradient, this one's zeros are made like itself.
+            # If only another output has a gradient, zeros for this one are made from the output
+            # itself.
             for output in self._outputs if len(self._outputs) > 1 else ():
                 required = gradient._operands.get(f"d{output}") is Tensor
                 assert not required or output in gradient._operands, output
             torch.library.register_fake(f"attnzoo::{gradient.name}", of_values)
             self._gradient, self._differentiable = gradient, differentiable
-            self._lasting = lasting
+            self._keep_alive = keep_alive
             return gradient
 
         return register
 
     def _named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The flat operands again in their groups."""
+        """The inverse of `flat`: the operands by name, with groups."""
         rest = iter(values)
         return {
             name: next(rest) if group is None else group(*islice(rest, len(group._fields)))
             for name, group in self._groups.items()
         }
 
-    def _or_none(self, found: Sequence[Tensor]) -> list[Tensor | None]:
-        """None again in the place of outputs that are not wanted."""
+    def _or_none(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The outputs, with None for those that were not requested."""
         return [
             None if optional and x.dim() == 1 and x.shape[0] == 0 else x
-            for x, optional in zip(found, self._optional)
+            for x, optional in zip(outputs, self._optional)
         ]
 
     def _run(self, *values: Any) -> Any:
-        return _solid(values[0], self._function(**self._named(values)))  # type: ignore[call-arg]
+        return _tensors_only(values[0], self._function(**self._named(values)))  # type: ignore[call-arg]
 
     @cached_property
-    def _unseen(self) -> Callable[..., Any]:
+    def _run_uncompiled(self) -> Callable[..., Any]:
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # A compiler that is there does not look inside; one that is not is not imported for that.
-        run = self._unseen if "torch._dynamo" in sys.modules else self._run
+        # Hides the function from the compiler. Without a compiler loaded, avoids importing it.
+        run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 
     def _save(self, ctx: Any, inputs: tuple, output: Any) -> None:
@@ -200,15 +207,15 @@ class Operator(Generic[P, R]):
         ctx.save_for_backward(*tensors.values())
         ctx.tensors = tuple(tensors)
         ctx.known = {name: x for name, x in known.items() if name not in tensors}
-        ctx.lasting = self._lasting(operands)
+        ctx.keep_alive = self._keep_alive(operands)
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gradient = self._gradient
         if gradient is None:
-            raise RuntimeError(self._underivable)
+            raise RuntimeError(self._no_gradient)
         if all(grad is None for grad in grads):
             return (None,) * len(self._operands)
-        # Read once: what a checkpoint recomputed is given out for one reading only.
+        # Read saved_tensors only once: a checkpoint gives out recomputed tensors a single time.
         given = {**ctx.known, **dict(zip(ctx.tensors, ctx.saved_tensors))}
         for output, there, grad in zip(self._outputs, ctx.there, grads):
             missing = grad is None and gradient._operands.get(f"d{output}") is Tensor
@@ -223,8 +230,9 @@ class Operator(Generic[P, R]):
 
 
 def operator(function: Callable[P, R]) -> Operator[P, R]:
+    """Declare an operator by the signature of the function that computes it."""
     hints = get_type_hints(function)
-    return Operator(function, hints, f"attnzoo::{function.__name__} has no derivative")
+    return Operator(function, hints, f"attnzoo::{function.__name__} is not differentiable")
 
 
 def _is_group(hint: Any) -> bool:
@@ -238,8 +246,8 @@ def _flat_types(hints: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _solid(first: Tensor, found: Any) -> Any:
-    """As torch's operators return it."""
-    if not isinstance(found, tuple):
-        return found
-    return tuple(first.new_empty(0) if x is None else x for x in found)
+def _tensors_only(first: Tensor, outputs: Any) -> Any:
+    """The outputs as torch's operators return them: a tensor of shape (0,) for None."""
+    if not isinstance(outputs, tuple):
+        return outputs
+    return tuple(first.new_empty(0) if x is None else x for x in outputs)

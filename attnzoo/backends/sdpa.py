@@ -1,8 +1,8 @@
-"""Torch's fused softmax, for softmax and whatever is a row gain on it.
+"""Torch's fused softmax, for softmax with an optional gain per query.
 
-The gain enters as gain·q, computed in fp32 and rounded once to q's dtype. Only what torch's fused
-kernels compute exactly is handed over; a mask and ``is_causal`` never go together, and rows without
-keys are zeroed here.
+The gain is multiplied into q in fp32 and rounded once to q's dtype. A call is only supported if
+torch's fused kernels compute it exactly. Torch never gets a mask together with ``is_causal``, and
+queries without visible keys are zeroed here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnzoo.core.checks import is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
-# Keys. A vector of AVX-512 holds 16 numbers of fp32.
+# In keys: more than the 16 fp32 numbers of an AVX-512 vector.
 WIDER_THAN_A_VECTOR = 64
 
 
@@ -26,44 +26,47 @@ def unsupported(form: Form, call: Call) -> str | None:
     if isinstance(form, NoForm):
         return form.why
     if not isinstance(form, Pairwise) or not form.softmax:
-        return "carries softmax and row gains on it only"
+        return "supports only softmax with an optional gain per query"
     if form.sink is not None:
-        return "has no sink"
+        return "does not support a sink (tiled does)"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
-        return "takes the gain as a constant: its gradient through the statistics is in tiled"
+        return "does not support a gradient through the statistics of the logits (tiled does)"
     return _unsupported_call(call)
 
 
 def _unsupported_call(call: Call) -> str | None:
     wide = call.input_dtype == torch.float32
     if call.return_lse:
-        return "does not return lse"
+        return "does not support return_lse (tiled does)"
     if call.alibi is not None or call.segments is not None:
-        return "would need a dense mask for alibi or segments"
+        return "does not support alibi or segment_ids without a dense mask (tiled does)"
     if call.left is not None or call.right not in (None, 0):
-        return "would need a dense mask for a window"
+        return "does not support a window without a dense mask (tiled does)"
     if call.right == 0:
         if call.mask is not None:
-            return "takes a mask or causality, not both"
+            return "does not support attn_mask together with is_causal (tiled does)"
         if call.queries not in (1, call.keys):
-            return "is top-left causal: the same as ours for Nq = Nk and Nq = 1 only"
+            return "does not support is_causal unless Nq = Nk or Nq = 1: torch aligns top-left"
     if call.needs_grad and call.mask is not None and call.mask.requires_grad:
-        return "gives no gradient for a float mask; tiled does"
+        return "does not support a gradient for a float mask (tiled does)"
     if call.dropout_p and call.device.type == "cpu":
-        return "has no fused dropout on a CPU"
+        return "does not support dropout on a CPU (tiled does)"
     if call.value_dim != call.head_dim:
-        return "torch's fused kernels take Dv = D only"
+        return "does not support a value dimension other than D (tiled does)"
     if call.device.type == "cuda" and call.input_dtype == torch.float64:
-        return "torch has no fused kernel for fp64 on a GPU"
+        return "does not support fp64 on a GPU (tiled does)"
     if call.device.type == "cuda" and call.group > 1 and (call.mask is not None or wide):
-        return "torch's fused kernels take no heads in groups beside a mask or in fp32"
+        return "does not support enable_gqa with a mask or in fp32 on a GPU (tiled does)"
     if not (call.batch and call.heads and call.queries and call.keys):
-        return "does not take empty tensors"
+        return "does not support empty tensors (tiled does)"
     return None
 
 
 def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The mask with rows that see nothing opened up, and those rows: torch never meets them."""
+    """The mask, and which queries have no visible key. None without a mask.
+
+    In the returned mask such queries see all keys, so that torch never has to handle them.
+    """
     if call.mask is None:
         return None, None
     empty = ~visible_entries(call.mask).any(-1, keepdim=True)  # [B|1, H|1, Nq|1, 1]
@@ -73,10 +76,11 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
-    """The same products with a scale above 0, for which q takes the sign: an exact change.
+    """q and a positive scale that give the same products. The change of sign is exact.
 
-    Torch's fused CPU kernel hides a causal key by −∞ before it scales. A negative scale would make
-    that +∞, and 0 would make it NaN; so would a scale that is 0 in the kernel's precision.
+    Torch's fused CPU kernel adds −∞ to a causally hidden key before it scales. A negative scale
+    would turn that into +∞. A scale of 0, or one that is 0 in the kernel's precision, would turn it
+    into NaN.
     """
     scale = abs(call.scale)
     if scale < torch.finfo(call.dtype).tiny:
@@ -84,18 +88,18 @@ def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
     return (-q if call.scale < 0 else q), scale
 
 
-def _take_out_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k without NaN, and the rows [B, H, Nq, 1] that had it among their visible scores.
+def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q and k without NaN, and the queries [B, H, Nq, 1] with NaN among their visible scores.
 
-    Torch's fused CPU kernel takes a row of NaN for one without keys if it has fewer keys than a
-    vector, and it hides a key by adding −∞, after which NaN is still NaN. A sum over q and k is the
-    cheapest sign that there may be NaN.
+    With fewer keys than a vector register holds, torch's fused CPU kernel treats a query whose
+    scores are all NaN as one without keys. It also hides keys by adding −∞, which leaves NaN as it
+    is. The sum over q and k is the cheapest test for NaN.
     """
     if call.device.type != "cpu" or (call.mask is None and call.keys >= WIDER_THAN_A_VECTOR):
         return q, k, None
     if is_readable(q) and is_readable(k) and bool((q.sum() + k.sum()).isfinite()):
         return q, k, None
-    queries = (q * 0).isnan().any(-1, keepdim=True)  # no score of an infinite query is finite
+    queries = (q * 0).isnan().any(-1, keepdim=True)  # an infinite query has no finite score
     k = _without_unseen(k, call)
     keys = k.isnan().any(-1, keepdim=True)
     q, k = q.masked_fill(queries, 0.0), k.masked_fill(keys, 0.0)
@@ -110,7 +114,7 @@ def _take_out_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Ten
 
 
 def _without_unseen(k: Tensor, call: Call) -> Tensor:
-    """k with 0 for the keys that the mask hides from all rows: infinite ones would spoil them."""
+    """k with 0 for keys that the mask hides from all queries, since infinite ones give NaN."""
     if call.mask is None:
         return k
     seen = visible_entries(call.mask).any(2)  # [B|1, H|1, Nk]
@@ -126,11 +130,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if isinstance(gain, Tensor) or gain != 1.0:
         q = (call.per_query(gain).unsqueeze(-1) * q.to(call.dtype)).to(call.input_dtype)
     q, scale = _positive_scale(q, call)
-    q, k, spoiled = _take_out_nan(q, k, call)
+    q, k, spoiled = _remove_nan(q, k, call)
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
-    # One query sees all keys. Branches, because torch takes no symbolic bool under compile.
+    # One query sees all keys. These are branches because torch takes no symbolic bool under
+    # compile.
     is_causal = grouped = False
     if call.group > 1:
         grouped = True

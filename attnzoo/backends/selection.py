@@ -1,4 +1,4 @@
-"""Which backend runs a call: the first that supports it, in an order of preference."""
+"""Choose the backend of a call: the first one that supports it, in order of preference."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from attnzoo.core.call import Call
 from attnzoo.core.checks import shown
 from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
 
-# Up to this many scores (half a MiB of fp32) the definition's few dense operations cost less than
-# walking over blocks does.
+# Up to this many scores (half a MiB of fp32), the few dense operations of the definition cost less
+# than a loop over blocks.
 FEW_SCORES = 2**17
-# Up to this many it also costs less than torch's fused softmax after a pass for statistics.
+# Up to this many scores, the definition also costs less than a pass for statistics followed by
+# torch's fused softmax.
 FEWEST_SCORES = 2**14
 
-# A multiplication in the scan against one in a block of scores: features have to be made first.
+# Cost of a multiplication in the scan relative to one in a block of scores. The scan also has to
+# compute the features.
 LINEAR_COST = 3
-FP64_COST = 2  # a multiplication in fp64 against one in fp32, on a CPU
+FP64_COST = 2  # cost of a multiplication in fp64 relative to one in fp32, on a CPU
 
-# Taylor's 2145 at D = 64 would be thirty times q.
+# `flash_linear` keeps all features in memory. Taylor has 2145 at D = 64, about thirty times the
+# size of q.
 FEW_FEATURES = 512
 
-# Keys in reach from which on `decode` comes before `flash`, and before torch's fused softmax, which
-# splits keys too: its own partials and second launch have to be worth it.
+# Keys in reach from which on `decode` comes before `flash`, and before torch's fused softmax. The
+# latter splits keys too, so `decode` needs more keys to pay for its partial results and second
+# launch.
 MANY_KEYS = 1024
 MORE_KEYS = 4096
 
@@ -36,23 +40,25 @@ class Candidate(NamedTuple):
     backend: str
     form: Form
     reason: str | None
-    note: str = ""  # what decided its place
+    note: str = ""  # shown by `explain` after the status
 
 
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]]:
-    """All (backend, form) pairs, the one expected to be fastest first: of device and sizes only.
+    """All (backend, form) pairs, fastest first. Depends only on the device and the sizes.
 
-    1. A linear form where `linear_is_cheaper`; on a GPU by the kernels of `flash_linear`, up to
-       `FEW_FEATURES` features, for they hold all of them in memory.
-    2. On a GPU the kernels of `decode` for few rows, from `MORE_KEYS` keys on.
-    3. Torch's fused softmax; on a GPU not where the gain comes from statistics of the rows, which
-       `flash` takes in a kernel of its own.
-    4. On a GPU the kernels of `flash`; for few rows from `MANY_KEYS` keys on those of `decode`.
-    5. Blocks of rows by form, then by definition.
-    6. The definition in eager mode, where nothing else is able.
+    On a GPU, and on a CPU above `FEW_SCORES` scores:
 
-    On a CPU up to `FEW_SCORES` scores: torch's fused softmax, then the definition in eager mode;
-    the other way round up to `FEWEST_SCORES` where the gain comes from statistics.
+    1. A linear form if `linear_is_cheaper`. On a GPU `flash_linear` comes before `linear` up to
+       `FEW_FEATURES` features, and after it above, because it keeps all features in memory.
+    2. On a GPU, `decode` for few queries and at least `MORE_KEYS` keys.
+    3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` and `decode` if the gain comes
+       from statistics of the logits: those backends compute statistics in a kernel.
+    4. On a GPU, `flash`; for few queries and at least `MANY_KEYS` keys, `decode` before it.
+    5. `tiled` with a form, then with the definition.
+    6. `eager`, if no other backend supports the call.
+
+    On a CPU up to `FEW_SCORES` scores: `sdpa`, then `eager`. Up to `FEWEST_SCORES` scores with a
+    gain from statistics: `eager`, then `sdpa`.
     """
     linear_first = any(isinstance(f, Linear) and linear_is_cheaper(f, call) for f in forms)
     statistics = any(isinstance(f, Pairwise) and isinstance(f.gain, FromStatistics) for f in forms)
@@ -83,14 +89,14 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
 
 def _meets(backend: Backend, form: Form) -> bool:
-    """A pair worth a line in `explain`: an absent form only where a backend takes no other."""
+    """Whether `explain` lists the pair: an absent form only for backends that accept no other."""
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds
 
 
 def keys_to_split(call: Call) -> int:
-    """Keys in reach of rows that are few enough to be packed in one tile; 0 if they are not."""
+    """Number of keys in reach, or 0 if queries × heads of a group exceed the limit of `decode`."""
     rows, most = decode.packed_rows(call)
     reach = call.keys if call.left is None else min(call.keys, call.left + call.queries)
     return reach if rows <= most else 0
@@ -101,10 +107,12 @@ def linear_is_cheaper(form: Linear, call: Call) -> bool:
 
 
 def linear_work(form: Linear, call: Call) -> float:
-    """Multiplications of the scan over those of the pairs: the state takes F·(Dv + 1) for each key
-    and for each row that reads it, a causal row F for each key of its chunk, each counted
-    `LINEAR_COST` times, and `FP64_COST` times that in fp64; the pairwise form takes D + Dv for each
-    key that a row reaches.
+    """Cost of the scan relative to the cost of the pairwise form, in multiplications.
+
+    The state takes F·(Dv + 1) for each key and for each query that reads it. Under causality each
+    query also takes F for each key of its chunk. The pairwise form takes D + Dv for each pair of a
+    query and a key that it reaches. A multiplication of the scan counts `LINEAR_COST` times, and in
+    fp64 another `FP64_COST` times.
     """
     reach = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
     if call.left is not None:
@@ -118,9 +126,9 @@ def linear_work(form: Linear, call: Call) -> float:
 
 
 def candidates(name: str, forms: tuple[Form, ...], call: Call) -> Iterator[Candidate]:
-    """In the order of preference, each asked when its turn comes; without notes.
+    """Yield the candidates in order of preference, without notes.
 
-    ``forms``: of the variant of that name, its definition among them.
+    ``forms``: all forms of the variant ``name``, including its definition.
     """
     kinds = {form.kind for form in forms}
     absent = [k for k in ("pairwise", "linear") if k not in kinds]

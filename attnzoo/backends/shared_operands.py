@@ -1,4 +1,4 @@
-"""Operands that operators on pairwise forms share; see `attnzoo.backends.operator`."""
+"""Groups of operands that operators on pairwise forms share. See `attnzoo.backends.operator`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """The mask and layout arguments of a call: what says which keys a query sees, and how far off.
-
-    ``mask`` and ``alibi`` are as the backend reads them.
-    """
+    """Scale, mask and layout arguments of a call. Backends convert ``mask`` and ``alibi`` first."""
 
     scale: float
     left: int | None
@@ -23,7 +20,7 @@ class Layout(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """The per-query vectors of a form. A solved threshold enters as the offset that it is."""
+    """The per-query vectors of a form. A solved threshold is passed as the offset."""
 
     gain: Tensor | None = None
     offset: Tensor | None = None

@@ -1,6 +1,6 @@
-"""What operators do not go through: transforms of `torch.func` and forward-mode derivatives.
+"""Rejects transforms of `torch.func` and forward-mode derivatives, which operators do not support.
 
-An operator without a forward-mode rule would return tangents of 0 without a word.
+Without this check, an operator without a forward-mode rule would silently return zero tangents.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 
 def reject_transforms(backend: str, *tensors: Tensor | None) -> None:
-    """Raise where a transform is active, or where one of the tensors has a tangent."""
+    """Raise ValueError if a transform is active or one of the tensors has a tangent."""
     dual = any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
     if dual or torch._C._are_functorch_transforms_active():
         raise ValueError(

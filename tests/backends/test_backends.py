@@ -1,8 +1,9 @@
 """Every variant agrees with its fp64 definition on every backend: outputs and all gradients.
 
-The product of all settings is too large, so each variant runs a covering array: every pair of
-settings occurs. ``eager`` and ``tiled`` run all of it, ``sdpa`` and ``linear`` an array of their
-own over what `coverage_table.py` says they take. Memory that nothing has written is NaN.
+Testing all combinations of settings would take too long, so each variant runs a covering array, in
+which every pair of settings occurs. ``eager`` and ``tiled`` run all of it. ``sdpa`` and ``linear``
+have arrays of their own, limited to the settings that `coverage_table.py` lists for them.
+Uninitialized memory is filled with NaN.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ FACTORS = {
 }
 
 
-def all_allowed(row: dict[str, Any]) -> bool:
+def all_allowed(case: dict[str, Any]) -> bool:
     return True
 
 
-def sdpa_allowed(row: dict[str, Any]) -> bool:
-    """See FEATURE_BACKENDS: a mask or causality, and causality for Nq = Nk or Nq = 1."""
-    queries, keys = row.get("shape", (1, 1))
-    causal = row.get("span") == "causal"
-    return not causal or (row.get("mask", "none") == "none" and queries in (1, keys))
+def sdpa_allowed(case: dict[str, Any]) -> bool:
+    """See FEATURE_BACKENDS: no mask together with causality, which needs Nq = Nk or Nq = 1."""
+    queries, keys = case.get("shape", (1, 1))
+    causal = case.get("span") == "causal"
+    return not causal or (case.get("mask", "none") == "none" and queries in (1, keys))
 
 
 def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
-    """What the variant takes, and the backend if one is given."""
+    """The settings that the variant supports, on the backend if one is given."""
     levels = levels_of(variant, FACTORS)
     if backend in ("sdpa", "linear"):
         no = (False,)
@@ -66,7 +67,7 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
     return tuple(levels.items())
 
 
-# Of the forms that a backend can run, and what it allows of a row.
+# Backends -> the kinds of form that they run, and a filter for cases.
 ARRAYS = {
     ("eager", "tiled"): (("pairwise", "linear"), all_allowed),
     ("sdpa",): (("pairwise",), sdpa_allowed),
@@ -78,26 +79,26 @@ def factors_of(variant: str, backends: tuple[str, ...]) -> tuple[tuple[str, tupl
     return factors(variant, None if "eager" in backends else backends[0])
 
 
-def runners(backends: tuple[str, ...]) -> list[str]:
-    """The variants that run there."""
+def variants_on(backends: tuple[str, ...]) -> list[str]:
+    """The variants that run on the backends."""
     if "eager" in backends:
         return VARIANTS
     return [variant for variant in VARIANTS if VARIANT_BACKENDS[variant][backends[0]] is RUNS]
 
 
 def levels(backends: tuple[str, ...]) -> list[Level]:
-    """All settings of all variants that run there."""
+    """All settings of all variants that run on the backends."""
     return [
         Level(variant, params)
-        for variant in runners(backends)
+        for variant in variants_on(backends)
         for params in dict(factors_of(variant, backends))["params"]
     ]
 
 
-def cells() -> Iterator[Any]:
-    """Arrays of the paths, see `kernel_paths`; slow are those of the variants.
+def cases() -> Iterator[Any]:
+    """One array per kernel path, see `kernel_paths`. The arrays of the variants are slow.
 
-    flash and decode, which run in an interpreter, have arrays of their own in their files.
+    flash and decode run in the interpreter and have arrays of their own in their files.
     """
     for backends, (kinds, allowed) in ARRAYS.items():
         here, name = levels(backends), "-".join(backends)
@@ -107,29 +108,29 @@ def cells() -> Iterator[Any]:
         if allowed({**thin, "mask": "keys"}):
             thin["mask"] = "keys"
         thins = [{**thin, "dtype": dtype} for dtype in (torch.float64, torch.bfloat16)]
-        for seed, (variant, row) in enumerate(quick_rows(widest, here, allowed, thins, kinds)):
+        for seed, (variant, case) in enumerate(quick_rows(widest, here, allowed, thins, kinds)):
             yield pytest.param(
-                variant, row, backends, seed, id=f"quick-{name}-{variant}-{label(row)}"
+                variant, case, backends, seed, id=f"quick-{name}-{variant}-{label(case)}"
             )
-        for variant in runners(backends):
-            for seed, row in enumerate(covering(factors_of(variant, backends), allowed)):
+        for variant in variants_on(backends):
+            for seed, case in enumerate(covering(factors_of(variant, backends), allowed)):
                 yield pytest.param(
-                    variant, row, backends, seed,
-                    id=f"{name}-{variant}-{label(row)}", marks=pytest.mark.slow,
+                    variant, case, backends, seed,
+                    id=f"{name}-{variant}-{label(case)}", marks=pytest.mark.slow,
                 )  # fmt: skip
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(("variant", "row", "backends", "seed"), list(cells()))
+@pytest.mark.parametrize(("variant", "case", "backends", "seed"), list(cases()))
 def test_agrees_with_the_definition(
-    variant: str, row: dict[str, Any], backends: tuple[str, ...], seed: int
+    variant: str, case: dict[str, Any], backends: tuple[str, ...], seed: int
 ) -> None:
-    inputs = make(variant, row, seed=10 * seed)
-    said = []
+    inputs = make(variant, case, seed=10 * seed)
+    found = []
     exact, keep = None, 1.0
     for backend in backends:
-        if exact is None or row["dropout"]:  # each backend draws its own
+        if exact is None or case["dropout"]:  # each backend draws other random numbers
             keep = kept(variant, backend, inputs)
             exact = reference(variant, inputs, keep)
-        said += disagreements(variant, backend, inputs, exact, keep)
-    assert not said, "\n".join(said)
+        found += disagreements(variant, backend, inputs, exact, keep)
+    assert not found, "\n".join(found)

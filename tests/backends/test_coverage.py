@@ -1,4 +1,4 @@
-"""What backends and variants refuse is what `coverage_table.py` says: no more, no less."""
+"""Backends and variants support exactly what `coverage_table.py` lists."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from helpers.coverage_table import (
     PARAMETER_BACKENDS,
     RUNS,
     VARIANT_BACKENDS,
-    VARIANT_REFUSALS,
-    cell,
+    VARIANT_UNSUPPORTED,
+    marked,
 )
 from helpers.features import feature
 
-TABLED = ("sdpa", "decode", "flash", "linear", "flash_linear")
+LISTED = ("sdpa", "decode", "flash", "linear", "flash_linear")
 
 
 def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) -> None:
-    """Forward, backward, and the shape of the output."""
+    """Run forward and backward, and check the shapes."""
     q, v = arguments["q"], arguments["v"]
     params = {**params_of(variant), **params}
     out = attnzoo.attention(variant=variant, backend=backend, **arguments, **params)
@@ -45,7 +45,7 @@ def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) ->
 def check(
     reason: str | None, arguments: dict[str, Any], variant: str, backend: str, **params: Any
 ) -> None:
-    """Runs, or is refused in these words; and `explain` says the same beforehand."""
+    """The call runs, or raises with the reason that `explain` gives too."""
     plan = attnzoo.explain(
         variant=variant, backend=backend, **arguments, **{**params_of(variant), **params}
     )
@@ -62,13 +62,13 @@ def check(
 def test_the_tables_are_complete() -> None:
     assert set(VARIANT_BACKENDS) == set(VARIANTS)
     columns = {*BACKENDS} - {"eager", "tiled"}
-    assert columns == {*TABLED}
+    assert columns == {*LISTED}
     assert all(set(row) == columns for row in VARIANT_BACKENDS.values())
     assert all(set(row) == columns for row in FEATURE_BACKENDS.values())
-    assert set(VARIANT_REFUSALS) <= set(FEATURE_BACKENDS)
+    assert set(VARIANT_UNSUPPORTED) <= set(FEATURE_BACKENDS)
 
 
-@pytest.mark.parametrize("backend", [cell(backend) for backend in TABLED])
+@pytest.mark.parametrize("backend", [marked(backend) for backend in LISTED])
 @pytest.mark.parametrize("variant", VARIANT_BACKENDS)
 def test_variants_on_backends(variant: str, backend: str) -> None:
     arguments = feature("plain", gradient=backend not in FORWARD_ONLY)
@@ -76,11 +76,11 @@ def test_variants_on_backends(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """On kernels one variant is quick: they judge features of a call, and arrays run the rest."""
-    for backend in TABLED:
+    """Pairs that run. On kernels only one variant per backend is quick."""
+    for backend in LISTED:
         variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
         for variant in variants:
-            pair = cell(variant, backend)
+            pair = marked(variant, backend)
             quick = "softmax" if "softmax" in variants else variants[0]
             slow = backend in KERNELS and variant != quick
             marks = [*pair.marks, pytest.mark.slow] if slow else pair.marks
@@ -93,19 +93,21 @@ def runs() -> Iterator[Any]:
 )
 @pytest.mark.parametrize("name", FEATURE_BACKENDS)
 def test_features_on_backends(name: str, variant: str, backend: str) -> None:
-    refused = name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]
-    # The variant's own refusal comes before the backend's.
-    reason = VARIANT_REFUSALS[name][1] if refused else FEATURE_BACKENDS[name][backend]
+    unsupported = name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]
+    # The variant's own reason comes before the backend's.
+    reason = VARIANT_UNSUPPORTED[name][1] if unsupported else FEATURE_BACKENDS[name][backend]
     gradient = backend not in FORWARD_ONLY or name.endswith("with gradient")
     check(reason, feature(name, gradient), variant, backend)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_eager_and_tiled_refuse_nothing(variant: str, backend: str) -> None:
+def test_eager_and_tiled_support_every_feature(variant: str, backend: str) -> None:
     for name in FEATURE_BACKENDS:
-        refused = name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]
-        check(VARIANT_REFUSALS[name][1] if refused else RUNS, feature(name), variant, backend)
+        unsupported = name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]
+        check(
+            VARIANT_UNSUPPORTED[name][1] if unsupported else RUNS, feature(name), variant, backend
+        )
 
 
 @pytest.mark.interpreter
@@ -115,8 +117,8 @@ def test_parameters_on_backends(name: str) -> None:
     check(reason, feature("plain"), variant, backend, **params)
 
 
-@pytest.mark.parametrize("backend", [cell(name) for name in ("sdpa", "decode", "flash")])
-def test_a_gain_through_statistics_runs_where_no_gradient_is_wanted(backend: str) -> None:
+@pytest.mark.parametrize("backend", [marked(name) for name in ("sdpa", "decode", "flash")])
+def test_a_differentiable_gain_from_statistics_runs_without_gradients(backend: str) -> None:
     arguments = feature("plain", gradient=False)
     plan = attnzoo.explain(
         variant="adaptive_temperature", backend=backend, differentiable=True, **arguments
@@ -124,17 +126,17 @@ def test_a_gain_through_statistics_runs_where_no_gradient_is_wanted(backend: str
     assert plan.chosen == backend
 
 
-def test_who_refuses_what_follows_from_the_variant() -> None:
+def test_lists_of_unsupported_features_agree_with_the_variants() -> None:
     for variant in VARIANTS:
         assert (variant in NO_LSE) == (attnzoo.get_variant(variant).scores is None)
     assert set(NO_SCORE) <= set(NO_LSE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_without_a_name_every_feature_runs(variant: str) -> None:
-    """The choice falls on somebody able, whatever the call."""
+def test_without_a_named_backend_every_feature_runs(variant: str) -> None:
+    """Selection finds a backend for every call."""
     for name in FEATURE_BACKENDS:
-        if name in VARIANT_REFUSALS and variant in VARIANT_REFUSALS[name][0]:
+        if name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]:
             continue
         arguments = feature(name)
         plan = attnzoo.explain(variant=variant, **arguments, **params_of(variant))
@@ -144,7 +146,7 @@ def test_without_a_name_every_feature_runs(variant: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sdpa_computes_gain_times_q_in_fp32_and_rounds_it_once(dtype: torch.dtype) -> None:
-    """A gain that is rounded to bf16 first would be off by as much as the whole budget."""
+    """Rounding the gain to bf16 first would use up the whole error budget."""
     q, k, v = (rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3))
     gain = 0.168 * torch.arange(1, 10).float().log()[:, None]
     expected = torch.nn.functional.scaled_dot_product_attention(

@@ -1,7 +1,7 @@
-"""decode: few rows against keys that are split, all forms, against the fp64 definition.
+"""decode agrees with the fp64 definition: few queries against split keys, for all forms.
 
-The kernels run in Triton's interpreter, which has four processors here and blocks of 32 keys; a
-split is worth its start from 32 keys on, so that some hundred keys are split eight times.
+The kernels run in Triton's interpreter with four processors and blocks of 32 keys. The fixture
+`many_splits` allows splits of 32 keys, so that some hundred keys are split eight times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from helpers.operators import opcheck
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
-DECODE = [variant for variant, row in VARIANT_BACKENDS.items() if row["decode"] is RUNS]
+DECODE = [name for name, reasons in VARIANT_BACKENDS.items() if reasons["decode"] is RUNS]
 every_variant = pytest.mark.parametrize("variant", quick_variants(DECODE))
 
 FACTORS = {
@@ -65,41 +65,41 @@ THIN = [
 ]
 
 
-def anything(row: dict[str, Any]) -> bool:
+def anything(case: dict[str, Any]) -> bool:
     return True
 
 
 def levels() -> list[Level]:
-    """All settings of all variants that run here."""
+    """All settings of all variants that run on decode."""
     return [Level(v, params) for v in DECODE for params in dict(factors(v))["params"]]
 
 
-def cells() -> Iterator[Any]:
-    """An array of the kernels' paths, see `kernel_paths`; slow are those of the variants."""
-    for seed, (variant, row) in enumerate(quick_rows(FACTORS, levels(), anything, THIN)):
-        yield pytest.param(variant, row, seed, id=f"quick-{variant}-{label(row)}")
+def cases() -> Iterator[Any]:
+    """One array per kernel path, see `kernel_paths`. The arrays of the variants are slow."""
+    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels(), anything, THIN)):
+        yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
     for variant in DECODE:
-        for seed, row in enumerate(covering(factors(variant), anything)):
-            name = f"{variant}-{label(row)}"
-            yield pytest.param(variant, row, seed, id=name, marks=pytest.mark.slow)
+        for seed, case in enumerate(covering(factors(variant), anything)):
+            name = f"{variant}-{label(case)}"
+            yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
 
 def disagreements(variant: str, inputs: Inputs) -> list[str]:
     return disagreements_of(variant, "decode", inputs, gradients=False)
 
 
-@pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
-def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
-    assert disagreements(variant, make(variant, row, seed=10 * seed)) == []
+@pytest.mark.parametrize(("variant", "case", "seed"), list(cases()))
+def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: int) -> None:
+    assert disagreements(variant, make(variant, case, seed=10 * seed)) == []
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """The first level of each factor, but for these."""
-    row = {name: levels[0] for name, levels in factors(variant)}
-    return {**row, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
+    """The first level of each factor, with these changes."""
+    case = {name: levels[0] for name, levels in factors(variant)}
+    return {**case, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
 
 
-# ---- far scores, nothing to see ---------------------------------------------------------------
+# ---- far scores, missing keys ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -111,7 +111,7 @@ def test_far_scores(variant: str, score: float, dtype: torch.dtype) -> None:
     assert disagreements(variant, inputs) == []
 
 
-def test_a_polynomial_of_large_scores_does_not_leave_fp16() -> None:
+def test_a_polynomial_of_large_scores_does_not_overflow_fp16() -> None:
     inputs = make("taylor", setting("taylor", dtype=torch.float16))
     inputs.leaves["q"][..., 0], inputs.leaves["k"][..., 0] = 4.0, 400.0
     assert disagreements("taylor", inputs) == []
@@ -125,8 +125,8 @@ def test_wide_heads(variant: str) -> None:
 
 
 @every_variant
-def test_rows_and_splits_without_keys(variant: str) -> None:
-    """Masked keys fill whole splits; the second batch sees nothing at all."""
+def test_queries_and_splits_without_keys(variant: str) -> None:
+    """The mask hides whole splits, and all keys of the second batch."""
     q, k, v = rand(2, 4, 2, 16).float(), *(rand(2, 2, 150, 16, seed=i).float() for i in (1, 2))
     mask = torch.zeros(2, 1, 1, 150, dtype=torch.bool)
     mask[0, ..., 70:75] = True
@@ -134,8 +134,8 @@ def test_rows_and_splits_without_keys(variant: str) -> None:
     options = {"attn_mask": mask, "enable_gqa": True, **lse}
     found = attnzoo.attention(q, k, v, variant, backend="decode", **options)
     out = found[0] if lse else found
-    few = (k[:1, :, 70:75], v[:1, :, 70:75])
-    expected = attnzoo.attention(q[:1], *few, variant, enable_gqa=True)
+    visible = (k[:1, :, 70:75], v[:1, :, 70:75])
+    expected = attnzoo.attention(q[:1], *visible, variant, enable_gqa=True)
     assert torch.allclose(out[:1], expected, atol=1e-5)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     if lse:
@@ -150,10 +150,10 @@ def test_empty_tensors(variant: str) -> None:
         assert torch.equal(out, torch.zeros(batch, 2, queries, 16))
 
 
-# The interpreter's maxima are numpy's.
+# From numpy's maximum, which the interpreter uses.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @every_variant
-def test_nan_in_a_row_comes_out_of_that_row(variant: str) -> None:
+def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
     q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (3, 100, 101))
     q[0, 1, 2, 5] = float("nan")
     out = attnzoo.attention(q, k, v[:, :, 1:], variant, backend="decode")
@@ -162,8 +162,8 @@ def test_nan_in_a_row_comes_out_of_that_row(variant: str) -> None:
     assert bool(out[0, 1, :2].isfinite().all())
 
 
-def test_keys_out_of_the_window_are_not_read() -> None:
-    """Units of 128 keys: what a cache no longer needs may hold anything."""
+def test_keys_outside_the_window_are_not_read() -> None:
+    """Whole units of 128 keys outside the window may hold anything, for example NaN."""
     q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (2, 300, 301))
     v = v[:, :, 1:]
     options = {"is_causal": True, "window": 20, "backend": "decode"}
@@ -176,7 +176,7 @@ def test_keys_out_of_the_window_are_not_read() -> None:
 
 
 @every_variant
-def test_how_often_keys_are_split_does_not_matter(
+def test_the_number_of_splits_does_not_change_the_result(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = rand(1, 4, 2, 16).float(), *(rand(1, 2, 300, 16, seed=i).float() for i in (1, 2))
@@ -189,7 +189,7 @@ def test_how_often_keys_are_split_does_not_matter(
     assert torch.allclose(found[0], found[2], atol=2e-6)
 
 
-def test_all_processors_have_work_and_no_split_is_too_small(
+def test_splits_use_all_processors_and_are_not_too_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
@@ -209,7 +209,7 @@ def test_all_processors_have_work_and_no_split_is_too_small(
         found = splits(1, keys)
         assert found.number == 1 or found.span * 64 >= 256
         assert found.number <= 256
-        # All blocks, each in one split, and none without any.
+        # Each block is in exactly one split, and no split is empty.
         assert (found.number - 1) * found.span < found.last - found.first
         assert found.number * found.span >= found.last - found.first
         assert found.last * 64 >= keys
@@ -217,12 +217,12 @@ def test_all_processors_have_work_and_no_split_is_too_small(
     assert (narrow.last - narrow.first) * 64 <= 1000 + 2 * 128
 
 
-# ---- as PyTorch sees it -----------------------------------------------------------------------
+# ---- operators, compilation ----------------------------------------------------------------------
 
 MASK = (rand(1, 2, 1, 9, seed=5) > -0.8).view(torch.uint8)
 IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
-ROW = rand(1, 2, 3, seed=6).float().abs()
-ALL = Layout(0.3, 4, 2, MASK, IDS[:, -3:].contiguous(), IDS, ROW)
+VECTOR = rand(1, 2, 3, seed=6).float().abs()
+ALL = Layout(0.3, 4, 2, MASK, IDS[:, -3:].contiguous(), IDS, VECTOR)
 FUNCTIONS = "attnzoo.backends.triton.common.activations:"
 
 
@@ -238,15 +238,15 @@ def test_opcheck() -> None:
     q, k, v = small()
     opcheck(decode_ops.decode_statistics, q=q, k=k, layout=ALL)
     threshold = {
-        "q": q, "k": k, "vectors": Vectors(gain=ROW), "layout": ALL,
+        "q": q, "k": k, "vectors": Vectors(gain=VECTOR), "layout": ALL,
         "form": Form(FUNCTIONS + "entmax15", 1.0, True, "threshold"), "alpha": 1.5,
     }  # fmt: skip
     opcheck(decode_ops.decode_threshold, **threshold)
     products, tau = decode_ops.decode_threshold(**threshold)
     for given, vectors, (name, *rest), want_lse in (
-        (None, Vectors(gain=ROW, sink=ROW), ("exp", 1.4427, True, "online"), True),
-        (None, Vectors(offset=ROW), ("sigmoid", 1.4427, True, "none"), False),
-        (products, Vectors(ROW, tau), ("entmax15", 1.0, True, "threshold"), False),
+        (None, Vectors(gain=VECTOR, sink=VECTOR), ("exp", 1.4427, True, "online"), True),
+        (None, Vectors(offset=VECTOR), ("sigmoid", 1.4427, True, "none"), False),
+        (products, Vectors(VECTOR, tau), ("entmax15", 1.0, True, "threshold"), False),
     ):
         opcheck(
             decode_ops.decode_forward, q=q, k=k, v=v, products=given, vectors=vectors, layout=ALL,
@@ -254,7 +254,7 @@ def test_opcheck() -> None:
         )  # fmt: skip
 
 
-def test_compiles_whole() -> None:
+def test_compiles_without_graph_breaks() -> None:
     q, k, v = small()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -264,13 +264,13 @@ def test_compiles_whole() -> None:
     assert torch.equal(compiled(q, k, v), attend(q, k, v))
 
 
-def test_refusals_name_who_takes_the_call() -> None:
+def test_errors_name_a_backend_that_supports_the_call() -> None:
     q, k, v = small()
-    with pytest.raises(ValueError, match="decode.*has no backward; flash has"):
+    with pytest.raises(ValueError, match=r"decode.*does not support gradients \(flash does\)"):
         attnzoo.attention(q.requires_grad_(), k, v, enable_gqa=True, backend="decode")
     for dtype, most in ((torch.float16, 64), (torch.float32, 32)):
         q, k, v = (rand(1, heads, 33, 8).to(dtype) for heads in (2, 1, 1))
-        with pytest.raises(ValueError, match=f"up to {most} rows that read one key, not 66; flash"):
+        with pytest.raises(ValueError, match=f"more than {most} queries .* got 66 .flash"):
             attnzoo.attention(q, k, v, enable_gqa=True, backend="decode")
 
 
@@ -279,18 +279,18 @@ def test_refusals_name_who_takes_the_call() -> None:
     [v if v in ("sink", "entmax") else pytest.param(v, marks=pytest.mark.slow) for v in DECODE],
 )
 def test_a_cache_decodes_the_same_tokens(variant: str) -> None:
-    """Token by token after a first piece, with sequences padded on the left."""
+    """Token by token after a first part, with left-padded sequences."""
     q, k, v = (rand(2, 4 if i == 0 else 2, 40, 8, seed=i).float() for i in range(3))
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     mask[1, ..., :9] = False
     whole = attnzoo.attention(
         q, k, v, variant, is_causal=True, attn_mask=mask, enable_gqa=True, **params_of(variant)
     )
-    cache, rows, start = attnzoo.nn.KVCache(64), [], 0
+    cache, outs, start = attnzoo.nn.KVCache(64), [], 0
     for stop in (30, 33, *range(34, 41)):
         tokens = (x[:, :, start:stop] for x in (q, k, v))
         options = {"attn_mask": mask[..., :stop], "enable_gqa": True, **params_of(variant)}
         backend = "decode" if start else None
-        rows.append(attnzoo.nn.attend(cache, *tokens, variant, backend=backend, **options))
+        outs.append(attnzoo.nn.attend(cache, *tokens, variant, backend=backend, **options))
         start = stop
-    assert torch.allclose(torch.cat(rows, dim=2), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(outs, dim=2), whole, atol=1e-5)

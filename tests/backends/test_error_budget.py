@@ -1,5 +1,6 @@
-"""The error budget is tight: bugs put into each backend are caught. That it is wide enough is what
-the tests of agreement show, on every machine.
+"""The error budget catches bugs that are put into each backend.
+
+The agreement tests show on every machine that it is wide enough.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ every_backend = pytest.mark.parametrize(
     ],
 )
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-ROW: dict[str, Any] = {
+CASE: dict[str, Any] = {
     "span": "full", "mask": "keys", "mask_gradient": False, "heads": "2 heads",
     "params": "default", "dims": (16, 16), "alibi": False, "segments": False, "dropout": False,
     "lse": False, "batch": 1,
@@ -39,10 +40,10 @@ Change = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def example(backend: str, dtype: torch.dtype) -> tuple[str, Inputs]:
-    """A variant that the backend runs, over several of its blocks; keys from 50 on are padding."""
+    """A variant that the backend runs, with several blocks. Keys from 50 on are padding."""
     shape = (9, 100) if backend == "decode" else (40, 100)
     variant = "taylor" if "linear" in backend else "ssmax"
-    inputs = make(variant, {**ROW, "shape": shape, "dtype": dtype})
+    inputs = make(variant, {**CASE, "shape": shape, "dtype": dtype})
     inputs.rest["attn_mask"] = (torch.arange(100) < 50)[None, None, None]
     return variant, inputs
 
@@ -54,12 +55,12 @@ def complaints(backend: str, dtype: torch.dtype) -> list[str]:
 
 @every_dtype
 @every_backend
-def test_without_a_bug_there_is_no_complaint(backend: str, dtype: torch.dtype) -> None:
+def test_without_a_bug_results_are_within_the_budget(backend: str, dtype: torch.dtype) -> None:
     assert complaints(backend, dtype) == []
 
 
-def changed(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> None:
-    """The backend runs another call or form than it is given."""
+def inject(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> None:
+    """Make the backend run a changed call or form."""
     real = BACKENDS[backend]
 
     def run(q: Tensor, k: Tensor, v: Tensor, call: Any, form: Any) -> Any:
@@ -73,14 +74,14 @@ def changed(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> No
 def test_a_dropped_factor_is_caught(
     backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gain of a form; the scale, where there is no gain."""
+    """Drops the gain of a form, or the scale if there is no gain."""
 
     def drop(call: Any, form: Any) -> tuple[Any, Any]:
         if isinstance(form, Pairwise):
             return call, replace(form, gain=1.0)
         return replace(call, scale=1.0), form
 
-    changed(monkeypatch, backend, drop)
+    inject(monkeypatch, backend, drop)
     assert complaints(backend, dtype) != []
 
 
@@ -90,18 +91,18 @@ def test_a_dropped_factor_is_caught(
 def test_a_mask_that_is_off_by_one_is_caught(
     backend: str, off: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One key of fifty too few, or one of the padding too many; the gain stays what it was."""
+    """One visible key too few or too many of fifty. The gain is not changed."""
 
     def move(call: Any, form: Any) -> tuple[Any, Any]:
         mask = (torch.arange(100) < 50 + off)[None, None, None]
         return replace(call, mask=mask, whole_counts=call.counts), form
 
-    changed(monkeypatch, backend, move)
+    inject(monkeypatch, backend, move)
     assert complaints(backend, dtype) != []
 
 
 class HalfProducts(TorchDispatchMode):
-    """Matrix products of torch come out with the digits of fp16."""
+    """Rounds results of torch's matrix products to fp16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -130,7 +131,7 @@ def half_accumulators(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
                 return out
 
             patch.setattr(InterpreterBuilder, "create_dot", half_dot)
-        elif backend == "tiled":  # no mode looks into its operators
+        elif backend == "tiled":  # dispatch modes do not see into its operators
             bmm = torch.bmm
 
             def half_bmm(*args: Any, **options: Any) -> Tensor:
@@ -149,7 +150,7 @@ def test_a_half_precision_accumulator_is_caught(
 ) -> None:
     variant, inputs = example(backend, torch.float32)
     run = outputs if backend in FORWARD_ONLY else by_backend
-    # Not what it is compared with: rounded alike, the two would agree.
+    # The reference is computed outside: with the same rounding the two would agree.
     with half_accumulators(backend, monkeypatch):
         found = run(variant, backend, inputs)
     exact, allowed = reference(variant, inputs), bounds(variant, backend, inputs)
@@ -157,7 +158,7 @@ def test_a_half_precision_accumulator_is_caught(
 
 
 def test_bounds_hold_for_sums_in_any_order() -> None:
-    """And are not wider than the number of terms allows."""
+    """They are also no wider than the number of terms requires."""
     terms = rand(20, 300).float()
     exact = Approx(terms.double(), torch.zeros(20, 300, dtype=torch.float64), 2**-23)
     total = exact.sum(-1)
@@ -171,7 +172,7 @@ def test_bounds_hold_for_sums_in_any_order() -> None:
 
 
 def test_bounds_follow_errors_through_products_quotients_and_functions() -> None:
-    """Worst ends of the operands, one after the other."""
+    """Checks the extreme values of the operands, one combination at a time."""
     eps = 0.0
     a = Approx(rand(50), 1e-3 * rand(50, seed=1).abs(), eps)
     b = Approx(2 + rand(50, seed=2).abs(), 1e-3 * rand(50, seed=3).abs(), eps)

@@ -1,9 +1,9 @@
 """flash agrees with the fp64 definition: outputs and all gradients, over covering arrays.
 
-The kernels run in Triton's interpreter. It is slow, so the arrays are smaller than those of
-`test_backends`. Blocks of 32 to 128 rows and keys make several blocks of 128, whole ones and cut
-ones under a mask. The quick arrays are those of the kernels' paths, see `kernel_paths`; slow are
-an array of each variant's own, and 200 rows with more heads once per variant.
+Triton's interpreter is slow, so the arrays are smaller than those of `test_backends`. Blocks hold
+32 to 128 queries and keys, so that 128 of them give several blocks, whole and partly masked ones.
+The quick arrays cover the kernel paths, see `kernel_paths`. Slow are an array for each variant, and
+one case of 200 queries with more heads per variant.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ FACTORS = {
     "lse": (False, True),
     "layout": ("contiguous", "bnhd", "sliced"),
 }
-# Their exact gradient through the statistics is in tiled.
+# Their exact gradient through the statistics is only supported by tiled.
 FIXED = ("adaptive_temperature",)
 
 
-def allowed(row: dict[str, Any]) -> bool:
-    """Long rows are slow: once, and with two heads."""
-    queries, keys = row.get("shape", (1, 1))
+def allowed(case: dict[str, Any]) -> bool:
+    """Long sequences are slow: only with batch size 1, and square ones only with two heads."""
+    queries, keys = case.get("shape", (1, 1))
     large = queries + keys > 100
-    square = (queries, keys) == (128, 128) and row.get("heads", "2 heads") != "2 heads"
-    return not square and not (large and row.get("batch", 1) == 2)
+    square = (queries, keys) == (128, 128) and case.get("heads", "2 heads") != "2 heads"
+    return not square and not (large and case.get("batch", 1) == 2)
 
 
 def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
@@ -59,11 +59,11 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
 
 
 def levels() -> list[Level]:
-    """All settings of all variants that run here."""
+    """All settings of all variants that run on flash."""
     return [Level(v, params) for v in FLASH for params in dict(factors(v))["params"]]
 
 
-# For what adds no path: a mask under causality, groups of heads, gradients.
+# For levels without a path of their own: a mask under causality, groups of heads, gradients.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}
@@ -71,36 +71,38 @@ THIN = [
 ]
 
 
-def quick_cells() -> Iterator[Any]:
-    for seed, (variant, row) in enumerate(quick_rows(FACTORS, levels(), allowed, THIN)):
-        yield pytest.param(variant, row, seed, id=f"quick-{variant}-{label(row)}")
+def quick_cases() -> Iterator[Any]:
+    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels(), allowed, THIN)):
+        yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
 
 
-def cells() -> Iterator[Any]:
-    """The array of each variant, in which all pairs of settings occur."""
+def variant_cases() -> Iterator[Any]:
+    """The covering array of each variant."""
     for variant in FLASH:
-        for seed, row in enumerate(covering(factors(variant), allowed)):
-            name = f"{variant}-{label(row)}"
-            yield pytest.param(variant, row, seed, id=name, marks=pytest.mark.slow)
+        for seed, case in enumerate(covering(factors(variant), allowed)):
+            name = f"{variant}-{label(case)}"
+            yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
 
-def long_cells() -> Iterator[Any]:
-    """One row of 200 queries and keys per variant, with another span and mask each time."""
+def long_cases() -> Iterator[Any]:
+    """One case of 200 queries and keys per variant, with varying span and mask."""
     spans, dtypes = cycle(("causal", "full", "window", "pair")), cycle(FACTORS["dtype"])
     masks, heads = cycle(("none", "keys", "none")), cycle(("2 heads", "3 of 1"))
     for seed, variant in enumerate(FLASH):
-        row = {name: levels[0] for name, levels in factors(variant)}
-        row.update(shape=(200, 200), span=next(spans), dtype=next(dtypes), mask=next(masks))
-        row.update(
+        case = {name: levels[0] for name, levels in factors(variant)}
+        case.update(shape=(200, 200), span=next(spans), dtype=next(dtypes), mask=next(masks))
+        case.update(
             heads=next(heads),
             params=dict(factors(variant))["params"][-1],
             lse=variant not in NO_LSE,
-            window=120 if row["span"] == "window" else (100, 60),  # they hold whole blocks
+            window=120 if case["span"] == "window" else (100, 60),  # larger than a block
         )
-        name = f"{variant}-{label(row)}"
-        yield pytest.param(variant, row, seed, id=name, marks=pytest.mark.slow)
+        name = f"{variant}-{label(case)}"
+        yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("variant", "row", "seed"), [*quick_cells(), *cells(), *long_cells()])
-def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
-    assert disagreements(variant, "flash", make(variant, row, seed=10 * seed)) == []
+@pytest.mark.parametrize(
+    ("variant", "case", "seed"), [*quick_cases(), *variant_cases(), *long_cases()]
+)
+def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: int) -> None:
+    assert disagreements(variant, "flash", make(variant, case, seed=10 * seed)) == []

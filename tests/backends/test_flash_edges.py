@@ -1,4 +1,4 @@
-"""flash where kernels go wrong: far scores, empty rows and tensors, thresholds, skipped blocks."""
+"""flash in unusual cases: far scores, empty rows and tensors, thresholds, skipped blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_variant = pytest.mark.parametrize("variant", quick_variants(FLASH))
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """The first level of each factor, but for these."""
+    """The first level of each factor, with these changes."""
     return {**{name: levels[0] for name, levels in factors(variant)}, "batch": 1, **others}
 
 
@@ -37,7 +37,7 @@ def setting(variant: str, **others: Any) -> dict[str, Any]:
 
 
 def scores_around(inputs: Inputs, score: float) -> Inputs:
-    """All scores moved to about this, by a coordinate of their own."""
+    """Move all scores to about this value, by one coordinate of q and k."""
     q, k = inputs.leaves["q"], inputs.leaves["k"]
     q[..., 0], k[..., 0] = q.shape[-1] ** 0.5, score
     return inputs
@@ -47,14 +47,14 @@ def scores_around(inputs: Inputs, score: float) -> Inputs:
 @pytest.mark.parametrize("score", [-200.0, 80.0])
 @every_variant
 def test_far_scores(variant: str, score: float, dtype: torch.dtype) -> None:
-    row = setting(variant, shape=(17, 40), dtype=dtype, lse=variant not in NO_LSE)
-    row.update(params="default", span="causal")
-    assert disagreements(variant, "flash", scores_around(make(variant, row), score)) == []
+    case = setting(variant, shape=(17, 40), dtype=dtype, lse=variant not in NO_LSE)
+    case.update(params="default", span="causal")
+    assert disagreements(variant, "flash", scores_around(make(variant, case), score)) == []
 
 
 @pytest.mark.parametrize("order", [2, 4])
-def test_a_polynomial_of_large_scores_does_not_leave_fp16(order: int) -> None:
-    """T(400) is 80401 at order 2; the first keys are near 0, so that the sums are scaled down."""
+def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None:
+    """T(400) is 80401 at order 2. The first scores are near 0, so their sums are scaled down."""
     inputs = make("taylor", setting("taylor", shape=(17, 100), dtype=torch.float16), seed=3)
     scores_around(inputs, 400.0).leaves["k"][..., :50, 0] = 0.0
     inputs.rest["order"] = order
@@ -66,17 +66,17 @@ def test_a_polynomial_of_large_scores_does_not_leave_fp16(order: int) -> None:
 
 @pytest.mark.parametrize("dims", [(136, 200), (256, 24)])
 @every_variant
-def test_wide_heads_in_fp32_are_multiplied_in_parts(variant: str, dims: tuple[int, int]) -> None:
-    row = setting(variant, shape=(17, 70), dims=dims, span="causal", lse=variant not in NO_LSE)
-    assert disagreements(variant, "flash", make(variant, row)) == []
+def test_wide_heads_in_fp32(variant: str, dims: tuple[int, int]) -> None:
+    case = setting(variant, shape=(17, 70), dims=dims, span="causal", lse=variant not in NO_LSE)
+    assert disagreements(variant, "flash", make(variant, case)) == []
 
 
-# ---- nothing to see ---------------------------------------------------------------------------
+# ---- missing keys ------------------------------------------------------------------------------
 
 
 @every_variant
-def test_rows_without_keys(variant: str) -> None:
-    """By mask one row among others and a block of them, by causality the first."""
+def test_queries_without_keys(variant: str) -> None:
+    """A mask hides all keys from one query and a block of them, causality from the first."""
     q, k, v = (rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))
     v = v[:, :, 1:]
     mask = torch.ones(140, 120, dtype=torch.bool)
@@ -113,8 +113,8 @@ def test_empty_tensors(variant: str) -> None:
         assert torch.equal(lse, torch.full((2, 2, 5), float("-inf")))
 
 
-def test_any_strides_and_gradients_of_any_strides() -> None:
-    """Columns in memory, expanded heads; and a dO that is one number."""
+def test_inputs_and_gradients_with_any_strides() -> None:
+    """Transposed q, expanded k and v, and a dO that is an expanded number."""
     q = rand(1, 2, 8, 17, seed=1).float().mT
     k, v = (rand(1, 1, 17, 8, seed=i).float().expand(1, 2, 17, 8) for i in (2, 3))
     found = []
@@ -128,7 +128,7 @@ def test_any_strides_and_gradients_of_any_strides() -> None:
 
 
 @pytest.mark.parametrize("variant", ["sink", pytest.param("entmax", marks=pytest.mark.slow)])
-def test_two_runs_are_equal_to_the_bit(variant: str) -> None:
+def test_results_are_deterministic(variant: str) -> None:
     inputs = make(variant, setting(variant, shape=(70, 70), heads="gqa", span="causal"))
     first, second = (by_backend(variant, "flash", inputs) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -138,7 +138,7 @@ def test_two_runs_are_equal_to_the_bit(variant: str) -> None:
 
 
 def weights(scores: Tensor, alpha: float | Tensor, backend: str) -> Tensor:
-    """Of rows of scores [R, n]: queries and values are unit vectors, keys the columns."""
+    """Weights for rows of scores [R, n]: queries and values are unit vectors, keys the columns."""
     rows, n = scores.shape
     visible = scores != float("-inf")
     q, eye = torch.eye(rows)[None, None], torch.eye(n)[None, None]
@@ -151,14 +151,14 @@ def weights(scores: Tensor, alpha: float | Tensor, backend: str) -> Tensor:
 @pytest.mark.parametrize("backend", ["flash", "decode"])
 @pytest.mark.parametrize("n", [1, 5, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int, backend: str) -> None:
+def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int, backend: str) -> None:
     alpha = float(torch.tensor(alpha))
     kinds = {name: make(n).float().double() for name, make in SCORES.items()}
     found = weights(torch.cat(list(kinds.values())), alpha, backend).split(3)
     for w, (name, scores) in zip(found, kinds.items(), strict=True):
         seen = (scores != float("-inf")).any(-1, keepdim=True)
         assert float((w.sum(-1, keepdim=True) - 1.0 * seen).abs().max()) <= 1e-5, name
-        # τ is a number of the scores' size, and rounded as such.
+        # τ is rounded to fp32 at the size of the scores.
         top = float(scores.masked_fill(scores == float("-inf"), 0.0).max())
         allowed = 1e-5 + torch.finfo(torch.float32).eps / 2 * abs(top)
         exact = bisected(scores, alpha).masked_fill(~seen, 0.0)
@@ -169,19 +169,19 @@ def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int, backend:
 @pytest.mark.parametrize("variant", quick_variants(["sparsemax", "entmax", "asentmax"]))
 @pytest.mark.parametrize("score", [1e5, -1e5, 3e6, 1e8, -1e9])
 def test_large_equal_scores_share_the_weight(variant: str, score: float, backend: str) -> None:
-    """τ is no number that fp32 has between them and what they are worth."""
+    """fp32 cannot represent a τ between such scores and scores minus 1/(α−1)."""
     q, k = torch.ones(1, 1, 1, 1), torch.full((1, 1, 300, 1), score)
     v = rand(1, 1, 300, 8).float()
     out = attnzoo.attention(q, k, v, variant, scale=1.0, backend=backend)
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
-    # And where a mask has moved a row by that much.
+    # Scores that a float mask has moved by that much.
     mask = torch.full((1, 300), score)
     out = attnzoo.attention(q, k * 0, v, variant, attn_mask=mask, backend=backend)
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
-CLUSTERED = [
+BLOCK_SPARSE = [
     pytest.param("entmax", 16, {"is_causal": True}, id="entmax-causal"),
     slow("sparsemax", 16, {}, id="sparsemax"),
     slow("asentmax", 16, {"window": (150, 20)}, id="asentmax-window"),
@@ -189,11 +189,11 @@ CLUSTERED = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "dim", "options"), CLUSTERED)
+@pytest.mark.parametrize(("variant", "dim", "options"), BLOCK_SPARSE)
 def test_blocks_without_weight_are_skipped(
     variant: str, dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every query finds its keys in one cluster, and a cluster fills whole blocks of keys."""
+    """Every query attends to one cluster of keys, and a cluster fills whole blocks of keys."""
     n, maps = 330, []
 
     def spy(original: Any = flash_ops.flash_threshold, **operands: Any) -> Any:
@@ -203,11 +203,11 @@ def test_blocks_without_weight_are_skipped(
 
     monkeypatch.setattr(flash_ops, "flash_threshold", spy)
     cluster = torch.arange(n) // 110
-    # Queries of a cluster stand together, but look elsewhere unless causality forbids it.
-    to = cluster if "is_causal" in options else 2 - cluster
+    # Adjacent queries attend to the same cluster, with causality their own.
+    target = cluster if "is_causal" in options else 2 - cluster
     shapes = (1, 2, n, dim), (1, 1, n, dim), (1, 1, n, dim)
     q, k, v = (rand(*shape, seed=i).float() for i, shape in enumerate(shapes))
-    q[..., :3] = torch.nn.functional.one_hot(to, 3) * 20
+    q[..., :3] = torch.nn.functional.one_hot(target, 3) * 20
     k[..., :3] = torch.nn.functional.one_hot(cluster, 3) * 20
     rest = {"scale": 0.25, "enable_gqa": True, **options}
     do = rand(*q.shape, seed=4).float()
@@ -222,22 +222,29 @@ def test_blocks_without_weight_are_skipped(
 @triton.jit
 def evaluate(x, shape, phi, slope, ACT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    bend = None
+    shape_tile = None
     if shape is not None:
-        bend = tl.load(shape + at)
-    value, change = ACT(tl.load(x + at), bend)
+        shape_tile = tl.load(shape + at)
+    value, change = ACT(tl.load(x + at), shape_tile)
     tl.store(phi + at, value)
     tl.store(slope + at, change)
 
 
-TWINS = [activations.EXP, activations.SIGMOID, activations.SPARSEMAX, activations.ENTMAX15]
-TWINS += [activations.TAYLOR[2], activations.TAYLOR[4]]
-TWINS += [(activations.Q_EXP, alpha) for alpha in (1.001, 1.1, 1.5, 1.9, 2.0)]
+ACTIVATIONS: list[tuple[Activation, float | None]] = [
+    (activations.EXP, None),
+    (activations.SIGMOID, None),
+    (activations.SPARSEMAX, None),
+    (activations.ENTMAX15, None),
+    (activations.TAYLOR[2], None),
+    (activations.TAYLOR[4], None),
+    *((activations.Q_EXP, alpha) for alpha in (1.001, 1.1, 1.5, 1.9, 2.0)),
+]
 
 
-@pytest.mark.parametrize("twin", TWINS, ids=lambda x: x.name if isinstance(x, Activation) else x[1])
-def test_twins_are_their_activations(twin: Activation | tuple[Activation, float]) -> None:
-    activation, alpha = twin if isinstance(twin, tuple) else (twin, None)
+@pytest.mark.parametrize(("activation", "alpha"), ACTIVATIONS, ids=lambda x: getattr(x, "name", x))
+def test_triton_implementations_agree_with_their_activations(
+    activation: Activation, alpha: float | None
+) -> None:
     assert activation.triton is not None
     s = torch.cat([torch.linspace(-12, 12, 255), torch.tensor([float("-inf")])])
     phi, slope = torch.empty_like(s), torch.empty_like(s)
@@ -250,9 +257,9 @@ def test_twins_are_their_activations(twin: Activation | tuple[Activation, float]
     change = activation.slope(s64, value, shape64)
     if activation.vanishes:
         assert (phi[-1], slope[-1]) == (0, 0)
-    # exp2 and log2 of a number of this size keep so many digits.
+    # Relative accuracy of exp2 and log2 for numbers of this size.
     accuracy = 2e-6 if shape is None else 2e-5
-    # What cancels: the powers of a polynomial, and 1 − φ.
+    # Size of terms that may cancel: the powers of a polynomial, and 1 − φ of the sigmoid.
     size = 0.05 * (activation.name == "sigmoid")
     size = size + 0.0 * s64 if activation.vanishes else activation.value(s64.abs(), None)
     for have, want in ((phi, value), (slope, change)):
@@ -261,8 +268,8 @@ def test_twins_are_their_activations(twin: Activation | tuple[Activation, float]
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax"])
-def test_the_least_number_in_a_float_mask_is_visible(variant: str) -> None:
-    """A usual fill. Times log2 e it would be −∞: a row of nothing else is a mean of all keys."""
+def test_the_lowest_fp32_number_in_a_float_mask_is_visible(variant: str) -> None:
+    """A common fill value. It must not become −∞ by the multiplication with log2 e."""
     q, k, v = (rand(1, 2, 40, 16, seed=i).float() for i in range(3))
     mask = torch.zeros(1, 1, 40, 40)
     mask[..., 7, :] = mask[..., :, 5] = torch.finfo(torch.float32).min
@@ -273,12 +280,12 @@ def test_the_least_number_in_a_float_mask_is_visible(variant: str) -> None:
     assert torch.allclose(*outs, atol=1e-5)
 
 
-# ---- what says so, and what stays right -------------------------------------------------------
+# ---- masks, lse, NaN and strides -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["flash", "tiled"])
-def test_a_gradient_of_the_lse_of_an_empty_row_is_nobodys(backend: str) -> None:
-    """lse² has the gradient −∞ there; the other rows have theirs."""
+def test_gradient_of_the_lse_of_an_empty_row_is_ignored(backend: str) -> None:
+    """The gradient of lse² is −∞ there. The other queries keep their gradients."""
     leaves = [rand(1, 2, n, 8, seed=n).float().requires_grad_() for n in (20, 10, 11)]
     q, k, v = leaves[0], leaves[1], leaves[2][:, :, 1:]
     found = []
@@ -298,12 +305,10 @@ def test_a_gradient_of_the_lse_of_an_empty_row_is_nobodys(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["flash", "tiled"])
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("variant", ["softmax", "sink"])
-def test_a_row_of_low_entries_is_a_mean_and_so_is_its_gradient(
-    variant: str, low: float, backend: str
-) -> None:
-    """Beside −1e9 the logarithm of the number of keys has no digit: it may not be added to it."""
+def test_a_mask_row_of_low_entries_gives_a_mean(variant: str, low: float, backend: str) -> None:
+    """m + log Z has no digits of log Z left at −1e9, so the two must be kept apart."""
     if variant == "sink":
-        low = -1e3  # lower, the sink takes all
+        low = -1e3  # with lower entries the sink takes all weight
     q, k, v = (rand(1, 2, 70, 16, seed=i).float().requires_grad_() for i in range(3))
     mask = torch.zeros(1, 1, 70, 70)
     mask[:, :, :5] = low
@@ -316,11 +321,11 @@ def test_a_row_of_low_entries_is_a_mean_and_so_is_its_gradient(
     assert torch.allclose(found[0][1], found[1][1], atol=1e-3)
 
 
-# The interpreter's maxima are numpy's.
+# From numpy's maximum, which the interpreter uses.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @every_variant
-def test_nan_in_a_row_comes_out_of_that_row(variant: str) -> None:
-    """A run that diverges must show, also where only maxima look at the scores."""
+def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
+    """NaN must reach the output even if the kernel only takes maxima of the scores."""
     q, k, v = (rand(1, 2, 70, 16, seed=i).float() for i in range(3))
     q[:, :, 3] = float("nan")
     out = attnzoo.attention(q, k, v, variant, backend="flash")
@@ -329,7 +334,7 @@ def test_nan_in_a_row_comes_out_of_that_row(variant: str) -> None:
 
 
 @pytest.mark.parametrize("b", [1e4, 1e6])
-def test_a_large_sink_leaves_lse_its_gradient(b: float) -> None:
+def test_gradient_of_lse_with_a_large_sink(b: float) -> None:
     found = []
     for backend in ("flash", "eager"):
         q, k, v = (rand(1, 2, 40, 16, seed=i).float().requires_grad_() for i in range(3))
@@ -339,8 +344,8 @@ def test_a_large_sink_leaves_lse_its_gradient(b: float) -> None:
         assert torch.allclose(have, want, atol=1e-5)
 
 
-def test_odd_strides_take_small_tiles() -> None:
-    """Heads cut out of rows of 37 numbers: no wide load divides them. Threshold and sum."""
+def test_unaligned_strides() -> None:
+    """Heads are slices of rows of 37 numbers, which no wide load divides. Threshold and sum."""
     wide = [rand(1, 2, 70, 37, seed=i).float() for i in range(4)]
     for variant in ("entmax", "sink"):
         found = []

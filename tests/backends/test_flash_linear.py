@@ -1,4 +1,4 @@
-"""flash_linear: outputs and all gradients against the fp64 definition, states cut anywhere.
+"""flash_linear agrees with the fp64 definition: outputs, all gradients, and states at any split.
 
 The kernels run in Triton's interpreter with chunks of 32 tokens and blocks of 16 features.
 """
@@ -27,7 +27,7 @@ from helpers.operators import opcheck
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
 KINDS = ("linear",)
-LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
+LINEAR = [v for v, reasons in VARIANT_BACKENDS.items() if reasons["flash_linear"] is RUNS]
 PARAMS: dict[str, dict[str, Any]] = {name: params_of(name) for name in LINEAR}
 every_variant = pytest.mark.parametrize("variant", quick_variants(LINEAR, KINDS))
 
@@ -58,24 +58,24 @@ THIN = [
 ]
 
 
-def anything(row: dict[str, Any]) -> bool:
+def anything(case: dict[str, Any]) -> bool:
     return True
 
 
-def cells() -> Iterator[Any]:
-    """An array of the kernels' one path, see `kernel_paths`; slow are those of the variants."""
+def cases() -> Iterator[Any]:
+    """An array of the single kernel path (see `kernel_paths`). Those of the variants are slow."""
     levels = [Level(variant, "default") for variant in LINEAR]
-    for seed, (variant, row) in enumerate(quick_rows(FACTORS, levels, anything, THIN, KINDS)):
-        yield pytest.param(variant, row, seed, id=f"quick-{variant}-{label(row)}")
+    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels, anything, THIN, KINDS)):
+        yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
     for variant in LINEAR:
-        for seed, row in enumerate(covering(tuple(FACTORS.items()), anything)):
-            name = f"{variant}-{label(row)}"
-            yield pytest.param(variant, row, seed, id=name, marks=pytest.mark.slow)
+        for seed, case in enumerate(covering(tuple(FACTORS.items()), anything)):
+            name = f"{variant}-{label(case)}"
+            yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
-def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
-    assert disagreements(variant, "flash_linear", make(variant, row, seed=10 * seed)) == []
+@pytest.mark.parametrize(("variant", "case", "seed"), list(cases()))
+def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: int) -> None:
+    assert disagreements(variant, "flash_linear", make(variant, case, seed=10 * seed)) == []
 
 
 def qkv(n: int, kv_heads: int = 2, gradient: bool = False) -> list[Tensor]:
@@ -83,8 +83,8 @@ def qkv(n: int, kv_heads: int = 2, gradient: bool = False) -> list[Tensor]:
     return [rand(*s, seed=i).float().requires_grad_(gradient) for i, s in enumerate(shapes)]
 
 
-def walk(backend: Any, variant: str, tensors: list[Tensor], cuts: list[int]) -> list[Tensor]:
-    """Outputs of the pieces and the last state, each piece from the state of the one before."""
+def in_parts(backend: Any, variant: str, tensors: list[Tensor], cuts: list[int]) -> list[Tensor]:
+    """The concatenated outputs of the parts between the cuts, and the last state."""
     sums, out = None, []
     for start, stop in zip([0, *cuts], [*cuts, tensors[0].shape[2]], strict=True):
         q, k, v = (x[:, :, start:stop] for x in tensors)
@@ -100,12 +100,12 @@ def walk(backend: Any, variant: str, tensors: list[Tensor], cuts: list[int]) -> 
 
 @pytest.mark.parametrize("cuts", [[], [1], [32], [40, 41], [0, 33, 64]], ids=str)
 @every_variant
-def test_cut_anywhere_it_is_the_scan(variant: str, cuts: list[int]) -> None:
-    """States in and out, with their gradients, are those of the backend in torch."""
+def test_parts_agree_with_linear(variant: str, cuts: list[int]) -> None:
+    """Outputs, states and gradients are those of the backend in PyTorch."""
     found = []
     for backend in (flash_linear, linear):
         leaves = qkv(70, gradient=True)
-        out, sums = walk(backend, variant, leaves, cuts)
+        out, sums = in_parts(backend, variant, leaves, cuts)
         do, dsums = rand(*out.shape, seed=5).float(), rand(*sums.shape, seed=6).float()
         grads = torch.autograd.grad((out * do).sum() + (sums * dsums).sum(), leaves)
         found.append([out.detach(), sums.detach(), *grads])
@@ -114,8 +114,8 @@ def test_cut_anywhere_it_is_the_scan(variant: str, cuts: list[int]) -> None:
 
 
 @every_variant
-def test_the_gradient_of_the_first_state(variant: str) -> None:
-    """Alone: the tokens after it need none."""
+def test_gradient_of_the_initial_state(variant: str) -> None:
+    """The tokens themselves do not require a gradient."""
     tensors, found = qkv(40), []
     size = 28 if variant == "taylor" else 12
     for backend in (flash_linear, linear):
@@ -130,7 +130,7 @@ def test_the_gradient_of_the_first_state(variant: str) -> None:
 
 
 @every_variant
-def test_empty_tensors_and_rows_without_keys(variant: str) -> None:
+def test_empty_tensors_and_queries_without_keys(variant: str) -> None:
     for batch, queries, keys, causal in ((0, 5, 5, True), (2, 0, 5, False), (2, 5, 0, False),
                                          (2, 0, 5, True), (2, 9, 4, True)):  # fmt: skip
         q, k, v = (rand(batch, 2, n, 8).float().requires_grad_() for n in (queries, keys, keys))
@@ -143,7 +143,7 @@ def test_empty_tensors_and_rows_without_keys(variant: str) -> None:
 
 
 def test_features_of_fp16_do_not_overflow() -> None:
-    """(q·k)²/2 passes 65504 long before q and k do."""
+    """(q·k)²/2 exceeds 65504 long before q and k do."""
     q, k, v = (60 * x.half() for x in qkv(40))
     out = attnzoo.attention(q, k, v, "taylor", is_causal=True, enable_gqa=True, scale=1.0,
                             backend="flash_linear")  # fmt: skip
@@ -153,14 +153,14 @@ def test_features_of_fp16_do_not_overflow() -> None:
     assert float((out.double() - exact).abs().max()) <= 4e-3 * float(exact.abs().max())
 
 
-def test_two_runs_are_equal_to_the_bit() -> None:
-    row = {name: levels[0] for name, levels in FACTORS.items()}
-    inputs = make("taylor", {**row, "shape": (70, 70), "heads": "gqa", "span": "causal"})
+def test_results_are_deterministic() -> None:
+    case = {name: levels[0] for name, levels in FACTORS.items()}
+    inputs = make("taylor", {**case, "shape": (70, 70), "heads": "gqa", "span": "causal"})
     first, second = (by_backend("taylor", "flash_linear", inputs) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# ---- as PyTorch sees it -----------------------------------------------------------------------
+# ---- operators, compilation ----------------------------------------------------------------------
 
 
 def features(gradient: bool) -> tuple[Tensor, ...]:
@@ -201,11 +201,11 @@ def test_opcheck_backward() -> None:
         )  # fmt: skip
 
 
-# torch traces an autograd.Function by making one, which torch itself warns about.
+# torch creates an autograd.Function to trace it, and warns about that itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 @every_variant
-def test_compiles_whole_and_agrees(variant: str, causal: bool) -> None:
+def test_compiles_without_graph_breaks_and_agrees(variant: str, causal: bool) -> None:
     def attend(*tensors: Tensor) -> Tensor:
         return attnzoo.attention(
             *tensors, variant=variant, is_causal=causal, enable_gqa=True, backend="flash_linear",
@@ -223,7 +223,7 @@ def test_compiles_whole_and_agrees(variant: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_there_is_no_double_backward_and_no_silent_zero(causal: bool) -> None:
+def test_double_backward_raises(causal: bool) -> None:
     q, k, v = qkv(9, gradient=True)
     out = attnzoo.attention(
         q, k, v, "taylor", enable_gqa=True, is_causal=causal, backend="flash_linear"

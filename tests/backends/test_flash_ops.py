@@ -1,4 +1,4 @@
-"""flash as PyTorch sees it: operators, torch.compile, autocast, double backward, third parties."""
+"""flash in PyTorch: operators, torch.compile, autocast, double backward, your own activation."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ pytestmark = pytest.mark.interpreter
 
 
 def qkv(n: int = 9, d: int = 8, gradient: bool = False) -> list[Tensor]:
-    """Two heads of queries and one of keys and values."""
+    """Two query heads, one key and value head."""
     shapes = ((1, 2, n, d), (1, 1, n, d), (1, 1, n, d))
     return [rand(*shape, seed=i).float().requires_grad_(gradient) for i, shape in enumerate(shapes)]
 
 
 MASK = (rand(1, 1, 9, 9, seed=5) > -0.8).view(torch.uint8)
 IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
-ROW = rand(1, 2, 9, seed=6).float().abs()
+VECTOR = rand(1, 2, 9, seed=6).float().abs()
 NOTHING = Layout(0.3, None, 0, None, None, None, None)
-ALL = Layout(0.3, 4, 2, MASK, IDS, IDS, ROW)
+ALL = Layout(0.3, 4, 2, MASK, IDS, IDS, VECTOR)
 FUNCTIONS = "attnzoo.backends.triton.common.activations:"
-# Vectors, layout; activation, unit, vanishes, normalize
+# vectors, layout, (activation, unit, vanishes, normalize)
 FORMS: dict[str, tuple[Vectors, Layout, tuple]] = {
-    "online": (Vectors(gain=ROW, sink=ROW), ALL, ("exp", 1.4427, True, "online")),
-    "none": (Vectors(offset=ROW), NOTHING, ("sigmoid", 1.4427, True, "none")),
+    "online": (Vectors(gain=VECTOR, sink=VECTOR), ALL, ("exp", 1.4427, True, "online")),
+    "none": (Vectors(offset=VECTOR), NOTHING, ("sigmoid", 1.4427, True, "none")),
     "sum": (Vectors(), NOTHING, ("taylor2", 1.0, False, "sum")),
-    "threshold": (Vectors(gain=ROW), ALL, ("entmax15", 1.0, True, "threshold")),
+    "threshold": (Vectors(gain=VECTOR), ALL, ("entmax15", 1.0, True, "threshold")),
 }
 
 
 def operands(form: str, gradient: bool) -> dict[str, Any]:
-    """Of flash_forward."""
+    """The operands of flash_forward."""
     vectors, layout, (name, *rest) = FORMS[form]
     q, k, v = qkv(gradient=gradient)
     maps = Maps()
@@ -67,12 +67,12 @@ def test_opcheck_statistics() -> None:
     opcheck(flash_ops.flash_statistics, q=q, k=k, layout=ALL)
 
 
-@pytest.mark.parametrize("shape", [None, 1 + ROW.clamp(0.1, 1)], ids=["entmax15", "q_exp"])
+@pytest.mark.parametrize("shape", [None, 1 + VECTOR.clamp(0.1, 1)], ids=["entmax15", "q_exp"])
 def test_opcheck_threshold(shape: Tensor | None) -> None:
     name, alpha = ("entmax15", 1.5) if shape is None else ("q_exp", None)
     q, k, v = qkv()
     opcheck(
-        flash_ops.flash_threshold, q=q, k=k, v=v, vectors=Vectors(gain=ROW, shape=shape),
+        flash_ops.flash_threshold, q=q, k=k, v=v, vectors=Vectors(gain=VECTOR, shape=shape),
         layout=ALL, form=Form(FUNCTIONS + name, 1.0, True, "threshold"), alpha=alpha,
     )  # fmt: skip
 
@@ -108,14 +108,14 @@ def results(function: Any, attend: Attention, n: int, **options: Any) -> list[Te
     return [x.detach().clone() for x in (out, *gradients)]
 
 
-# torch traces an autograd.Function by making one, which torch itself warns about.
+# torch creates an autograd.Function to trace it, and warns about that itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "variant",
     [pytest.param(v, marks=pytest.mark.slow) for v in ("ssmax", "entmax", "adaptive_temperature")]
     + ["sigmoid"],
 )
-def test_compiles_whole_and_agrees_at_every_length(variant: str) -> None:
+def test_compiles_without_graph_breaks_and_agrees_at_every_length(variant: str) -> None:
     torch.compiler.reset()
     names = () if variant in ("entmax", "adaptive_temperature") else None
     attend = Attention(variant, 2, learn=names, **(learned(variant, 2) if names is None else {}))
@@ -128,7 +128,7 @@ def test_compiles_whole_and_agrees_at_every_length(variant: str) -> None:
 # ---- precision and derivatives ----------------------------------------------------------------
 
 
-def test_autocast_runs_in_its_dtype() -> None:
+def test_autocast_uses_its_dtype() -> None:
     leaves = qkv(gradient=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attnzoo.attention(*leaves, "ssmax", enable_gqa=True, backend="flash")
@@ -140,7 +140,7 @@ def test_autocast_runs_in_its_dtype() -> None:
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax"])
-def test_there_is_no_double_backward_and_no_silent_zero(variant: str) -> None:
+def test_double_backward_raises(variant: str) -> None:
     q, k, v = qkv(gradient=True)
     out = attnzoo.attention(q, k, v, variant, enable_gqa=True, backend="flash")
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
@@ -150,12 +150,12 @@ def test_there_is_no_double_backward_and_no_silent_zero(variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["alpha", "attn_mask"])
-def test_without_gradients_a_learned_parameter_is_a_constant(name: str) -> None:
-    """A view of a parameter may say that it requires a gradient where none is kept."""
+def test_learned_parameters_run_without_gradients(name: str) -> None:
+    """Under no_grad, a parameter still has requires_grad set."""
     q, k, v = qkv()
     given = {"alpha": torch.tensor([1.3, 1.6]), "attn_mask": rand(9, 9, seed=3).float()}[name]
     options = {name: torch.nn.Parameter(given)}
-    with pytest.raises(ValueError, match="gives no gradient"):
+    with pytest.raises(ValueError, match="does not support a gradient"):
         attnzoo.attention(q, k, v, "entmax", enable_gqa=True, backend="flash", **options)
     with torch.no_grad():
         outs = [
@@ -181,7 +181,7 @@ def relu2(x, shape):
 
 @pytest.fixture
 def relu2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A variant with φ = relu(x)², its twin in a module of its own."""
+    """A variant with φ = relu(x)² and its Triton implementation in a module of its own."""
     (tmp_path / "their_kernels.py").write_text(RELU2)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
@@ -242,7 +242,7 @@ def power2(x, shape):
 
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers variants of a third party, w = φ(z) normalized as said; φ = 2^x has a twin."""
+    """Registers third-party variants w = φ(z) with φ = 2^x and the given normalization."""
     (tmp_path / "more_kernels.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
@@ -269,11 +269,11 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("more_kernels", None)
 
 
-def test_lse_is_that_of_exp_alone(theirs: Any) -> None:
-    """Another softmax may have one by definition; the kernels have none to give."""
+def test_return_lse_is_supported_for_exp_only(theirs: Any) -> None:
+    """Another softmax may have an lse by definition, but not in the kernels."""
     scores = lambda q, k, call: math.log(2) * (call.scores(q, k) + call.bias)  # noqa: E731
     name, options = theirs("sum", scores=scores), {"enable_gqa": True, "return_lse": True}
-    with pytest.raises(ValueError, match="returns lse of the softmax of exp only"):
+    with pytest.raises(ValueError, match="does not support return_lse except for a softmax"):
         attnzoo.attention(*qkv(), name, backend="flash", **options)
     (_, have), (_, want) = (
         attnzoo.attention(*qkv(), name, backend=backend, **options) for backend in (None, "eager")
@@ -281,10 +281,10 @@ def test_lse_is_that_of_exp_alone(theirs: Any) -> None:
     assert torch.allclose(have, want)
 
 
-def test_fp16_has_no_room_for_what_is_not_normalized(theirs: Any) -> None:
+def test_fp16_without_a_normalizer_raises(theirs: Any) -> None:
     name = theirs("none", normalized=False)
     q, k, v = (3 * x for x in qkv())
-    with pytest.raises(ValueError, match="no bound for power2 without a normalizer in fp16"):
+    with pytest.raises(ValueError, match="does not support fp16 for power2, which is unbounded"):
         attnzoo.attention(*(x.half() for x in (q, k, v)), name, enable_gqa=True, backend="flash")
     outs = [
         attnzoo.attention(q, k, v, name, enable_gqa=True, backend=backend)
@@ -294,17 +294,17 @@ def test_fp16_has_no_room_for_what_is_not_normalized(theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("triton", ["more_kernels:power3", "nowhere:power2", "power2"])
-def test_a_twin_that_is_not_there_is_named(theirs: Any, triton: str) -> None:
+def test_missing_triton_implementation_is_named_in_the_error(theirs: Any, triton: str) -> None:
     name = theirs("sum", triton)
     with pytest.raises(ValueError, match=f"must name a function as 'module:name', got '{triton}'"):
         attnzoo.attention(*qkv(), name, enable_gqa=True, backend="flash")
 
 
 @pytest.mark.parametrize("backend", ["flash", "tiled", "sdpa"])
-def test_a_parameter_of_a_gain_from_statistics_is_learned(
+def test_parameters_of_a_gain_from_statistics_get_gradients(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics are constants then, and the parameter is not."""
+    """The statistics are constants here, but the parameter is not."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
     def gain(entropy: Tensor, strength: Tensor) -> Tensor:
@@ -318,10 +318,10 @@ def test_a_parameter_of_a_gain_from_statistics_is_learned(
         return call.softmax(gain(entropy[..., None], strength) * z)
 
     def forms(call: Any, strength: Any) -> tuple:
-        def row(found: attnzoo.Statistics) -> Tensor:
+        def vector(found: attnzoo.Statistics) -> Tensor:
             return gain(found.entropy, call.per_query(strength))
 
-        return (attnzoo.Pairwise(activations.EXP, "sum", attnzoo.FromStatistics(row, False)),)
+        return (attnzoo.Pairwise(activations.EXP, "sum", attnzoo.FromStatistics(vector, False)),)
 
     attnzoo.register_variant(
         attnzoo.Variant("warm", "softmax((1 + a·H)·z)", "-", weights, forms=forms,

@@ -1,6 +1,6 @@
-"""flash on a GPU: every variant against the fp64 definition, as the interpreter's tests do.
+"""The kernels on a GPU: every variant against the fp64 definition, as in the interpreter's tests.
 
-A few rows per variant, each compiling kernels of its own: dtype, head dimension, span, masks.
+A few cases per variant, each of which compiles its own kernels: dtype, head dimension, span, masks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAIN = {
     "mask_gradient": False, "heads": "gqa", "params": "default", "dims": (128, 128),
     "alibi": False, "segments": False, "dropout": False, "lse": False, "batch": 2,
 }  # fmt: skip
-ROWS = {
+SETTINGS = {
     "causal, bf16, 128": {},
     "full, fp16, 64, keys masked": {
         "shape": (200, 333), "dtype": torch.float16, "span": "full", "mask": "keys",
@@ -53,41 +53,41 @@ def on_gpu(inputs: Inputs) -> Inputs:
 
 
 def check(variant: str, backend: str, inputs: Inputs) -> None:
-    """Within the budget; and without atomics two runs are bit-equal."""
+    """Results are within the error budget, and two runs are bit-equal."""
     assert disagreements(variant, backend, inputs) == []
-    found, again = (by_backend(variant, backend, inputs) for _ in range(2))
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    first, second = (by_backend(variant, backend, inputs) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def cells() -> Iterator[Any]:
+def cases() -> Iterator[Any]:
     for variant in FLASH:
-        for seed, (name, changes) in enumerate(ROWS.items()):
-            row = {**PLAIN, **changes}
+        for seed, (name, changes) in enumerate(SETTINGS.items()):
+            case = {**PLAIN, **changes}
             if CASES[variant].learned and (variant, "flash") not in CONSTANT_PARAMETERS:
-                row["params"] = "learned"
+                case["params"] = "learned"
             if variant in NO_SCORE:
-                row.update(alibi=False, mask=row["mask"].replace("float", "bool"))
-            row["lse"] = row["lse"] and variant not in NO_LSE
-            yield pytest.param(variant, row, seed, id=f"{variant}: {name}")
+                case.update(alibi=False, mask=case["mask"].replace("float", "bool"))
+            case["lse"] = case["lse"] and variant not in NO_LSE
+            yield pytest.param(variant, case, seed, id=f"{variant}: {name}")
 
 
-@pytest.mark.parametrize(("variant", "row", "seed"), list(cells()))
-def test_agrees_with_the_definition(variant: str, row: dict[str, Any], seed: int) -> None:
-    inputs = on_gpu(make(variant, row, seed=10 * seed))
+@pytest.mark.parametrize(("variant", "case", "seed"), list(cases()))
+def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: int) -> None:
+    inputs = on_gpu(make(variant, case, seed=10 * seed))
     check(variant, "flash", inputs)
 
 
-LINEAR = [v for v, row in VARIANT_BACKENDS.items() if row["flash_linear"] is RUNS]
-OF_FEATURES = ("causal, bf16, 128", "full, fp16, 64, keys masked")
+LINEAR = [v for v, reasons in VARIANT_BACKENDS.items() if reasons["flash_linear"] is RUNS]
+LINEAR_SETTINGS = ("causal, bf16, 128", "full, fp16, 64, keys masked")
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (16, 128)])
-@pytest.mark.parametrize("row", OF_FEATURES)
+@pytest.mark.parametrize("case", LINEAR_SETTINGS)
 @pytest.mark.parametrize("variant", LINEAR)
 def test_linear_forms_agree_with_the_definition(
-    variant: str, row: str, dims: tuple[int, int]
+    variant: str, case: str, dims: tuple[int, int]
 ) -> None:
-    inputs = on_gpu(make(variant, {**PLAIN, **ROWS[row], "dims": dims}, seed=1))
+    inputs = on_gpu(make(variant, {**PLAIN, **SETTINGS[case], "dims": dims}, seed=1))
     check(variant, "flash_linear", inputs)
 
 
@@ -109,32 +109,32 @@ TOKENS = {
 
 @pytest.mark.parametrize("name", TOKENS)
 @pytest.mark.parametrize("variant", FLASH)
-def test_few_rows_agree_with_the_definition(variant: str, name: str) -> None:
-    row = {**PLAIN, **TOKENS[name]}
+def test_decode_agrees_with_the_definition(variant: str, name: str) -> None:
+    case = {**PLAIN, **TOKENS[name]}
     if variant in NO_SCORE:
-        row.update(alibi=False, mask=row["mask"].replace("float", "bool"))
-    row["lse"] = row["lse"] and variant not in NO_LSE
-    inputs = on_gpu(make(variant, row, seed=3))
+        case.update(alibi=False, mask=case["mask"].replace("float", "bool"))
+    case["lse"] = case["lse"] and variant not in NO_LSE
+    inputs = on_gpu(make(variant, case, seed=3))
     runs = [outputs(variant, "decode", inputs) for _ in range(2)]
     assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
     assert disagreements(variant, "decode", inputs, gradients=False) == []
 
 
 @pytest.mark.parametrize("variant", LINEAR)
-def test_a_state_goes_on_through_the_kernels(variant: str) -> None:
+def test_a_state_can_be_continued(variant: str) -> None:
     q, k, v = torch.randn(3, 1, 4, 300, 16, device="cuda", dtype=torch.bfloat16).unbind()
     params = params_of(variant, 300)
     whole = attnzoo.attention(q, k, v, variant, is_causal=True, **params)
-    cache, rows = attnzoo.nn.StateCache(), []
+    cache, outs = attnzoo.nn.StateCache(), []
     for start, stop in ((0, 200), (200, 298), (298, 299), (299, 300)):
-        rows.append(
+        outs.append(
             attnzoo.nn.attend(cache, *(x[:, :, start:stop] for x in (q, k, v)), variant, **params)
         )
-    assert torch.allclose(torch.cat(rows, dim=2), whole, rtol=2e-2, atol=2e-2)
+    assert torch.allclose(torch.cat(outs, dim=2), whole, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("variant", FLASH)
-def test_compiles_whole(variant: str) -> None:
+def test_compiles_without_graph_breaks(variant: str) -> None:
     q, k, v = torch.randn(3, 1, 4, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -152,7 +152,7 @@ def test_compiles_whole(variant: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["flash", "decode"])
-def test_a_new_length_compiles_nothing(backend: str) -> None:
+def test_a_new_length_does_not_recompile(backend: str) -> None:
     from attnzoo.backends.triton.decode.kernels import decode
     from attnzoo.backends.triton.flash.forward import flash_forward
 

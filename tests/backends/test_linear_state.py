@@ -1,4 +1,4 @@
-"""linear_attention(): a sequence cut anywhere, a state that does not grow."""
+"""linear_attention(): sequences split anywhere, with a state of constant size."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def qkv(n: int, heads: int = 2, kv_heads: int = 2, dtype: Any = torch.float64) -
     return [q, k, v]
 
 
-def in_pieces(
+def in_parts(
     variant: str, q: Tensor, k: Tensor, v: Tensor, cuts: list[int], **options: Any
 ) -> tuple[Tensor, LinearState | None]:
-    """The outputs of the pieces between the cuts, one after the other."""
+    """The concatenated outputs of the parts between the cuts, and the last state."""
     mask = options.pop("attn_mask", None)
     state, out = None, []
     for start, stop in zip([0, *cuts], [*cuts, q.shape[2]], strict=True):
         part = None if mask is None else mask[..., start:stop]
-        pieces = (x[:, :, start:stop] for x in (q, k, v))
+        parts = (x[:, :, start:stop] for x in (q, k, v))
         done, state = linear_attention(
-            *pieces, variant, state=state, attn_mask=part, **PARAMS[variant], **options
+            *parts, variant, state=state, attn_mask=part, **PARAMS[variant], **options
         )
         out.append(done)
     return torch.cat(out, dim=2), state
 
 
-def test_the_linear_variants_are_those_of_the_table() -> None:
+def test_variants_with_a_state_are_those_in_the_coverage_table() -> None:
     table = {v for v in VARIANTS if VARIANT_BACKENDS[v]["linear"] is RUNS}
     assert set(PARAMS) == table
 
@@ -57,18 +57,18 @@ def test_the_linear_variants_are_those_of_the_table() -> None:
     "cuts", [[], [1], [16], [3, 4], [1, 2, 15], [0, 5], list(range(1, 17))], ids=str
 )
 @every_variant
-def test_cut_anywhere_it_is_the_whole(variant: str, cuts: list[int]) -> None:
-    """Token by token too, and with a piece that is empty."""
+def test_parts_agree_with_the_whole_sequence(variant: str, cuts: list[int]) -> None:
+    """Also token by token, and with an empty part."""
     q, k, v = qkv(17)
     whole = attnzoo.attention(q, k, v, variant, is_causal=True, backend="eager", **PARAMS[variant])
-    out, state = in_pieces(variant, q, k, v, cuts)
+    out, state = in_parts(variant, q, k, v, cuts)
     assert torch.allclose(out, whole)
     assert state is not None
     assert state.length == 17
 
 
 @every_variant
-def test_pieces_longer_and_shorter_than_a_chunk(
+def test_parts_longer_and_shorter_than_a_chunk(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "CHUNK", 4)
@@ -78,7 +78,7 @@ def test_pieces_longer_and_shorter_than_a_chunk(
         q, k, v, variant, is_causal=True, backend="eager", **options, **PARAMS[variant]
     )
     for cuts in ([4], [3, 12], [8, 16], [9, 10, 11]):
-        assert torch.allclose(in_pieces(variant, q, k, v, cuts, **options)[0], whole)
+        assert torch.allclose(in_parts(variant, q, k, v, cuts, **options)[0], whole)
     full = attnzoo.attention(q, k, v, variant, backend="linear", **options, **PARAMS[variant])
     other = attnzoo.attention(q, k, v, variant, backend="eager", **options, **PARAMS[variant])
     assert torch.allclose(full, other)
@@ -87,27 +87,27 @@ def test_pieces_longer_and_shorter_than_a_chunk(
 @pytest.mark.parametrize("per_head", [False, True])
 @every_variant
 def test_key_masks_and_groups(variant: str, per_head: bool) -> None:
-    """A mask per query head gives the heads of a group states of their own."""
+    """A mask per query head gives each head of a group its own state."""
     q, k, v = qkv(17, heads=4)
     mask = rand(2, 4 if per_head else 1, 1, 17, seed=9) > -0.4
     options = dict(enable_gqa=True, attn_mask=mask)
     whole = attnzoo.attention(
         q, k, v, variant, is_causal=True, backend="eager", **options, **PARAMS[variant]
     )
-    assert torch.allclose(in_pieces(variant, q, k, v, [1, 5, 12], **options)[0], whole)
+    assert torch.allclose(in_parts(variant, q, k, v, [1, 5, 12], **options)[0], whole)
 
 
 @pytest.mark.parametrize(
     "backend", ["linear", pytest.param("flash_linear", marks=pytest.mark.interpreter)]
 )
 @every_variant
-def test_what_stands_at_a_masked_key_does_not_matter(variant: str, backend: str) -> None:
-    """NaN, say, in the padding of a batch: neither for outputs nor for gradients."""
+def test_values_of_masked_keys_do_not_matter(variant: str, backend: str) -> None:
+    """NaN in the padding of a batch must not change outputs or gradients."""
     q, k, v = (x.float() for x in qkv(17))
     mask = torch.arange(17).expand(2, 1, 1, 17) >= 5
     found = []
-    for spoilt in (0.0, float("nan")):
-        leaves = [q, *(x.masked_fill(~mask[:, :, 0, :, None], spoilt) for x in (k, v))]
+    for fill in (0.0, float("nan")):
+        leaves = [q, *(x.masked_fill(~mask[:, :, 0, :, None], fill) for x in (k, v))]
         leaves = [x.clone().requires_grad_() for x in leaves]
         out = attnzoo.attention(
             *leaves, variant, attn_mask=mask, is_causal=True, backend=backend, **PARAMS[variant]
@@ -117,38 +117,38 @@ def test_what_stands_at_a_masked_key_does_not_matter(variant: str, backend: str)
 
 
 @every_variant
-def test_the_state_has_one_size_at_any_length(variant: str) -> None:
+def test_the_size_of_the_state_does_not_depend_on_the_length(variant: str) -> None:
     features = {"taylor": 1 + 6 + 21, "cosformer": 12}[variant]
     q, k, v = qkv(40)
     sizes = set()
     state = None
     for start, stop in ((0, 1), (1, 2), (2, 30), (30, 40)):
-        pieces = (x[:, :, start:stop] for x in (q, k, v))
-        _, state = linear_attention(*pieces, variant, state=state, **PARAMS[variant])
+        parts = (x[:, :, start:stop] for x in (q, k, v))
+        _, state = linear_attention(*parts, variant, state=state, **PARAMS[variant])
         sizes.add(tuple(state.sums.shape))
     assert sizes == {(2, 2, features, 5 + 1)}
 
 
 @every_variant
-def test_a_state_is_not_changed_by_its_use(variant: str) -> None:
-    """So that a beam may go on from it twice."""
+def test_a_state_is_not_modified(variant: str) -> None:
+    """A beam search may continue from one state twice."""
     q, k, v = qkv(8)
-    pieces = [x[:, :, :5] for x in (q, k, v)], [x[:, :, 5:] for x in (q, k, v)]
-    _, state = linear_attention(*pieces[0], variant, **PARAMS[variant])
+    parts = [x[:, :, :5] for x in (q, k, v)], [x[:, :, 5:] for x in (q, k, v)]
+    _, state = linear_attention(*parts[0], variant, **PARAMS[variant])
     before = state.sums.clone()
-    one, _ = linear_attention(*pieces[1], variant, state=state, **PARAMS[variant])
-    two, _ = linear_attention(*pieces[1], variant, state=state, **PARAMS[variant])
+    one, _ = linear_attention(*parts[1], variant, state=state, **PARAMS[variant])
+    two, _ = linear_attention(*parts[1], variant, state=state, **PARAMS[variant])
     assert torch.equal(state.sums, before)
     assert torch.equal(one, two)
 
 
 @every_variant
 def test_gradients_flow_through_the_state(variant: str) -> None:
-    """The last piece's output depends on the first piece's keys and values."""
+    """The last part's output depends on the first part's keys and values."""
     q, k, v = (x.requires_grad_() for x in qkv(9))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return in_pieces(variant, q, k, v, [2, 5])[0]
+        return in_parts(variant, q, k, v, [2, 5])[0]
 
     assert gradcheck(run, (q, k, v), fast_mode=True)
     do = rand(2, 2, 4, 5, seed=7)
@@ -161,14 +161,14 @@ def test_gradients_flow_through_the_state(variant: str) -> None:
 
 
 @every_variant
-def test_gradients_flow_to_a_state_alone(variant: str) -> None:
-    """No input wants a gradient, only the state: an initial state may be learned."""
+def test_gradients_flow_to_the_state_only(variant: str) -> None:
+    """No input requires a gradient, only the state, which may be learned."""
     q, k, v = qkv(6)
     _, state = linear_attention(*(x[:, :, :3] for x in (q, k, v)), variant, **PARAMS[variant])
 
     def run(sums: Tensor) -> Tensor:
-        pieces = (x[:, :, 3:] for x in (q, k, v))
-        return linear_attention(*pieces, variant, state=LinearState(sums, 3), **PARAMS[variant])[0]
+        parts = (x[:, :, 3:] for x in (q, k, v))
+        return linear_attention(*parts, variant, state=LinearState(sums, 3), **PARAMS[variant])[0]
 
     assert gradcheck(run, state.sums.clone().requires_grad_(), fast_mode=True)
 
@@ -177,7 +177,7 @@ def test_gradients_flow_to_a_state_alone(variant: str) -> None:
 @every_variant
 def test_states_are_fp32_for_low_precision(variant: str, dtype: torch.dtype) -> None:
     q, k, v = qkv(12, dtype=dtype)
-    out, state = in_pieces(variant, q, k, v, [5])
+    out, state = in_parts(variant, q, k, v, [5])
     assert out.dtype == dtype
     assert state is not None
     assert state.sums.dtype == torch.float32
@@ -208,7 +208,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="max_length=6 is below the length 8"):
         _, state = linear_attention(q, k, v, "cosformer", max_length=6)
         linear_attention(q, k, v, "cosformer", max_length=6, state=state)
-    with pytest.raises(ValueError, match="linear_attention takes a mask of keys"):
+    with pytest.raises(ValueError, match="linear_attention does not support a dense mask"):
         linear_attention(q, k, v, "taylor", attn_mask=torch.ones(4, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="bool"):
         linear_attention(q, k, v, "taylor", attn_mask=torch.zeros(1, 4).double())

@@ -1,4 +1,4 @@
-"""The threshold solver of tiled: Σ w = 1 and the weights of a bisection in fp64, at any scores."""
+"""The threshold solver of tiled: Σ w = 1, and weights as from a bisection in fp64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCORES = {
 
 
 def bisected(x: Tensor, alpha: float) -> Tensor:
-    """Weights in fp64, after Peters et al.: a bracket on (α − 1)x, halved 100 times."""
+    """Weights in fp64, after Peters et al.: a bracket of (α − 1)x, halved 100 times."""
     x = (alpha - 1) * (x - x.amax(-1, keepdim=True))
     low, high = torch.full_like(x[:, :1], -1.0), torch.zeros_like(x[:, :1])
     for _ in range(100):
@@ -34,7 +34,7 @@ def bisected(x: Tensor, alpha: float) -> Tensor:
 
 
 def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
-    """fp32 scores [R, n] through tiled. D = 1: a score is the key times 1."""
+    """Weights of tiled for fp32 scores [R, n]. D = 1, so a score is the key times 1."""
     rows, n = scores.shape
     visible = scores != float("-inf")
     k = scores.masked_fill(~visible, 0.0).view(1, rows, n, 1)
@@ -45,7 +45,7 @@ def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
         return attnzoo.attention(
             q, k, v, "entmax", alpha=alpha, scale=1.0, attn_mask=mask, backend="tiled"
         )[0, :, 0]
-    # Weights at large n without n² values: the gradient of the output in v.
+    # For large n the gradient with respect to v gives the weights without n² values.
     v = torch.zeros(1, rows, n, 1, dtype=scores.dtype, requires_grad=True)
     out = attnzoo.attention(
         q, k, v, "entmax", alpha=alpha, scale=1.0, attn_mask=mask, backend="tiled"
@@ -55,13 +55,13 @@ def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
 
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 16384])
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int) -> None:
-    # An alpha that fp32 holds, or 1.01 itself would be off by more than the weights may be.
+def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int) -> None:
+    # Rounded to fp32: the rounding of 1.01 would change weights by more than the tolerance.
     alpha = float(torch.tensor(alpha))
     for kind, make in SCORES.items():
         scores = make(n).float()
         if bool((scores == float("-inf")).all(-1).any()):
-            continue  # "half masked" of one key
+            continue  # "half masked" with a single key
         w = solved(scores, alpha)
         assert float((w.double().sum(-1) - 1).abs().max()) <= 1e-5, kind
         exact = bisected(scores.double(), alpha)
@@ -69,7 +69,7 @@ def test_weights_are_those_of_a_bisection_in_fp64(alpha: float, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [5, 1000])
-def test_an_alpha_per_head_is_solved_as_the_number_is(n: int) -> None:
+def test_alpha_per_head_agrees_with_a_number(n: int) -> None:
     alphas = torch.tensor(ALPHAS)
     scores = rand(len(ALPHAS), n).float()
     together = solved(scores, alphas)
@@ -79,7 +79,7 @@ def test_an_alpha_per_head_is_solved_as_the_number_is(n: int) -> None:
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_fp64_is_solved_to_its_own_accuracy(alpha: float) -> None:
+def test_fp64_inputs_are_solved_in_fp64(alpha: float) -> None:
     for make in SCORES.values():
         scores = make(50)
         assert float((solved(scores, alpha) - bisected(scores, alpha)).abs().max()) <= 1e-11

@@ -1,4 +1,4 @@
-"""tiled: how a call is cut into blocks changes nothing; lse; memory."""
+"""tiled: results do not depend on the block size; lse; memory; transforms; NaN."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("heads", "span"), [("gqa", "causal"), ("mqa", "pair"), ("mha", "window")])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_blocks_of_any_size_agree_with_the_definition(variant: str, heads: str, span: str) -> None:
-    """Split over rows, heads and batches: outputs and all gradients."""
+def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
+    """Outputs and all gradients, with blocks over queries, heads and batches."""
     inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
     keep = kept(variant, "tiled", inputs)
     assert disagreements(variant, "tiled", inputs, keep=keep) == []
 
 
-def facts(heads: int, kv_heads: int, **options: Any) -> Call:
+def make_call(heads: int, kv_heads: int, **options: Any) -> Call:
     q, k = rand(2, heads, 23, 4), rand(2, kv_heads, 31, 4)
     return check_call(q, k, k, enable_gqa=True, **options)
 
@@ -67,19 +67,19 @@ def facts(heads: int, kv_heads: int, **options: Any) -> Call:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (3, 2)}], ids=str)
 def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, Any]) -> None:
-    call = facts(4, kv_heads, **options)
+    call = make_call(4, kv_heads, **options)
     times = torch.zeros(2, 4, 23, 31, dtype=torch.long)
     for block in blocks.blocks(call):
         part = times[block.batches, block.heads, block.rows, block.keys]
         part += 1
         assert (block.call.batch, block.call.heads) == part.shape[:2]
         assert (block.call.queries, block.call.keys) == part.shape[2:]
-        # A group is never torn apart, and the flat range of key heads is that of the block.
+        # A block has whole groups of heads, and its flat range of key heads is right.
         assert block.call.heads % call.group == 0
         flat = torch.arange(2 * kv_heads).view(2, kv_heads)
         own = flat[block.batches, block.heads.start // call.group : block.heads.stop // call.group]
         assert torch.equal(flat.flatten()[block.kv], own.flatten())
-        # The block sees of its keys what the call sees of them.
+        # The block's call has the visibility of the whole call.
         seen = call.visible.expand(2, 4, 23, 31)
         seen = seen[block.batches, block.heads, block.rows, block.keys]
         assert torch.equal(block.call.visible.expand(seen.shape), seen)
@@ -88,7 +88,7 @@ def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, 
 
 
 def expected_gain(variant: str, s: Tensor) -> Tensor:
-    """Of the rows of a 5 × 5 causal call, written once more: (..., 5, 1)."""
+    """The gain for a 5 × 5 causal call, computed independently: (..., 5, 1)."""
     log_n = torch.arange(1, 6, dtype=torch.float64).log()[:, None]
     if variant == "ssmax":
         return 0.168 * log_n
@@ -100,14 +100,14 @@ def expected_gain(variant: str, s: Tensor) -> Tensor:
         beta = torch.from_numpy(np.polyval([-0.037, 0.481, -2.3, 4.917, -1.791], entropy.numpy()))
         assert bool((beta > 1).any())
         return torch.where(entropy > 0.5, beta.clamp(min=1), 1.0)
-    # topk keeps five keys in the table of cases, which is all of them here.
+    # topk keeps five keys in `CASES`, which is all of them here.
     assert variant in ("softmax", "sink", "topk")
     return torch.ones_like(log_n)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in NO_LSE])
-def test_lse_is_that_of_the_scores_without_the_sink(variant: str, backend: str) -> None:
+def test_lse_does_not_include_the_sink(variant: str, backend: str) -> None:
     q, k, v = rand(2, 2, 7, 6, seed=1), rand(2, 2, 5, 6, seed=2), rand(2, 2, 5, 6, seed=3)
     params = params_of(variant)
     out, lse = attnzoo.attention(
@@ -125,7 +125,7 @@ def test_lse_is_that_of_the_scores_without_the_sink(variant: str, backend: str) 
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_lse_of_empty_rows_sends_no_gradient(backend: str) -> None:
+def test_lse_of_queries_without_keys_has_no_gradient(backend: str) -> None:
     q, k, v = (rand(1, 2, 4, 6, seed=i).requires_grad_() for i in range(3))
     mask = torch.tensor([True, True, False, True])[:, None].expand(4, 4)
     _, lse = attnzoo.attention(q, k, v, attn_mask=mask, return_lse=True, backend=backend)
@@ -147,7 +147,7 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
 
 @pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor of N² in forward or backward: none above what a block and the inputs hold."""
+    """No tensor in forward or backward is larger than a block or the inputs."""
     n, rows = 512, 16
     monkeypatch.setattr(blocks, "SCORES", rows * n)
     monkeypatch.setattr(blocks, "ROWS", rows)
@@ -161,8 +161,8 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 < largest <= 8 * max(rows, features) * n  # positions are int64
 
 
-def test_many_heads_of_one_key_head_with_rows_before_all_keys() -> None:
-    """A block is then so few rows that all of it may stand before the first key."""
+def test_blocks_before_all_keys_are_zero() -> None:
+    """With many heads, all queries of a block may stand before the first key."""
     q = rand(1, 1024, 128, 2, seed=1)
     k, v = rand(1, 1, 100, 2, seed=2), rand(1, 1, 100, 2, seed=3)
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
@@ -173,8 +173,8 @@ def test_many_heads_of_one_key_head_with_rows_before_all_keys() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tensors_without_values_give_the_shapes(variant: str) -> None:
-    """On the meta device and as fake tensors, above the size from which on tiled is chosen."""
+def test_meta_and_fake_tensors_give_shapes(variant: str) -> None:
+    """With more scores than `FEW_SCORES`, so that selection would choose tiled."""
     params = params_of(variant, 400)
     for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(), "cpu")):
         with mode:
@@ -185,8 +185,8 @@ def test_tensors_without_values_give_the_shapes(variant: str) -> None:
             assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
 
 
-# Forward-mode derivatives make torch load what torch itself warns about.
-of_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+# Forward-mode derivatives make torch import code that it warns about itself.
+ignore_torch_warning = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 TRANSFORMS: dict[str, Any] = {
     "vmap": lambda f, x: torch.vmap(f)(x[None]),
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
@@ -195,10 +195,10 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-@of_torch
+@ignore_torch_warning
 @pytest.mark.parametrize("variant", ["softmax", "adaptive_temperature", "entmax", "cosformer"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_are_refused_and_point_to_eager(name: str, variant: str) -> None:
+def test_transforms_raise_and_name_eager(name: str, variant: str) -> None:
     q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
 
     def run(q: Tensor, backend: str) -> Tensor:
@@ -208,16 +208,16 @@ def test_transforms_are_refused_and_point_to_eager(name: str, variant: str) -> N
         TRANSFORMS[name](lambda q: run(q, "tiled"), q)
 
 
-def test_transforms_are_refused_where_tiled_is_chosen() -> None:
+def test_transforms_raise_if_tiled_is_chosen() -> None:
     q, k, v = (rand(1, 1, 400, 2, seed=i) for i in range(3))
     assert attnzoo.explain(q, k, v, "entmax").chosen == "tiled"
     with pytest.raises(ValueError, match="'tiled' .*vmap.*backend='eager'"):
         torch.vmap(lambda q: attnzoo.attention(q, k, v, "entmax"))(q[None])
 
 
-@of_torch
-def test_a_tangent_is_refused_and_points_to_eager() -> None:
-    """Not handed on as a tangent of 0."""
+@ignore_torch_warning
+def test_forward_mode_raises_and_names_eager() -> None:
+    """Instead of returning a tangent of 0."""
     q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
     slopes, mask = torch.tensor([0.5]).double(), rand(4, 4, seed=4)
     for name, x in (("q", q), ("alibi", slopes), ("attn_mask", mask), ("b", slopes)):
@@ -231,7 +231,7 @@ def test_a_tangent_is_refused_and_points_to_eager() -> None:
 
 
 def with_and_without(variant: str, change: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Outputs (2, 2, 12, 4) after the change of q, k and v, and before."""
+    """Outputs (2, 2, 12, 4) with and without the change of q, k and v."""
     inputs = [rand(2, 2, 12, 4, seed=i).float() for i in range(3)]
     options = {"backend": "tiled", **params_of(variant), **options}
     clean = attnzoo.attention(*inputs, variant, **options)
@@ -240,7 +240,7 @@ def with_and_without(variant: str, change: Any, **options: Any) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_query_of_nan_makes_its_row_nan_and_no_other(variant: str) -> None:
+def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
     def change(q: Tensor, k: Tensor, v: Tensor) -> None:
         q[0, 1, 5, 2] = torch.nan
 
@@ -251,7 +251,7 @@ def test_a_query_of_nan_makes_its_row_nan_and_no_other(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_key_of_nan_makes_those_rows_nan_that_see_it(variant: str) -> None:
+def test_nan_in_a_key_affects_the_queries_that_see_it(variant: str) -> None:
     def change(q: Tensor, k: Tensor, v: Tensor) -> None:
         k[0, 1, 5, 2] = torch.nan
 
@@ -262,7 +262,7 @@ def test_a_key_of_nan_makes_those_rows_nan_that_see_it(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_key_of_nan_that_is_masked_changes_nothing(variant: str) -> None:
+def test_nan_in_a_masked_key_changes_nothing(variant: str) -> None:
     def change(q: Tensor, k: Tensor, v: Tensor) -> None:
         k[:, :, 5] = torch.nan
 
@@ -273,7 +273,7 @@ def test_a_key_of_nan_that_is_masked_changes_nothing(variant: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "value"),
-    # Of an infinite score the sigmoid is 1: nothing about it is undefined.
+    # The sigmoid of an infinite score is 1, which is well defined.
     [
         (v, x)
         for v in VARIANTS
@@ -282,7 +282,7 @@ def test_a_key_of_nan_that_is_masked_changes_nothing(variant: str) -> None:
         if (v, x) != ("sigmoid", math.inf)
     ],
 )
-def test_a_score_of_nan_or_inf_makes_its_row_nan_and_no_other(variant: str, value: float) -> None:
+def test_nan_or_inf_in_a_score_only_affects_its_query(variant: str, value: float) -> None:
     q, k, v = (rand(2, 2, 12, 4, seed=i).float() for i in range(3))
     mask = torch.zeros(12, 12)
     options = {"backend": "tiled", **params_of(variant)}

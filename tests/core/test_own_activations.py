@@ -19,7 +19,7 @@ from attnzoo import Activation, Pairwise
 from attnzoo.core import registry
 from helpers.agreement import disagreements, make
 from helpers.cases import rand
-from helpers.coverage_table import FORWARD_ONLY, KERNELS, cell
+from helpers.coverage_table import FORWARD_ONLY, KERNELS, marked
 
 MODULE = "helpers.own_kernels:"
 EXP = Activation(
@@ -133,9 +133,9 @@ FORMS = {
     "bounded": Pairwise(TAME, "none", offset=0.3),
 }
 TILED = {"exp, select", "exp, threshold", "convex", "family", "square, select"}
-CELLS = [cell(name, "tiled") for name in FORMS]
-CELLS += [cell(name, backend) for name in FORMS if name not in TILED for backend in KERNELS[:2]]
-CELLS += [cell("exp, sum", "sdpa")]
+CELLS = [marked(name, "tiled") for name in FORMS]
+CELLS += [marked(name, backend) for name in FORMS if name not in TILED for backend in KERNELS[:2]]
+CELLS += [marked("exp, sum", "sdpa")]
 ROW = {
     "shape": (9, 14), "dtype": torch.float32, "span": "causal", "mask": "keys", "heads": "2 heads",
     "values": "same", "alibi": False, "segments": False, "dropout": False, "lse": False,
@@ -183,7 +183,10 @@ def test_supported_backends_follow_from_the_properties(name: str) -> None:
     able = {c.backend: c.reason for c in attnzoo.explain(q, k, v, "mine").candidates}
     assert able["tiled"] is None
     assert (able["sdpa"] is None) == (name == "exp, sum")
-    reason = {"exp, threshold": "exponential has no alpha", "convex": "names no Triton function"}
+    reason = {
+        "exp, threshold": "exponential, which has no alpha",
+        "convex": "has no Triton implementation",
+    }
     assert reason.get(name, "") in str(able["flash"])
 
 
@@ -192,7 +195,7 @@ def test_fp16_without_normalizer_requires_bounded() -> None:
     unbounded = Activation("wild", TAME.value, TAME.slope, triton=TAME.triton)
     register(Pairwise(unbounded, "none", offset=0.3))
     q, k, v = (rand(1, 2, 9, 8, seed=i).half() for i in range(3))
-    with pytest.raises(ValueError, match="no bound for wild without a normalizer in fp16"):
+    with pytest.raises(ValueError, match="does not support fp16 for wild, which is unbounded"):
         attnzoo.attention(q, k, v, "mine", backend="flash")
 
 

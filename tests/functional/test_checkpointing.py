@@ -17,7 +17,7 @@ from attnzoo.backends.tiled import blocks
 from attnzoo.core import registry
 from attnzoo.integrations.transformers import convert
 from helpers.cases import CASES, learned, params_of, rand
-from helpers.coverage_table import CONSTANT_PARAMETERS, TRAINED, cell, precise
+from helpers.coverage_table import CONSTANT_PARAMETERS, TRAINED, marked, precise
 from helpers.hf_models import llama, quiet
 
 Function = Callable[..., Tensor]
@@ -72,12 +72,12 @@ def test_checkpoint_gives_the_same_gradients(variant: str, backend: str) -> None
 
 
 BACKENDS = [
-    cell("ssmax", "eager"),
-    cell("ssmax", "tiled"),
-    cell("ssmax", "sdpa"),
-    cell("ssmax", "flash"),
-    cell("taylor", "linear"),
-    cell("taylor", "flash_linear"),
+    marked("ssmax", "eager"),
+    marked("ssmax", "tiled"),
+    marked("ssmax", "sdpa"),
+    marked("ssmax", "flash"),
+    marked("taylor", "linear"),
+    marked("taylor", "flash_linear"),
 ]
 every_backend = pytest.mark.parametrize(("variant", "backend"), BACKENDS)
 

@@ -257,7 +257,7 @@ def test_activation_created_in_a_compiled_call_raises() -> None:
     out = attnzoo.attention(q, k, v, "made", backend="tiled")
     assert torch.allclose(out, expected, atol=1e-6)
     compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="an Activation must be made before the call"):
+    with pytest.raises(Exception, match="an Activation must be created before the call"):
         compiled(q, k, v, "made", backend="tiled")
 
 

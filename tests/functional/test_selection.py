@@ -87,9 +87,9 @@ def test_table_of_reasons() -> None:
     rows = {tuple(line.split()[:2]): " ".join(line.split()[2:]) for line in lines[1:]}
     assert rows["tiled", "pairwise"] == "chosen"
     assert rows["eager", "definition"] == "supported"
-    assert rows["linear", "linear"] == "has no weights to drop"
-    assert rows["sdpa", "pairwise"] == "carries softmax and row gains on it only"
-    assert rows["flash", "pairwise"] == "has no dropout; tiled has"
+    assert rows["linear", "linear"] == "does not support dropout (tiled does)"
+    assert rows["sdpa", "pairwise"] == "supports only softmax with an optional gain per query"
+    assert rows["flash", "pairwise"] == "does not support dropout (tiled does)"
 
 
 def test_explain_of_unsupported_calls() -> None:
@@ -99,7 +99,7 @@ def test_explain_of_unsupported_calls() -> None:
     assert "attn_mask must be bool" in str(plan)
     plan = attnzoo.explain(q, k, v, "taylor", backend="sdpa")
     assert plan.chosen is None
-    assert "carries softmax" in str(plan)
+    assert "supports only softmax" in str(plan)
     plan = attnzoo.explain(q, k, v, "softmax", backend="tiled")
     assert plan.chosen == "tiled"
 

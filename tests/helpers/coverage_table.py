@@ -1,7 +1,8 @@
-"""What each backend may refuse, and each variant. A skip that is not written here is a failure.
+"""What each backend and each variant supports. Any other skip is a test failure.
 
-Tests hold the tables both ways: what runs here must run, and what is refused must be refused in
-these words. ``eager`` and ``tiled`` have no column: they refuse nothing that the contract allows.
+Tests check the tables both ways: what is listed as running must run, and everything else must be
+rejected with the given words. ``eager`` and ``tiled`` are not listed: they support every call that
+the contract allows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 from helpers.cases import CASES, NO_LSE, NO_SCORE
 from helpers.kernel_paths import Level, path_of
 
-RUNS = None  # in the place of a reason
+RUNS = None  # instead of a reason
 
 # Variant × backend, for a plain call.
 NO_LINEAR = "no linear form"
 NO_PAIRWISE = "no pairwise form"
-NOT_SOFTMAX = "carries softmax and row gains on it only"
+NO_SINK = "does not support a sink"
+NOT_SOFTMAX = "supports only softmax with an optional gain per query"
 VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
     "adaptive_temperature": {
         "sdpa": RUNS,
@@ -37,7 +39,7 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
     "entmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
     "log_n": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
     "sigmoid": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
-    "sink": {"sdpa": "has no sink", "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "sink": {"sdpa": NO_SINK, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
     "softmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
     "sparsemax": {
         "sdpa": NOT_SOFTMAX,
@@ -49,35 +51,34 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
     "taylor": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": RUNS, "flash_linear": RUNS},
     "topk": {
         "sdpa": NOT_SOFTMAX,
-        "flash": "selects no keys",
+        "flash": "does not support top-k selection",
         "linear": NO_LINEAR,
         "flash_linear": NO_LINEAR,
     },
 }
 
-# The kernels for few rows take the forms that those for many do.
-for _row in VARIANT_BACKENDS.values():
-    _row["decode"] = _row["flash"]
+# `decode` supports the forms of `flash`.
+for _reasons in VARIANT_BACKENDS.values():
+    _reasons["decode"] = _reasons["flash"]
 
-FLASH = [variant for variant, row in VARIANT_BACKENDS.items() if row["flash"] is RUNS]
-KERNELS = ("flash", "decode", "flash_linear")  # Triton's, which the interpreter runs
+FLASH = [name for name, reasons in VARIANT_BACKENDS.items() if reasons["flash"] is RUNS]
+KERNELS = ("flash", "decode", "flash_linear")  # in Triton, run by its interpreter in tests
 FORWARD_ONLY = ("decode",)
 
 
 def backends_of(variant: str) -> list[str]:
-    """Those that run a plain call."""
+    """The backends that run a plain call."""
     table = VARIANT_BACKENDS[variant]
     return ["eager", "tiled", *(name for name in table if table[name] is RUNS)]
 
 
-def cell(*values: str) -> Any:
-    """Values of a test, which runs the interpreter if one of its backends is among them."""
+def marked(*values: str) -> Any:
+    """Test parameters, marked for the interpreter if a kernel backend is among them."""
     marks = [pytest.mark.interpreter] if {*KERNELS} & {*values} else []
     return pytest.param(*values, marks=marks, id="-".join(values))
 
 
-# The variants in which a way to normalize comes first. On the kernels, in an interpreter, the
-# others are slow.
+# The first variant of each normalization. On the kernels, the other variants are marked slow.
 _FIRST: dict[str, str] = {}
 for _name in VARIANT_BACKENDS:
     _path = path_of(Level(_name, "default"), ("pairwise", "linear"))
@@ -85,48 +86,53 @@ for _name in VARIANT_BACKENDS:
 
 
 def pair(variant: str, backend: str) -> Any:
-    found = cell(variant, backend)
+    found = marked(variant, backend)
     slow = backend in KERNELS and variant not in _FIRST.values()
     marks = [*found.marks, pytest.mark.slow] if slow else found.marks
     return pytest.param(*found.values, marks=marks, id=found.id)
 
 
-# Every (variant, backend) that runs; and that trains.
+# Every (variant, backend) that runs, and every one with gradients.
 PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
-# (variant, backend) whose learned parameters get no gradient there: the shape of an activation.
+# (variant, backend) without a gradient for a learned parameter, the shape of an activation.
 CONSTANT_PARAMETERS = tuple(
     (name, "flash")
-    for name, row in VARIANT_BACKENDS.items()
-    if row["flash"] is RUNS and CASES[name].learned
+    for name, reasons in VARIANT_BACKENDS.items()
+    if reasons["flash"] is RUNS and CASES[name].learned
     if "shape" in path_of(Level(name, "learned")).learned
 )
 
 
 def precise(backend: str) -> torch.dtype:
-    """The inputs in which a backend is most accurate."""
+    """The input dtype with which a backend is most accurate."""
     return torch.float32 if backend in KERNELS else torch.float64
 
 
-# Feature of a call × backend, for the variants that the backend runs. ``features.py`` builds them.
-NOT_BOTH = "takes a mask or causality, not both"
-CONSTANT_MASK = "no gradient for a float mask"
-FORGET = "a state cannot forget"
-DENSE = "would need a dense mask"
+# Feature of a call × backend, for the variants that the backend runs. ``features.py`` builds the
+# calls.
+NOT_BOTH = "does not support attn_mask together with is_causal"
+CONSTANT_MASK = "does not support a gradient for a float mask"
+FORGET = "a state cannot forget keys"
+TOP_LEFT = "torch aligns top-left"
+OTHER_DV = "does not support a value dimension other than D"
+EMPTY = "does not support empty tensors"
+KEY_MASK = "does not support a dense mask"
+DENSE = "without a dense mask"
 _FEATURES: dict[str, dict[str, str | None]] = {
     "plain": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "causal": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "one query, causal": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "more keys": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
-    "more keys, causal": {"sdpa": "is top-left causal", "flash": RUNS, "linear": RUNS},
+    "more keys, causal": {"sdpa": TOP_LEFT, "flash": RUNS, "linear": RUNS},
     "more queries": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
-    "more queries, causal": {"sdpa": "is top-left causal", "flash": RUNS, "linear": RUNS},
+    "more queries, causal": {"sdpa": TOP_LEFT, "flash": RUNS, "linear": RUNS},
     "key mask": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "key mask per head, GQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "key mask, causal": {"sdpa": NOT_BOTH, "flash": RUNS, "linear": RUNS},
-    "bool mask": {"sdpa": RUNS, "flash": RUNS, "linear": "not a dense one"},
-    "bool mask, causal": {"sdpa": NOT_BOTH, "flash": RUNS, "linear": "not a dense"},
+    "bool mask": {"sdpa": RUNS, "flash": RUNS, "linear": KEY_MASK},
+    "bool mask, causal": {"sdpa": NOT_BOTH, "flash": RUNS, "linear": KEY_MASK},
     "float mask": {"sdpa": RUNS, "flash": RUNS, "linear": "must be bool"},
     "float mask, fp32 for bf16": {"sdpa": RUNS, "flash": RUNS, "linear": "must be bool"},
     "float mask with gradient": {
@@ -140,37 +146,37 @@ _FEATURES: dict[str, dict[str, str | None]] = {
     "segments": {"sdpa": DENSE, "flash": RUNS, "linear": FORGET},
     "GQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "MQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
-    "other value dim": {"sdpa": "Dv = D only", "flash": RUNS, "linear": RUNS},
+    "other value dim": {"sdpa": OTHER_DV, "flash": RUNS, "linear": RUNS},
     "dropout": {
-        "sdpa": "no fused dropout on a CPU",
-        "flash": "has no dropout",
-        "linear": "no weights to drop",
+        "sdpa": "does not support dropout on a CPU",
+        "flash": "does not support dropout",
+        "linear": "does not support dropout",
     },
-    "lse": {"sdpa": "does not return lse", "flash": RUNS, "linear": "return_lse"},
+    "lse": {"sdpa": "does not support return_lse", "flash": RUNS, "linear": "return_lse"},
     "scale 0.3": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
-    "no keys": {"sdpa": "does not take empty tensors", "flash": RUNS, "linear": RUNS},
-    "no keys, causal": {"sdpa": "is top-left causal", "flash": RUNS, "linear": RUNS},
-    "no queries": {"sdpa": "does not take empty tensors", "flash": RUNS, "linear": RUNS},
-    "no batch": {"sdpa": "does not take empty tensors", "flash": RUNS, "linear": RUNS},
+    "no keys": {"sdpa": EMPTY, "flash": RUNS, "linear": RUNS},
+    "no keys, causal": {"sdpa": TOP_LEFT, "flash": RUNS, "linear": RUNS},
+    "no queries": {"sdpa": EMPTY, "flash": RUNS, "linear": RUNS},
+    "no batch": {"sdpa": EMPTY, "flash": RUNS, "linear": RUNS},
     "head dim 264": {
         "sdpa": RUNS,
-        "flash": "head dimensions up to 256",
+        "flash": "does not support head dimensions above 256",
         "linear": RUNS,
     },
-    "fp64": {"sdpa": RUNS, "flash": "not torch.float64", "linear": RUNS},
-    "no values": {"sdpa": "Dv = D only", "flash": RUNS, "linear": RUNS},
+    "fp64": {"sdpa": RUNS, "flash": "does not support torch.float64", "linear": RUNS},
+    "no values": {"sdpa": OTHER_DV, "flash": RUNS, "linear": RUNS},
 }
 
-# The kernels of linear forms take what the scan takes, but for fp64.
-NO_KERNEL = {"fp64": "not torch.float64"}
-# Those for few rows take what `flash` takes, without gradients.
+# `flash_linear` supports what `linear` does, except fp64.
+NO_KERNEL = {"fp64": "does not support torch.float64"}
+# `decode` supports what `flash` does, without gradients.
 FEATURE_BACKENDS = {
     name: {**row, "flash_linear": NO_KERNEL.get(name, row["linear"]), "decode": row["flash"]}
     for name, row in _FEATURES.items()
 }
 
-# Feature × variants which refuse it on every backend: the feature has no meaning for them.
-VARIANT_REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
+# Features that a variant does not support on any backend, because they have no meaning for it.
+VARIANT_UNSUPPORTED: dict[str, tuple[tuple[str, ...], str]] = {
     "float mask": (NO_SCORE, "attn_mask must be bool"),
     "float mask, fp32 for bf16": (NO_SCORE, "attn_mask must be bool"),
     "float mask with gradient": (NO_SCORE, "attn_mask must be bool"),
@@ -179,6 +185,7 @@ VARIANT_REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 # Parameter of a variant × backend.
+CONSTANT_STATISTICS = "does not support a gradient through the statistics"
 PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
     "taylor of order 4": ("taylor", {"order": 4}, "linear", "only order 2 has a linear form"),
     "taylor of order 2": ("taylor", {"order": 2}, "linear", RUNS),
@@ -192,7 +199,7 @@ PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
         "adaptive_temperature",
         {"differentiable": True},
         "sdpa",
-        "takes the gain as a constant",
+        CONSTANT_STATISTICS,
     ),
     "gain from statistics": (
         "adaptive_temperature",
@@ -204,15 +211,15 @@ PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
         "adaptive_temperature",
         {"differentiable": True},
         "flash",
-        "takes the gain as a constant",
+        CONSTANT_STATISTICS,
     ),
     "taylor of order 4, flash": ("taylor", {"order": 4}, "flash", RUNS),
-    "taylor of order 6, flash": ("taylor", {"order": 6}, "flash", "names no Triton function"),
+    "taylor of order 6, flash": ("taylor", {"order": 6}, "flash", "has no Triton implementation"),
     "learned alpha": (
         "entmax",
         {"alpha": torch.full((2,), 1.3, requires_grad=True)},
         "flash",
-        "gives no gradient for the shape",
+        "does not support a gradient for the shape",
     ),
     "alpha per head": ("entmax", {"alpha": torch.full((2,), 1.3)}, "flash", RUNS),
 }

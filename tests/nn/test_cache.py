@@ -348,7 +348,10 @@ def test_a_state_refuses_what_needs_the_past() -> None:
     q, k, v = (x[:, :2] for x in qkv())
     for options, message in (
         ({"window": 3}, "window must be None with a state of keys, got 3"),
-        ({"attn_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)}, "not a dense one"),
+        (
+            {"attn_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
+            "does not support a dense mask",
+        ),
     ):
         cache = StateCache()
         with pytest.raises((ValueError, TypeError), match=message):

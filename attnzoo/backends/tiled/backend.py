@@ -1,9 +1,9 @@
-"""Any variant, a block of query rows at a time: memory linear in N, on any device.
+"""Any variant, one block of queries at a time: memory linear in N, on any device.
 
-By form where there is one, in the operators beside this, with the one backward of all pairwise
-forms: weights φ(s − τ)/Z are computed again from the saved τ and Z. By definition otherwise, its
-blocks checkpointed; that one is Python of its own, which torch.compile unrolls. It takes every form
-and call, but no transforms of torch.func.
+A variant with a form runs through the operators in this folder, which share one backward for all
+pairwise forms: it recomputes the weights φ(s − τ)/Z from the saved τ and Z. A variant without a
+form runs through its definition, in checkpointed blocks. That path is plain Python, which
+torch.compile unrolls. All forms and calls are supported, except transforms of torch.func.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ def unsupported(form: Form, call: Call) -> str | None:
     if isinstance(form, Pairwise) and form.activation.exponential:
         if form.normalize in ("sum", "select"):
             return None
-        return f"normalize is {form.normalize!r}: lse by definition only"
-    return "φ is not exp: lse by definition only"
+        return (
+            f"does not support return_lse with normalize={form.normalize!r} (the definition does)"
+        )
+    return "does not support return_lse unless φ is exp (the definition does)"
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:
     if isinstance(form, Definition):
         return _by_definition(q, k, v, call, form)
     if isinstance(form, Linear):
-        # A linear form is a pairwise one on its features: φ is the identity.
+        # A linear form is a pairwise form on its features, with φ the identity.
         q = form.features(call.scale * q.to(call.dtype), call.query_positions)
         k = form.features(k.to(call.dtype), call.key_positions)
         call, form = replace(call, scale=1.0), Pairwise(IDENTITY, "sum")
@@ -55,21 +57,21 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         *(None if x is None else call.per_query(x) for x in (gain, offset, shape, sink))
     )
     reject_transforms("tiled", q, k, v, call.mask, call.alibi, *vectors)
-    found = ops.tiled_forward(
+    result = ops.tiled_forward(
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
         vectors=vectors,
         seed=new_seed(call) if call.dropout_p else None, dropout_p=call.dropout_p,
         want_lse=call.return_lse, activation=ops.key_of(form.activation),
         normalize=form.normalize, keep=form.keep,
     )  # fmt: skip
-    return found.out, found.lse
+    return result.out, result.lse
 
 
 def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
     reject_transforms("tiled", q, k, v, call.mask, call.alibi)
-    # Known before the blocks are cut: n_i is that of the whole row.
+    # Computed before the call is split into blocks, because n_i counts all keys of a query.
     call = replace(call, whole_counts=call.counts)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)
     lse = torch.full(q.shape[:3], NEG_INF, dtype=call.dtype, device=q.device)

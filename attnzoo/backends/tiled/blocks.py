@@ -1,8 +1,8 @@
-"""A call cut into blocks of query rows, and the scores of a block: what `tiled` walks over.
+"""Splits a call into blocks of queries and computes the scores of a block, for `tiled`.
 
-A block holds about 4 MiB of scores over a few heads: a batched product needs a batch for each core,
-and larger blocks fall out of the cache. Keys that causality and window put out of a block's reach
-are not computed.
+A block holds about 4 MiB of scores over a few heads. A batched product needs a batch for each core,
+and larger blocks fall out of the cache. Keys that causality and window hide from a whole block are
+not computed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from attnzoo.backends.shared_operands import Layout
 from attnzoo.core.call import Call, score_dtype
 from attnzoo.core.visibility import cut
 
-SCORES = 2**20  # in a block: 4 MiB of fp32
-ROWS = 128  # at most, in a block
-HEADS = 2  # wanted in a block, before its rows are made fewer
+SCORES = 2**20  # per block: 4 MiB of fp32
+ROWS = 128  # largest number of queries per block
+HEADS = 2  # wanted per block; a block gets fewer queries before it gets fewer heads
 
 Hidden = list[tuple[slice, Tensor]]
 
 
 def layout_of(call: Call) -> Layout:
-    """As the operators of `tiled` read it."""
+    """The layout of a call as the operators of `tiled` read it."""
     segments = call.segments or (None, None)
     return Layout(call.scale, call.left, call.right, call.mask, *segments, call.alibi)
 
@@ -34,7 +34,7 @@ def call_of(
     q: Tensor, k: Tensor, layout: Layout, origin: int, value_dim: int = 0, dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Call:  # fmt: skip
-    """The call again, from what an operator was given; query i stands at key ``origin + i``."""
+    """Rebuild the call from the operands of an operator. Query i stands at key ``origin + i``."""
     batch, heads, queries, head_dim = q.shape
     segments = None
     if layout.q_segments is not None and layout.k_segments is not None:
@@ -64,19 +64,19 @@ def call_of(
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some rows of some heads of a call, with the keys in their reach."""
+    """Some queries of some heads of a call, with the keys in their reach."""
 
     whole: Call
     batches: slice
     heads: slice
     rows: slice
     keys: slice
-    kv: slice  # of the flattened (batch, key/value head)
-    edges: Hidden | None  # what causality and window hide, where nothing else hides
+    kv: slice  # range of the flattened (batch, key/value head)
+    edges: Hidden | None  # keys hidden by causality and window; None if a mask or segments hide too
 
     @property
     def call(self) -> Call:
-        """The call that the block is: made only where masks, ALiBi or a definition ask for it."""
+        """The block as a call. Computed only when needed: for masks, ALiBi or a definition."""
         return self.whole.block(self.batches, self.heads, self.rows)[0]
 
     @property
@@ -87,9 +87,9 @@ class Block:
     def shape(self) -> tuple[int, int, int]:
         return tuple(s.stop - s.start for s in self.part)  # type: ignore[return-value]
 
-    def of(self, row: Tensor) -> Tensor:
-        """The part of a row tensor, broadcastable to (b, h, rows)."""
-        return cut(row, *self.part)
+    def of(self, vector: Tensor) -> Tensor:
+        """The block's part of a per-query vector, broadcastable to (b, h, rows)."""
+        return cut(vector, *self.part)
 
     def flat(self, x: Tensor) -> Tensor:
         """[b, h, rows, D] as [kv, G·rows, D]: the heads of a group share their keys."""
@@ -99,7 +99,7 @@ class Block:
 
 
 def blocks(call: Call) -> Iterator[Block]:
-    """Blocks that cover all rows with at least one key in reach of causality and window."""
+    """Blocks that cover all queries with at least one key in reach of causality and window."""
     bare = call.mask is None and call.segments is None
     for start in range(0, call.queries, ROWS):
         stop = min(start + ROWS, call.queries)
@@ -116,7 +116,7 @@ def blocks(call: Call) -> Iterator[Block]:
             over = slice(low, min(low + rows, stop))
             keys = call.key_range(over)
             if keys.start == keys.stop:
-                continue  # the first of these rows may stand before all keys
+                continue  # these queries have no key in reach
             first = call.block(slice(0, 1), slice(0, call.group), over)[0] if bare else None
             edges = None if first is None else first.hidden()
             yield from _heads_of(call, over, keys, edges, batches, heads)
@@ -129,7 +129,7 @@ def _heads_of(
         over_b = slice(b, min(b + batches, call.batch))
         for h in range(0, call.heads, heads):
             over_h = slice(h, min(h + heads, call.heads))
-            # Several batches come with all their heads, so the flat range has no gaps.
+            # A block of several batches has all their heads, so the flat range has no gaps.
             first = over_b.start * call.kv_heads + over_h.start // call.group
             size = (over_b.stop - b) * (over_h.stop - h) // call.group
             yield Block(call, over_b, over_h, rows, keys, slice(first, first + size), edges)
@@ -141,7 +141,7 @@ def flat_keys(x: Tensor, call: Call) -> Tensor:
 
 
 class Scratch:
-    """One buffer that the blocks of a walk share, grown to the largest."""
+    """A buffer that all blocks share. It grows to the size of the largest block."""
 
     def __init__(self, call: Call) -> None:
         self.buffer = torch.empty(0, dtype=call.dtype, device=call.device)
@@ -156,7 +156,7 @@ class Scratch:
 
 
 def product(a: Tensor, b: Tensor, scratch: Scratch) -> Tensor:
-    """a @ bᵀ for [n, M, D] and [n, K, D], in the scratch: [n, M, K]."""
+    """a @ bᵀ for [n, M, D] and [n, K, D], written to the scratch buffer: [n, M, K]."""
     out = scratch.view(a.shape[0], a.shape[1], b.shape[1])
     return torch.bmm(a, b.transpose(1, 2), out=out)
 
@@ -171,9 +171,10 @@ def scaled_queries(block: Block, q: Tensor, gain: Tensor | None) -> Tensor:
 def block_scores(
     block: Block, scaled: Tensor, keys: Tensor, scratch: Scratch, vanishes: bool
 ) -> tuple[Tensor, Hidden]:
-    """Scores [b, h, rows, keys] with the bias, and where keys are invisible.
+    """Scores with the bias, [b, h, rows, keys], and the list of hidden keys.
 
-    With ``vanishes`` those are −∞ already and the list is empty; otherwise φ has to be masked.
+    With ``vanishes`` the scores of hidden keys are −∞ and the list is empty. Otherwise the caller
+    must mask φ.
     """
     flat = product(scaled, keys[block.kv, block.keys], scratch)
     s = flat.view(*block.shape, flat.shape[-1])
@@ -195,7 +196,7 @@ def hide(s: Tensor, hidden: Hidden, value: float) -> None:
 
 
 class ScoreGradients:
-    """Takes dS block by block and turns it into the gradients of what the scores are made of."""
+    """Accumulates gradients of q, k, gain, mask and ALiBi slopes from dS, block by block."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class ScoreGradients:
         )
 
     def add(self, block: Block, ds: Tensor, scaled: Tensor) -> None:
-        """ds: [b, h, rows, keys]; scaled: the queries the scores were made from."""
+        """ds: [b, h, rows, keys]; scaled: the queries from which the scores were computed."""
         flat = block.flat(ds)
         self.dk[block.kv, block.keys].baddbmm_(flat.transpose(1, 2), scaled)
         dq = torch.bmm(flat, self.keys[block.kv, block.keys]).view(*block.shape, scaled.shape[-1])
@@ -225,7 +226,8 @@ class ScoreGradients:
         if self.dgain is None or self.gain is None:
             self.dq[block.part] = dq
         else:
-            # From the sum before the gain: a gain of 0 (log 1) cannot be divided out.
+            # Computed before the gain is applied: a division by the gain would fail where it is 0
+            # (log 1).
             self.dgain[block.part] = (dq * self.q[block.part].to(dq.dtype)).sum(-1)
             self.dq[block.part] = dq * block.of(self.gain)[..., None]
         if self.dmask is not None:
@@ -236,7 +238,7 @@ class ScoreGradients:
             target -= (ds * block.call.distance.abs()).sum_to_size(*target.shape, 1)[..., 0]
 
     def named(self, k: Tensor) -> dict[str, Tensor]:
-        """The gradients, in the dtypes and shapes of their inputs."""
+        """The gradients by name, in the dtypes and shapes of their inputs."""
         found = {"q": self.dq.to(self.q.dtype), "k": self.dk.view(k.shape).to(k.dtype)}
         if self.dmask is not None and self.call.mask is not None:
             found["mask"] = self.dmask.to(self.call.mask.dtype)
@@ -248,5 +250,5 @@ class ScoreGradients:
 
 
 def reduce_vector(gradient: Tensor, vector: Tensor) -> Tensor:
-    """A gradient per (b, h, i) summed to the shape that the vector broadcasts from."""
+    """Sum a gradient per (b, h, i) to the shape that the vector was broadcast from."""
     return gradient.sum_to_size(vector.shape).to(vector.dtype)

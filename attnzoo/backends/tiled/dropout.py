@@ -1,7 +1,7 @@
-"""Dropout whose draw depends on (seed, head, row, key) alone, not on how a call is cut.
+"""Dropout whose random numbers depend only on (seed, head, query, key), not on the block size.
 
-The backward of `tiled` draws the same mask again from the saved seed, and one seed gives one mask
-whatever the block size, which a stateful generator would not.
+The backward of `tiled` draws the same mask again from the saved seed. With a stateful generator the
+mask would depend on the order of the blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WORD = 0xFFFFFFFF
 
 
 def new_seed(call: Call) -> Tensor:
-    """From torch's generator of the device, so that torch.manual_seed governs it."""
+    """A seed from torch's generator of the device, so that torch.manual_seed applies."""
     return torch.randint(0, _WORD + 1, (), dtype=torch.int64, device=call.device)
 
 
@@ -28,13 +28,14 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def keep_mask(block: Block, call: Call, seed: Tensor) -> Tensor:
-    """0 where a weight is dropped, else 1/(1 − p): [b, h, rows, keys] in the call's dtype."""
+    """0 for dropped weights, else 1/(1 − p): [b, h, rows, keys] in the call's dtype."""
     b, h, i, j = (
         torch.arange(s.start, s.stop, device=call.device)
         for s in (block.batches, block.heads, block.rows, block.keys)
     )
     row = (b[:, None, None] * call.heads + h[:, None]) * call.queries + i
-    # Keys are mixed before they meet the row, or two rows would draw shifted copies of one run.
+    # Keys are mixed before they are combined with rows. Otherwise two rows would get shifted copies
+    # of one sequence.
     word = _mix(_mix(row ^ seed)[..., None] ^ _mix(j + 0x9E3779B9))
     kept = word >= int(call.dropout_p * (_WORD + 1))
     return kept.to(call.dtype) / (1 - call.dropout_p)

@@ -1,8 +1,8 @@
-"""The walks of `tiled.walk` as PyTorch operators: real, fake and differentiated once.
+"""The loops of `tiled.walk` as PyTorch operators, with fake functions and first derivatives.
 
-Operators, because torch.compile looks into an autograd function but not into an operator: a walk
-over blocks would be unrolled into the graph, and compiled again for each length. An operator also
-has a fake for tensors without values, and an activation reaches it by its key, a string.
+torch.compile traces into an autograd function but not into an operator. Without operators it would
+unroll the loop over blocks and recompile for each length. Operators take no Python objects, so an
+activation is passed by its key, a string.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _BY_KEY: WeakValueDictionary[str, Activation] = WeakValueDictionary()
 
 
 def key_of(activation: Activation) -> str:
-    """The activation's name, with a number behind it where another one has the name already."""
-    if not hasattr(activation, "name"):  # what a compiler knows of an object of its own making
+    """The activation's name, followed by a number if another activation has the same name."""
+    # torch.compile passes a placeholder for an object that is created in the compiled function.
+    if not hasattr(activation, "name"):
         raise TypeError(
-            "under torch.compile an Activation must be made before the call: at the top of a "
-            "module, not in the variant's forms()"
+            "under torch.compile an Activation must be created before the call, for example at the "
+            "top of a module, not in the variant's forms()"
         )
     for number in count(1):
         key = activation.name if number == 1 else f"{activation.name}#{number}"
@@ -39,19 +40,19 @@ def key_of(activation: Activation) -> str:
     raise AssertionError("count() does not end")
 
 
-# A compiler calls it and takes the string for a constant. This is all that
-# torch.compiler.assume_constant_result does, which would import the compiler with attnzoo.
+# The compiler calls key_of and treats the string as a constant.
+# torch.compiler.assume_constant_result sets the same flag, but would import the compiler.
 key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-# Their keys are their names in every process, for a program that is exported in one and run in
-# another.
+# Registers the library's activations first, so that their keys equal their names in every process.
+# An exported program relies on that.
 for _known in (*vars(activations).values(), *activations.TAYLOR.values()):
     if isinstance(_known, Activation):
         key_of(_known)
 
 
 class Attended(NamedTuple):
-    """τ and Z are the per-query vectors from which the backward finds the weights again."""
+    """τ and Z are the per-query vectors from which the backward recomputes the weights."""
 
     out: Tensor
     lse: Tensor | None
@@ -80,7 +81,7 @@ def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
 
 @tiled_forward.backward(
     "q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink",
-    lasting=lambda operands: _BY_KEY[operands["activation"]],
+    keep_alive=lambda operands: _BY_KEY[operands["activation"]],
 )  # fmt: skip
 def tiled_backward(
     *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,

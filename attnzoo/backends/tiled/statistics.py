@@ -1,7 +1,7 @@
-"""Statistics in one pass over the keys: lse and entropy of the scores with bias, without a gain.
+"""Statistics of the logits in one pass over the keys: lse and entropy, with bias, without gain.
 
-With Z = Σ e^{s−m} and T = Σ (s−m) e^{s−m}:  lse = m + log Z,  H = log Z − T/Z.
-Their gradient: dS = p · (dlse − dH (log p + H)), p = e^{s − lse}.
+Z = Σ e^{s−m},  T = Σ (s−m) e^{s−m},  lse = m + log Z,  H = log Z − T/Z
+dS = p · (dlse − dH (log p + H)),  p = e^{s − lse}
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.call import Call, in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
 
-# exp is 0 in fp32 and fp64 below this, so a score clamped here drops out of both sums.
+# exp is 0 below this in fp32 and fp64. A score clamped to it adds nothing to either sum.
 FLOOR = -1e4
 
 
 def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) -> Pairwise:
-    """The form with its gain as a per-query vector, after the pass that it may need."""
+    """The form with its gain as a per-query vector. Computes the statistics if necessary."""
     if not isinstance(form.gain, FromStatistics):
         return form
     reject_transforms(backend, q, k, call.mask, call.alibi)
     origin = call.query_origin - call.key_origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.gain.differentiable):
-        found = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
-    # A query without keys has lse −∞, entropy 0. A parameter of the gain has its gradient anyway.
-    return replace(form, gain=form.gain.gain(found))
+        statistics = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
+    # Not under no_grad: parameters of the gain get a gradient even if the statistics do not. A
+    # query without keys has lse −∞ and entropy 0.
+    return replace(form, gain=form.gain.gain(statistics))
 
 
 @operator

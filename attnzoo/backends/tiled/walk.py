@@ -1,10 +1,10 @@
-"""The walk of `tiled` over the blocks of a pairwise form: outputs, and gradients.
+"""Output and gradients of a pairwise form, computed block by block.
 
 The backward, with w = φ/Z, dP_ij = dO_i·v_j and r_i as below:
     dV = wᵀ dO,  dS = φ' (dP − dO·r)/Z,
     dO·r = 0 ("none") · dO·o ("sum", "select") · Σφ'dP/Σφ' ("threshold").
 
-A row with a NaN among its scores is NaN throughout, other rows are as without it.
+If a query has a NaN among its scores, all of its output is NaN. Other queries are not affected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEG_INF = float("-inf")
 
 
 class Normalizer(NamedTuple):
-    """What a pairwise form is beside its per-query vectors."""
+    """A pairwise form without its per-query vectors."""
 
     activation: Activation
     normalize: str
@@ -56,13 +56,13 @@ def outputs(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """out; lse if the call asks for it; the per-query vectors τ and Z.
 
-    For φ = exp τ is the row's maximum. Not m + log Z is saved: a mask may move all of a row by
-    −1e9, beside which log Z has no digit.
+    For φ = exp, τ is the maximum of the query's scores. m and Z are saved separately: a mask may
+    add −1e9 to all scores of a query, and m + log Z would then lose all digits of log Z.
     """
     gain, offset, shape, sink = vectors
     keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
     if offset is not None:
-        # −τ is one more feature of q, against 1 in every key: the product subtracts it.
+        # −τ is appended to q as a feature, and 1 to each key, so that the product subtracts it.
         keys = torch.nn.functional.pad(keys, (0, 1), value=1.0)
     full = (call.batch, call.heads, call.queries)
     out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
@@ -103,7 +103,7 @@ def gradients(
     dlse: Tensor | None,
     wanted: Collection[str],
 ) -> dict[str, Tensor]:
-    """By name: of q, k and v, and of what else is wanted."""
+    """Gradients by name: of q, k and v, and of the other operands in ``wanted``."""
     out, lse, tau, z = saved
     gain, offset, shape, sink = vectors
     grads = ScoreGradients(call, q, k, gain, wanted)
@@ -117,8 +117,8 @@ def gradients(
         scaled = scaled_queries(block, q, gain)
         s, hidden = block_scores(block, scaled, grads.keys, scratch, how.activation.vanishes)
         wide = None if shape is None else block.of(shape)[..., None]
-        x, phi, slope = _weigh_again(how, s, hidden, block, tau, offset, wide)
-        # dO/Z in the place of dO puts the division into both products at once.
+        x, phi, slope = _recompute_weights(how, s, hidden, block, tau, offset, wide)
+        # dO/Z instead of dO applies the division to both products at once.
         do_z = do[block.part].to(call.dtype)
         if how.normalize != "none":
             do_z = do_z / block.of(z)[..., None]
@@ -145,7 +145,7 @@ def gradients(
         if call.return_lse:
             assert lse is not None
             assert dlse is not None
-            # ∂lse/∂s = exp(s − lse), lse being that without the sink.
+            # ∂lse/∂s = exp(s − lse). lse does not include the sink.
             own = block.of(lse)
             empty = own == NEG_INF
             own = (block.of(tau) - own).masked_fill(empty, 0.0)
@@ -159,19 +159,19 @@ def gradients(
 
 
 def _kept(s: Tensor, top_k: int | None) -> Tensor:
-    """The top_k largest of each row, ties to the lowest index; a NaN is always kept."""
+    """The top_k largest scores of each row, ties to the lowest index. A NaN is always kept."""
     assert top_k is not None
     top_k = min(top_k, s.shape[-1])
     kth = s.topk(top_k, dim=-1).values[..., -1:]
-    above, tied = ~(s <= kth), s == kth  # "not below or equal": NaN, too, is above
+    above, tied = ~(s <= kth), s == kth  # written as "not <=" so that NaN counts as above
     room = top_k - above.sum(-1, keepdim=True)
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
 def _peak(s: Tensor) -> Tensor:
-    """The row's maximum, 0 for a row without keys: τ of a threshold counts from here.
+    """The maximum of each row, 0 for a row without keys. A threshold τ is relative to it.
 
-    Counted from 0, τ of large scores would be rounded more coarsely than its keys differ.
+    Relative to 0, τ of large scores would be rounded by more than the differences between keys.
     """
     m = s.amax(-1, keepdim=True)
     return m.masked_fill_(m == NEG_INF, 0.0)
@@ -185,9 +185,9 @@ def _weigh(
     shape: Tensor | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """φ(s − τ), the rows τ and Z from which a backward finds it again, and lse for φ = exp.
+    """φ(s − τ), the per-query vectors τ and Z, and lse if φ = exp.
 
-    Works in place on the scores s [b, h, rows, keys], from which an offset is off already. None
+    Overwrites the scores s [b, h, rows, keys], from which an offset is already subtracted. None
     stands for τ = 0, Z = 1 and no lse.
     """
     shape, sink = (None if x is None else block.of(x) for x in (shape, sink))
@@ -203,18 +203,18 @@ def _weigh(
         s.sub_(_peak(s))
         tau = solve_threshold(s, shape, how.activation)
         phi = value(s.sub_(tau[..., None]), wide)
-        # Z is 1 up to the last place of τ; over many equal scores that is not 1 in fp32.
+        # Z is 1 up to the rounding of τ, which over many equal scores is not 1 in fp32.
         return phi, tau, phi.sum(-1), None
     if how.activation.exponential:
         m = _peak(s)
         phi = value(s.sub_(m), None)
-        mass, m = phi.sum(-1), m[..., 0]
-        lse = m + mass.log()
+        weight_sum, m = phi.sum(-1), m[..., 0]
+        lse = m + weight_sum.log()
         if sink is None:
-            return phi, m, mass, lse
+            return phi, m, weight_sum, lse
         top = torch.maximum(m, sink)
         down = (m - top).exp()
-        return phi.mul_(down[..., None]), top, mass * down + (sink - top).exp(), lse
+        return phi.mul_(down[..., None]), top, weight_sum * down + (sink - top).exp(), lse
     phi = value(s, wide)
     hide(phi, hidden, 0.0)
     z = phi.sum(-1)
@@ -223,7 +223,7 @@ def _weigh(
     return phi, None, z, None
 
 
-def _weigh_again(
+def _recompute_weights(
     how: Normalizer,
     s: Tensor,
     hidden: Hidden,
@@ -232,7 +232,7 @@ def _weigh_again(
     offset: Tensor | None,
     wide: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x = s − τ, φ(x) and φ'(x) from the saved rows, 0 at invisible keys."""
+    """x = s − τ, φ(x) and φ'(x) from the saved τ, 0 for hidden keys."""
     if how.normalize == "select":
         s.masked_fill_(~_kept(s, how.keep), NEG_INF)
     if how.normalize == "threshold":
@@ -241,7 +241,7 @@ def _weigh_again(
         s.sub_(block.of(offset)[..., None])
     elif how.normalize == "threshold" or how.activation.exponential:
         s.sub_(block.of(tau)[..., None])
-    # φ = exp overwrites s, and its gradient of lse wants x again.
+    # φ = exp overwrites s, and the gradient of lse needs x.
     x = s.clone() if block.whole.return_lse else s
     phi = how.activation.value(s, wide)
     hide(phi, hidden, 0.0)
@@ -254,12 +254,12 @@ def _weigh_again(
 def _mean_gradient(
     how: Normalizer, block: Block, do_z: Tensor, out: Tensor, dp: Tensor, slope: Tensor
 ) -> Tensor | None:
-    """dO·r / Z, what a row's scores have in common: [b, h, rows]."""
+    """dO·r / Z, which is subtracted from dP for all keys of a query: [b, h, rows]."""
     if how.normalize == "none":
         return None
     if how.normalize == "threshold":
-        mass = slope.sum(-1)
-        return torch.linalg.vecdot(slope, dp) / mass.masked_fill_(mass == 0, 1.0)
+        slope_sum = slope.sum(-1)
+        return torch.linalg.vecdot(slope, dp) / slope_sum.masked_fill_(slope_sum == 0, 1.0)
     return (do_z * out[block.part]).sum(-1)
 
 

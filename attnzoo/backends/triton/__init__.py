@@ -1,8 +1,8 @@
-"""The backends in Triton: kernels, launches and operators side by side, one folder per operator.
+"""The backends in Triton. One folder per operator, with its kernels, launches and operators.
 
-Nothing here imports Triton before a kernel is launched.
+Importing this package does not import Triton. The first launch of a kernel does.
 
-Two names of a kernel's arguments recur. A *row* is an fp32 pointer to one number per (batch, head,
-query), contiguous. A pointer, stride or bound that is None is a constant of the compilation: the
-code it would need is not there.
+Conventions for kernel arguments: a per-query vector is an fp32 pointer to one number per (batch,
+head, query), contiguous. A pointer, stride or bound that is None is a compile-time constant, so the
+code for it is not compiled.
 """

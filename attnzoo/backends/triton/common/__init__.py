@@ -1,1 +1,1 @@
-"""What all Triton kernels share: tiles, the fold, activations, configurations, launches."""
+"""Shared by all Triton kernels: tiles, loop over keys, activations, configurations, launches."""

@@ -2,9 +2,9 @@
 
 ``shape`` is the tile's vector of shapes, or None.
 
-x comes multiplied by the activation's ``unit``, so that exp is one exp2; φ' is the slope in the
-scores themselves. Masked scores are −∞, where φ and φ' must be 0 if the activation vanishes there.
-The compiler drops the half that a caller does not use.
+x is already multiplied by the activation's ``unit``, so that exp is a single exp2. φ' is the
+derivative with respect to the scores, without the unit. Masked scores are −∞. If the activation
+vanishes there, φ and φ' must be 0. The compiler removes φ or φ' if the caller does not use it.
 """
 
 import triton
@@ -42,11 +42,12 @@ def q_exp(x, shape):
     """φ = u^{1/a} and φ' = φ/u with u = [1 + ax]_+, a = α − 1."""
     a = shape - 1.0
     y = tl.maximum(a * x, -1.0)
-    # log u from y: near 1 the hardware's logarithm has an absolute error only, and a divides it.
+    # A series for log u near u = 1. The hardware logarithm has an absolute error there, which the
+    # division by a would amplify.
     t = y / (2.0 + y)
     t2 = t * t
     series = 2.0 * t * (1.0 + t2 * (1.0 / 3.0 + t2 * (1.0 / 5.0 + t2 * (1.0 / 7.0))))
-    u = tl.maximum(1.0 + y, 1e-30)  # where it is 0, what comes of it is not taken
+    u = tl.maximum(1.0 + y, 1e-30)  # the result for u = 0 is replaced below
     log_u = tl.where(tl.abs(y) < 0.125, series, LN2 * tl.log2(u))
     phi = tl.where(y > -1.0, tl.exp2(log_u * (1.0 / (a * LN2))), 0.0)
     return phi, phi / u

@@ -1,22 +1,22 @@
 """Block sizes, warps and pipeline stages per kernel, architecture, element size and head dimension.
 
-Each row compiles without spilled registers and within the architecture's shared memory: that is
-what ``python -m benchmarks compile`` holds. Tuning prints a new table; nothing is tried out in a
-user's call. What is neither Hopper nor Blackwell's data center part takes the rows of sm_80.
+Every entry compiles without spilled registers and within the architecture's shared memory, which
+``python -m benchmarks compile`` checks. ``python -m benchmarks tune`` tries other entries. Nothing
+is tuned at run time. Architectures other than sm_90 and sm_100 use the entries of sm_80.
 
-What a call has beside the plain loop decides which of a kernel's rows it takes:
+A kernel has several entries, chosen by the features of the call:
 
-- "filled": columns that fill up a head dimension to a power of two;
-- "one": one of window, ALiBi, segments and a mask of keys;
+- "": none of the following;
+- "filled": a head dimension is padded to a power of two;
+- "one": one of window, ALiBi, segments and a key mask;
 - "listed": a threshold's list of blocks, and nothing else;
-- "several": more than that. A dense mask, two extras, one beside a list of blocks, further vectors
-  to hold (the shape, the gradient of lse);
-- "unaligned": strides that no wide load divides, so that each element has an address of its own,
-  whatever else there is.
+- "several": more than that: a dense mask, two of window, ALiBi, segments and key mask, one of them
+  together with a list of blocks, or further per-query vectors (the shape, the gradient of lse);
+- "unaligned": strides that allow no wide loads, with or without the above.
 
-The last two are rare. Their rows are safe rather than fast: the same for all architectures, and
-small enough for everything at once. Where a kernel has no rows of a name, those of "several" hold
-for "unaligned" and its plain ones for the others.
+The last two are rare. Their entries are safe rather than fast: the same for all architectures, and
+small enough for all features at once. A kernel without an entry "unaligned" uses "several" for it.
+For other missing entries it uses "".
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ class Config(NamedTuple):
     block_n: int
     warps: int
     stages: int
-    part: int | None = None  # columns of q kᵀ and of dO vᵀ at a time, where not all
-    registers: int | None = None  # the most for each thread; None: as ptxas likes
-    split: bool = True  # without a window, blocks that are seen whole in a loop of their own
+    part: int | None = None  # columns of q kᵀ and of dO vᵀ per product; None: all
+    registers: int | None = None  # limit per thread; None: ptxas decides
+    split: bool = True  # a separate loop for blocks that all queries see whole (no window)
 
 
-# All registers, so that ptxas does not spill a few for more blocks at once.
+# All registers. Otherwise ptxas may spill a few in order to run more blocks at once.
 ALL = 255
 full = partial(Config, registers=ALL)
 
-# Bytes of shared memory that a kernel may take. The rows of sm_80 serve consumer cards too (sm_86,
-# sm_89, sm_120), so theirs is the limit.
+# Limit of shared memory in bytes. sm_80 also stands for consumer cards (sm_86, sm_89, sm_120), so
+# their limit applies.
 SHARED = {80: 101_376, 90: 232_448, 100: 232_448}
 
-# For head dimensions of up to 64, 128 and 256.
-Rows = tuple[Config, ...]
-# The left operand of a product of three in tf32 is held twice: in parts, or no block size fits.
-FP32: dict[str, Rows] = {
+# Configurations for head dimensions up to 64, 128 and 256.
+ByHeadDim = tuple[Config, ...]
+# A tf32x3 product keeps its left operand in registers twice. Above 64 columns it only fits in
+# parts.
+FP32: dict[str, ByHeadDim] = {
     "forward": (Config(64, 32, 8, 2), Config(64, 32, 8, 1, 32), Config(32, 32, 8, 1, 32)),
     "dq": (Config(16, 32, 8, 1), Config(32, 32, 8, 1, 32), Config(16, 32, 8, 1, 32)),
     "dq listed": (Config(16, 32, 4, 1), Config(32, 32, 8, 1, 32), Config(16, 32, 8, 1, 32)),
@@ -60,7 +61,7 @@ FP32: dict[str, Rows] = {
     "stats several": (Config(64, 32, 8, 1, 32),) * 3,
     "threshold several": (full(16, 32, 8, 1, 32),) * 3,
 }
-SAFE: dict[str, Rows] = {
+SAFE: dict[str, ByHeadDim] = {
     "forward several": (Config(64, 64, 8, 2), Config(32, 32, 4, 1), Config(16, 32, 8, 1)),
     "forward unaligned": (Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1, 64)),
     "dq several": (full(32, 64, 8, 1), full(16, 32, 8, 1), full(16, 32, 8, 1, 32)),
@@ -69,8 +70,8 @@ SAFE: dict[str, Rows] = {
     "stats several": (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
     "threshold several": (full(32, 32, 8, 1),) * 3,
 }
-# (architecture, bits of an element) -> the kernel and what is beside its plain loop -> rows.
-TABLE: dict[tuple[int, int], dict[str, Rows]] = {
+# (architecture, bits of an element) -> "kernel" or "kernel feature" -> configurations.
+TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
     **{(arch, 32): FP32 for arch in SHARED},
     (80, 16): {
         **SAFE,
@@ -111,59 +112,61 @@ TABLE: dict[tuple[int, int], dict[str, Rows]] = {
     },
 }
 
-# The interpreter: small, so that short sequences have many blocks. fp32 beyond 128 goes in parts.
+# For the interpreter: small blocks, so that short sequences have several. fp32 above D = 128 goes
+# in parts.
 INTERPRETED_PART = 64
 INTERPRETED = {
     "forward": Config(64, 32, 1, 1),
     "dq": Config(32, 64, 1, 1),
     "dkdv": Config(64, 32, 1, 1),
     "stats": Config(64, 64, 1, 1),
-    "threshold": Config(128, 64, 1, 1),  # the map's
+    "threshold": Config(128, 64, 1, 1),  # the tile of the block map
 }
 
 
-def of_dim(rows: Rows, head_dim: int) -> Config:
+def of_dim(configs: ByHeadDim, head_dim: int) -> Config:
     if head_dim > 256:
-        raise ValueError(f"no configuration for a head dimension of {head_dim}")
-    return rows[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+        raise ValueError(f"head dimension must be at most 256, got {head_dim}")
+    return configs[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
 
 
-def find(kernel: str, arch: int, bits: int, beside: str) -> Rows:
+def find(kernel: str, arch: int, bits: int, feature: str) -> ByHeadDim:
     table = TABLE[arch // 10 * 10 if arch // 10 in (9, 10) else 80, bits]
-    rows = table.get(f"{kernel} {beside}")
-    if rows is None and beside == "unaligned":
-        rows = table.get(f"{kernel} several")
-    return rows or table[kernel]
+    configs = table.get(f"{kernel} {feature}")
+    if configs is None and feature == "unaligned":
+        configs = table.get(f"{kernel} several")
+    return configs or table[kernel]
 
 
-def pick(kernel: str, arch: int, bits: int, head_dim: int, beside: str) -> Config:
-    """The row for this call. ``arch`` is 10 · major + minor, or 0 for the interpreter.
+def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Config:
+    """The configuration for a call.
 
-    ``beside``: "", "filled", "one", "listed", "several" or "unaligned".
+    ``arch``: 10 · major + minor, or 0 for the interpreter. ``feature``: see the module docstring.
     """
     if arch == 0:
         part = INTERPRETED_PART if bits == 32 and head_dim > 128 else None
         return INTERPRETED[kernel]._replace(part=part)
-    return of_dim(find(kernel, arch, bits, beside), head_dim)
+    return of_dim(find(kernel, arch, bits, feature), head_dim)
 
 
 def map_tile(head_dim: int, bits: int, several: bool) -> tuple[int, int]:
-    """Queries and keys of a tile in the map of blocks that hold weight.
+    """Queries and keys per tile in the map of blocks that hold weight.
 
-    A function of the call alone, because the size of the map follows from it: that of the rows of
-    "threshold", which all architectures have in common.
+    The size of the map follows from it, so it must not depend on the device: it is taken from the
+    entries of "threshold", which have the same block sizes on all architectures.
     """
     config = of_dim(TABLE[80, bits]["threshold several" if several else "threshold"], head_dim)
     return config.block_m, config.block_n
 
 
-# The kernels of linear forms, by bits of a feature: tokens in a chunk, the same for all kernels of
-# a call; features in a block, warps, stages. fp32 takes shorter chunks: a product of three in tf32
-# holds its operands twice, and the weights of a longer chunk fitted in no number of registers.
+# Kernels of linear forms, by bits of a feature. block_m is the number of tokens in a chunk, the
+# same for all kernels of a call, block_n the number of features in a block. fp32 has shorter
+# chunks: a tf32x3 product keeps its operands twice, and the weights of a longer chunk do not fit in
+# registers.
 LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
 LINEAR_CHUNK = {16: 64, 32: 32}
 INTERPRETED_CHUNK = 32
-# Columns of values that are taken at once; a row's denominator is made anew for each so many.
+# Columns of values per pass. Each pass recomputes the denominators.
 LINEAR_WIDEST = {16: 128, 32: 64}
 LINEAR: dict[int, dict[str, Config]] = {
     16: {**dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)), "states": full(64, 64, 8, 2)},
@@ -181,10 +184,10 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
     return LINEAR[bits][kernel]
 
 
-# Few queries against many keys, by bits of an element. What is read is what it costs, so several
-# blocks are on their way at once. "safe" is what would be "several" or "unaligned" above, a mask of
-# its own for each head, and many rows in a tile.
-DECODE: dict[int, dict[str, Rows]] = {
+# Few queries against many keys, by bits of an element. Reading the keys dominates the time, so
+# several blocks are in flight. "safe" covers "several", "unaligned", a mask per head, and tiles of
+# many rows.
+DECODE: dict[int, dict[str, ByHeadDim]] = {
     16: {
         "": (Config(16, 128, 4, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 3)),
         "safe": (Config(64, 64, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 1, 32)),

@@ -1,11 +1,14 @@
-"""The fold of a pairwise form over its keys: o_i = Σ_j φ(s_ij − τ_i) v_j / Z_i, block by block.
+"""The loop over keys of a pairwise form: o_i = Σ_j φ(s_ij − τ_i) v_j / Z_i, block by block.
 
-``ONLINE`` (φ = exp, normalized): a running maximum stands for τ and the partial is (m, Z, o).
-``SUM``: τ is 0 or given, the partial is (Z, o). Neither: no normalizer, the partial is o.
-A sink and the division enter once, at the end.
+`walk` accumulates a partial result over a range of blocks of keys. `finish` adds the sink and
+divides, once, at the end. Partial results by form:
 
-``PEAKED`` (φ unbounded, values in fp16): o is kept in units of the largest φ so far, for fp16 ends
-at 65504 and a polynomial does not.
+- ``ONLINE`` (φ = exp, normalized): (m, Z, o). A running maximum m takes the place of τ.
+- ``SUM``: (Z, o). τ is 0 or given.
+- neither: o.
+
+``PEAKED`` (φ unbounded, values in fp16): o is kept in units of the largest φ so far, because a
+polynomial may exceed 65504, the largest fp16 number.
 """
 
 import triton
@@ -16,15 +19,15 @@ from attnzoo.backends.triton.common.tile import activate, dot, load_tile, out_of
 
 @triton.jit
 def walk(
-    acc, m, z, low, high, q_side, i, tiles_kv, size, rows, segment, where, blocks,
+    acc, m, z, low, high, q_side, i, tiles_kv, size, vectors, segment, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, ONLINE: tl.constexpr,
     SUM: tl.constexpr, PEAKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The partial (acc, m, z) after the blocks of keys [low, high).
+    """The partial result (acc, m, z) after the blocks of keys [low, high).
 
-    ``blocks``: a list of which they are, or None. Where k is None an earlier pass has left q kᵀ at
-    q_side, [BM, 1] pointers to a row's product with key 0.
+    ``blocks``: a list of block indices to go through instead, or None. If k is None, an earlier
+    pass has computed q kᵀ, and q_side holds [BM, 1] pointers to each row's product with key 0.
     """
     k, v, k_n, v_n, d, dv = tiles_kv
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
@@ -39,7 +42,7 @@ def walk(
             k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
             k_side = (k_tile, k, j, k_n, size[1])
             product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
-        s, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)
+        s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)
         if ONLINE:
             m_new = tl.maximum(m, tl.max(s, 1))
             base = m_new
@@ -51,8 +54,8 @@ def walk(
             acc *= decay[:, None]
             m = m_new
         else:
-            s -= rows[1]
-            p = activate(ACT, s, rows[2], seen, HIDES and not VANISHES)[0]
+            s -= vectors[1]
+            p = activate(ACT, s, vectors[2], seen, HIDES and not VANISHES)[0]
             if SUM:
                 z += tl.sum(p, 1)
             if PEAKED:
@@ -67,14 +70,14 @@ def walk(
 
 @triton.jit
 def finish(
-    acc, m, z, at, index, queries, rows, stat, mass, lse, sink, tau,
+    acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau,
     ACT: tl.constexpr, UNIT: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
 ):  # fmt: skip
-    """The output of a whole partial; lse and what a backward needs are stored, unless None."""
+    """The output from a complete partial result. Stores lse and the statistics for the backward."""
     inside = index < queries
     if ONLINE:
-        if lse is not None:  # −∞ for a row without keys
+        if lse is not None:  # −∞ for a query without keys
             tl.store(lse + at + index, out_of_unit(m + tl.log2(z), UNIT), mask=inside)
         if sink is not None:
             last = tl.load(sink + at + index, mask=inside, other=0.0) * UNIT
@@ -86,15 +89,15 @@ def finish(
             m = top
         divisor = tl.where(z == 0.0, 1.0, z)
         acc /= divisor[:, None]
-        if mass is not None:
+        if weight_sum is not None:
             tl.store(stat + at + index, m, mask=inside)
-            tl.store(mass + at + index, divisor, mask=inside)
+            tl.store(weight_sum + at + index, divisor, mask=inside)
         elif stat is not None:
             tl.store(stat + at + index, m + tl.log2(z), mask=inside)
     elif SUM:
         if sink is not None:
             last = tl.load(sink + at + index, mask=inside, other=0.0)[:, None] * UNIT
-            z += tl.sum(ACT(last, rows[2])[0], 1)
+            z += tl.sum(ACT(last, vectors[2])[0], 1)
         z = tl.where(z == 0.0, 1.0, z)
         if PEAKED:
             acc *= (m / z)[:, None]
@@ -103,5 +106,5 @@ def finish(
         if stat is not None:
             tl.store(stat + at + index, z, mask=inside)
         if tau is not None:
-            acc += rows[1] - rows[1]  # NaN where scores were: maxima drop it, and with it the row
+            acc += vectors[1] - vectors[1]  # keeps a NaN of τ: tl.maximum in φ drops it
     return acc

@@ -1,4 +1,4 @@
-"""Operands that the kernels share, and how their results lie in memory. Nothing imports Triton."""
+"""Operands of the Triton operators and memory layout of their results. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnzoo.core.forms import Pairwise, PerQuery
 
 
 class Form(NamedTuple):
-    """What the kernels know of a form: ``normalize`` is online, sum, threshold or none."""
+    """A form as the kernels need it. ``normalize`` is online, sum, threshold or none."""
 
     activation: str  # its Triton function, "module:name"
     unit: float
@@ -28,13 +28,13 @@ class Form(NamedTuple):
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"an activation's triton must name a function as 'module:name', got "
+                f"Activation.triton must name a function as 'module:name', got "
                 f"{self.activation!r}: {error}"
             ) from error
 
 
 class Maps(NamedTuple):
-    """Which tiles hold weight, as `flash.threshold` leaves it. None: any may."""
+    """Which tiles hold weight, as `flash.threshold` computes it. None: any tile may."""
 
     blocks: Tensor | None = None
     counts: Tensor | None = None
@@ -44,7 +44,7 @@ class Maps(NamedTuple):
 def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
     """A per-query vector as the kernels read it: (B, H, Nq), contiguous.
 
-    Autograd adds up what was expanded.
+    Autograd sums the gradient over expanded dimensions.
     """
     if value is None:
         return None
@@ -54,15 +54,15 @@ def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
 def vectors_of(
     form: Pairwise, gain: PerQuery, layout: Layout, call: Call
 ) -> tuple[Layout, Vectors]:
-    """A gain that is a number enters with the scale."""
+    """The per-query vectors of a form. A gain that is a number is multiplied into the scale."""
     per_query = isinstance(gain, Tensor)
     layout = layout if per_query else layout._replace(scale=layout.scale * gain)
-    found = (gain if per_query else None, form.offset, form.shape, form.sink)
-    return layout, Vectors(*(_vector(x, call) for x in found))
+    vectors = (gain if per_query else None, form.offset, form.shape, form.sink)
+    return layout, Vectors(*(_vector(x, call) for x in vectors))
 
 
 def layout_of(call: Call) -> Layout:
-    """As the kernels read it: a bool mask as uint8 (0 = hidden), slopes as a per-query vector."""
+    """The layout for the kernels: bool masks as uint8 (0 = hidden), slopes as per-query vectors."""
     mask, segments = call.mask, call.segments or (None, None)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
@@ -72,13 +72,13 @@ def layout_of(call: Call) -> Layout:
 
 
 def new_vector(q: Tensor, two: bool = False) -> Tensor:
-    """(B, H, Nq), or two of them in one tensor: operators cannot return one tensor twice."""
+    """Empty (B, H, Nq), or two of them in one tensor: operators cannot return one tensor twice."""
     shape = (2, *q.shape[:3]) if two else q.shape[:3]
     return q.new_empty(shape, dtype=torch.float32)
 
 
 def like(x: Tensor, dim: int) -> Tensor:
-    """Empty (B, H, N, dim), its heads inside its positions in memory where those of x are."""
+    """Empty (B, H, N, dim) with x's order of heads and positions in memory."""
     b, h, n, _ = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(b, n, h, dim).transpose(1, 2)
@@ -86,8 +86,8 @@ def like(x: Tensor, dim: int) -> Tensor:
 
 
 def stands_apart(normalize: str, mask: Tensor | None) -> bool:
-    """Whether a softmax saves its maximum m and its sum Z as two vectors, not as m + log Z.
+    """Whether a softmax saves its maximum m and its sum Z as two vectors instead of m + log Z.
 
-    A float mask may move all scores of a query by −1e9, beside which log Z has no digit.
+    A float mask may add −1e9 to all scores of a query. m + log Z would lose all digits of log Z.
     """
     return normalize == "online" and mask is not None and mask.is_floating_point()

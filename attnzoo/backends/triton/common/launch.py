@@ -1,7 +1,7 @@
-"""Launches as data, from the tensors of a call, and how one is run: what all kernels share.
+"""Kernel launches as data: built from the tensors of a call, then run.
 
-What allocates and describes is apart from what runs, so that every launch can be compiled for any
-architecture without a GPU: give ``describe`` functions tensors on the device "meta".
+Building is separate from running, so that every launch can be compiled for any architecture without
+a GPU: pass the ``describe`` functions tensors on the device "meta".
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        # Triton warns where FP fusion is left to its default, which will change.
-        found = {"num_warps": self.config.warps, "num_stages": self.config.stages}
-        return {**found, "enable_fp_fusion": True, "maxnreg": self.config.registers}
+        # enable_fp_fusion is set because Triton warns about its default, which will change.
+        options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        return {**options, "enable_fp_fusion": True, "maxnreg": self.config.registers}
 
 
 def architecture(device: torch.device) -> int:
@@ -55,7 +55,7 @@ def padded(dim: int) -> int:
 
 
 def align_of(*tensors: Tensor) -> int:
-    """Elements by which all strides divide: those of 16 bytes, the widest load, or 1."""
+    """Number of elements that divides all strides: 16 bytes, the widest load, or else 1."""
     widest = 16 // tensors[0].element_size()
     return (
         widest
@@ -65,7 +65,7 @@ def align_of(*tensors: Tensor) -> int:
 
 
 def readable(do: Tensor, out: Tensor) -> bool:
-    """Whether a gradient can be read as it is, in loads as wide as the output's."""
+    """Whether the kernels can read a gradient as it is, with loads as wide as the output's."""
     rows = do.stride(-1) == 1 or do.shape[-1] == 1
     return rows and align_of(do) >= align_of(out)
 
@@ -106,7 +106,7 @@ def common(q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
 
 
 def arguments(vectors: Vectors) -> dict[str, Tensor | None]:
-    """The per-query vectors by the names that kernels have for them."""
+    """The per-query vectors under the kernels' argument names."""
     return {
         "gain": vectors.gain,
         "tau": vectors.offset,
@@ -124,9 +124,9 @@ def dense_mask(layout: Layout) -> bool:
 
 
 def count_extras(layout: Layout) -> int:
-    """How many of window, ALiBi, segments and mask there are."""
-    found = layout.left, layout.alibi, layout.k_segments, layout.mask
-    return sum(x is not None for x in found)
+    """How many of window, ALiBi, segments and mask the call has."""
+    extras = layout.left, layout.alibi, layout.k_segments, layout.mask
+    return sum(x is not None for x in extras)
 
 
 def blocks_of(config: Config) -> dict[str, Any]:

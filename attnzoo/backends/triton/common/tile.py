@@ -1,7 +1,7 @@
-"""What the kernels share: how a tile is loaded, which keys a row reaches, and what scores are.
+"""Helpers of the kernels: loading tiles, the keys in reach of a query, and scores.
 
-Query i and key j stand ``i + offset − j`` positions apart. The index tensors i and j broadcast
-against each other, so that the same lines serve a tile [BLOCK_M, BLOCK_N] and its transpose.
+Query i and key j are ``i + offset − j`` positions apart. The index tensors i and j broadcast
+against each other, so the same code serves a tile [BLOCK_M, BLOCK_N] and its transpose.
 """
 
 import triton
@@ -13,14 +13,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     if INTERPRETED:
-        # The interpreter multiplies bf16 as raw bits, and adds up fp16 in fp16.
+        # The interpreter multiplies bf16 as raw bits, and accumulates fp16 in fp16.
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: tl.constexpr):
-    """[rows, columns] of a matrix (count, DIM); 0 beyond it."""
+    """[rows, columns] of a matrix (count, DIM), 0 outside it."""
     pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     if columns.shape[0] == DIM:
         if EDGE:
@@ -37,13 +37,14 @@ def query_tile(
     q, q_b, q_h, q_n, heads, queries,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The queries of this program: batch, head, where the head's rows begin, the first query, their
-    indices [BM], and their matrix for `times`.
+    """The queries of this program.
 
-    Strides come in units of ALIGN: their divisibility, and with it the width of loads, is known.
+    Returns batch, head, the offset of the head in per-query vectors, the first query, the indices
+    of the queries [BM], and their matrix for `times`. Strides are in units of ALIGN, so that the
+    compiler knows their divisibility and uses wide loads.
     """
     tiles = tl.cdiv(queries, BLOCK_M)
-    # The last rows first: under causality they have the most keys, and nobody waits for them.
+    # The last queries start first: under causality they have the most keys to go through.
     tile = tiles - 1 - tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -58,8 +59,8 @@ def query_tile(
 def times(a, b, DIM: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
     """a bᵀ, [rows of a, rows of b], of two matrices (tile, base, rows, row stride, count).
 
-    PART columns at a time where a whole tile of a does not fit in registers: a product of three
-    in tf32 holds its left operand twice. The tiles themselves are then not read.
+    With PART, that many columns at a time, reloaded from memory; the given tiles are not used. This
+    is for tiles that do not fit in registers, as tf32x3 keeps the left operand twice.
     """
     if PART is None:
         product = dot(a[0], tl.trans(b[0]), None, PRECISION)
@@ -82,8 +83,10 @@ def store_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, value)
 
 @triton.jit
 def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the queries from ``start``: the blocks of keys in reach, [low, high). Without a window
-    all of them see those below ``full`` whole."""
+    """The blocks of keys in reach of the queries from ``start``: [low, high).
+
+    Without a window all these queries see the blocks below ``full`` whole.
+    """
     first = start + keys - queries
     last = tl.minimum(start + BLOCK_M, queries) - 1 + keys - queries
     low, high, full = 0, tl.cdiv(keys, BLOCK_N), keys // BLOCK_N
@@ -97,7 +100,7 @@ def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the keys from ``start``: the blocks of queries that reach one of them, [low, high)."""
+    """The blocks of queries that reach one of the keys from ``start``: [low, high)."""
     first = start + queries - keys
     last = tl.minimum(start + BLOCK_N, keys) - 1 + queries - keys
     low, high = 0, tl.cdiv(queries, BLOCK_M)
@@ -109,33 +112,33 @@ def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK
 
 
 @triton.jit
-def load_rows(
+def load_vectors(
     i, at, scale, gain, tau, shape, alibi, queries, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr
 ):
-    """What belongs to the rows i, shaped as i: factor of the products, τ, shape, slope of ALiBi.
+    """Factor of the products, τ, shape and ALiBi slope of the queries i, each shaped as i.
 
-    ``at`` is where the head's rows begin. The activation's unit is in all but the shape. A row that
-    is None is 0 here, and what is done with it falls away.
+    ``at`` is the offset of the head. All but the shape are multiplied by the activation's unit. A
+    vector that is None gives 0, and the compiler removes the operations with it.
     """
     factor = tl.full(i.shape, 1.0, tl.float32) * (scale * UNIT)
-    shift = tl.zeros(i.shape, tl.float32)
-    bend, slope = shift, shift
+    tau_i = tl.zeros(i.shape, tl.float32)
+    shape_i, slope = tau_i, tau_i
     if gain is not None:
         factor *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if tau is not None:
-        shift = tl.load(tau + at + i, mask=i < queries, other=0.0)
-        # log 0 of a row without keys; −∞ − τ must stay −∞.
-        shift = tl.where(shift == float("-inf"), 0.0, shift) * TAU_UNIT
+        tau_i = tl.load(tau + at + i, mask=i < queries, other=0.0)
+        # log 0 of a query without keys. −∞ − τ must stay −∞.
+        tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i) * TAU_UNIT
     if shape is not None:
-        bend = tl.load(shape + at + i, mask=i < queries, other=1.5)
+        shape_i = tl.load(shape + at + i, mask=i < queries, other=1.5)
     if alibi is not None:
         slope = tl.load(alibi + at + i, mask=i < queries, other=0.0) * UNIT
-    return factor, shift, bend, slope
+    return factor, tau_i, shape_i, slope
 
 
 @triton.jit
 def load_segments(segments, at, i, count):
-    """The rows' segments, shaped as i; of no meaning if there are none."""
+    """The segments of the queries, shaped as i. An unused placeholder without segments."""
     found = i
     if segments is not None:
         found = tl.load(segments + at + i, mask=i < count, other=0)
@@ -144,18 +147,20 @@ def load_segments(segments, at, i, count):
 
 @triton.jit
 def scores(
-    product, i, j, rows, segment, where, size, UNIT: tl.constexpr,
+    product, i, j, vectors, segment, where, size, UNIT: tl.constexpr,
     EDGE: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """factor · product + bias, −∞ at the keys that a row may not see; and which those are.
+    """factor · product + bias, −∞ for hidden keys; and a mask of the visible keys.
 
-    With EDGE the tile may leave the matrix, or what causality and window show.
+    ``vectors``: from `load_vectors`. ``where``: (mask, mask_at, mask_m, mask_n, k_segments, alibi).
+    ``size``: (queries, keys, left, right). With EDGE the tile may extend beyond the matrix or
+    beyond the keys in reach.
     """
     alibi = where[5]
     queries, keys = size[0], size[1]
-    s, seen = product * rows[0], j < keys
+    s, seen = product * vectors[0], j < keys
     if alibi is not None:
-        s -= rows[3] * tl.abs(i + (keys - queries) - j)
+        s -= vectors[3] * tl.abs(i + (keys - queries) - j)
     if HIDES:
         s, seen = hide(s, i, j, segment, where, size, UNIT, EDGE)
     return s, seen
@@ -163,13 +168,13 @@ def scores(
 
 @triton.jit
 def in_unit(x, UNIT: tl.constexpr):
-    """x times the unit, finite where x is: the least fp32, a usual mask, times log2 e is not."""
+    """x times the unit, clamped: the lowest fp32 number, a common mask value, would overflow."""
     return tl.minimum(tl.maximum(x * UNIT, -3e38), 3e38)
 
 
 @triton.jit
 def out_of_unit(x, UNIT: tl.constexpr):
-    """x over the unit, where the ends of `in_unit` are again those of fp32."""
+    """x over the unit. The limits of `in_unit` become those of fp32 again."""
     found = tl.where((x <= -3e38) & (x > float("-inf")), -3.4028234663852886e38, x / UNIT)
     return tl.where((x >= 3e38) & (x < float("inf")), 3.4028234663852886e38, found)
 
@@ -191,7 +196,7 @@ def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
         if mask_n is not None:
             entries = mask + mask_at + j.to(tl.int64) * mask_n
         inside = j < keys
-        if mask_m is not None:  # None: a mask of keys, one entry for all rows
+        if mask_m is not None:  # None: a key mask, one entry for all queries
             entries = entries + i.to(tl.int64) * mask_m
             inside = inside & (i < queries)
         if mask.dtype.element_ty == tl.uint8:
@@ -206,9 +211,9 @@ def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def activate(ACT: tl.constexpr, x, bend, seen, MASKED: tl.constexpr):
-    """φ and φ'; 0 where a key is not seen, if φ does not vanish at −∞ by itself."""
-    phi, slope = ACT(x, bend)
+def activate(ACT: tl.constexpr, x, shape, seen, MASKED: tl.constexpr):
+    """φ and φ'. With MASKED, 0 for hidden keys, for a φ that does not vanish at −∞."""
+    phi, slope = ACT(x, shape)
     if MASKED:
         phi, slope = tl.where(seen, phi, 0.0), tl.where(seen, slope, 0.0)
     return phi, slope

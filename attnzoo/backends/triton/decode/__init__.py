@@ -1,1 +1,1 @@
-"""Pairwise forms for a few query rows against many keys, without gradients."""
+"""Pairwise forms for a few queries against many keys, without gradients."""

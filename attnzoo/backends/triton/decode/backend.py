@@ -1,7 +1,7 @@
-"""Pairwise forms for a few query rows against many keys, in Triton kernels, without gradients.
+"""Pairwise forms for a few queries against many keys, in Triton kernels, without gradients.
 
-The keys are split among programs, each of which reads its own once for all rows of a group of
-heads. `flash` is for many rows, this is for the next token.
+The keys are split among programs. Each program reads its keys once for all queries and heads of a
+group. `flash` is for many queries, `decode` for the next token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, Pairwise, Statistics
 
-# By bytes of an element: the rows that read one key, queries × heads of a group, in one tile.
+# Limit of queries × heads of a group, which are packed in one tile, by bytes of an element.
 MOST_ROWS = {2: 64, 4: 32}
 
 
@@ -24,15 +24,17 @@ def unsupported(form: Form, call: Call) -> str | None:
     if (reason := flash.unsupported(form, call)) is not None:
         return reason
     if call.needs_grad:
-        return "has no backward; flash has"
+        return "does not support gradients (flash does)"
     rows, most = packed_rows(call)
     if rows > most:
-        return f"packs up to {most} rows that read one key, not {rows}; flash takes any"
+        return (
+            f"does not support more than {most} queries × heads per group, got {rows} (flash does)"
+        )
     return None
 
 
 def packed_rows(call: Call) -> tuple[int, int]:
-    """Rows that read one key, and how many there may be."""
+    """Queries × heads of a group, and the limit for them."""
     most = MOST_ROWS.get(call.input_dtype.itemsize, 0)
     return call.queries * (call.heads // max(1, call.kv_heads)), most
 
@@ -44,8 +46,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     q, k, v = flash.readable(q, k, v)
     layout, gain, products = layout_of(call), form.gain, None
     if isinstance(gain, FromStatistics):
-        products, *found = ops.decode_statistics(q=q, k=k, layout=layout)
-        gain = gain.gain(Statistics(*found))
+        products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)
+        gain = gain.gain(Statistics(*statistics))
     layout, vectors = vectors_of(form, gain, layout, call)
     kernel_form = flash.form_of(form)
     if form.normalize == "threshold":

@@ -1,11 +1,14 @@
-"""Few query rows against many keys: the keys split among programs, partials merged by the fold.
+"""Pairwise attention of few queries over many keys, with the keys split among programs.
 
-A program takes one split of the keys of one key/value head, and all rows that read them, queries ×
-heads of the group, in one tile: a key is read once. Row r of a group is query r % queries of its
-head r // queries, so rows of (B, H, Nq) follow each other as the tile's rows do.
+`decode` and `decode_products` have one program per (batch, key/value head, split of the keys). A
+program reads the queries of all heads of the group as one tile, and each of its keys and values
+once, and writes partial results. Row r of the tile is query r % queries of head r // queries of the
+group, which is their order in a (B, H, Nq) vector. The other kernels have one program per (batch,
+head, query), which reads the partial results of all splits.
 
-Where scores are needed before the weights (the entropy behind a gain, a threshold), one pass writes
-the products q kᵀ, 4 bytes for a row and key beside the key's own, and what follows reads those.
+If scores are needed before the weights (for an entropy behind a gain, or a threshold),
+`decode_products` first writes the products q kᵀ, 4 bytes per row and key. The following kernels
+read those instead of the keys.
 """
 
 import triton
@@ -13,17 +16,17 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.tile import (
-    load_rows,
     load_segments,
     load_tile,
+    load_vectors,
     scores,
     store_tile,
     times,
 )
 from attnzoo.backends.triton.flash.statistics import add_scores, store_statistics
-from attnzoo.backends.triton.flash.threshold import MAX_STEPS, below, newton
+from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, round_tau
 
-# Splits that one program merges.
+# Largest number of splits, which one program merges.
 MOST_SPLITS = tl.constexpr(256)
 
 RUNTIME = (
@@ -34,8 +37,11 @@ RUNTIME = (
 
 @triton.jit
 def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
-    """This program's split, batch × key/value head, batch, and its rows: [BM], whether each is one,
-    and [BM, 1], their number, head and query. Those past the last are the last once more."""
+    """This program's split, batch × key/value head and batch, and the rows of its tile.
+
+    The rows are given as [BM] indices, and as [BM, 1] number, head and query. Rows beyond the last
+    one repeat it.
+    """
     split = tl.program_id(0) % splits
     bh = (tl.program_id(0) // splits).to(tl.int64)
     kv_heads = heads // group
@@ -46,7 +52,7 @@ def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BM, D], as a matrix for `times`: rows with a stride of 1, wherever they begin."""
+    """The queries [BM, D] as a matrix for `times`. Each row has an address of its own."""
     at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
     q += b * q_b
     return load_tile(q, at, 1, 0, tl.arange(0, BLOCK_D), D, False), q, at, 1, 1 << 62
@@ -57,7 +63,7 @@ def mask_start(mask, b, h, mask_b, mask_h):
     at = b * 0
     if mask is not None:
         at = b * mask_b
-        if mask_h is not None:  # None: one mask for all heads, whose entries are loaded once
+        if mask_h is not None:  # None: all heads share the mask and load it once
             at = at + h * mask_h
     return at
 
@@ -65,7 +71,7 @@ def mask_start(mask, b, h, mask_b, mask_h):
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
-    m, z, t,  # fp32 [B·Hkv, splits, rows]: partials of `row_stats`, or m alone
+    m, z, t,  # fp32 [B·Hkv, splits, rows]: partial results of `row_stats`, or only m
     gain, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right, first, last, span, splits, width,
@@ -73,12 +79,13 @@ def decode_products(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write q kᵀ and, per split, the maximum m, or m, Z and T of the statistics."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
     q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
     k += (b * k_b + bh % (heads // group) * k_h) * ALIGN
     at = bh * rows_here
-    rows = load_rows(r, at, scale, gain, None, None, alibi, rows_here, UNIT, UNIT)
+    vectors = load_vectors(r, at, scale, gain, None, None, alibi, rows_here, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
@@ -86,8 +93,8 @@ def decode_products(
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     products += (at + r) * width - first * BLOCK_N  # [BM, 1], at key 0
-    m_row = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    z_row, t_row = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    z_i, t_i = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     low = first + split * span
     for n in range(low, tl.minimum(low + span, last)):
         j = n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
@@ -95,22 +102,22 @@ def decode_products(
         k_side = (k_tile, k, j, k_n * ALIGN, keys)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         tl.store(products + j[None, :], product, mask=(lane < rows_here)[:, None])
-        s = scores(product, i, j[None, :], rows, segment, where, size, UNIT, True, True)[0]
+        s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, True, True)[0]
         if z is None:
-            m_row = tl.maximum(m_row, tl.max(s, 1))
+            m_i = tl.maximum(m_i, tl.max(s, 1))
         else:
-            m_row, z_row, t_row = add_scores(m_row, z_row, t_row, s)
+            m_i, z_i, t_i = add_scores(m_i, z_i, t_i, s)
     part = (bh * splits + split) * rows_here + lane
-    tl.store(m + part, m_row, mask=lane < rows_here)
+    tl.store(m + part, m_i, mask=lane < rows_here)
     if z is not None:
-        tl.store(z + part, z_row, mask=lane < rows_here)
-        tl.store(t + part, t_row, mask=lane < rows_here)
+        tl.store(z + part, z_i, mask=lane < rows_here)
+        tl.store(t + part, t_i, mask=lane < rows_here)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode(
-    q, k, v, products,  # k, or the products that an earlier pass has left; the other is None
-    part, m, z,  # partials, fp32 [B·Hkv, splits, rows, DV] and [B·Hkv, splits, rows]; m, z or None
+    q, k, v, products,  # either k, or the products of an earlier pass; the other is None
+    part, m, z,  # fp32 [B·Hkv, splits, rows, DV] and [B·Hkv, splits, rows]; m, z or None
     gain, tau, shape, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right, first, last, span, splits, width,
@@ -120,11 +127,12 @@ def decode(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write the partial result of each split."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
     hk = bh % (heads // group)
     at = bh * rows_here
-    rows = load_rows(r, at, scale, gain, tau, shape, alibi, rows_here, UNIT, UNIT)
+    vectors = load_vectors(r, at, scale, gain, tau, shape, alibi, rows_here, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
@@ -139,22 +147,22 @@ def decode(
     v += (b * v_b + hk * v_h) * ALIGN
     dv = tl.arange(0, BLOCK_DV)
     tiles_kv = (k, v, k_n * ALIGN, v_n * ALIGN, tl.arange(0, BLOCK_D), dv)
-    m_row = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
-    z_row = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
+    z_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     low = first + split * span
-    acc, m_row, z_row = walk(
-        acc, m_row, z_row, low, tl.minimum(low + span, last), q_side, i, tiles_kv, size, rows,
+    acc, m_i, z_i = walk(
+        acc, m_i, z_i, low, tl.minimum(low + span, last), q_side, i, tiles_kv, size, vectors,
         segment, where, None,
         ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     if PEAKED:
-        acc *= m_row[:, None]
+        acc *= m_i[:, None]
     here = (bh * splits + split) * rows_here
     if ONLINE:
-        tl.store(m + here + lane, m_row, mask=lane < rows_here)
+        tl.store(m + here + lane, m_i, mask=lane < rows_here)
     if SUM or ONLINE:
-        tl.store(z + here + lane, z_row, mask=lane < rows_here)
+        tl.store(z + here + lane, z_i, mask=lane < rows_here)
     store_tile(part + here * DV, lane, DV, rows_here, dv, DV, acc)
 
 
@@ -165,12 +173,12 @@ def decode_merge(
     ACT: tl.constexpr, UNIT: tl.constexpr, ONLINE: tl.constexpr, SUM: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One row of the output, from the partials of all splits."""
+    """Merge the partial results of all splits into one row of the output."""
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
     one = tl.zeros([1], tl.int32)
-    rows = load_rows(one[:, None], row, 1.0, None, tau, shape, None, 1, UNIT, UNIT)
+    vectors = load_vectors(one[:, None], row, 1.0, None, tau, shape, None, 1, UNIT, UNIT)
     start = row // rows_here * splits * rows_here + row % rows_here
     every = tl.arange(0, MOST_SPLITS)[None, :]
     total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
@@ -179,9 +187,9 @@ def decode_merge(
         peaks = tl.load(m + start + every * rows_here, mask=every < splits, other=float("-inf"))
         top = tl.max(peaks, 1)
         base = tl.where(top == float("-inf"), 0.0, top)
-        down = tl.exp2(peaks - base[:, None])
-        masses = tl.load(z + start + every * rows_here, mask=every < splits, other=0.0)
-        total = tl.sum(masses * down, 1)
+        decay = tl.exp2(peaks - base[:, None])
+        sums = tl.load(z + start + every * rows_here, mask=every < splits, other=0.0)
+        total = tl.sum(sums * decay, 1)
     elif SUM:
         total = tl.sum(tl.load(z + start + every * rows_here, mask=every < splits, other=0.0), 1)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
@@ -194,7 +202,7 @@ def decode_merge(
             tile *= tl.exp2(peak - base)[:, None]
         acc += tl.sum(tile, 0)[None, :]
     acc = finish(
-        acc, top, total, row, one, 1, rows, None, None, lse, sink, tau,
+        acc, top, total, row, one, 1, vectors, None, None, lse, sink, tau,
         ACT, UNIT, ONLINE, SUM, False,
     )  # fmt: skip
     store_tile(o + b * o_b + h * o_h + i * o_n, one, 0, 1, dv, DV, acc)
@@ -202,7 +210,7 @@ def decode_merge(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_stats(m, z, t, lse, entropy, group, queries, splits):
-    """lse and entropy of one row, from the partials of all splits."""
+    """lse and entropy of one query, from the partial results of all splits."""
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries
     every = tl.arange(0, MOST_SPLITS)[None, :]
@@ -211,42 +219,45 @@ def decode_stats(m, z, t, lse, entropy, group, queries, splits):
     peaks = tl.load(m + at, mask=inside, other=float("-inf"))
     top = tl.max(peaks, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    # A split without keys has Z = T = 0: any finite move will do.
-    moved = tl.maximum(peaks - base[:, None], -200.0)
-    down = tl.exp2(moved)
-    masses = tl.load(z + at, mask=inside, other=0.0)
-    spreads = tl.load(t + at, mask=inside, other=0.0)
-    total = tl.sum(down * masses, 1)
-    spread = tl.sum(down * (spreads + moved * masses), 1)
+    # A split without keys has Z = T = 0, so any finite shift is right.
+    shift = tl.maximum(peaks - base[:, None], -200.0)
+    decay = tl.exp2(shift)
+    sums = tl.load(z + at, mask=inside, other=0.0)
+    entropy_sums = tl.load(t + at, mask=inside, other=0.0)
+    total = tl.sum(decay * sums, 1)
+    entropy_sum = tl.sum(decay * (entropy_sums + shift * sums), 1)
     one = row + tl.zeros([1], tl.int32)
-    store_statistics(top, total, spread, lse + one, entropy + one, one >= 0)
+    store_statistics(top, total, entropy_sum, lse + one, entropy + one, one >= 0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_threshold(
-    products, m, few, tau,  # few: fp32, as products: the scores that can still hold weight
+    products, m, candidates, tau,  # candidates: fp32, shaped as products
     gain, shape, alibi, mask, q_segments, k_segments,
     mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right, first, splits, width,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None where the shape is α
+    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the shape is α
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """τ of one row: see `threshold`. A score that is below the maximum by 1/(α−1) never has weight.
-    The others are gathered first, a percent or two of Gaussian ones at α = 2 and 1.5, all of them
-    as α → 1; and a step of the solver is one reduction over those."""
+    """τ of one query; see `threshold`.
+
+    A score below the maximum by 1/(α−1) or more never has weight. The others are first copied to
+    ``candidates``: a percent or two of Gaussian scores at α = 2 and 1.5, and all as α → 1. Each
+    step of the solver reads only those.
+    """
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries
     b, h = row // (heads * queries), row // queries % heads
     one = tl.zeros([1, 1], tl.int32)
     i = one + (row % queries).to(tl.int32)
-    rows = load_rows(one, row, scale, gain, None, shape, alibi, 1, 1.0, 1.0)
+    vectors = load_vectors(one, row, scale, gain, None, shape, alibi, 1, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
     mask_at = mask_start(mask, b, h, mask_b, mask_h)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    a = rows[2] - 1.0  # α − 1, [1, 1]
+    a = vectors[2] - 1.0  # α − 1, [1, 1]
     if ALPHA is not None:
         a = tl.full([1, 1], ALPHA - 1.0, tl.float32)
     every = tl.arange(0, MOST_SPLITS)[None, :]
@@ -255,32 +266,33 @@ def decode_threshold(
     top = tl.max(peaks, 1)[:, None]
     base = tl.where(top == float("-inf"), 0.0, top)
     products += row * width
-    few += row * width
+    candidates += row * width
     column = tl.arange(0, BLOCK)[None, :]
-    kept, broken = 0, 0
+    kept, has_nan = 0, 0
     for n in range(0, width, BLOCK):
         inside = n + column < width
         product = tl.load(products + n + column, mask=inside, other=0.0)
         j = first * BLOCK_N + n + column
-        s = scores(product, i, j, rows, segment, where, size, 1.0, True, True)[0]
+        s = scores(product, i, j, vectors, segment, where, size, 1.0, True, True)[0]
         s = tl.where(inside, s, float("-inf"))
         alive = (s - top > -1.0 / a).to(tl.int32)
-        tl.store(few + kept + tl.cumsum(alive, 1) - 1, s - base, mask=alive > 0)
+        tl.store(candidates + kept + tl.cumsum(alive, 1) - 1, s - base, mask=alive > 0)
         kept += tl.sum(alive)
-        broken = tl.maximum(broken, tl.max((s != s).to(tl.int32)))
+        has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32)))
     t = tl.zeros([1], tl.float32)  # τ − base
     unsolved, step = kept > 0, 0
-    tl.debug_barrier()  # what one thread has gathered, others read
+    tl.debug_barrier()  # each thread reads candidates that other threads wrote
     while unsolved:
         z, slopes = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
         for n in range(0, kept, BLOCK):
-            x = tl.load(few + n + column, mask=n + column < kept, other=float("-inf"))
-            phi, slope = ACT(x - t[:, None], rows[2])
+            x = tl.load(candidates + n + column, mask=n + column < kept, other=float("-inf"))
+            phi, slope = ACT(x - t[:, None], vectors[2])
             z += tl.sum(phi, 1)
             slopes += tl.sum(slope, 1)
-        t, is_open = newton(t, z, slopes, tl.reshape(a, [1]))
+        t, is_unsolved = newton(t, z, slopes, tl.reshape(a, [1]))
         step += 1
-        unsolved = (tl.max(is_open.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
-    # A maximum is over the numbers only: of a row with NaN among its scores τ says so.
-    found = tl.where(broken > 0, float("nan"), below(tl.reshape(base, [1]), t, tl.reshape(a, [1])))
+        unsolved = (tl.max(is_unsolved.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
+    # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
+    found = round_tau(tl.reshape(base, [1]), t, tl.reshape(a, [1]))
+    found = tl.where(has_nan > 0, float("nan"), found)
     tl.store(tau + row + tl.arange(0, 1), found)

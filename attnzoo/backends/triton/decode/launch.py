@@ -1,7 +1,7 @@
-"""Launches of the kernels of `decode`, as data; see `launch`.
+"""Builds the launches of the kernels of `decode`; see `common.launch`.
 
-``processors`` is how many a GPU has: the keys are split until there is work for all of them. A
-result depends on the splits as on any order of summation.
+``processors`` is the number of multiprocessors of the GPU: the keys are split until all of them
+have work. The number of splits changes results only by the order of summation.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from attnzoo.backends.triton.common.launch import (
 )
 from attnzoo.backends.triton.decode import kernels
 
-# A split is worth a program's start and its partial from here on.
+# Fewest keys per split for which a further program and partial result pay off.
 LEAST_KEYS = 256
-# Programs that a processor runs at once, at the least.
+# Fewest programs per multiprocessor.
 PER_PROCESSOR = 2
-# The keys in reach are taken in such units, whatever a kernel's blocks: a tracer has to know.
+# Unit of the range of keys in reach. Independent of the kernel's block size, because a tracer has
+# to know the sizes of results.
 KEYS = 128
-# Scores that a program of the threshold takes at once.
+# Scores per iteration of the threshold kernel.
 SCORES = 2048
-PARTIALS = 32
+PARTIALS = 32  # partial results per iteration of the merge
 
 
 class Splits(NamedTuple):
-    """Blocks of keys [first, last), ``span`` of them for each of ``number`` programs."""
+    """Blocks of keys [first, last), split among ``number`` programs with ``span`` blocks each."""
 
     first: int
     last: int
@@ -57,14 +58,14 @@ def processors(device: torch.device) -> int:
 
 
 def reach(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
-    """The units of KEYS keys that some query may see: [first, last)."""
+    """Range [first, last) of keys that some query may see, in units of KEYS keys."""
     queries, keys = q.shape[2], k.shape[2]
     low = 0 if layout.left is None else max(0, keys - queries - layout.left)
     return low // KEYS, (keys + KEYS - 1) // KEYS
 
 
 def new_products(q: Tensor, k: Tensor, layout: Layout) -> Tensor:
-    """q kᵀ of the keys in reach: fp32 (B, Hkv, rows of a group, keys)."""
+    """Empty q kᵀ of the keys in reach: fp32 (B, Hkv, queries × heads of a group, keys)."""
     first, last = reach(q, k, layout)
     shape = q.shape[0], k.shape[1], _rows(q, k), (last - first) * KEYS
     return q.new_empty(shape, dtype=torch.float32)
@@ -87,11 +88,12 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[dict[str, Any], Config, Splits]:
-    """What all kernels that walk over keys take."""
+    """What all kernels with a loop over keys take."""
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
-    many = block_m * q.element_size() > 64
-    apart = layout.mask is not None and layout.mask.shape[1] > 1  # an address for each row and key
-    safe = many or apart or dense_mask(layout) or count_extras(layout) > 1 or align_of(q, k, v) == 1
+    many_rows = block_m * q.element_size() > 64
+    mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
+    several = mask_per_head or dense_mask(layout) or count_extras(layout) > 1
+    safe = many_rows or several or align_of(q, k, v) == 1
     config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config, processors)
     args = {
@@ -114,17 +116,17 @@ def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
 
 
 def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
-    """One program for each row."""
+    """A launch with one program per (batch, head, query)."""
     taken = {name: args[name] for name in kernel.arg_names}
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     return Launch(kernel, rows, taken, Config(1, 1, 4, 1, registers=ALL))
 
 
-def _described(
+def _products_pass(
     q: Tensor, k: Tensor, gain: Tensor | None, unit: float, layout: Layout, arch: int,
     processors: int, stats: bool,
 ) -> tuple[Launch, dict[str, Any], Tensor]:  # fmt: skip
-    """The pass that writes the products, what it takes and leaves, and the products."""
+    """The launch that writes the products, its arguments, and the products."""
     args, config, splits = _arguments(q, k, q, layout, arch, processors)
     align, products = align_of(q, k), new_products(q, k, layout)
     args |= {
@@ -139,9 +141,9 @@ def _described(
 def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
-    """Products, lse and entropy of the scores without a gain."""
+    """Returns the launches; products, lse and entropy of the logits without a gain."""
     unit = 1 / LN2.value
-    walk, args, products = _described(q, k, None, unit, layout, arch, processors, True)
+    walk, args, products = _products_pass(q, k, None, unit, layout, arch, processors, True)
     lse, entropy = new_vector(q), new_vector(q)
     merge = _row_launch(kernels.decode_stats, {**args, "lse": lse, "entropy": entropy}, q)
     return [walk, merge], (products, lse, entropy)
@@ -151,11 +153,11 @@ def describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """Of the vectors gain and shape. Returns the products and τ."""
-    walk, args, products = _described(q, k, vectors.gain, 1.0, layout, arch, processors, False)
+    """Returns the launches; products and τ. Of the vectors, gain and shape are used."""
+    walk, args, products = _products_pass(q, k, vectors.gain, 1.0, layout, arch, processors, False)
     tau = new_vector(q)
     args = {
-        **args, "few": torch.empty_like(products), "tau": tau, "shape": vectors.shape,
+        **args, "candidates": torch.empty_like(products), "tau": tau, "shape": vectors.shape,
         "ACT": form.act, "ALPHA": alpha, "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
     return [walk, _row_launch(kernels.decode_threshold, args, q)], (products, tau)
@@ -165,7 +167,7 @@ def describe_decode(
     q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
     vectors: Vectors, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
-    """Returns out and lse."""
+    """Returns the launches; out and lse."""
     args, config, splits = _arguments(q, k, v, layout, arch, processors)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")

@@ -1,6 +1,6 @@
 """The kernels of `decode` as PyTorch operators, without derivatives.
 
-Triton is imported by the first call that runs a kernel, or asks for the tiles that one would take.
+Triton is imported by the first call that runs a kernel or needs the size of the products.
 ``products`` are q kᵀ, which `decode_forward` takes from the operator before it.
 """
 
@@ -16,7 +16,7 @@ from attnzoo.backends.triton.common.kernel_operands import Form, like, new_vecto
 
 
 class Statistics(NamedTuple):
-    """As `attnzoo.Statistics`, with the products."""
+    """`attnzoo.Statistics` together with the products."""
 
     products: Tensor
     lse: Tensor
@@ -28,11 +28,11 @@ def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.decode import launch
 
-    machine = architecture(q.device), launch.processors(q.device)
-    jobs, found = launch.describe_statistics(q, k, layout, *machine)
-    for job in jobs:
-        run(job)
-    return Statistics(*found)
+    device = architecture(q.device), launch.processors(q.device)
+    launches, results = launch.describe_statistics(q, k, layout, *device)
+    for work in launches:
+        run(work)
+    return Statistics(*results)
 
 
 @decode_statistics.fake
@@ -54,11 +54,11 @@ def decode_threshold(
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.decode import launch
 
-    machine = architecture(q.device), launch.processors(q.device)
-    jobs, found = launch.describe_threshold(q, k, layout, form, vectors, alpha, *machine)
-    for job in jobs:
-        run(job)
-    return Threshold(*found)
+    device = architecture(q.device), launch.processors(q.device)
+    launches, results = launch.describe_threshold(q, k, layout, form, vectors, alpha, *device)
+    for work in launches:
+        run(work)
+    return Threshold(*results)
 
 
 @decode_threshold.fake
@@ -78,17 +78,17 @@ def decode_forward(
     *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, layout: Layout,
     form: Form, want_lse: bool,
 ) -> Attended:  # fmt: skip
-    """k is not read beside products."""
+    """k is not read if products are given."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.decode import launch
 
-    machine = architecture(q.device), launch.processors(q.device)
-    jobs, found = launch.describe_decode(
-        q, k, v, products, layout, form, vectors, want_lse, *machine
+    device = architecture(q.device), launch.processors(q.device)
+    launches, results = launch.describe_decode(
+        q, k, v, products, layout, form, vectors, want_lse, *device
     )
-    for job in jobs:
-        run(job)
-    return Attended(*found)
+    for work in launches:
+        run(work)
+    return Attended(*results)
 
 
 @decode_forward.fake

@@ -1,11 +1,11 @@
-"""Every pairwise form in Triton kernels, forward and backward.
+"""Pairwise forms in Triton kernels, forward and backward.
 
-Memory is linear in N, but for the map of a threshold: a few bytes for each tile of keys.
+Memory is linear in N, except for the block map of a threshold: a few bytes per tile of scores.
 
-The kernels know a form by its activation's Triton function, its per-query vectors and how it
-normalizes. Statistics and thresholds are operators of their own before the forward: the gain that a
-variant makes of an entropy, and the τ that a threshold solves for, enter as vectors. A solved τ is
-a constant there, and the backward takes its share off the gradients by itself.
+The kernels describe a form by its activation's Triton function, its per-query vectors and how it
+normalizes. Statistics and thresholds are computed by operators of their own before the forward. The
+gain that a variant computes from an entropy, and the solved threshold τ, are then passed as
+vectors. The forward treats τ as a constant. The backward accounts for its gradient.
 """
 
 from __future__ import annotations
@@ -23,70 +23,71 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST = 256  # head dimension: `configurations` has no row above
+LARGEST = 256  # head dimension: `configurations` has no entries above
 
 
 def unsupported(form: Form, call: Call) -> str | None:
     if isinstance(form, NoForm):
         return form.why
     if not isinstance(form, Pairwise):
-        return "runs pairwise forms"
+        return "supports pairwise forms only"
     return _unsupported_form(form, call) or _unsupported_call(call)
 
 
 def _unsupported_form(form: Pairwise, call: Call) -> str | None:
+    name = form.activation.name
     if form.normalize == "select":
-        return "selects no keys (top-k); tiled does"
+        return "does not support top-k selection (tiled does)"
     if form.activation.triton is None:
-        return f"{form.activation.name} names no Triton function; tiled needs none"
+        return f"does not support {name}, which has no Triton implementation (tiled does)"
     if form.normalize == "threshold" and form.activation.alpha is None:
-        return f"solves for q-exponentials only, {form.activation.name} has no alpha; tiled does"
+        return f"does not support a threshold for {name}, which has no alpha (tiled does)"
     if call.return_lse and not form.softmax:
-        return "returns lse of the softmax of exp only; tiled does by definition"
+        return "does not support return_lse except for a softmax (tiled does)"
     half = call.input_dtype == torch.float16
     if half and form.normalize == "none" and not form.activation.bounded:
-        # Nothing says that it stays below 65504.
-        return f"has no bound for {form.activation.name} without a normalizer in fp16; tiled does"
+        # Its weights may exceed 65504, the largest fp16 number.
+        return f"does not support fp16 for {name}, which is unbounded (tiled does)"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
-        return "takes the gain as a constant: its gradient through the statistics is in tiled"
+        return "does not support a gradient through the statistics of the logits (tiled does)"
     if call.needs_grad and isinstance(form.shape, Tensor) and form.shape.requires_grad:
-        return "gives no gradient for the shape (α); tiled does"
+        return "does not support a gradient for the shape α (tiled does)"
     return None
 
 
 def _unsupported_call(call: Call) -> str | None:
     if call.input_dtype not in DTYPES:
-        return f"takes fp16, bf16 and fp32, not {call.input_dtype}; tiled does"
+        return f"does not support {call.input_dtype} (tiled does)"
     if max(call.head_dim, call.value_dim) > LARGEST:
         dims = f"{call.head_dim} and {call.value_dim}"
-        return f"takes head dimensions up to {LARGEST}, not {dims}; tiled does"
+        return f"does not support head dimensions above {LARGEST}, got {dims} (tiled does)"
     if call.dropout_p:
-        return "has no dropout; tiled has"
+        return "does not support dropout (tiled does)"
     if call.needs_grad and call.mask is not None and call.mask.requires_grad:
-        return "gives no gradient for a float mask; tiled does"
+        return "does not support a gradient for a float mask (tiled does)"
     return unsupported_here(call, "tiled")
 
 
 def unsupported_here(call: Call, other: str) -> str | None:
-    """Why no kernel runs on this machine, and which backend does."""
+    """Why no kernel runs on this machine, or None. ``other`` is a backend that runs."""
     if find_spec("triton") is None:
         return "needs Triton: pip install 'attnzoo[gpu]'"
     if call.device.type != "cuda" and not _interpreted():
-        return f"needs a CUDA device, or Triton's interpreter; these tensors are on {call.device}"
-    # Tensors may be fake ones of a device that is not there.
+        return f"needs a CUDA device or Triton's interpreter, got tensors on {call.device}"
+    # Fake tensors may be on a device that does not exist.
     if call.device.type != "cuda" or not torch.cuda.is_available():
         return None
     if torch.version.hip is not None:
-        return f"is made for NVIDIA's GPUs; {other} runs on any"
+        return f"does not support AMD GPUs ({other} does)"
     found = torch.cuda.get_device_properties(call.device)
     if found.major < 8:
         have = f"{found.major}.{found.minor}"
-        return f"needs compute capability 8.0, not {have}; {other} runs on any"
+        return f"needs compute capability 8.0 or higher, got {have} ({other} runs on any GPU)"
     return None
 
 
 def _interpreted() -> bool:
-    """Triton's interpreter is on, which runs kernels on the CPU, for tests."""
+    """Whether Triton's interpreter is on, which runs kernels on the CPU, for tests."""
     from attnzoo.backends.triton.common import launch
 
     return launch.interpreted()
@@ -120,23 +121,23 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the one layout that the kernels ask for: rows without gaps."""
+    """The tensors with a contiguous last dimension, which the kernels require."""
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
 
 
 def normalize(form: Pairwise) -> str:
-    """As the kernels have it: a softmax's running maximum stands for τ."""
+    """The kernels' name for it: "online" for a softmax, which keeps a running maximum."""
     return "online" if form.softmax else form.normalize
 
 
 def alpha_of(form: Pairwise) -> float | None:
-    """None where the shape is α."""
+    """α as a number, or None if the shape is α."""
     alpha = form.activation.alpha
     return None if isinstance(alpha, str) else alpha
 
 
 def form_of(form: Pairwise) -> ops.Form:
-    """As the kernels know it."""
+    """The form as the kernels need it."""
     activation = form.activation
     assert activation.triton is not None
     return ops.Form(activation.triton, activation.unit, activation.vanishes, normalize(form))

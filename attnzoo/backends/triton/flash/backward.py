@@ -1,11 +1,16 @@
-"""Backward of every pairwise form, from the saved rows τ and Z; no atomics, so two runs agree.
+"""Backward of every pairwise form, from the saved per-query vectors τ and Z.
 
     dV_j  = Σ_i φ_ij/Z_i dO_i          dS_ij = φ'_ij (dO_i·v_j − δ_i) / Z_i  (+ e^{s−lse} dlse_i)
     dq_i  = gain_i · scale · Σ_j dS_ij k_j      dk_j = scale · Σ_i gain_i dS_ij q_i
     δ_i   = 0 (neither) · dO_i·o_i (SUM) · Σ φ' dO·v / Σ φ' (THRESHOLD)
 
-`flash_dq` walks over the keys, makes δ and all gradients of rows; `flash_dkdv` walks over the
-queries on transposed tiles k qᵀ, so that nothing transposes the result of a product.
+`flash_dq` has one program per (batch, head, block of queries). It goes through the keys in reach
+and writes δ, dq and the gradients of per-query vectors. `flash_dkdv`, launched after it, has one
+program per (batch, key/value head, block of keys). It goes through the queries that reach them and
+writes dk and dv. Its tiles are transposed, k qᵀ, so that no result of a product has to be
+transposed.
+
+There are no atomics, so results are deterministic.
 """
 
 import triton
@@ -16,9 +21,9 @@ from attnzoo.backends.triton.common.tile import (
     dot,
     in_unit,
     key_blocks,
-    load_rows,
     load_segments,
     load_tile,
+    load_vectors,
     query_blocks,
     query_tile,
     scores,
@@ -33,8 +38,8 @@ RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv
 @triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dk", "dv")])
 def flash_dq(
     q, k, v, o, do, dq,
-    delta, dgain, dtau, dsink, dalibi,  # rows that are written, or None
-    gain, tau, z, shape, sink, alibi, lse, dlse,  # rows or None
+    delta, dgain, dtau, dsink, dalibi,  # vectors to write, or None
+    gain, tau, z, shape, sink, alibi, lse, dlse,  # vectors or None
     mask, q_segments, k_segments, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     mask_b, mask_h, mask_m, mask_n,
@@ -61,7 +66,7 @@ def flash_dq(
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     do_tile = load_tile(do, index, do_n * ALIGN, queries, dv, DV, True)  # [BM, DV]
     do_side = (do_tile, do, index, do_n * ALIGN, queries)
-    rows = load_rows(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
+    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
@@ -77,9 +82,9 @@ def flash_dq(
 
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     if blocks is not None:
-        line = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
-        blocks += line * tl.cdiv(keys, BLOCK_N)
-        low, high = 0, tl.load(counts + line)
+        map_row = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
+        blocks += map_row * tl.cdiv(keys, BLOCK_N)
+        low, high = 0, tl.load(counts + map_row)
     mean = tl.zeros([BLOCK_M, 1], tl.float32)
     if SUM:
         o += (b * o_b + h * o_h) * ALIGN
@@ -87,43 +92,44 @@ def flash_dq(
         mean = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)[:, None]
     if THRESHOLD:
         mean = _threshold_mean(
-            low, high, q_side, do_side, i, tiles_kv, size, rows, segment, where, blocks,
+            low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
             ACT, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
         )[:, None]  # fmt: skip
     if SUM or THRESHOLD:
         tl.store(delta + at + i, mean, mask=i < queries)
     if dsink is not None:
-        # One more key, whose value is 0.
+        # The sink is a key whose value is 0.
         last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT
-        last -= rows[1]
-        last = ACT(last, rows[2])[1]
+        last -= vectors[1]
+        last = ACT(last, vectors[2])[1]
         tl.store(dsink + at + i, -last * mean * per_z, mask=i < queries)
 
-    # Σ dS k, Σ dS, Σ dS |i − j|
+    # acc: Σ dS k, total: Σ dS, dist: Σ dS |i − j|
     TOTAL: tl.constexpr = dtau is not None
-    FAR: tl.constexpr = dalibi is not None
+    DISTANCE: tl.constexpr = dalibi is not None
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total, far = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    total, dist = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if blocks is not None or not SPLIT:
-        acc, total, far = _walk_keys(
-            acc, total, far, low, high, q_side, do_side, i, tiles_kv, size, rows, segment,
+        acc, total, dist = _sum_over_keys(
+            acc, total, dist, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
             per_z, mean, lse_i, dlse_i, dlse, where, blocks,
-            ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, True, PRECISION,
+            ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     else:
-        acc, total, far = _walk_keys(
-            acc, total, far, low, full, q_side, do_side, i, tiles_kv, size, rows, segment,
+        acc, total, dist = _sum_over_keys(
+            acc, total, dist, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment,
             per_z, mean, lse_i, dlse_i, dlse, where, None,
-            ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, False, PRECISION,
+            ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
-        acc, total, far = _walk_keys(
-            acc, total, far, full, high, q_side, do_side, i, tiles_kv, size, rows, segment,
+        acc, total, dist = _sum_over_keys(
+            acc, total, dist, full, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
             per_z, mean, lse_i, dlse_i, dlse, where, None,
-                ACT, UNIT, VANISHES, TOTAL, FAR, D, DV, BLOCK_N, PART, True, PRECISION,
+            ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # From the sum before the gain: a gain of 0 (log 1) cannot be divided out.
+        # Computed before the gain is applied: a division by the gain would fail where it is 0 (log
+        # 1).
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )
@@ -132,20 +138,20 @@ def flash_dq(
     if dtau is not None:
         tl.store(dtau + at + index, -total, mask=index < queries)
     if dalibi is not None:
-        tl.store(dalibi + at + index, -far, mask=index < queries)
+        tl.store(dalibi + at + index, -dist, mask=index < queries)
     store_tile(dq, index, dq_n * ALIGN, queries, d, D, acc)
 
 
 @triton.jit
 def _threshold_mean(
-    low, high, q_side, do_side, i, tiles_kv, size, rows, segment, where, blocks,
+    low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Σ_j φ' dO·v / Σ_j φ', what the solved τ takes off a row: [BM]."""
+    """Σ_j φ' dO·v / Σ_j φ', the share of the gradient that passes through τ: [BM]."""
     k, v, k_n, v_n, d, dv = tiles_kv
-    change, mass = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    change, slope_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for n in range(low, high):
         block = n
         if blocks is not None:
@@ -155,22 +161,23 @@ def _threshold_mean(
         v_tile = load_tile(v, j, v_n, size[1], dv, DV, True)
         k_side, v_side = (k_tile, k, j, k_n, size[1]), (v_tile, v, j, v_n, size[1])
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
-        s, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, True, True)
-        slope = activate(ACT, s - rows[1], rows[2], seen, not VANISHES)[1]
+        s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, True, True)
+        slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)[1]
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         change += tl.sum(slope * dp, 1)
-        mass += tl.sum(slope, 1)
-    return change / tl.where(mass == 0.0, 1.0, mass)
+        slope_sum += tl.sum(slope, 1)
+    return change / tl.where(slope_sum == 0.0, 1.0, slope_sum)
 
 
 @triton.jit
-def _walk_keys(
-    acc, total, far, low, high, q_side, do_side, i, tiles_kv, size, rows, segment,
+def _sum_over_keys(
+    acc, total, dist, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
     per_z, mean, lse_i, dlse_i, dlse, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, TOTAL: tl.constexpr,
-    FAR: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    DISTANCE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Add the blocks of keys [low, high) to Σ dS k, Σ dS and Σ dS |i − j|."""
     k, v, k_n, v_n, d, dv = tiles_kv
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
     for n in range(low, high):
@@ -182,26 +189,26 @@ def _walk_keys(
         v_tile = load_tile(v, j, v_n, size[1], dv, DV, EDGE)  # [BN, DV]
         k_side, v_side = (k_tile, k, j, k_n, size[1]), (v_tile, v, j, v_n, size[1])
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
-        s, seen = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)
-        slope = activate(ACT, s - rows[1], rows[2], seen, HIDES and not VANISHES)[1]
+        s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)
+        slope = activate(ACT, s - vectors[1], vectors[2], seen, HIDES and not VANISHES)[1]
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         ds = slope * (dp - mean) * per_z
         if dlse is not None:
-            ds += tl.exp2(s - lse_i) * dlse_i  # not from φ: that has the sink in it
+            ds += tl.exp2(s - lse_i) * dlse_i  # not from φ, which includes the sink
         if TOTAL:
             total += tl.sum(ds, 1)
-        if FAR:
-            far += tl.sum(ds * tl.abs(i + (size[1] - size[0]) - j[None, :]), 1)
+        if DISTANCE:
+            dist += tl.sum(ds * tl.abs(i + (size[1] - size[0]) - j[None, :]), 1)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
-    return acc, total, far
+    return acc, total, dist
 
 
 @triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dq", "o_")])
 def flash_dkdv(
     q, k, v, do, dk, dv,
-    gain, tau, z, shape, alibi, lse, dlse, delta,  # rows or None
+    gain, tau, z, shape, alibi, lse, dlse, delta,  # vectors or None
     mask, q_segments, k_segments,
-    blocks, counts,  # of each tile of MAP_N keys: the tiles of MAP_M queries that give it weight
+    blocks, counts,  # tiles of MAP_M queries with weight, per tile of MAP_N keys; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dk_b, dk_h, dk_n,
     dv_b, dv_h, dv_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
@@ -212,8 +219,7 @@ def flash_dkdv(
 ):  # fmt: skip
     tiles = tl.cdiv(keys, BLOCK_N)
     tile = tl.program_id(0) % tiles
-    # Of batch × key/value heads.
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    bh = (tl.program_id(0) // tiles).to(tl.int64)  # batch × key/value head
     kv_heads = heads // group
     b, hk = bh // kv_heads, bh % kv_heads
     k += (b * k_b + hk * k_h) * ALIGN
@@ -234,13 +240,13 @@ def flash_dkdv(
     steps = group * tiles_m
     if blocks is not None:
         tiles_m = tl.cdiv(queries, MAP_M)
-        line = bh * tl.cdiv(keys, MAP_N) + start // MAP_N
-        steps = tl.load(counts + line) * (MAP_M // BLOCK_M)
-        blocks += line * group * tiles_m
+        map_row = bh * tl.cdiv(keys, MAP_N) + start // MAP_N
+        steps = tl.load(counts + map_row) * (MAP_M // BLOCK_M)
+        blocks += map_row * group * tiles_m
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    # One loop over the heads of the group and the blocks of their queries: a loop in a loop keeps
-    # twice as much in registers.
+    # A single loop over the heads of the group and their blocks of queries: nested loops need twice
+    # as many registers.
     for step in range(steps):
         if blocks is not None:
             PARTS: tl.constexpr = MAP_M // BLOCK_M
@@ -255,7 +261,7 @@ def flash_dkdv(
         q_at, do_at = (b * q_b + h * q_h) * ALIGN, (b * do_b + h * do_h) * ALIGN
         q_tile = load_tile(q + q_at, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
         do_tile = load_tile(do + do_at, index, do_n * ALIGN, queries, d_v, DV, True)  # [BM, DV]
-        row = load_rows(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
+        vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
         segment = load_segments(q_segments, b * queries, i, queries)
         mask_at = h * 0
         if mask is not None:
@@ -264,8 +270,8 @@ def flash_dkdv(
         q_side = (q_tile, q + q_at, index, q_n * ALIGN, queries)
         do_side = (do_tile, do + do_at, index, do_n * ALIGN, queries)
         product = times(k_side, q_side, D, PART, PRECISION)  # [BN, BM]
-        s, seen = scores(product, i, j[:, None], row, segment, where, size, UNIT, True, True)
-        p, slope = activate(ACT, s - row[1], row[2], seen, not VANISHES)
+        s, seen = scores(product, i, j[:, None], vectors, segment, where, size, UNIT, True, True)
+        p, slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)
         if z is not None:
             per_z = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
             p, slope = p * per_z, slope * per_z

@@ -1,4 +1,9 @@
-"""Forward: a block of queries walks over the keys once; see `fold` for what comes of it."""
+"""Forward of every pairwise form: o = Σ_j φ(s_ij − τ_i) v_j / Z_i.
+
+Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q once,
+goes through the keys and values in reach once (see `fold`), and writes its block of o, and of lse
+and the statistics for the backward if they are wanted.
+"""
 
 import triton
 import triton.language as tl
@@ -6,13 +11,13 @@ import triton.language as tl
 from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
-    load_rows,
     load_segments,
+    load_vectors,
     query_tile,
     store_tile,
 )
 
-# Lengths and strides change from call to call: none of them may compile a kernel anew.
+# Lengths and strides change from call to call, and must not trigger a recompilation.
 RUNTIME = (
     "q_b q_h q_n k_b k_h k_n v_b v_h v_n o_b o_h o_n mask_b mask_h mask_m mask_n "
     "heads group queries keys left right"
@@ -21,11 +26,12 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flash_forward(
-    # stat: log2 Σ with the sink (ONLINE), or Z (SUM); with mass, both rows or None, m and Z apart
-    q, k, v, o, stat, mass, lse,
-    gain, tau, shape, sink, alibi,  # rows or None
+    # stat: log2 of the sum including the sink (ONLINE), or Z (SUM). If weight_sum is given, stat is
+    # m and weight_sum is Z. All of them vectors or None.
+    q, k, v, o, stat, weight_sum, lse,
+    gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
-    blocks, counts,  # of each tile of MAP_M queries: the blocks of keys that hold weight; or None
+    blocks, counts,  # blocks of keys with weight, per tile of MAP_M queries; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
@@ -47,7 +53,8 @@ def flash_forward(
     if k_segments is not None:
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    rows = load_rows(i, at, scale, gain, tau, shape, alibi, queries, UNIT, UNIT)  # each [BM, 1]
+    # each [BM, 1]
+    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
@@ -59,26 +66,26 @@ def flash_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     if blocks is not None:
-        line = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
-        blocks += line * tl.cdiv(keys, BLOCK_N)
-        low, high = 0, tl.load(counts + line)
+        map_row = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
+        blocks += map_row * tl.cdiv(keys, BLOCK_N)
+        low, high = 0, tl.load(counts + map_row)
     if blocks is not None or not SPLIT:
         acc, m, z = walk(
-            acc, m, z, low, high, q_side, i, tiles_kv, size, rows, segment, where, blocks,
+            acc, m, z, low, high, q_side, i, tiles_kv, size, vectors, segment, where, blocks,
             ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     else:
         acc, m, z = walk(
-            acc, m, z, low, full, q_side, i, tiles_kv, size, rows, segment, where, None,
+            acc, m, z, low, full, q_side, i, tiles_kv, size, vectors, segment, where, None,
             ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         acc, m, z = walk(
-            acc, m, z, full, high, q_side, i, tiles_kv, size, rows, segment, where, None,
+            acc, m, z, full, high, q_side, i, tiles_kv, size, vectors, segment, where, None,
             ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
 
     acc = finish(
-        acc, m, z, at, index, queries, rows, stat, mass, lse, sink, tau,
+        acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau,
         ACT, UNIT, ONLINE, SUM, PEAKED,
     )  # fmt: skip
     store_tile(o, index, o_n * ALIGN, queries, dv, DV, acc)

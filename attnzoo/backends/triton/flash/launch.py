@@ -1,4 +1,4 @@
-"""Launches of the kernels of `flash`, as data; see `attnzoo.backends.triton.common.launch`."""
+"""Builds the launches of the kernels of `flash`. See `attnzoo.backends.triton.common.launch`."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def _config(
     align: int,
     *vectors: Tensor | None,
 ) -> Config:
-    """The row of the table, by what there is beside the plain loop; see `configurations`.
+    """The configuration for the features of a call; see `configurations`.
 
-    ``vectors``: those that few forms have.
+    ``vectors``: further per-query vectors, which only few forms have.
     """
     extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
     several = dense_mask(layout) or extras > 1 or any(x is not None for x in vectors)
     if align == 1:
-        beside = "unaligned"
+        feature = "unaligned"
     elif several or (mapped and _small_tiles(q, k, v, layout)):
-        beside = "several"
+        feature = "several"
     elif mapped:
-        beside = "listed"
+        feature = "listed"
     else:
         filled = any(padded(dim) > dim for dim in dims)
-        beside = "one" if extras else "filled" if filled else ""
-    config = pick(kernel, arch, 8 * q.element_size(), max(dims), beside)
-    split = not extras and beside not in ("several", "unaligned")
+        feature = "one" if extras else "filled" if filled else ""
+    config = pick(kernel, arch, 8 * q.element_size(), max(dims), feature)
+    split = not extras and feature not in ("several", "unaligned")
     config = config._replace(split=split)
     if not mapped:
         return config
@@ -89,20 +89,20 @@ def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, maps: Maps,
     want_lse: bool, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
-    """Returns out, the statistic of `flash_forward`, and lse."""
+    """Returns the launch, and out, the statistic of `flash_forward` and lse."""
     out = like(q, v.shape[3])
-    apart = stands_apart(form.normalize, layout.mask)
-    stat = None if form.normalize == "none" else new_vector(q, apart)
+    two_vectors = stands_apart(form.normalize, layout.mask)
+    stat = None if form.normalize == "none" else new_vector(q, two_vectors)
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = form.normalize == "sum" and v.dtype == torch.float16
-    extra = align, vectors.shape, q if peaked else None
-    config = _config("forward", arch, q, k, v, layout, maps.blocks is not None, *extra)
+    config_args = align, vectors.shape, q if peaked else None
+    config = _config("forward", arch, q, k, v, layout, maps.blocks is not None, *config_args)
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors), "q": q, "k": k, "v": v, "o": out,
-        "stat": stat[0] if apart and stat is not None else stat,
-        "mass": stat[1] if apart and stat is not None else None, "lse": lse,
+        "stat": stat[0] if two_vectors and stat is not None else stat,
+        "weight_sum": stat[1] if two_vectors and stat is not None else None, "lse": lse,
         "blocks": maps.blocks, "counts": maps.counts,
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "ONLINE": form.normalize == "online", "SUM": form.normalize in ("sum", "threshold"),
@@ -118,48 +118,48 @@ def describe_backward(
     stat: Tensor | None, lse: Tensor | None, layout: Layout, form: Form, vectors: Vectors,
     maps: Maps, wanted: Collection[str], arch: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
-    """Returns the gradients of q, k and v, and of the per-query vectors that are wanted."""
-    made = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
-    made |= {name: new_vector(q) for name in wanted if name not in made}
+    """Returns the launches, and the gradients of q, k, v and the wanted per-query vectors."""
+    grads = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
+    grads |= {name: new_vector(q) for name in wanted if name not in grads}
     online, tau, z = form.normalize == "online", vectors.offset, stat
     if online and stat is not None:
-        apart = stands_apart(form.normalize, layout.mask)
-        tau, z = stat if apart else (stat, None)
+        two_vectors = stands_apart(form.normalize, layout.mask)
+        tau, z = stat if two_vectors else (stat, None)
     shared = {
         **common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": vectors.shape,
         "tau": tau, "z": z, "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
-        "TAU_UNIT": 1.0 if online else form.unit,  # what the forward saved has the unit in it
+        "TAU_UNIT": 1.0 if online else form.unit,  # the saved statistic includes the unit
     }  # fmt: skip
-    align = align_of(q, k, v, out, do, made["q"], made["k"], made["v"])
-    extra = align, vectors.shape, dlse
+    align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
+    config_args = align, vectors.shape, dlse
     columns, listing = _describe_columns(maps, shared["group"])
-    config = _config("dq", arch, q, k, v, layout, maps.blocks is not None, *extra)
+    config = _config("dq", arch, q, k, v, layout, maps.blocks is not None, *config_args)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": _map_tile(q, k, v, layout)[0],
-        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=made["q"]), "o": out, "dq": made["q"],
-        "dgain": made.get("gain"), "dtau": made.get("offset"), "dsink": made.get("sink"),
-        "dalibi": made.get("alibi"), "sink": vectors.sink,
+        **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]), "o": out, "dq": grads["q"],
+        "dgain": grads.get("gain"), "dtau": grads.get("offset"), "dsink": grads.get("sink"),
+        "dalibi": grads.get("alibi"), "sink": vectors.sink,
         "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
         "blocks": maps.blocks, "counts": maps.counts,
     }  # fmt: skip
     launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config), *listing]
-    config = _config("dkdv", arch, q, k, v, layout, maps.blocks is not None, *extra)
+    config = _config("dkdv", arch, q, k, v, layout, maps.blocks is not None, *config_args)
     dkdv_args = {
         **shared, **blocks_of(config), "ALIGN": align,
-        **strides(align, q=q, k=k, v=v, do=do, dk=made["k"], dv=made["v"]),
-        "dk": made["k"], "dv": made["v"], "blocks": columns.blocks, "counts": columns.counts,
+        **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
+        "dk": grads["k"], "dv": grads["v"], "blocks": columns.blocks, "counts": columns.counts,
         **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, layout))),
     }  # fmt: skip
     launches.append(Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config))
-    return launches, made
+    return launches, grads
 
 
 def _describe_columns(maps: Maps, group: int) -> tuple[Maps, list[Launch]]:
-    """The maps of tiles of keys; what they list is written by the launch."""
+    """The block map per tile of keys, and the launch that fills it."""
     live = maps.live
     if live is None:
         return maps, []
@@ -187,7 +187,7 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
 
 
 def empty_maps(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Maps`."""
+    """The fields of `Maps`, not yet filled."""
     block_m, block_n = _map_tile(q, k, v, layout)
     heads = q.shape[0] * q.shape[1]
     tiles = (q.shape[2] + block_m - 1) // block_m, (k.shape[2] + block_n - 1) // block_n
@@ -200,11 +200,11 @@ def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Of the vectors gain and shape. Returns τ and the maps."""
+    """Returns the launch, and τ and the block map. Of the vectors, gain and shape are used."""
     align = align_of(q, k)
     config = _config("threshold", arch, q, k, v, layout, True, align)
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)
-    # The kernel writes the map: its blocks are the map's tiles.
+    # The kernel writes the map, so its blocks must be the map's tiles.
     assert (config.block_m, config.block_n) == _map_tile(q, k, v, layout)
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,

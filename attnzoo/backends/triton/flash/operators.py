@@ -1,6 +1,6 @@
-"""The kernels of `flash` as PyTorch operators: real, fake and differentiated once.
+"""The kernels of `flash` as PyTorch operators, with fake functions and first derivatives.
 
-Triton is imported by the first call that runs a kernel, or asks for the tiles that one would take.
+Triton is imported by the first call that runs a kernel or needs the size of a block map.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.flash import launch
 
-    job, found = launch.describe_stats(q, k, layout, architecture(q.device))
-    run(job)
-    return found
+    work, results = launch.describe_stats(q, k, layout, architecture(q.device))
+    run(work)
+    return results
 
 
 @flash_statistics.fake
@@ -50,15 +50,15 @@ def flash_threshold(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, layout: Layout, form: Form,
     alpha: float | None,
 ) -> Threshold:  # fmt: skip
-    """v only says how large the forward's tiles are."""
+    """v is only needed for the size of the forward's tiles."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.flash import launch
 
-    job, found = launch.describe_threshold(
+    work, results = launch.describe_threshold(
         q, k, v, layout, form, vectors, alpha, architecture(q.device)
     )
-    run(job)
-    return Threshold(*found)
+    run(work)
+    return Threshold(*results)
 
 
 @flash_threshold.fake
@@ -69,7 +69,7 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Threshold:
 
 
 class Attended(NamedTuple):
-    """``stat`` is the statistic from which the backward finds the weights again."""
+    """``stat`` is the statistic from which the backward recomputes the weights."""
 
     out: Tensor
     stat: Tensor | None
@@ -84,17 +84,17 @@ def flash_forward(
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.flash import launch
 
-    job, found = launch.describe_forward(
+    work, results = launch.describe_forward(
         q, k, v, layout, form, vectors, maps, want_lse, architecture(q.device)
     )
-    run(job)
-    return Attended(*found)
+    run(work)
+    return Attended(*results)
 
 
 @flash_forward.fake
 def _(*, q: Tensor, v: Tensor, layout: Layout, form: Form, want_lse: bool) -> Attended:
-    apart = stands_apart(form.normalize, layout.mask)
-    stat = None if form.normalize == "none" else new_vector(q, apart)
+    two_vectors = stands_apart(form.normalize, layout.mask)
+    stat = None if form.normalize == "none" else new_vector(q, two_vectors)
     return Attended(like(q, v.shape[3]), stat, new_vector(q) if want_lse else None)
 
 
@@ -110,15 +110,15 @@ def flash_backward(
     from attnzoo.backends.triton.common.launch import architecture, readable, run
     from attnzoo.backends.triton.flash import launch
 
-    # A gradient that was expanded has no contiguous last dimension, or strides of its own.
+    # An expanded gradient has no contiguous last dimension, or other strides than the output.
     dout = dout if readable(dout, out) else dout.contiguous()
     if dlse is not None and lse is not None:
-        # A query without keys has lse −∞ whatever its scores: 0 · −∞ would be NaN for all keys.
+        # A query without keys has lse −∞, whatever its scores. 0 · −∞ would give NaN for all keys.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
-    jobs, found = launch.describe_backward(
+    launches, results = launch.describe_backward(
         dout, dlse, q, k, v, out, stat, lse, layout, form, vectors, maps, wanted,
         architecture(q.device),
     )  # fmt: skip
-    for job in jobs:
-        run(job)
-    return found
+    for work in launches:
+        run(work)
+    return results

@@ -1,7 +1,10 @@
-"""Row statistics in one pass over the keys: lse = log Σ e^s and the entropy of softmax(s) in nats.
+"""lse = log Σ e^s and the entropy of softmax(s) in nats, per query, in one pass over the keys.
 
-With Z = Σ e^{s−m} and T = Σ (s−m) e^{s−m}: lse = m + log Z, H = log Z − T/Z. Where m moves to m',
-T becomes e^{m−m'} (T + (m−m') Z).
+Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q and
+the keys in reach, and writes its block of lse and entropy.
+
+With Z = Σ e^{s−m} and T = Σ (s−m) e^{s−m}: lse = m + log Z, H = log Z − T/Z. When the maximum m
+changes to m', T becomes e^{m−m'} (T + (m−m') Z).
 """
 
 import triton
@@ -10,9 +13,9 @@ import triton.language as tl
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
-    load_rows,
     load_segments,
     load_tile,
+    load_vectors,
     out_of_unit,
     query_tile,
     scores,
@@ -44,7 +47,7 @@ def row_stats(
     if k_segments is not None:
         k_segments += b * keys
     d = tl.arange(0, BLOCK_D)
-    rows = load_rows(i, at, scale, None, None, None, alibi, queries, UNIT, UNIT)
+    vectors = load_vectors(i, at, scale, None, None, None, alibi, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
@@ -53,21 +56,21 @@ def row_stats(
     z, t = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     if SPLIT:
-        m, z, t = _walk(
-            m, z, t, low, full, q_side, i, tiles_k, size, rows, segment, where,
+        m, z, t = _add_keys(
+            m, z, t, low, full, q_side, i, tiles_k, size, vectors, segment, where,
             UNIT, D, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
-    m, z, t = _walk(
-        m, z, t, low, high, q_side, i, tiles_k, size, rows, segment, where,
+    m, z, t = _add_keys(
+        m, z, t, low, high, q_side, i, tiles_k, size, vectors, segment, where,
         UNIT, D, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     store_statistics(m, z, t, lse + at + index, entropy + at + index, index < queries)
 
 
 @triton.jit
-def _walk(
-    m, z, t, low, high, q_side, i, tiles_k, size, rows, segment, where,
+def _add_keys(
+    m, z, t, low, high, q_side, i, tiles_k, size, vectors, segment, where,
     UNIT: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -78,23 +81,23 @@ def _walk(
         k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
         k_side = (k_tile, k, j, k_n, size[1])
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
-        s = scores(product, i, j[None, :], rows, segment, where, size, UNIT, EDGE, HIDES)[0]
+        s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)[0]
         m, z, t = add_scores(m, z, t, s)
     return m, z, t
 
 
 @triton.jit
 def add_scores(m, z, t, s):
-    """m, Z and T of the rows [BM] after the scores s [BM, BN], −∞ where a key is not seen."""
+    """m, Z and T [BM] after the scores s [BM, BN], which are −∞ for hidden keys."""
     m_new = tl.maximum(m, tl.max(s, 1))
-    # Not −∞ before the first key: 0 · (−∞ − …) would be NaN.
+    # base is finite before the first key: 0 · (−∞ − …) would be NaN.
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    moved = tl.where(m == float("-inf"), 0.0, m - base)
-    # Below −200 an exp2 is 0: clamped, so that −∞ · 0 is 0 too.
+    shift = tl.where(m == float("-inf"), 0.0, m - base)
+    # exp2 is 0 below −200. The clamp makes −∞ · 0 equal 0 too.
     x = tl.maximum(s - base[:, None], -200.0)
     p = tl.exp2(x)
-    decay = tl.exp2(moved)
-    t = decay * (t + moved * z) + tl.sum(x * p, 1)
+    decay = tl.exp2(shift)
+    t = decay * (t + shift * z) + tl.sum(x * p, 1)
     z = decay * z + tl.sum(p, 1)
     return m_new, z, t
 
@@ -103,5 +106,5 @@ def add_scores(m, z, t, s):
 def store_statistics(m, z, t, lse, entropy, inside):
     log_z = tl.log2(z)
     tl.store(lse, out_of_unit(m + log_z, 1.0 / LN2), mask=inside)
-    spread = tl.where(z > 0.0, log_z - t / tl.where(z > 0.0, z, 1.0), 0.0)
-    tl.store(entropy, spread * LN2, mask=inside)
+    entropy_log2 = tl.where(z > 0.0, log_z - t / tl.where(z > 0.0, z, 1.0), 0.0)
+    tl.store(entropy, entropy_log2 * LN2, mask=inside)

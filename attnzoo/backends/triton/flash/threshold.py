@@ -1,11 +1,17 @@
-"""τ of sparsemax and entmax, Σ_j φ(s_ij − τ_i) = 1, and the blocks of keys that hold weight.
+"""τ of sparsemax and entmax, Σ_j φ(s_ij − τ_i) = 1, and the map of blocks that hold weight.
 
-Newton on the norm, τ += (Z − Z^{2−α})/((α−1) Σφ') with Z = Σφ, from the row's maximum: monotone
-from the left, exact in one step for equal scores. A key at or below τ − 1/(α−1) has no weight now
-and, τ only growing, never will: the blocks of keys that still have a key above it are kept in a
-list which shrinks with each step, and which output and backward walk along afterwards.
+Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q
+and, in each solver step, the keys that can still have weight. It writes its block of τ, the list
+of blocks of keys that hold weight, and a flag for each of them.
 
-All steps run in one launch: how many there are depends on the rows, and nobody has to wait for it.
+Newton's method on the norm, τ += (Z − Z^{2−α})/((α−1) Σφ') with Z = Σφ. It starts at the maximum
+of each query's scores, increases monotonically, and is exact in one step for equal scores. A key
+at or below τ − 1/(α−1) has no weight and, because τ only grows, never will. Blocks of keys
+without a key above that are dropped from the list in each step. Forward and backward then read
+only the blocks that are left.
+
+All steps run in one launch. Their number depends on the scores, and the host does not wait for
+it.
 """
 
 import triton
@@ -13,16 +19,17 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
-    load_rows,
     load_segments,
     load_tile,
+    load_vectors,
     query_tile,
     scores,
     times,
 )
 
-# |Z − 1| before the last step, which is quadratic: after it no weight is off by 1e-6. Over many
-# equal scores one last place of τ moves Z by more; steps as small as that end it too.
+# Limit of |Z − 1| before the last step. Steps converge quadratically: after it no weight is off by
+# 1e-6. With many equal scores the last place of τ moves Z by more, so steps that small end the
+# iteration too.
 RESIDUAL = tl.constexpr(1e-5)
 LAST_PLACES = tl.constexpr(5e-7)
 MAX_STEPS = tl.constexpr(100)
@@ -35,11 +42,11 @@ RUNTIME = (
 @triton.jit(do_not_specialize=RUNTIME)
 def threshold(
     q, k, tau, blocks, counts,  # blocks: int32 [B·H, tiles of queries, tiles of keys]
-    live,  # uint8, as blocks, zeros: 1 where a tile holds weight
+    live,  # uint8, shaped as blocks, initially 0: 1 where a tile holds weight
     gain, shape, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None where the shape is α
+    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the shape is α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -53,11 +60,11 @@ def threshold(
         mask_at = b * mask_b + h * mask_h
     if k_segments is not None:
         k_segments += b * keys
-    line = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
-    blocks += line * tl.cdiv(keys, BLOCK_N)
-    live += line * tl.cdiv(keys, BLOCK_N)
+    map_row = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
+    blocks += map_row * tl.cdiv(keys, BLOCK_N)
+    live += map_row * tl.cdiv(keys, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    rows = load_rows(i, at, scale, gain, None, shape, alibi, queries, 1.0, 1.0)
+    vectors = load_vectors(i, at, scale, gain, None, shape, alibi, queries, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
@@ -67,18 +74,18 @@ def threshold(
         a = tl.full([BLOCK_M], ALPHA - 1.0, tl.float32)
 
     low, _, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    # The maximum; and with the maximum so far, which blocks can be in the running at all.
+    # The maximum, and the blocks that can have weight given the maximum so far.
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    kept, broken = 0, tl.zeros([BLOCK_M], tl.int32)
+    kept, has_nan = 0, tl.zeros([BLOCK_M], tl.int32)
     for n in range(low, high):
         j = n * BLOCK_N + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
         product = times(q_side, (k_tile, k, j, k_n * ALIGN, keys), D, PART, PRECISION)
-        s = scores(product, i, j[None, :], rows, segment, where, size, 1.0, True, True)[0]
+        s = scores(product, i, j[None, :], vectors, segment, where, size, 1.0, True, True)[0]
         peak = tl.max(s, 1)
         m = tl.maximum(m, peak)
-        broken = tl.maximum(broken, tl.max((s != s).to(tl.int32), 1))
-        # Not s > m − 1/(α−1): of a large m the difference may be m itself.
+        has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32), 1))
+        # Written as a difference: m − 1/(α−1) may round to m for a large m.
         alive = tl.max((s - m[:, None] > (-1.0 / a)[:, None]).to(tl.int32))
         tl.store(blocks + kept, n, mask=alive > 0)
         kept += alive
@@ -87,7 +94,7 @@ def threshold(
     t = tl.zeros([BLOCK_M], tl.float32)  # τ − base
     unsolved, step = kept > 0, 0
     while unsolved:
-        tl.debug_barrier()  # the list is written by one thread and read by all
+        tl.debug_barrier()  # one thread writes the list, all threads read it
         z, slopes = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
         count, kept = kept, 0
         for n in range(count):
@@ -95,22 +102,22 @@ def threshold(
             j = block * BLOCK_N + tl.arange(0, BLOCK_N)
             k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
             product = times(q_side, (k_tile, k, j, k_n * ALIGN, keys), D, PART, PRECISION)
-            s = scores(product, i, j[None, :], rows, segment, where, size, 1.0, True, True)[0]
+            s = scores(product, i, j[None, :], vectors, segment, where, size, 1.0, True, True)[0]
             x = s - base[:, None] - t[:, None]
-            phi, slope = ACT(x, rows[2])
+            phi, slope = ACT(x, vectors[2])
             z += tl.sum(phi, 1)
             slopes += tl.sum(slope, 1)
             alive = tl.max((x > (-1.0 / a)[:, None]).to(tl.int32))
-            # In place: the list is never longer than what has been read of it.
+            # In place: the list is never longer than the part already read.
             tl.store(blocks + kept, block, mask=alive > 0)
             kept += alive
-        t, open_rows = newton(t, z, slopes, a)
+        t, unsolved_queries = newton(t, z, slopes, a)
         step += 1
-        unsolved = (tl.max(open_rows.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
-    # A maximum is over the numbers only: of a row with NaN among its scores τ says so.
-    found = tl.where(broken > 0, float("nan"), below(base, t, a))
+        unsolved = (tl.max(unsolved_queries.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
+    # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
+    found = tl.where(has_nan > 0, float("nan"), round_tau(base, t, a))
     tl.store(tau + at + index, found, mask=index < queries)
-    tl.store(counts + line, kept)
+    tl.store(counts + map_row, kept)
     tl.debug_barrier()
     for n in range(kept):
         tl.store(live + tl.load(blocks + n), 1)
@@ -118,9 +125,9 @@ def threshold(
 
 @triton.jit
 def newton(t, z, slopes, a):
-    """τ − base after a step from t, where Σφ = z, Σφ' = slopes; and which rows are not solved."""
+    """τ − base after a step from t, with Σφ = z and Σφ' = slopes; and which are unsolved."""
     excess = tl.where(z > 0.0, z - 1.0, 0.0)
-    # Close to 1 the difference of powers cancels, and is Z − 1 to first order.
+    # Near Z = 1 the difference of powers cancels. It is Z − 1 to first order.
     power = tl.exp2((1.0 - a) * tl.log2(tl.where(z > 0.0, z, 1.0)))
     change = tl.where(tl.abs(excess) > 0.1, (z - power) / a, excess)
     change = tl.where(slopes > 0.0, change / tl.where(slopes > 0.0, slopes, 1.0), 0.0)
@@ -129,11 +136,11 @@ def newton(t, z, slopes, a):
 
 
 @triton.jit
-def below(base, t, a):
-    """base + t; rounded down where rounding up would take half of what the largest weight has left.
+def round_tau(base, t, a):
+    """base + t, rounded down if rounding up would take half of the largest weight or more.
 
-    Beside large scores τ would pass over all that are equal, and no weight would be left. What
-    rounding down adds to all of them the division by their sum takes off again.
+    With large scores, τ could otherwise exceed all of several equal scores, so that no weight is
+    left. Rounding down increases all weights, which the division by their sum corrects.
     """
     found = base + t
     lost = found - base - t > 0.5 * (1.0 / a - t)
@@ -142,16 +149,19 @@ def below(base, t, a):
 
 @triton.jit(do_not_specialize=["group", "tiles_m", "tiles_n"])
 def list_columns(live, blocks, counts, group, tiles_m, tiles_n, CHUNK: tl.constexpr):
-    """For each tile of keys of a key/value head: which (head of its group, tile of queries) give
-    it weight, as head · tiles_m + tile."""
-    line = tl.program_id(0).to(tl.int64)
-    bh, column = line // tiles_n, line % tiles_n
+    """For each tile of keys of a key/value head, list the tiles of queries that give it weight.
+
+    Grid: one program per (batch, key/value head, tile of keys). An entry is h · tiles_m + tile,
+    with h the index of the head in its group.
+    """
+    map_row = tl.program_id(0).to(tl.int64)
+    bh, column = map_row // tiles_n, map_row % tiles_n
     kept, most = 0, group * tiles_m
     for low in range(0, most, CHUNK):
         entry = low + tl.arange(0, CHUNK)
-        # The heads of a group follow one another in ``live``, [B·H, tiles_m, tiles_n].
+        # The heads of a group are adjacent in ``live``, [B·H, tiles_m, tiles_n].
         flag = live + (bh * most + entry) * tiles_n + column
         flag = tl.load(flag, mask=entry < most, other=0).to(tl.int32)
-        tl.store(blocks + line * most + kept + tl.cumsum(flag, 0) - 1, entry, mask=flag > 0)
+        tl.store(blocks + map_row * most + kept + tl.cumsum(flag, 0) - 1, entry, mask=flag > 0)
         kept += tl.sum(flag, 0)
-    tl.store(counts + line, kept)
+    tl.store(counts + map_row, kept)

@@ -1,8 +1,9 @@
 """Linear forms in Triton kernels, chunk by chunk, forward and backward: `linear` for a GPU.
 
-Features are made in torch, so that autograd has their gradient, and kept in bf16, or in fp32 for
-other inputs: products of fp16 features may pass 65504. In memory are the features, F/D times q
-and k, and a state for each chunk, (F, Dv) in fp32, which `linear` keeps with gradients only.
+Features are computed in torch, so that autograd differentiates them. They are bf16 for bf16 inputs
+and fp32 for others, because products of fp16 features may exceed 65504. The features take F/D times
+the memory of q and k. A state of (F, Dv) in fp32 is kept for each chunk, which `linear` only does
+with gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def unsupported(form: Form, call: Call) -> str | None:
     if (reason := linear.unsupported(form, call)) is not None:
         return reason
     if call.input_dtype not in flash.DTYPES:
-        return f"takes fp16, bf16 and fp32, not {call.input_dtype}; linear does"
+        return f"does not support {call.input_dtype} (linear does)"
     return flash.unsupported_here(call, "linear")
 
 
@@ -52,14 +53,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `linear.scan`: causal, from a state to a state."""
+    """`linear.scan` in kernels: causal, from a state to a state."""
     call, k, v, sums = linear.prepare(call, k, v, sums)
     v = _values(v, call)
-    blind, lead = linear.offsets(call)
+    keyless, lead = linear.offsets(call)
     y = _keys(k, call, form)
     before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
-    x = _features(call.scale, q[:, :, blind:], call.query_positions[blind:], call, form)
-    size, out, states, mass = form.size(call.head_dim), [], [], None
+    x = _features(call.scale, q[:, :, keyless:], call.query_positions[keyless:], call, form)
+    size, out, states, normalizer = form.size(call.head_dim), [], [], None
     widest = _widest(call)
     for start, part in zip(range(0, call.value_dim + 1, widest), v.split(widest, dim=-1)):
         state = None
@@ -69,32 +70,31 @@ def scan(
             state = pad(pack(state, part.shape[-1]), (0, 0, 0, y.shape[-1] - size))
         if lead:
             state = ops.linear_state(y=before, v=part[:, :, :lead].contiguous(), first=state)
-        found = ops.linear_causal(x=x, y=y, v=part[:, :, lead:].contiguous(), first=state)
-        out.append(found.out)
-        last = unpack(found.last[..., :size, :], part.shape[-1])
+        scanned = ops.linear_causal(x=x, y=y, v=part[:, :, lead:].contiguous(), first=state)
+        out.append(scanned.out)
+        last = unpack(scanned.last[..., :size, :], part.shape[-1])
         states.append(last[..., :-1])
-        mass = last[..., -1:]
-    assert mass is not None
-    out = pad(torch.cat(out, dim=-1), (0, 0, blind, 0))
-    return out, torch.cat([*states, mass], dim=-1)
+        normalizer = last[..., -1:]
+    assert normalizer is not None
+    out = pad(torch.cat(out, dim=-1), (0, 0, keyless, 0))
+    return out, torch.cat([*states, normalizer], dim=-1)
 
 
-def _kind(call: Call) -> torch.dtype:
-    """Of features."""
+def _feature_dtype(call: Call) -> torch.dtype:
     return torch.bfloat16 if call.input_dtype == torch.bfloat16 else torch.float32
 
 
 def _widest(call: Call) -> int:
-    return LINEAR_WIDEST[8 * _kind(call).itemsize]
+    return LINEAR_WIDEST[8 * _feature_dtype(call).itemsize]
 
 
 def _values(v: Tensor, call: Call) -> Tensor:
-    """Whatever stands at a masked key, NaN among it, is multiplied with features that are 0."""
+    """Values with 0 for masked keys, because NaN there would spoil a product with features of 0."""
     return v if call.mask is None else v.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
 
 
 def _keys(k: Tensor, call: Call, form: Linear) -> Tensor:
-    """ψ(k); a key that is masked has features 0, and so takes no part in any sum."""
+    """ψ(k), with features 0 for masked keys, which removes them from every sum."""
     y = _features(1.0, k, call.key_positions, call, form)
     if call.mask is None:
         return y
@@ -102,14 +102,14 @@ def _keys(k: Tensor, call: Call, form: Linear) -> Tensor:
 
 
 def _features(scale: float, x: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
-    dtype = _kind(call)
+    dtype = _feature_dtype(call)
 
     def make(x: Tensor) -> Tensor:
         made = form.features(scale * x.to(call.dtype), at).to(dtype)
-        # A row of features begins on 16 bytes: features that are 0 add nothing.
+        # Padded so that each row begins on 16 bytes. Features of 0 add nothing.
         return pad(made, (0, -made.shape[-1] % 8)).contiguous()
 
-    # Checkpointed: the features are kept, and x, but nothing that was between.
+    # Checkpointed: keeps the features and x, but no intermediate results.
     run: Any = checkpoint(make, x, use_reentrant=False) if call.needs_grad else make(x)
     return run
 

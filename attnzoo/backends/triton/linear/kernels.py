@@ -1,6 +1,6 @@
-"""Chunks of a linear form: states between chunks, and what the rows of a chunk read.
+"""Linear forms chunk by chunk: states between chunks, and the output and gradients of a chunk.
 
-With features x = ψ(q), y = ψ(k), and v' = [v, 1] so that the denominator is one more value:
+With features x = ψ(q), y = ψ(k), and v' = [v, 1], whose last column gives the denominator:
 
     S_c = S_0 + Σ_{j before chunk c} y_j v'_jᵀ
     o_i = x_i S_c + Σ_{j ≤ i in c} (x_i·y_j) v'_j, numerator over denominator Z_i
@@ -8,13 +8,19 @@ With features x = ψ(q), y = ψ(k), and v' = [v, 1] so that the denominator is o
     dv_j = y_j R_c + Σ_{i ≥ j in c} (y_j·x_i)/Z_i dO_i,  R_c = R_0 + Σ_{i after c} x_i g_iᵀ / Z_i
     dy_j = v'_j R_cᵀ + Σ_{i ≥ j in c} (g_i·v'_j)/Z_i x_i
 
-R is S walked the other way, over rows x/Z and values g: one kernel makes both. Without CAUSAL all
-rows read one state, and there is no sum within a chunk. States are fp32 and multiplied in tf32,
-which holds a bf16 feature whole. In memory the Dv columns of a state are filled up to a multiple of
-four, then comes that of v' = 1 (or of g = −δ), and three of nothing: every row begins on 16 bytes.
+`linear_states` computes S, and also R, from the last chunk to the first with features x/Z and
+values g. It has one program per (batch, key/value head, span of chunks, block of features). The
+other kernels have one program per chunk of tokens and head (`linear_output`, `linear_dx`) or
+key/value head (`linear_dv`, `linear_dy`, the latter also per block of features). A program reads
+the state, features and values of its chunk, and writes the chunk's result. Without CAUSAL all
+queries read one state, and there is no sum within a chunk.
 
-Features are walked in blocks of BLOCK_F, values lie in one of BLOCK_DV. All matrices are
-contiguous: features are made for the call.
+States are fp32 and multiplied in tf32, which represents bf16 features exactly. A row of a state in
+memory has Dv columns, padded to a multiple of four, then the column for v' = 1 (or g = −δ), then
+three unused columns, so that every row begins on 16 bytes.
+
+Features are processed in blocks of BLOCK_F, values in a single block of BLOCK_DV. All matrices are
+contiguous.
 """
 
 import triton
@@ -25,7 +31,7 @@ from attnzoo.backends.triton.common.tile import dot
 
 @triton.jit
 def load(base, rows, columns, count, WIDTH: tl.constexpr):
-    """[rows, columns] of a contiguous matrix (count, WIDTH); 0 beyond it."""
+    """[rows, columns] of a contiguous matrix (count, WIDTH), 0 outside it."""
     inside = (rows < count)[:, None] & (columns < WIDTH)[None, :]
     at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     return tl.load(base + at, mask=inside, other=0.0)
@@ -40,7 +46,7 @@ def store(base, rows, columns, count, WIDTH: tl.constexpr, value):
 
 @triton.jit
 def load_state(at, f, d, F: tl.constexpr, DV: tl.constexpr):
-    """The columns of values [BF, BDv], and that of v' = 1 [BF]."""
+    """The columns of values [BF, BDv], and the column for v' = 1 [BF]."""
     RD: tl.constexpr = (DV + 3) // 4 * 4
     inside = (f < F)[:, None] & (d < DV)[None, :]
     s = tl.load(at + f[:, None] * (RD + 4) + d[None, :], mask=inside, other=0.0)
@@ -49,7 +55,7 @@ def load_state(at, f, d, F: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def store_state(at, f, d, s, last, F: tl.constexpr, DV: tl.constexpr):
-    """The columns between are 0, as s is beyond DV."""
+    """s is 0 beyond DV, so the padding between the columns is 0."""
     RD: tl.constexpr = (DV + 3) // 4 * 4
     inside = (f < F)[:, None] & (d < RD)[None, :]
     tl.store(at + f[:, None] * (RD + 4) + d[None, :], s, mask=inside)
@@ -61,11 +67,11 @@ def store_state(at, f, d, s, last, F: tl.constexpr, DV: tl.constexpr):
 @triton.jit(do_not_specialize=["length", "chunks", "spans", "span"])
 def linear_states(
     x, y,  # [B·Hkv·GROUP, N, F] and [.., N, Dv]: a state is the sum over the heads of a group
-    first,  # [B·Hkv, F, WIDTH] or None: what was there before
-    states,  # [B·Hkv, chunks, F, WIDTH] or None: before each chunk, in the order of the walk
-    last,  # [B·Hkv, spans, F, WIDTH]: after each span
-    z, delta,  # rows or None: x is divided by z, and the last column of y is −δ instead of 1
-    length, chunks, spans, span,  # span: chunks that one program walks
+    first,  # [B·Hkv, F, WIDTH] or None: the initial state
+    states,  # [B·Hkv, chunks, F, WIDTH] or None: the state before each chunk
+    last,  # [B·Hkv, spans, F, WIDTH]: the state after each span of chunks
+    z, delta,  # vectors or None: x is divided by z, and the last column of y is −δ, not 1
+    length, chunks, spans, span,  # span: chunks per program
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -75,36 +81,36 @@ def linear_states(
     part = tl.program_id(0) // FEATURES % spans
     bh = (tl.program_id(0) // FEATURES // spans).to(tl.int64)
     d = tl.arange(0, BLOCK_DV)
-    s, mass = tl.zeros([BLOCK_F, BLOCK_DV], tl.float32), tl.zeros([BLOCK_F], tl.float32)
+    s, normalizer = tl.zeros([BLOCK_F, BLOCK_DV], tl.float32), tl.zeros([BLOCK_F], tl.float32)
     if first is not None:
-        s, mass = load_state(first + bh * SIZE, f, d, F, DV)
+        s, normalizer = load_state(first + bh * SIZE, f, d, F, DV)
     for step in range(part * span, tl.minimum(part * span + span, chunks)):
         chunk = step
         if REVERSE:
             chunk = chunks - 1 - step
         if states is not None:
-            store_state(states + (bh * chunks + chunk) * SIZE, f, d, s, mass, F, DV)
+            store_state(states + (bh * chunks + chunk) * SIZE, f, d, s, normalizer, F, DV)
         i = chunk * CHUNK + tl.arange(0, CHUNK)  # [C]
         for member in range(GROUP):
             at = (bh * GROUP + member) * length
             x_tile = load(x + at * F, i, f, length, F)  # [C, BF]
             y_tile = load(y + at * DV, i, d, length, DV)  # [C, BDv]
             if z is None:
-                mass += tl.sum(x_tile.to(tl.float32), 0)
+                normalizer += tl.sum(x_tile.to(tl.float32), 0)
                 s = dot(tl.trans(x_tile), y_tile.to(x_tile.dtype), s, PRECISION)  # [BF, BDv]
             else:
-                below = tl.load(z + at + i, mask=i < length, other=1.0)[:, None]
+                denominator = tl.load(z + at + i, mask=i < length, other=1.0)[:, None]
                 d_i = tl.load(delta + at + i, mask=i < length, other=0.0)[:, None]
-                scaled = x_tile.to(tl.float32) / below
-                mass -= tl.sum(scaled * d_i, 0)
+                scaled = x_tile.to(tl.float32) / denominator
+                normalizer -= tl.sum(scaled * d_i, 0)
                 s = dot(tl.trans(scaled), y_tile.to(tl.float32), s, PRECISION)
-    store_state(last + (bh * spans + part) * SIZE, f, d, s, mass, F, DV)
+    store_state(last + (bh * spans + part) * SIZE, f, d, s, normalizer, F, DV)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def linear_output(
-    x, y, v, states, out, z,  # y and v: of the keys beside the queries (CAUSAL) or None
-    length, chunks,  # chunks: states of a sequence
+    x, y, v, states, out, z,  # y and v: None unless CAUSAL
+    length, chunks,  # chunks: number of states per sequence
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -118,26 +124,26 @@ def linear_output(
     state = states + hk * chunks * SIZE
     if CAUSAL:
         state += chunk.to(tl.int64) * SIZE
-    acc, below = tl.zeros([CHUNK, BLOCK_DV], tl.float32), tl.zeros([CHUNK], tl.float32)
+    acc, denominator = tl.zeros([CHUNK, BLOCK_DV], tl.float32), tl.zeros([CHUNK], tl.float32)
     a = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in range(0, F, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
         x_tile = load(x + bh * length * F, i, f, length, F)  # [C, BF]
-        s, mass = load_state(state, f, d, F, DV)
+        s, normalizer = load_state(state, f, d, F, DV)
         acc = dot(x_tile.to(tl.float32), s, acc, PRECISION)
-        below += tl.sum(x_tile.to(tl.float32) * mass[None, :], 1)
+        denominator += tl.sum(x_tile.to(tl.float32) * normalizer[None, :], 1)
         if CAUSAL:
             y_tile = load(y + hk * length * F, i, f, length, F)  # [C, BF]
             a = dot(x_tile, tl.trans(y_tile), a, PRECISION)
     if CAUSAL:
-        a = tl.where(i[:, None] >= i[None, :], a, 0.0)  # a key beyond the end has features 0
-        below += tl.sum(a, 1)
+        a = tl.where(i[:, None] >= i[None, :], a, 0.0)  # keys beyond the end have features 0
+        denominator += tl.sum(a, 1)
         v_tile = load(v + hk * length * DV, i, d, length, DV)  # [C, BDv]
-        kind = x.dtype.element_ty  # the weights are no larger than fp32, and may be than fp16
-        acc = dot(a.to(kind), v_tile.to(kind), acc, PRECISION)
-    below = tl.where(below == 0.0, 1.0, below)
-    tl.store(z + bh * length + i, below, mask=i < length)
-    store(out + bh * length * DV, i, d, length, DV, acc / below[:, None])
+        dtype = x.dtype.element_ty  # fp32 or bf16: weights may exceed the range of fp16
+        acc = dot(a.to(dtype), v_tile.to(dtype), acc, PRECISION)
+    denominator = tl.where(denominator == 0.0, 1.0, denominator)
+    tl.store(z + bh * length + i, denominator, mask=i < length)
+    store(out + bh * length * DV, i, d, length, DV, acc / denominator[:, None])
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
@@ -156,29 +162,29 @@ def linear_dx(
     state = states + hk * chunks * SIZE
     if CAUSAL:
         state += chunk.to(tl.int64) * SIZE
-    kind = dx.dtype.element_ty
+    dtype = dx.dtype.element_ty
     do_tile = load(do + bh * length * DV, i, d, length, DV)  # [C, BDv]
-    below = tl.load(z + bh * length + i, mask=i < length, other=1.0)[:, None]
+    denominator = tl.load(z + bh * length + i, mask=i < length, other=1.0)[:, None]
     d_i = tl.load(delta + bh * length + i, mask=i < length, other=0.0)[:, None]
     dp = tl.zeros([CHUNK, CHUNK], tl.float32)
     if CAUSAL:
         v_tile = load(v + hk * length * DV, i, d, length, DV)  # [C, BDv]
-        dp = dot(do_tile.to(kind), tl.trans(v_tile.to(kind)), None, PRECISION) - d_i
-        dp = tl.where(i[:, None] >= i[None, :], dp / below, 0.0)
+        dp = dot(do_tile.to(dtype), tl.trans(v_tile.to(dtype)), None, PRECISION) - d_i
+        dp = tl.where(i[:, None] >= i[None, :], dp / denominator, 0.0)
     for start in range(0, F, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
-        s, mass = load_state(state, f, d, F, DV)
+        s, normalizer = load_state(state, f, d, F, DV)
         acc = dot(do_tile.to(tl.float32), tl.trans(s), None, PRECISION)  # [C, BF]
-        acc = (acc - d_i * mass[None, :]) / below
+        acc = (acc - d_i * normalizer[None, :]) / denominator
         if CAUSAL:
             y_tile = load(y + hk * length * F, i, f, length, F)  # [C, BF]
-            acc = dot(dp.to(kind), y_tile, acc, PRECISION)
+            acc = dot(dp.to(dtype), y_tile, acc, PRECISION)
         store(dx + bh * length * F, i, f, length, F, acc)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def linear_dv(
-    x, y, do, states, z, dv, length, chunks,  # x, do and z: CAUSAL, or None
+    x, y, do, states, z, dv, length, chunks,  # x, do and z: None unless CAUSAL
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +203,7 @@ def linear_dv(
         y_tile = load(y + hk * length * F, j, f, length, F)  # [C, BF]
         acc = dot(y_tile.to(tl.float32), load_state(state, f, d, F, DV)[0], acc, PRECISION)
     if CAUSAL:
-        kind = y.dtype.element_ty
+        dtype = y.dtype.element_ty
         for member in range(GROUP):
             at = (hk * GROUP + member) * length
             a = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -206,16 +212,16 @@ def linear_dv(
                 y_tile = load(y + hk * length * F, j, f, length, F)
                 x_tile = load(x + at * F, j, f, length, F)
                 a = dot(y_tile, tl.trans(x_tile), a, PRECISION)  # [keys, queries]
-            below = tl.load(z + at + j, mask=j < length, other=1.0)[None, :]
-            a = tl.where(j[None, :] >= j[:, None], a / below, 0.0)
+            denominator = tl.load(z + at + j, mask=j < length, other=1.0)[None, :]
+            a = tl.where(j[None, :] >= j[:, None], a / denominator, 0.0)
             do_tile = load(do + at * DV, j, d, length, DV)  # [C, BDv]
-            acc = dot(a.to(kind), do_tile.to(kind), acc, PRECISION)
+            acc = dot(a.to(dtype), do_tile.to(dtype), acc, PRECISION)
     store(dv + hk * length * DV, j, d, length, DV, acc)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def linear_dy(
-    x, v, do, states, z, delta, dy, length, chunks,  # x, do, z and delta: CAUSAL, or None
+    x, v, do, states, z, delta, dy, length, chunks,  # x, do, z and delta: None unless CAUSAL
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -230,17 +236,17 @@ def linear_dy(
     state = states + hk * chunks * SIZE
     if CAUSAL:
         state += chunk.to(tl.int64) * SIZE
-    kind = dy.dtype.element_ty
+    dtype = dy.dtype.element_ty
     v_tile = load(v + hk * length * DV, j, d, length, DV)  # [C, BDv]
-    r, mass = load_state(state, f, d, F, DV)
-    acc = dot(v_tile.to(tl.float32), tl.trans(r), None, PRECISION) + mass[None, :]  # [C, BF]
+    r, normalizer = load_state(state, f, d, F, DV)
+    acc = dot(v_tile.to(tl.float32), tl.trans(r), None, PRECISION) + normalizer[None, :]  # [C, BF]
     if CAUSAL:
         for member in range(GROUP):
             at = (hk * GROUP + member) * length
             do_tile = load(do + at * DV, j, d, length, DV)  # [C, BDv]
-            below = tl.load(z + at + j, mask=j < length, other=1.0)[None, :]
+            denominator = tl.load(z + at + j, mask=j < length, other=1.0)[None, :]
             d_i = tl.load(delta + at + j, mask=j < length, other=0.0)[None, :]
-            dp = dot(v_tile.to(kind), tl.trans(do_tile.to(kind)), None, PRECISION) - d_i
-            dp = tl.where(j[None, :] >= j[:, None], dp / below, 0.0)  # [keys, queries]
-            acc = dot(dp.to(kind), load(x + at * F, j, f, length, F), acc, PRECISION)
+            dp = dot(v_tile.to(dtype), tl.trans(do_tile.to(dtype)), None, PRECISION) - d_i
+            dp = tl.where(j[None, :] >= j[:, None], dp / denominator, 0.0)  # [keys, queries]
+            acc = dot(dp.to(dtype), load(x + at * F, j, f, length, F), acc, PRECISION)
     store(dy + hk * length * F, j, f, length, F, acc)

@@ -1,7 +1,7 @@
-"""Launches of the kernels of `linear_chunk`, as data; see `launch`.
+"""Builds the launches of the kernels of linear forms; see `common.launch`.
 
-x and y are features (B, H, N, F), v, out and do values (B, H, N, Dv), states (B, Hkv, F, WIDTH);
-see `linear_chunk`. All are contiguous.
+x and y are features (B, H, N, F), v, out and do values (B, H, N, Dv), states (B, Hkv, F, WIDTH) as
+in `linear.kernels`. All are contiguous.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
 from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import width
 
-# Chunks that one program walks where no state is wanted on the way.
+# Chunks per program if only the final state is needed.
 SPAN = 16
 
-Rows = tuple[Tensor, Tensor]  # Z and δ
+Stats = tuple[Tensor, Tensor]  # per-query vectors Z and δ
 
 
 def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
-    """What all kernels take, over tokens with these features."""
+    """The arguments and configuration for a kernel over tokens with these features."""
     config = linear_config(kernel, arch, 8 * x.element_size())
     if arch == 0 and x.shape[3] > 512:
-        config = config._replace(block_n=4096)  # the interpreter counts blocks
+        config = config._replace(block_n=4096)  # fewer blocks for the interpreter
     args = {
         "length": x.shape[2], "F": x.shape[3], "DV": dim, "BLOCK_DV": padded(dim),
         "CHUNK": config.block_m, "BLOCK_F": config.block_n,
@@ -42,25 +42,26 @@ def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any]
 
 
 def chunk_length(y: Tensor) -> int:
-    """Tokens in a chunk, on any GPU: a tracer has to know."""
+    """Tokens per chunk. The same on any GPU, because a tracer has to know it."""
     return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
 
 
 def _blocks(x: Tensor, config: Config) -> tuple[int, int]:
-    """Chunks of the tokens and blocks of the features."""
+    """Number of chunks of tokens, and of blocks of features."""
     return triton.cdiv(x.shape[2], config.block_m), triton.cdiv(x.shape[3], config.block_n)
 
 
 def describe_states(
-    x: Tensor, y: Tensor, first: Tensor | None, rows: Rows | None, kv_heads: int, keep: bool,
+    x: Tensor, y: Tensor, first: Tensor | None, stats: Stats | None, kv_heads: int, keep: bool,
     arch: int,
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
-    """Σ x yᵀ over the tokens and the heads of a group: (B, Hkv, chunks, F, WIDTH) before each
-    chunk, no elements unless ``keep``; and (B, Hkv, spans, F, WIDTH), whose sum is that of all.
+    """Returns the launch, the states before each chunk, and the sums over each span of chunks.
 
-    With rows it is that of a backward: x/Z and −δ, and from the last chunk on.
+    States: (B, Hkv, chunks, F, WIDTH), or no elements without ``keep``. Sums: (B, Hkv, spans, F,
+    WIDTH); their total is Σ x yᵀ over all tokens and the heads of a group. With stats it computes
+    the states of a backward instead: with x/Z and −δ, from the last chunk to the first.
     """
-    args, config = _common("states back" if rows else "states", x, y.shape[3], arch)
+    args, config = _common("states back" if stats else "states", x, y.shape[3], arch)
     (chunks, features), batch = _blocks(x, config), x.shape[0]
     span = chunks if keep or first is not None else SPAN
     spans = max(1, triton.cdiv(chunks, max(1, span)))
@@ -69,8 +70,8 @@ def describe_states(
     last = x.new_empty(batch, kv_heads, spans, *state, dtype=torch.float32)
     args |= {
         "x": x, "y": y, "first": first, "states": kept if keep else None, "last": last,
-        "z": rows and rows[0], "delta": rows and rows[1], "chunks": chunks, "spans": spans,
-        "span": span, "GROUP": x.shape[1] // kv_heads, "REVERSE": rows is not None,
+        "z": stats and stats[0], "delta": stats and stats[1], "chunks": chunks, "spans": spans,
+        "span": span, "GROUP": x.shape[1] // kv_heads, "REVERSE": stats is not None,
     }  # fmt: skip
     launch = Launch(kernels.linear_states, batch * kv_heads * spans * features, args, config)
     return launch, kept, last
@@ -80,7 +81,7 @@ def describe_output(
     x: Tensor, y: Tensor | None, v: Tensor | None, kept: Tensor, dim: int, dtype: torch.dtype,
     arch: int,
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
-    """``kept``: a state for each chunk, or one that all rows read, without y and v. Gives o, Z."""
+    """Returns the launch, o and Z. ``kept``: a state per chunk, or a single one without y and v."""
     batch, heads, length, _ = x.shape
     out = x.new_empty(batch, heads, length, dim, dtype=dtype)
     z = x.new_empty(batch, heads, length, dtype=torch.float32)
@@ -94,13 +95,13 @@ def describe_output(
 
 
 def describe_dx(
-    x: Tensor, y: Tensor | None, v: Tensor | None, do: Tensor, kept: Tensor, rows: Rows,
+    x: Tensor, y: Tensor | None, v: Tensor | None, do: Tensor, kept: Tensor, stats: Stats,
     arch: int,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
     dx = torch.empty_like(x)
     args, config = _common("dx", x, do.shape[3], arch)
     args |= {
-        "y": y, "v": v, "do": do, "states": kept, "z": rows[0], "delta": rows[1], "dx": dx,
+        "y": y, "v": v, "do": do, "states": kept, "z": stats[0], "delta": stats[1], "dx": dx,
         "chunks": kept.shape[2], "GROUP": x.shape[1] // kept.shape[1], "CAUSAL": y is not None,
     }  # fmt: skip
     programs = x.shape[0] * x.shape[1] * _blocks(x, config)[0]
@@ -108,13 +109,13 @@ def describe_dx(
 
 
 def describe_dy_dv(
-    x: Tensor | None, y: Tensor, v: Tensor, do: Tensor | None, kept: Tensor, rows: Rows | None,
+    x: Tensor | None, y: Tensor, v: Tensor, do: Tensor | None, kept: Tensor, stats: Stats | None,
     arch: int,
 ) -> tuple[tuple[Launch, Launch], Tensor, Tensor]:  # fmt: skip
-    """``kept`` is R; x, do and rows where there is a sum within a chunk."""
+    """``kept`` is R. x, do and stats are None if there is no sum within a chunk."""
     dy, dv = torch.empty_like(y), torch.empty_like(v)
     given = {
-        "x": x, "do": do, "states": kept, "chunks": kept.shape[2], "z": rows and rows[0],
+        "x": x, "do": do, "states": kept, "chunks": kept.shape[2], "z": stats and stats[0],
         "GROUP": 1 if x is None else x.shape[1] // y.shape[1], "CAUSAL": x is not None,
     }  # fmt: skip
     args, config = _common("dv", y, v.shape[3], arch)
@@ -122,7 +123,7 @@ def describe_dy_dv(
     programs = y.shape[0] * y.shape[1] * chunks
     of_v = Launch(kernels.linear_dv, programs, {**args, **given, "y": y, "dv": dv}, config)
     args, config = _common("dy", y, v.shape[3], arch)
-    given |= {"v": v, "dy": dy, "delta": rows and rows[1]}
+    given |= {"v": v, "dy": dy, "delta": stats and stats[1]}
     programs *= _blocks(y, config)[1]
     of_y = Launch(kernels.linear_dy, programs, {**args, **given}, config)
     return (of_y, of_v), dy, dv

@@ -1,8 +1,8 @@
-"""The kernels of linear forms as PyTorch operators: real, fake and differentiated once.
+"""The kernels of linear forms as PyTorch operators, with fake functions and first derivatives.
 
-Three of them: the state that keys leave, what queries read off a state, and both at once under
-causality. Shapes as in ``launch``; Z is 1 where a query's denominator is 0. Triton is imported by
-the first call that runs a kernel.
+Three operators: `linear_state`, the state after some keys; `linear_read`, the output of queries
+that read one state; `linear_causal`, both at once under causality. Shapes are as in ``launch``. Z
+is 1 where a query's denominator is 0. Triton is imported by the first call that runs a kernel.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _delta(do: Tensor, out: Tensor) -> Tensor:
 
 @operator
 def linear_state(*, y: Tensor, v: Tensor, first: Tensor | None) -> Tensor:
-    """Σ_j y_j [v_j, 1]ᵀ, after what was there before."""
+    """first + Σ_j y_j [v_j, 1]ᵀ."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
-    job, _, last = launch.describe_states(
+    work, _, last = launch.describe_states(
         y, v, first, None, y.shape[1], False, architecture(y.device)
     )
-    run(job)
+    run(work)
     return last.sum(2)
 
 
@@ -51,11 +51,11 @@ def linear_state_backward(
     from attnzoo.backends.triton.linear import launch
 
     dout = dout.contiguous()
-    jobs, dy, dv = launch.describe_dy_dv(
+    launches, dy, dv = launch.describe_dy_dv(
         None, y, v, None, dout[:, :, None], None, architecture(y.device)
     )
-    for job in jobs:
-        run(job)
+    for work in launches:
+        run(work)
     return {"y": dy, "v": dv, "first": dout.clone()}
 
 
@@ -70,10 +70,10 @@ def linear_read(*, x: Tensor, state: Tensor, value_dim: int, dtype: torch.dtype)
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
-    job, out, z = launch.describe_output(
+    work, out, z = launch.describe_output(
         x, None, None, state[:, :, None], value_dim, dtype, architecture(x.device)
     )
-    run(job)
+    run(work)
     return Read(out, z)
 
 
@@ -91,16 +91,16 @@ def linear_read_backward(
     from attnzoo.backends.triton.linear import launch
 
     dout = dout.contiguous()
-    arch, rows = architecture(x.device), (z, _delta(dout, out))
-    of_x, dx = launch.describe_dx(x, None, None, dout, state[:, :, None], rows, arch)
-    of_state, _, dstate = launch.describe_states(x, dout, None, rows, state.shape[1], False, arch)
+    arch, stats = architecture(x.device), (z, _delta(dout, out))
+    of_x, dx = launch.describe_dx(x, None, None, dout, state[:, :, None], stats, arch)
+    of_state, _, dstate = launch.describe_states(x, dout, None, stats, state.shape[1], False, arch)
     run(of_x)
     run(of_state)
     return {"x": dx, "state": dstate.sum(2)}
 
 
 class Scanned(NamedTuple):
-    """o, Z, the states before each chunk and the one after all."""
+    """o, Z, the state before each chunk, and the state after the last one."""
 
     out: Tensor
     z: Tensor
@@ -115,10 +115,10 @@ def linear_causal(*, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None) -> S
     from attnzoo.backends.triton.linear import launch
 
     arch = architecture(x.device)
-    job, kept, last = launch.describe_states(y, v, first, None, y.shape[1], True, arch)
-    run(job)
-    job, out, z = launch.describe_output(x, y, v, kept, v.shape[3], v.dtype, arch)
-    run(job)
+    work, kept, last = launch.describe_states(y, v, first, None, y.shape[1], True, arch)
+    run(work)
+    work, out, z = launch.describe_output(x, y, v, kept, v.shape[3], v.dtype, arch)
+    run(work)
     return Scanned(out, z, kept, last.sum(2))
 
 
@@ -142,10 +142,10 @@ def linear_causal_backward(
 
     dout = dout.contiguous()
     dlast = None if dlast is None else dlast.contiguous()
-    arch, rows = architecture(x.device), (z, _delta(dout, out))
-    of_x, dx = launch.describe_dx(x, y, v, dout, kept, rows, arch)
-    back, after, dfirst = launch.describe_states(x, dout, dlast, rows, y.shape[1], True, arch)
-    others, dy, dv = launch.describe_dy_dv(x, y, v, dout, after, rows, arch)
-    for job in (of_x, back, *others):
-        run(job)
+    arch, stats = architecture(x.device), (z, _delta(dout, out))
+    of_x, dx = launch.describe_dx(x, y, v, dout, kept, stats, arch)
+    back, after, dfirst = launch.describe_states(x, dout, dlast, stats, y.shape[1], True, arch)
+    others, dy, dv = launch.describe_dy_dv(x, y, v, dout, after, stats, arch)
+    for work in (of_x, back, *others):
+        run(work)
     return {"x": dx, "y": dy, "v": dv, "first": dfirst.sum(2)}

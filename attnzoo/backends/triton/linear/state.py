@@ -1,4 +1,4 @@
-"""A state of a linear form as the kernels have it in memory: (B, Hkv, F, `width`) in fp32."""
+"""The memory layout of a linear form's state in the kernels: (B, Hkv, F, `width`) in fp32."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from torch.nn.functional import pad
 
 
 def width(value_dim: int) -> int:
-    """Columns: the values, then the normalizer, each from a multiple of four on."""
+    """Columns: the values, then the normalizer, each padded to a multiple of four."""
     return (value_dim + 3) // 4 * 4 + 4
 
 
 def pack(sums: Tensor, value_dim: int) -> Tensor:
-    """From (…, F, Dv + 1)."""
+    """From (…, F, Dv + 1) to (…, F, `width`)."""
     values, normalizer = sums[..., :-1], sums[..., -1:]
     return torch.cat([pad(values, (0, -value_dim % 4)), pad(normalizer, (0, 3))], dim=-1)
 
 
 def unpack(state: Tensor, value_dim: int) -> Tensor:
+    """The inverse of `pack`."""
     return torch.cat([state[..., :value_dim], state[..., -4:-3]], dim=-1)
