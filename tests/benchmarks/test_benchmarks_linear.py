@@ -20,7 +20,7 @@ from benchmarks.harness.correctness import RESIDUAL, Reference
 from benchmarks.harness.report import Row
 from benchmarks.harness.timing import Spread, WallClock
 from benchmarks.suites import decode, linear
-from helpers.commands import benchmarks, refusal
+from helpers.commands import benchmarks, error_of
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 def test_bad_options_are_refused(
     args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in refusal(capsys, *args)
+    assert message in error_of(capsys, *args)
 
 
 # ---- conclusions ------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from benchmarks.kernels.cells import (
 from benchmarks.kernels.compile import Compiled
 from benchmarks.kernels.launches import describe
 from commandline.errors import UsageError
-from helpers.commands import benchmarks, refusal
+from helpers.commands import benchmarks, error_of
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_fp32_may_do_without_tensor_cores() -> None:
 def test_bad_options_are_refused(
     option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in refusal(capsys, "compile", option, value)
+    assert message in error_of(capsys, "compile", option, value)
 
 
 def test_every_row_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

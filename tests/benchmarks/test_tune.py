@@ -10,7 +10,7 @@ from benchmarks.harness.timing import Calls, Spread, WallClock, interleave
 from benchmarks.kernels.cells import Cell
 from benchmarks.kernels.compile import Compiled
 from benchmarks.kernels.tune import Tile, Timed, replaced, table, timings
-from helpers.commands import benchmarks, refusal
+from helpers.commands import benchmarks, error_of
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_without_a_gpu_it_prints_what_compiles_within_the_limits() -> None:
 def test_bad_options_are_refused(
     args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in refusal(capsys, "tune", *args)
+    assert message in error_of(capsys, "tune", *args)
 
 
 SMALL, WIDE = (Tile(Config(*size, 1, 1), None) for size in ((16, 16), (32, 64)))
