@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from commandline.variants import split_list
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
-BY_DEVICE = "(the default depends on the device)"
+Defaults = Mapping[str, Mapping[str, Any]]  # device -> option -> value
 
 
 def positive(kind: type):
@@ -52,21 +53,35 @@ def subset_of(names: Sequence[str]):
     return convert
 
 
-def add_options(parser: argparse.ArgumentParser, device: str | None, variants: str) -> None:
+def by_device(defaults: Defaults, name: str) -> str:
+    """The default of an option on each device, for its help text."""
+
+    def shown(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value or "automatic")
+
+    texts = [f"{shown(values[name])} on {device}" for device, values in defaults.items()]
+    return f"(default: {'; '.join(texts)})"
+
+
+def add_options(
+    parser: argparse.ArgumentParser, defaults: Defaults, device: str | None, variants: str
+) -> None:
     """Adds the options that attention, linear and decode share; see `apply_defaults`."""
-    add, size = parser.add_argument, positive(int)
+    add, size, default = parser.add_argument, positive(int), partial(by_device, defaults)
     words = device or "cuda if torch sees a CUDA device, otherwise cpu"
     add("--device", choices=DEVICES, default=device, help=f"run on this device (default: {words})")
     add("--variants", metavar="a,b(x=1)",
         help=f"measure these variants (default: {variants})")  # fmt: skip
     add_plugin(parser)
-    add("--lengths", type=numbers, metavar="N,N,…", help=f"use these numbers of keys {BY_DEVICE}")
-    add("--backend", help=f"compute the variants with this backend {BY_DEVICE}")
-    add("--dtype", choices=DTYPES, help=f"use inputs of this dtype {BY_DEVICE}")
-    add("--heads", type=size, metavar="H", help=f"use H query heads {BY_DEVICE}")
-    add("--repeats", type=size, metavar="N", help=f"time at least N rounds {BY_DEVICE}")
+    add("--lengths", type=numbers, metavar="N,N,…",
+        help=f"use these numbers of keys {default('lengths')}")  # fmt: skip
+    add("--backend", help=f"compute the variants with this backend {default('backend')}")
+    add("--dtype", choices=DTYPES, help=f"use inputs of this dtype {default('dtype')}")
+    add("--heads", type=size, metavar="H", help=f"use H query heads {default('heads')}")
+    add("--repeats", type=size, metavar="N", help=f"time at least N rounds {default('repeats')}")
     add("--min-seconds", type=positive(float), metavar="S",
-        help=f"time the rounds of a group for at least S seconds {BY_DEVICE}")  # fmt: skip
+        help=f"time the rounds of a group for at least S seconds {default('min_seconds')}",
+    )  # fmt: skip
     add("--threads", type=size, default=2, metavar="N",
         help="use N CPU threads in torch (default: 2)")  # fmt: skip
     add("--seed", type=seed, default=0, help="draw the inputs with this seed (default: 0)")
@@ -104,7 +119,7 @@ def command(
     return run
 
 
-def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> None:
+def apply_defaults(args: argparse.Namespace, defaults: Defaults) -> None:
     """Fills in the device, and the device's defaults for options that were not given.
 
     Raises:

@@ -21,10 +21,10 @@ from benchmarks.harness.bench import DIRECTIONS, Groups, Implementation
 from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting, call
 from benchmarks.harness.grid import INPUTS, MASKS, flops, grid
 from benchmarks.harness.options import (
-    BY_DEVICE,
     add_options,
     apply_defaults,
     bench_of,
+    by_device,
     cases_of,
     command,
     positive,
@@ -52,26 +52,28 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("attention", help="check and time variants", description=__doc__)
-    yes_no = argparse.BooleanOptionalAction
-    add_options(parser, "cpu", "all")
+    yes_no, default = argparse.BooleanOptionalAction, partial(by_device, DEFAULTS)
+    add_options(parser, DEFAULTS, "cpu", "all")
     add = parser.add_argument
     add("--direction", type=subset_of(DIRECTIONS), metavar=",".join(DIRECTIONS),
-        help="measure these directions (default: forward on a CPU, forward,backward on a GPU)",
+        help=f"measure these directions {default('direction')}",
     )  # fmt: skip
     add("--batch", type=positive(int), metavar="B",
         help="use B sequences (default: 1 on a CPU, 65536 / N on a GPU)")  # fmt: skip
-    add("--head-dim", type=numbers, metavar="D,D,…", help=f"use these head dimensions {BY_DEVICE}")
+    add("--head-dim", type=numbers, metavar="D,D,…",
+        help=f"use these head dimensions {default('head_dim')}")  # fmt: skip
     add("--mask", type=subset_of(MASKS), metavar=",".join(MASKS),
-        help=f"measure calls with these masks {BY_DEVICE}")  # fmt: skip
+        help=f"measure calls with these masks {default('mask')}")  # fmt: skip
     add("--inputs", type=subset_of(INPUTS), metavar=",".join(INPUTS),
         help="draw inputs of these kinds; with block-sparse inputs most 64 × 64 blocks of weights "
-        f"are 0, and only variants with a threshold are measured {BY_DEVICE}")  # fmt: skip
+        f"are 0, and only variants with a threshold are measured {default('inputs')}")  # fmt: skip
     add("--input-scale", type=positive(float), default=1.0, metavar="X",
         help="multiply q, k and v by X (default: 1)")  # fmt: skip
     add("--learned", action="store_true",
         help="include gradients of the parameters that attnzoo.nn.Attention learns")  # fmt: skip
     add("--baselines", type=subset_of(NAMES), metavar="NAME,…",
-        help=f"compare with some of {','.join(NAMES)}, or '' for none {BY_DEVICE}")  # fmt: skip
+        help=f"compare with some of {','.join(NAMES)}, or '' for none {default('baselines')}",
+    )  # fmt: skip
     add("--check-only", action="store_true", help="skip time and memory")
     add("--time", action=yes_no, default=True, help="measure time (default)")
     add("--memory", action=yes_no, default=True,

@@ -24,11 +24,11 @@ import attnzoo
 from benchmarks.harness.bench import Groups, Implementation
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting
 from benchmarks.harness.options import (
-    BY_DEVICE,
     add_feature_dim,
     add_options,
     apply_defaults,
     bench_of,
+    by_device,
     cases_of,
     command,
     positive,
@@ -61,11 +61,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "decode", help="check and time one token against N keys", description=__doc__
     )
-    add, size = parser.add_argument, positive(int)
-    add_options(parser, None, "all")
-    add("--batches", type=numbers, metavar="B,B,…", help=f"use these batch sizes {BY_DEVICE}")
-    add("--kv-heads", type=size, metavar="H", help=f"use H key and value heads {BY_DEVICE}")
-    add("--head-dim", type=size, metavar="D", help=f"use head dimension D {BY_DEVICE}")
+    add, size, default = parser.add_argument, positive(int), partial(by_device, DEFAULTS)
+    add_options(parser, DEFAULTS, None, "all")
+    add("--batches", type=numbers, metavar="B,B,…",
+        help=f"use these batch sizes {default('batches')}")  # fmt: skip
+    add("--kv-heads", type=size, metavar="H",
+        help=f"use H key and value heads {default('kv_heads')}")  # fmt: skip
+    add("--head-dim", type=size, metavar="D", help=f"use head dimension D {default('head_dim')}")
     add_feature_dim(parser)
     parser.set_defaults(run=command(prepare, measure))
 
@@ -76,7 +78,6 @@ def prepare(args: argparse.Namespace) -> list[Case]:
         raise UsageError(
             f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}"
         )
-
     return cases_of(args, max(args.lengths) + 1)  # a state has N tokens before the next one
 
 

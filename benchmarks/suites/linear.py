@@ -19,11 +19,11 @@ from benchmarks.harness.baselines import installed
 from benchmarks.harness.bench import DIRECTIONS, Groups, Implementation
 from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting
 from benchmarks.harness.options import (
-    BY_DEVICE,
     add_feature_dim,
     add_options,
     apply_defaults,
     bench_of,
+    by_device,
     cases_of,
     command,
     positive,
@@ -53,8 +53,8 @@ TOKENS = 2**17
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("linear", help="check and time linear forms", description=__doc__)
-    add, size = parser.add_argument, positive(int)
-    add_options(parser, None, "all with a linear form")
+    add, size, default = parser.add_argument, positive(int), partial(by_device, DEFAULTS)
+    add_options(parser, DEFAULTS, None, "all with a linear form")
     add("--direction", type=subset_of(DIRECTIONS), default=["forward", "both"],
         metavar=",".join(DIRECTIONS),
         help="measure these directions (default: forward,both)")  # fmt: skip
@@ -63,7 +63,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--head-dim", type=size, default=64, metavar="D", help="use head dimension D (default: 64)")
     add_feature_dim(parser)
     add("--pairwise-max", type=int, metavar="N",
-        help=f"time pairwise forms up to length N; 0 for never {BY_DEVICE}")  # fmt: skip
+        help=f"time pairwise forms up to length N; 0 for never {default('pairwise_max')}",
+    )  # fmt: skip
     parser.set_defaults(run=command(prepare, measure, crossovers))
 
 
@@ -72,7 +73,6 @@ def prepare(args: argparse.Namespace) -> list[Case]:
     apply_defaults(args, DEFAULTS)
     if not args.direction:
         raise UsageError(f"--direction must list some of {', '.join(DIRECTIONS)}, got ''")
-
     cases = cases_of(args, max(args.lengths))
     for case in cases:
         if args.variants and case.linear is None:
