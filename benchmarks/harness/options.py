@@ -92,7 +92,7 @@ def add_options(
 def add_feature_dim(parser: argparse.ArgumentParser) -> None:
     words = (
         "use q and k of dimension D for variants whose number of features grows faster than the "
-        "dimension, such as taylor (default: 16)"
+        "dimension (default: 16)"
     )
     parser.add_argument("--feature-dim", type=positive(int), default=16, metavar="D", help=words)
 

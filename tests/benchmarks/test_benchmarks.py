@@ -61,9 +61,7 @@ def test_case_parse_of_an_invalid_spec_raises(spec: str, message: str) -> None:
         Case.parse(spec, longest=8)
 
 
-def test_missing_required_parameter_without_an_example_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_required_parameter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(attnzoo.get_variant("topk"), example=None)
     monkeypatch.setattr(attnzoo, "get_variant", lambda name: bare)
     with pytest.raises(ValueError, match="requires the parameter 'top_k'"):
@@ -101,13 +99,13 @@ def test_key_dim_is_the_feature_dim_if_features_grow_faster() -> None:
 
 
 def test_checked_rows_are_the_first_the_last_and_random_ones() -> None:
-    runs = rows_to_check(1000)
-    rows = [row for run in runs for row in run]
+    ranges = rows_to_check(1000)
+    rows = [row for block in ranges for row in block]
     assert len(rows) == ROWS
     assert rows == sorted(set(rows))
     assert {*range(32), *range(968, 1000)} < set(rows)
-    assert runs == rows_to_check(1000)
-    assert runs != rows_to_check(1000, seed=1)
+    assert ranges == rows_to_check(1000)
+    assert ranges != rows_to_check(1000, seed=1)
     assert rows_to_check(50) == [range(50)]
 
 
@@ -124,11 +122,11 @@ def test_reference_by_blocks_of_rows_equals_the_whole_definition(
     setting = Setting(40, queries=30, heads=4, kv_heads=kv_heads, batch=2, head_dim=8,
                       dtype="float64", causal=causal)  # fmt: skip
     inputs = Inputs.make(setting, case, gradients=True, learned=True)
-    runs, pairs = [range(2), range(20, 21), range(27, 30)], Pairs([0, 1], [0, 3])
+    ranges, pairs = [range(2), range(20, 21), range(27, 30)], Pairs([0, 1], [0, 3])
     attend = case.attend(inputs.params, "eager", **inputs.options)
-    whole = by_call(attend, inputs, runs, pairs)
+    whole = by_call(attend, inputs, ranges, pairs)
     part = inputs.part(pairs.batches, pairs.heads)
-    parts = by_definition(case, part, runs, torch.float64)
+    parts = by_definition(case, part, ranges, torch.float64)
     assert whole.keys() == parts.keys()
     for name, found in parts.items():
         torch.testing.assert_close(found, whole[name].double(), rtol=1e-5, atol=1e-6, msg=name)
@@ -164,9 +162,7 @@ MANY = Setting(length=150, batch=5, heads=5, head_dim=16)
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_first_and_last_of_many_batches_and_heads_are_checked(
-    causal: bool, dtype: str
-) -> None:
+def test_only_first_and_last_batch_and_head_are_checked(causal: bool, dtype: str) -> None:
     for variant in ("softmax", "entmax"):
         found = checked(Case(variant, variant), replace(MANY, causal=causal, dtype=dtype), "tiled")
         assert found.ok, found.worst
@@ -397,5 +393,4 @@ def test_overhead_lists_all_variants_and_modules(
     for text in ("{}", "[]", "no", '{"microseconds": []}', '{"microseconds": {"sdpa": {}}}'):
         file.write_text(text)
         assert main([*line, "--against", str(file)]) == 2
-        message = f"--against must be a file written by --json, got {file}\n"
-        assert capsys.readouterr().err.endswith(message)
+        assert capsys.readouterr().err.endswith(f"must be a file written by --json, got {file}\n")
