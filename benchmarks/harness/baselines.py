@@ -143,7 +143,7 @@ def block_mask(setting: Setting) -> Any:
 
 
 def compiled(attend: Attend) -> Attend:
-    """Compiled for the shapes of the first call; a graph break raises."""
+    """``attend`` compiled for the shapes of its first call. A graph break raises."""
     import torch._functorch.config as functorch
 
     # Timing the backward alone reuses one graph, which is impossible with donated buffers.

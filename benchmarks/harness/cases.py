@@ -41,7 +41,7 @@ class Case:
         parsed = parse_spec(spec)
         if parsed.is_swap:
             raise UsageError(
-                f"--variants must be name or name(x=1), got {spec!r}: substitution is for evals"
+                f"--variants must be name or name(x=1), got {spec!r}; a->b is for evals"
             )
         case = Case(str(parsed), parsed.test.name, complete(parsed.test, longest).params)
         try:

@@ -84,7 +84,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Check:
-    """Deviations by name: "out", "dq", "dk", "dv", and "d" + the name of a parameter."""
+    """The number of checked rows and pairs, and the deviations of "out", "dq", "dk" and so on."""
 
     rows: int
     pairs: int
@@ -238,8 +238,8 @@ class Reference:
     def deviation(self, name: str, found: Tensor, slack: float, growth: float) -> Deviation:
         """The errors and budgets of one tensor.
 
-        slack: error relative to the exact values that is allowed anyway. growth: factor on the
-        errors of the plain computation.
+        slack: additional allowed error, relative to the exact values. growth: factor on the errors
+        of the plain computation.
         """
         exact = self.exact[name]
         error, largest = _errors(found, exact)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("memory", help="measure memory (used by `attention`)")
+    parser = commands.add_parser("memory", help="Measure memory (used by `attention`)")
     parser.add_argument("request", help="JSON made by benchmarks.harness.memory.measure")
     parser.set_defaults(run=run)
 

@@ -69,29 +69,29 @@ def add_options(
     """Adds the options that attention, linear and decode share; see `apply_defaults`."""
     add, size, default = parser.add_argument, positive(int), partial(by_device, defaults)
     words = device or "cuda if torch sees a CUDA device, otherwise cpu"
-    add("--device", choices=DEVICES, default=device, help=f"run on this device (default: {words})")
+    add("--device", choices=DEVICES, default=device, help=f"Run on this device (default: {words})")
     add("--variants", metavar="a,b(x=1)",
-        help=f"measure these variants (default: {variants})")  # fmt: skip
+        help=f"Measure these variants (default: {variants})")  # fmt: skip
     add_plugin(parser)
     add("--lengths", type=numbers, metavar="N,N,…",
-        help=f"use these numbers of keys {default('lengths')}")  # fmt: skip
-    add("--backend", help=f"compute the variants with this backend {default('backend')}")
-    add("--dtype", choices=DTYPES, help=f"use inputs of this dtype {default('dtype')}")
-    add("--heads", type=size, metavar="H", help=f"use H query heads {default('heads')}")
-    add("--repeats", type=size, metavar="N", help=f"time at least N rounds {default('repeats')}")
+        help=f"Use these numbers of keys {default('lengths')}")  # fmt: skip
+    add("--backend", help=f"Compute the variants with this backend {default('backend')}")
+    add("--dtype", choices=DTYPES, help=f"Use inputs of this dtype {default('dtype')}")
+    add("--heads", type=size, metavar="H", help=f"Use H query heads {default('heads')}")
+    add("--repeats", type=size, metavar="N", help=f"Time at least N rounds {default('repeats')}")
     add("--min-seconds", type=positive(float), metavar="S",
-        help=f"time the rounds of a group for at least S seconds {default('min_seconds')}",
+        help=f"Time the rounds of a group for at least S seconds {default('min_seconds')}",
     )  # fmt: skip
     add("--threads", type=size, default=2, metavar="N",
-        help="use N CPU threads in torch (default: 2)")  # fmt: skip
-    add("--seed", type=seed, default=0, help="draw the inputs with this seed (default: 0)")
-    add("--json", metavar="FILE", help="write results to a JSON file after each group")
-    add("--markdown", metavar="FILE", help="write tables to a Markdown file after each group")
+        help="Use N CPU threads in torch (default: 2)")  # fmt: skip
+    add("--seed", type=seed, default=0, help="Draw the inputs with this seed (default: 0)")
+    add("--json", metavar="FILE", help="Write results to a JSON file after each group")
+    add("--markdown", metavar="FILE", help="Write tables to a Markdown file after each group")
 
 
 def add_feature_dim(parser: argparse.ArgumentParser) -> None:
     words = (
-        "use q and k of dimension D for variants whose number of features grows faster than the "
+        "Use q and k of dimension D for variants whose number of features grows faster than the "
         "dimension (default: 16)"
     )
     parser.add_argument("--feature-dim", type=positive(int), default=16, metavar="D", help=words)

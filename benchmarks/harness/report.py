@@ -78,7 +78,7 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows so far. Its files are rewritten after each group, so a killed run loses little."""
+    """The rows of a command and its output files, which are rewritten after each group."""
 
     settings: dict[str, Any]
     json: str | None = None

@@ -1,9 +1,9 @@
 """Compile the Triton kernels to machine code, without a GPU, and check the result.
 
-The table shows registers per thread, spilled bytes, shared memory in bytes, and the tensor-core
-instruction found in the machine code. The exit status is 1 if a kernel does not compile, spills
-registers, exceeds the shared memory of the architecture, or multiplies 16-bit matrices without
-tensor cores.
+A configuration is an activation, head dimension, dtype and masks. The table shows registers per
+thread, spilled bytes, shared memory in bytes, and the tensor-core instruction found in the machine
+code. The exit status is 1 if a kernel does not compile, spills registers, exceeds the shared memory
+of the architecture, or multiplies 16-bit matrices without tensor cores.
 """
 
 from __future__ import annotations
@@ -71,32 +71,32 @@ _DIMS = ",".join(map(str, HEAD_DIMS))
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "compile", help="compile the kernels and check limits", description=__doc__
+        "compile", help="Compile the kernels and check limits", description=__doc__
     )
     archs, kernels = ",".join(ARCHITECTURES), ",".join(KERNELS)
     parser.add_argument(
         "--arch", default=archs, metavar="sm_80,…",
-        help=f"compile for these architectures (default: {archs})",
+        help=f"Compile for these architectures (default: {archs})",
     )  # fmt: skip
     parser.add_argument(
-        "--head-dims", metavar="D,D,…", help=f"use these head dimensions (default: {_DIMS})"
+        "--head-dims", metavar="D,D,…", help=f"Use these head dimensions (default: {_DIMS})"
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="compile only the kernels of most calls: bf16, head dimensions 64 and 128, causal or "
+        help="Compile only the kernels of most calls: bf16, head dimensions 64 and 128, causal or "
         "full, no window, ALiBi, segments or mask",
     )
     parser.add_argument(
         "--kernels", default=kernels, metavar="NAME,…",
-        help=f"compile these kernels (default: {kernels})",
+        help=f"Compile these kernels (default: {kernels})",
     )  # fmt: skip
     add_plugin(parser, "; only the kernels of its activations are compiled")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N",
-        help="compile in N processes (default: one per CPU)",
+        help="Compile in N processes (default: one per CPU)",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write results to a JSON file at the end")
+    parser.add_argument("--json", metavar="FILE", help="Write results to a JSON file at the end")
     parser.set_defaults(run=run)
 
 

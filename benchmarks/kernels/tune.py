@@ -78,34 +78,34 @@ def numbers(least: int, powers: bool = True) -> Callable[[str], list[int]]:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("tune", help="try block sizes for a kernel", description=__doc__)
+    parser = commands.add_parser("tune", help="Try block sizes for a kernel", description=__doc__)
     add = parser.add_argument
     kernels = [name for name in KERNELS if name != "linear"]
-    add("--kernel", choices=kernels, required=True, help="tune this kernel")
+    add("--kernel", choices=kernels, required=True, help="Tune this kernel")
     add("--activation", default="exp", metavar="NAME",
-        help="compile with this activation (default: exp)")  # fmt: skip
+        help="Compile with this activation (default: exp)")  # fmt: skip
     add_plugin(parser)
     add("--extra", choices=("", *EXTRAS, "all"), default="",
-        help="add a window, ALiBi, segments, a key mask, a dense mask or all to the call",
+        help="Add a window, ALiBi, segments, a key mask, a dense mask or all to the call",
     )  # fmt: skip
     add("--head-dim", type=positive(int), default=128, metavar="D",
-        help="use head dimension D (default: 128)")  # fmt: skip
-    add("--dtype", choices=DTYPES, default="bf16", help="use inputs of this dtype (default: bf16)")
+        help="Use head dimension D (default: 128)")  # fmt: skip
+    add("--dtype", choices=DTYPES, default="bf16", help="Use inputs of this dtype (default: bf16)")
     add("--arch", choices=ARCHITECTURES,
-        help="compile for this architecture (default: the GPU's; without a GPU, sm_90)",
+        help="Compile for this architecture (default: the GPU's; without a GPU, sm_90)",
     )  # fmt: skip
     lists = (
-        ("--blocks", numbers(16), [32, 64, 128], "try these tile sizes (default: 32,64,128)"),
-        ("--warps", numbers(1), [4, 8], "try these numbers of warps (default: 4,8)"),
-        ("--stages", numbers(1, False), [1, 2, 3], "try these numbers of stages (default: 1,2,3)"),
-        ("--parts", numbers(16), [], "also try to process the head dimension N columns at a time"),
+        ("--blocks", numbers(16), [32, 64, 128], "Try these tile sizes (default: 32,64,128)"),
+        ("--warps", numbers(1), [4, 8], "Try these numbers of warps (default: 4,8)"),
+        ("--stages", numbers(1, False), [1, 2, 3], "Try these numbers of stages (default: 1,2,3)"),
+        ("--parts", numbers(16), [], "Also try to process the head dimension N columns at a time"),
     )
     for option, kind, default, words in lists:
         add(option, type=kind, default=default, metavar="N,N,…", help=words)
     single = (
-        ("--length", 16384, "time sequences of length N (default: 16384)"),
-        ("--most", 16, "time and print at most N configurations (default: 16)"),
-        ("--jobs", os.cpu_count() or 1, "compile in N processes (default: one per CPU)"),
+        ("--length", 16384, "Time sequences of length N (default: 16384)"),
+        ("--most", 16, "Time and print at most N configurations (default: 16)"),
+        ("--jobs", os.cpu_count() or 1, "Compile in N processes (default: one per CPU)"),
     )
     for option, default, words in single:
         add(option, type=positive(int), default=default, metavar="N", help=words)

@@ -51,33 +51,33 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("attention", help="check and time variants", description=__doc__)
+    parser = commands.add_parser("attention", help="Check and time variants", description=__doc__)
     yes_no, default = argparse.BooleanOptionalAction, partial(by_device, DEFAULTS)
     add_options(parser, DEFAULTS, "cpu", "all")
     add = parser.add_argument
     add("--direction", type=subset_of(DIRECTIONS), metavar=",".join(DIRECTIONS),
-        help=f"measure these directions {default('direction')}",
+        help=f"Measure these directions {default('direction')}",
     )  # fmt: skip
     add("--batch", type=positive(int), metavar="B",
-        help="use B sequences (default: 1 on a CPU, 65536 / N on a GPU)")  # fmt: skip
+        help="Use B sequences (default: 1 on a CPU, 65536 / N on a GPU)")  # fmt: skip
     add("--head-dim", type=numbers, metavar="D,D,…",
-        help=f"use these head dimensions {default('head_dim')}")  # fmt: skip
+        help=f"Use these head dimensions {default('head_dim')}")  # fmt: skip
     add("--mask", type=subset_of(MASKS), metavar=",".join(MASKS),
-        help=f"measure calls with these masks {default('mask')}")  # fmt: skip
+        help=f"Measure calls with these masks {default('mask')}")  # fmt: skip
     add("--inputs", type=subset_of(INPUTS), metavar=",".join(INPUTS),
-        help="draw inputs of these kinds; with block-sparse inputs most 64 × 64 blocks of weights "
+        help="Draw inputs of these kinds; with block-sparse inputs most 64 × 64 blocks of weights "
         f"are 0, and only variants with a threshold are measured {default('inputs')}")  # fmt: skip
     add("--input-scale", type=positive(float), default=1.0, metavar="X",
-        help="multiply q, k and v by X (default: 1)")  # fmt: skip
+        help="Multiply q, k and v by X (default: 1)")  # fmt: skip
     add("--learned", action="store_true",
-        help="include gradients of the parameters that attnzoo.nn.Attention learns")  # fmt: skip
+        help="Include gradients of the parameters that attnzoo.nn.Attention learns")  # fmt: skip
     add("--baselines", type=subset_of(NAMES), metavar="NAME,…",
-        help=f"compare with some of {','.join(NAMES)}, or '' for none {default('baselines')}",
+        help=f"Compare with some of {','.join(NAMES)}, or '' for none {default('baselines')}",
     )  # fmt: skip
-    add("--check-only", action="store_true", help="skip time and memory")
-    add("--time", action=yes_no, default=True, help="measure time (default)")
+    add("--check-only", action="store_true", help="Skip time and memory")
+    add("--time", action=yes_no, default=True, help="Measure time (default)")
     add("--memory", action=yes_no, default=True,
-        help="measure memory (default), on a CPU in a fresh process for each row")  # fmt: skip
+        help="Measure memory (default), on a CPU in a fresh process for each row")  # fmt: skip
     parser.set_defaults(run=command(prepare, measure))
 
 

@@ -59,15 +59,15 @@ STATE_TOKENS = 64
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "decode", help="check and time one token against N keys", description=__doc__
+        "decode", help="Check and time one token against N keys", description=__doc__
     )
     add, size, default = parser.add_argument, positive(int), partial(by_device, DEFAULTS)
     add_options(parser, DEFAULTS, None, "all")
     add("--batches", type=numbers, metavar="B,B,…",
-        help=f"use these batch sizes {default('batches')}")  # fmt: skip
+        help=f"Use these batch sizes {default('batches')}")  # fmt: skip
     add("--kv-heads", type=size, metavar="H",
-        help=f"use H key and value heads {default('kv_heads')}")  # fmt: skip
-    add("--head-dim", type=size, metavar="D", help=f"use head dimension D {default('head_dim')}")
+        help=f"Use H key and value heads {default('kv_heads')}")  # fmt: skip
+    add("--head-dim", type=size, metavar="D", help=f"Use head dimension D {default('head_dim')}")
     add_feature_dim(parser)
     parser.set_defaults(run=command(prepare, measure))
 

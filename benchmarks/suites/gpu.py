@@ -1,7 +1,7 @@
 """Measure attention, decoding and linear forms on a GPU within a time budget, then run its tests.
 
 Writes a JSON file and a Markdown file, named after the device, the date and the commit. Commit them
-to benchmarks/results: `make readme` makes the table of kernels from them. Both files are rewritten
+to benchmarks/results; the published table of kernels is made from them. Both files are rewritten
 after each group of calls. After three quarters of the budget no group is started, and groups left
 out are listed; the last quarter is for the tests that require a GPU.
 """
@@ -29,8 +29,8 @@ from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-# The figures of the published table come first. Only they include FlexAttention, which compiles for
-# each shape.
+# The settings of the published table come first. Only they include FlexAttention, because it
+# compiles again for each shape.
 PLAN = (
     "attention --lengths 16384 --head-dim 128 --mask causal --inputs iid",
     "attention --lengths 16384 --head-dim 64 --mask causal --inputs iid",
@@ -49,17 +49,17 @@ DEVICE = "cuda"
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "gpu", help="measure the tables of a GPU and run its tests", description=__doc__
+        "gpu", help="Measure the tables of a GPU and run its tests", description=__doc__
     )
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="write the files to DIR")
+    add("--out", type=Path, required=True, metavar="DIR", help="Write the files to DIR")
     add("--budget", type=positive(float), default=480.0, metavar="SECONDS",
-        help="start nothing new after SECONDS (default: 480)")  # fmt: skip
-    add("--skip-tests", action="store_true", help="skip the tests that require a GPU")
+        help="Start nothing new after SECONDS (default: 480)")  # fmt: skip
+    add("--skip-tests", action="store_true", help="Skip the tests that require a GPU")
     add("--variants", metavar="a,b(x=1)",
-        help="measure these variants in attention and decode (default: all)")  # fmt: skip
+        help="Measure these variants in attention and decode (default: all)")  # fmt: skip
     add_plugin(parser)
-    add("--commit", help="record this commit; for a copy of the repository without .git")
+    add("--commit", help="Record this commit; for a copy of the repository without .git")
     parser.set_defaults(run=run, json=None, markdown=None)
 
 

@@ -52,18 +52,18 @@ TOKENS = 2**17
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("linear", help="check and time linear forms", description=__doc__)
+    parser = commands.add_parser("linear", help="Check and time linear forms", description=__doc__)
     add, size, default = parser.add_argument, positive(int), partial(by_device, DEFAULTS)
     add_options(parser, DEFAULTS, None, "all with a linear form")
     add("--direction", type=subset_of(DIRECTIONS), default=["forward", "both"],
         metavar=",".join(DIRECTIONS),
-        help="measure these directions (default: forward,both)")  # fmt: skip
+        help="Measure these directions (default: forward,both)")  # fmt: skip
     add("--batch", type=size, metavar="B",
-        help="use B sequences (default: 1 on a CPU, 131072 / N on a GPU)")  # fmt: skip
-    add("--head-dim", type=size, default=64, metavar="D", help="use head dimension D (default: 64)")
+        help="Use B sequences (default: 1 on a CPU, 131072 / N on a GPU)")  # fmt: skip
+    add("--head-dim", type=size, default=64, metavar="D", help="Use head dimension D (default: 64)")
     add_feature_dim(parser)
     add("--pairwise-max", type=int, metavar="N",
-        help=f"time pairwise forms up to length N; 0 for never {default('pairwise_max')}",
+        help=f"Time pairwise forms up to length N; 0 for never {default('pairwise_max')}",
     )  # fmt: skip
     parser.set_defaults(run=command(prepare, measure, crossovers))
 

@@ -33,17 +33,17 @@ CALLS = 50  # timed together, since one call is near the clock's resolution
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "overhead", help="time the overhead of small calls", description=__doc__
+        "overhead", help="Time the overhead of small calls", description=__doc__
     )
     add = parser.add_argument
     add_plugin(parser)
     add(
-        "--repeats", type=positive(int), default=15, metavar="N", help="time N rounds (default: 15)"
+        "--repeats", type=positive(int), default=15, metavar="N", help="Time N rounds (default: 15)"
     )
-    add("--json", metavar="FILE", help="write results to a JSON file")
+    add("--json", metavar="FILE", help="Write results to a JSON file")
     add(
         "--against", type=Path, metavar="FILE",
-        help="add a column with the medians of an earlier --json FILE",
+        help="Add a column with the medians of an earlier --json FILE",
     )  # fmt: skip
     parser.set_defaults(run=run)
 

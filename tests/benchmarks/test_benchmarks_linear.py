@@ -76,7 +76,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("linear", "--lengths", "0"), "positive integers"),
+        (("linear", "--lengths", "0"), "--lengths"),
         (
             ("linear", "--direction", "sideways"),
             "must be a comma-separated list of forward, backward, both",

@@ -151,7 +151,7 @@ def outputs(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | float:
-    """What dropout multiplies the weights by: 0 or 1 / (1 − p), (B, H, Nq, Nk).
+    """The factors of dropout on the weights, 0 or 1 / (1 − p), as (B, H, Nq, Nk).
 
     With the identity as v, the output is the matrix of weights after dropout.
     """
@@ -236,7 +236,7 @@ def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_heads(rows: Approx, leaf: Tensor) -> Approx:
-    """(B, H, Nq) summed to (H,), with roundings of the leaf's dtype: fp32 even in an fp64 call."""
+    """(B, H, Nq) summed to (H,). The leaf may be fp32 in an fp64 call: its roundings count."""
     units = torch.finfo(leaf.dtype).eps / rows.eps
     return rows.sum(0, 2).rounded(units, rows.value.abs().sum((0, 2)))
 
