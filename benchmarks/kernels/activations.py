@@ -82,7 +82,7 @@ def _by_name(variants: tuple[str, ...]) -> dict[str, VariantForm]:
 
 
 def activations() -> dict[str, VariantForm]:
-    """For each activation of the registered variants a form that uses it, plain if possible."""
+    """One form for each activation of the registered variants, by name; a plain one if any."""
     return _by_name(tuple(attnzoo.list_variants()))
 
 

@@ -74,7 +74,7 @@ def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
 def one_level_per_path(
     levels: Iterable[Level], kinds: tuple[str, ...] = ("pairwise",)
 ) -> dict[str, list[Level]]:
-    """One level for each path, grouped by normalization. Levels with default settings win."""
+    """One level for each path, grouped by normalization. Default settings are preferred."""
     found: dict[Path, Level] = {}
     for level in sorted(levels, key=lambda level: isinstance(level.params, int)):
         found.setdefault(path_of(level, kinds), level)
