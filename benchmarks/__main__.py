@@ -1,4 +1,4 @@
-"""Check and time attention: each command is a module with `add_parser`."""
+"""Command line of the benchmarks. Each command is a module with `add_parser`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = (attention, linear, decode, overhead, compile, tune, gpu, memory)
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Check and time attention; COMMAND --help says what a command does.",
+        description="Check and time attention kernels. COMMAND --help describes a command.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in COMMANDS:
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(args, "plugin", None) is not None:
             load_plugin(args.plugin)
         return args.run(args)
-    except (UsageError, OSError) as error:  # a file that cannot be read or written, too
+    except (UsageError, OSError) as error:  # OSError: a file cannot be read or written
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
 

@@ -1,11 +1,11 @@
-"""Run the numerical tests under every arithmetic that this CPU has: `make test-arithmetic`.
+"""Run the numerical tests with every vector unit and BLAS kernel of this CPU.
 
-Vector units, thread counts and BLAS kernels add up in different orders. A test that passes on one
-machine must pass on all of them, so the tests of numbers run here once for each setting: those of
-torch under ATen's and MKL's settings, those in Triton's interpreter under numpy's OpenBLAS kernels.
-Exits with 1 if one setting fails, after all have run.
+This is `make test-arithmetic`. Results depend on the order of additions, which differs between
+vector units, numbers of threads and BLAS kernels. Tests must pass with all of them. Tests on torch
+run once for each setting of ATen and MKL. Tests in Triton's interpreter, where numpy multiplies the
+matrices, run once for each OpenBLAS kernel. All settings run; the exit status is 1 if one fails.
 
-    python scripts/arithmetic.py [more arguments of pytest]
+    python scripts/arithmetic.py [arguments of pytest]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# Files whose tests compare numbers that torch or a kernel has computed.
+# Test files that compare computed numbers: test_<name>.py.
 NUMERICAL = (
     "backends cache call call_cache checkpointing contract coverage decode dropout error_budget "
     "extremes flash flash_edges flash_linear flash_ops gradients large linear_state minilm "
@@ -32,7 +32,7 @@ OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 def torch_settings() -> dict[str, dict[str, str]]:
-    """By name: environment variables, the same for torch's and MKL's threads."""
+    """Environment variables of each setting, by its name."""
     found = {
         "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default"},
         "avx2, 2 threads": {"ATEN_CPU_CAPABILITY": "avx2"},
@@ -53,7 +53,11 @@ def numpy_settings() -> dict[str, dict[str, str]]:
 
 
 def run(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]) -> bool:
-    """Two workers with one thread each, or one process with two threads."""
+    """Whether the tests with this marker pass with these environment variables.
+
+    ``cleared`` variables are removed first. Two workers with one thread each run the tests, or one
+    process with two threads.
+    """
     files = [str(next((ROOT / "tests").rglob(f"test_{part}.py"))) for part in NUMERICAL]
     workers = [] if values.get("OMP_NUM_THREADS") == "2" else ["-n", "2", "--dist", "worksteal"]
     environment = {key: value for key, value in os.environ.items() if key not in cleared}

@@ -1,4 +1,4 @@
-"""The README's table of kernels, from the files that `python -m benchmarks gpu` leaves."""
+"""The table of kernels, from the JSON files that `python -m benchmarks gpu` writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 def kernels_table(results: Path = RESULTS, dims: Sequence[int] = HEAD_DIMS) -> str:
-    """A paragraph and a table for each device, from its newest file."""
+    """A paragraph and a table for each device, from the newest file in the folder."""
     newest: dict[str, Record] = {}
     for path in sorted(results.glob("*.json")):
         document = json.loads(path.read_text())
@@ -59,13 +59,13 @@ def device_table(document: Record, dims: Sequence[int]) -> str:
     example = rows[0]
     return (
         f"{named}: TFLOP/s, causal, {example['dtype']}, N = {length}, B = {example['batch']}, "
-        f"H = {example['heads']}; in brackets the time as a multiple of that of SDPA's flash and "
-        "of SDPA's cuDNN backend (softmax), in the same rounds.\n\n" + markdown(table)
+        f"H = {example['heads']}. In brackets: the time divided by that of softmax through SDPA's "
+        "flash backend and through its cuDNN backend, in the same rounds.\n\n" + markdown(table)
     )
 
 
 def cell(row: Record | None) -> str:
-    """410 (0.90, 1.20); a dash where a ratio, or all, was not measured."""
+    """As "410 (0.90, 1.20)": TFLOP/s and the two ratios, with a dash for what was not measured."""
     if row is None:
         return "–"
     shown = f"{row['figures']['tflops']:.0f}"

@@ -1,15 +1,15 @@
-"""One thread per worker, a fixed seed per test, and GPU tests only where there is a GPU.
+"""One thread per worker, a fixed seed per test, and the markers ``gpu`` and ``interpreter``.
 
-Without a GPU the Triton kernels run in Triton's interpreter, in the tests marked ``interpreter``.
-With one they are compiled, and a process cannot do both.
+Without a CUDA device, Triton kernels run in Triton's interpreter, in tests marked ``interpreter``.
+With one, kernels are compiled and those tests are skipped: a process cannot do both.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before torch is imported, and inherited by the processes that tests start: two workers with two
-# threads each would fight over two cores.
+# Set before torch is imported, and inherited by subprocesses of tests. Otherwise each worker would
+# start as many threads as there are cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -27,8 +27,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 GPU = torch.cuda.is_available()
-if not GPU:  # before Triton is imported
-    os.environ["TRITON_INTERPRET"] = "1"
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +40,20 @@ def fixed_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Interpreted kernels are numpy, which warns of what a GPU takes in silence: exp2, log2(0)."""
+    """Ignores numpy's warnings in interpreted kernels, such as overflow in exp2 and log2(0)."""
     if request.node.get_closest_marker("interpreter") is None:
         yield
         return
-    quicken_the_interpreter()
+    speed_up_interpreter()
     with np.errstate(all="ignore"):
         yield
 
 
 @cache
-def quicken_the_interpreter() -> None:
-    """Let it patch Triton's language once per launch, not again for each call within a kernel.
+def speed_up_interpreter() -> None:
+    """Makes the interpreter patch Triton's language once per launch, not in each function call.
 
-    That is a third of its time. It may also be left out: nothing but time depends on it.
+    This saves a third of the time and changes no results.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -73,7 +73,7 @@ def quicken_the_interpreter() -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty and its kin give NaN."""
+    """Makes torch.empty and similar functions return NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert bool(torch.empty(3).isnan().all())
@@ -84,7 +84,7 @@ def poisoned_memory() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marker, reason = "gpu", "gpu: torch sees no CUDA device"
     if GPU:
-        marker, reason = "interpreter", "interpreter: on this machine the kernels are compiled"
+        marker, reason = "interpreter", "interpreter: kernels are compiled on this machine"
     for item in items:
         if item.get_closest_marker(marker):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,4 +1,4 @@
-"""How the house is laid out: who imports whom, what an import loads, one file per variant."""
+"""Structure of the repository: imports between packages, one file per variant, short files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KNOWN = {module_name(path) for path in ALL}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full names of what a file imports: inside functions and for type checking too."""
+    """The full names that a file imports anywhere, also in functions and for type checking."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,8 +44,8 @@ def imports(path: Path) -> Iterator[str]:
                 yield full if full in KNOWN else str(node.module)
 
 
-# What the modules of a room may import beside their own room. The two sides of the library,
-# variants and backends, meet in functional alone.
+# The packages that each package may import besides itself. Only functional imports both variants
+# and backends.
 MAY_IMPORT: dict[str, set[str]] = {
     "attnzoo.core": set(),
     "attnzoo.variants": {"attnzoo.core"},
@@ -59,15 +59,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmarks": {"attnzoo", "commandline"},
     "scripts": {"attnzoo", "commandline", "evals", "benchmarks"},
 }
-# Rooms of evals and benchmarks, in the order in which they may import each other: those before.
+# Subpackages and modules of evals and benchmarks. Each may import itself and those before it.
 ORDER = {
     "evals": "task measures tasks results harness theory reporting pretrained __main__".split(),
     "benchmarks": "harness suites kernels __main__".split(),
 }
 
 
-def room(name: str) -> str:
-    """attnzoo.backends.sdpa -> attnzoo.backends; evals.tasks.mqar -> evals."""
+def package_of(name: str) -> str:
+    """As attnzoo.backends.sdpa -> attnzoo.backends; evals.tasks.mqar -> evals."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "attnzoo" else parts[0]
 
@@ -75,18 +75,18 @@ def room(name: str) -> str:
 @pytest.mark.parametrize("path", ALL, ids=module_name)
 def test_dependencies_point_one_way(path: Path) -> None:
     own = module_name(path)
-    assert room(own) in MAY_IMPORT, "a new room: say in MAY_IMPORT what it may import"
+    assert package_of(own) in MAY_IMPORT, f"add {package_of(own)} to MAY_IMPORT"
     for name in imports(path):
         if name.split(".")[0] not in ("attnzoo", "commandline", "evals", "benchmarks", "scripts"):
             continue
-        allowed = {room(own), *MAY_IMPORT[room(own)]}
-        # Outside of the library its public names are imported; see below.
-        inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else room(name)
+        allowed = {package_of(own), *MAY_IMPORT[package_of(own)]}
+        # For imports of the library from outside, see test_evals_and_benchmarks_use_public_names.
+        inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else package_of(name)
         assert inside in allowed, f"{own} imports {name}"
 
 
 @pytest.mark.parametrize("top", ORDER)
-def test_rooms_of_evals_and_benchmarks_are_in_order(top: str) -> None:
+def test_evals_and_benchmarks_import_in_order(top: str) -> None:
     for path in (ROOT / top).rglob("*.py"):
         own = module_name(path).split(".")
         if len(own) == 1:
@@ -97,8 +97,8 @@ def test_rooms_of_evals_and_benchmarks_are_in_order(top: str) -> None:
                 assert order.index(name[1]) <= order.index(own[1]), f"{path} imports {name}"
 
 
-def test_no_circles() -> None:
-    """Not even through an import inside a function or for types."""
+def test_no_import_cycles() -> None:
+    """Imports inside functions and for type checking count too."""
     graph = {module_name(path): {n for n in imports(path) if n in KNOWN} for path in ALL}
     done: set[str] = set()
 
@@ -114,7 +114,7 @@ def test_no_circles() -> None:
 
 
 def at_import(path: Path) -> set[str]:
-    """Top packages and own modules that a file imports as soon as it is imported itself."""
+    """The names that a file imports when it is imported itself."""
     tree = ast.parse(path.read_text())
     inside = {
         inner
@@ -131,8 +131,8 @@ def at_import(path: Path) -> set[str]:
     return found
 
 
-def test_triton_is_imported_by_the_call_that_launches_a_kernel() -> None:
-    """Kernels and launches import it, and nothing imports those for being imported."""
+def test_triton_is_imported_only_when_a_kernel_is_launched() -> None:
+    """Modules that import Triton are themselves imported only inside functions."""
     folder = PACKAGE / "backends" / "triton"
     users = {module_name(path) for path in FILES if "triton" in at_import(path)}
     assert users
@@ -149,7 +149,8 @@ def test_triton_is_imported_by_the_call_that_launches_a_kernel() -> None:
     assert not [name for name in numbers if name.split(".")[0] in ("attnzoo", "torch", "triton")]
 
 
-def test_variants_import_each_other_for_shared_mathematics_only() -> None:
+def test_imports_between_variants() -> None:
+    """Only variants that share mathematics import each other."""
     found = {
         (path.stem, name.rsplit(".", 1)[-1])
         for path in (PACKAGE / "variants").glob("*.py")
@@ -163,8 +164,8 @@ PUBLIC = ("attnzoo", "attnzoo.nn", "attnzoo.integrations.transformers")
 
 
 @pytest.mark.parametrize("folder", ["evals", "benchmarks"])
-def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
-    """But for what compiles the kernels, and is there to look inside them."""
+def test_evals_and_benchmarks_use_public_names(folder: str) -> None:
+    """Except benchmarks.kernels, which compiles the kernels."""
     public = {*attnzoo.__all__, "__version__"}
     for path in sorted((ROOT / folder).rglob("*.py")):
         compiles = path.parent.name == "kernels"
@@ -186,8 +187,7 @@ def test_evals_and_benchmarks_use_public_names_only(folder: str) -> None:
                 assert node.attr in public, f"{path}: attnzoo.{node.attr}"
 
 
-def test_import_loads_nothing_that_is_not_needed() -> None:
-    """In a process of its own; and the variants are there."""
+def test_import_registers_the_variants_and_loads_no_heavy_package() -> None:
     code = (
         "import sys, attnzoo; assert len(attnzoo.list_variants()) >= 12; "
         "heavy = {'triton', 'transformers', 'matplotlib', 'scipy', 'entmax', 'torch._dynamo', "
@@ -206,13 +206,12 @@ def test_files_are_short(path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests", "evals", "benchmarks"])
-def test_other_files_are_short_too(folder: str) -> None:
+def test_files_outside_the_library_are_short(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
         assert len(path.read_text().splitlines()) < 400, path
 
 
-def test_evals_need_only_what_their_extra_names() -> None:
-    """Each task is found, and none needs more than torch, numpy, einops and attnzoo to be run."""
+def test_eval_tasks_import_only_the_core_dependencies() -> None:
     known = {
         "torch",
         "numpy",
@@ -226,7 +225,7 @@ def test_evals_need_only_what_their_extra_names() -> None:
         assert {name.split(".")[0] for name in at_import(path)} <= known, path
 
 
-def test_every_variant_is_one_file_and_every_file_one_variant() -> None:
+def test_each_file_in_variants_defines_one_variant() -> None:
     shipped = {path.stem for path in (PACKAGE / "variants").glob("*.py")} - {"__init__"}
     assert shipped == set(attnzoo.list_variants())
     for name in shipped:
@@ -236,8 +235,8 @@ def test_every_variant_is_one_file_and_every_file_one_variant() -> None:
         assert variants == [module.VARIANT]
 
 
-# Files that are about particular variants: presets, laws by variant, other packages' functions, the
-# activations that the zoo uses, the layer of one paper and the files of tests.
+# Files about particular variants: activations, the layer of one paper, baselines, presets of evals,
+# closed forms by variant, and names of test files.
 ABOUT_VARIANTS = {
     "attnzoo/core/activations.py",
     "attnzoo/nn/taylor.py",
@@ -247,15 +246,15 @@ ABOUT_VARIANTS = {
     "evals/theory/closed_forms.py",
     "scripts/arithmetic.py",
 }
-# Names of variants that are also a vector of a form, a property of a call, a kind of function.
+# Names of variants that are also a vector of a form, a property of a call, and a function.
 ALSO_WORDS = {"sink", "log_n", "sigmoid"}
-# A package, which the environment of a benchmark names with its version.
+# Files that name the package entmax.
 PACKAGES = {"benchmarks/harness/report.py", "benchmarks/suites/attention.py"}
 
 
 @pytest.mark.parametrize("path", ALL, ids=module_name)
-def test_no_machinery_knows_a_variant_by_name(path: Path) -> None:
-    """But softmax, the default; docstrings may have examples, tasks have presets."""
+def test_general_code_names_no_variant(path: Path) -> None:
+    """Except softmax, the default. Docstrings may have examples, and tasks have presets."""
     place = path.relative_to(ROOT).as_posix()
     if place in ABOUT_VARIANTS | PACKAGES or place.startswith(
         ("attnzoo/variants/", "evals/tasks/")
@@ -275,8 +274,7 @@ def test_no_machinery_knows_a_variant_by_name(path: Path) -> None:
             assert node in docstrings or not words & names, f"{place}, line {node.lineno}"
 
 
-def test_no_flags_and_no_environment() -> None:
-    """DESIGN: no supports_* flags on variants, no environment variables."""
+def test_no_supports_flags_and_no_environment_variables() -> None:
     for path in FILES:
         tree = ast.parse(path.read_text())
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -286,7 +284,7 @@ def test_no_flags_and_no_environment() -> None:
 
 
 @pytest.mark.parametrize("name", attnzoo.__all__)
-def test_public_names_are_documented(name: str) -> None:
+def test_public_names_have_docstrings_and_functions_have_examples(name: str) -> None:
     public = getattr(attnzoo, name)
     if isinstance(public, (type, ModuleType)) or callable(public):
         assert (public.__doc__ or "").strip()
@@ -294,14 +292,14 @@ def test_public_names_are_documented(name: str) -> None:
         assert "Example:" in public.__doc__
 
 
-def test_all_names_are_there() -> None:
+def test_names_in_all_exist_and_are_unique() -> None:
     assert len(set(attnzoo.__all__)) == len(attnzoo.__all__)
     assert all(hasattr(attnzoo, name) for name in attnzoo.__all__)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_doctests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The examples of all docstrings run; those that register a variant do not leak it."""
+    """Runs the examples in all docstrings. Variants that they register are removed again."""
     monkeypatch.setattr(attnzoo.core.registry, "_VARIANTS", dict(attnzoo.core.registry._VARIANTS))
     found = doctest.testmod(importlib.import_module(name))
     assert found.failed == 0

@@ -1,4 +1,4 @@
-"""What is installed, with which versions, and that `make` notices a half-made environment."""
+"""The wheel, the pinned versions, and the environment that `make` creates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pins() -> dict[str, str]:
     return {canonical(name): version for name, version in found}
 
 
-def test_the_wheel_holds_attnzoo_alone(tmp_path: Path) -> None:
+def test_wheel_contains_only_attnzoo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -39,7 +39,7 @@ def test_the_wheel_holds_attnzoo_alone(tmp_path: Path) -> None:
     assert sources <= set(files)
 
 
-def test_everything_that_is_asked_for_is_pinned() -> None:
+def test_all_dependencies_are_pinned() -> None:
     extras = PROJECT["optional-dependencies"].values()
     asked = [*PROJECT["dependencies"], *(one for extra in extras for one in extra)]
     names = {canonical(re.split(r"[\[<>=!~; ]", one)[0]) for one in asked}
@@ -47,13 +47,13 @@ def test_everything_that_is_asked_for_is_pinned() -> None:
     assert pins()["torch"] == "2.13.0"
 
 
-def test_the_core_needs_three_packages() -> None:
+def test_core_has_three_dependencies() -> None:
     names = {re.split(r"[<>=]", one)[0] for one in PROJECT["dependencies"]}
     assert names == {"torch", "einops", "numpy"}
 
 
 @pytest.mark.parametrize(("stamped", "made"), [(False, True), (True, False)])
-def test_a_venv_without_its_stamp_is_made_anew(tmp_path: Path, stamped: bool, made: bool) -> None:
+def test_make_recreates_an_incomplete_venv(tmp_path: Path, stamped: bool, made: bool) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv").mkdir()
@@ -66,6 +66,6 @@ def test_a_venv_without_its_stamp_is_made_anew(tmp_path: Path, stamped: bool, ma
     assert "-m pytest" in plan
 
 
-def test_what_is_made_is_ignored_by_git() -> None:
+def test_generated_folders_are_ignored_by_git() -> None:
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert {".venv/", "/results/", "__pycache__/", ".pytest_cache/", ".ruff_cache/"} <= set(ignored)

@@ -1,1 +1,1 @@
-"""What every suite needs: cases, timing, correctness, memory, reports."""
+"""Shared by all suites: cases, timing, correctness, memory, reports."""

@@ -1,8 +1,8 @@
-"""What attnzoo is compared with: torch's fused softmaxes, FlexAttention, and other packages.
+"""Baselines: torch's fused softmax kernels, FlexAttention, and other packages.
 
-A baseline is a function that makes (q, k, v) -> out: making one may compile or import, and whatever
-it raises becomes a note in its row. It computes what one variant does; which packages have which
-variant stands in `of_variant`. A package that is not installed has no rows.
+Each baseline has a factory that returns a function (q, k, v) -> out. The factory may compile or
+import, and any error it raises becomes a note in the table. `of_variant` lists which packages
+implement which variant. Packages that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from benchmarks.harness.cases import Attend, Case, Setting
 Makers = dict[str, Callable[[], Attend]]
 
 NAMES = ("sdpa", "flash", "cudnn", "flex", "adasplash", "entmax", "fla")
-# The package entmax holds the whole matrix of scores several times over.
+# The package entmax allocates several N × N matrices.
 ENTMAX_LONGEST = 2048
 
 
 def of_softmax(setting: Setting, names: Sequence[str]) -> Makers:
-    """Those that compute softmax, with which every variant is compared."""
-    if "flex" in names:  # shapes compiled so far count towards the limit of recompilations
+    """Baselines that compute softmax. Every variant is compared with them."""
+    if "flex" in names:  # torch limits recompilations, and earlier shapes count
         torch.compiler.reset()
     made: Makers = {
         "sdpa": partial(sdpa, None, setting),
@@ -41,7 +41,7 @@ def of_softmax(setting: Setting, names: Sequence[str]) -> Makers:
 
 
 def of_variant(case: Case, setting: Setting, names: Sequence[str]) -> Makers:
-    """Those that compute the same as a variant with these parameters."""
+    """Baselines that compute the same function as the case."""
     made: Makers = {}
     bias, alpha = case.params.get("bias"), case.params.get("alpha", 1.5)
     if case.variant == "sigmoid" and "flex" in names:
@@ -68,7 +68,7 @@ def installed(package: str) -> bool:
 
 
 def sdpa(backend: str | None, setting: Setting) -> Attend:
-    """torch's scaled_dot_product_attention: one backend of it and no other, or its own choice."""
+    """torch's scaled_dot_product_attention, with one of its backends or, if None, its choice."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     gqa = setting.kv_heads not in (None, setting.heads)
@@ -84,7 +84,7 @@ def sdpa(backend: str | None, setting: Setting) -> Attend:
 
 
 def flex(setting: Setting) -> Attend:
-    """FlexAttention's plain softmax, compiled for this shape."""
+    """Softmax with FlexAttention, compiled for this shape."""
     from torch.nn.attention.flex_attention import flex_attention
 
     mask = block_mask(setting)
@@ -97,12 +97,12 @@ def flex(setting: Setting) -> Attend:
 
 
 def flex_sigmoid(setting: Setting, bias: float | None) -> Attend:
-    """Sigmoid attention through a softmax: Σ_j σ(x_j) v_j = softmax(log σ(x))·v · exp(lse).
+    """Sigmoid attention with FlexAttention: Σ_j σ(x_j) v_j = (softmax(log σ(x)) · v) exp(lse).
 
-    x_j = s_j + b. The softmax of log σ(x_j) is σ(x_j) / Σ_i σ(x_i), and its lse is the logarithm of
-    that sum: the product is exact, whatever x. (Adding a constant to log σ instead, as large as
-    makes the normalization vanish, is not: it loses the digits which the constant takes.)
-    b is −log n_i unless given, with n_i = i + 1 under causality and N without.
+    x_j = s_j + b. The softmax of log σ(x_j) is σ(x_j) / Σ_i σ(x_i), and lse is the logarithm of
+    that sum, so the product is exact for every x. (A large constant added to log σ would also
+    cancel the normalization, but it costs digits.) b defaults to −log n_i, with n_i = i + 1 for
+    causal calls and N otherwise.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -119,7 +119,7 @@ def flex_sigmoid(setting: Setting, bias: float | None) -> Attend:
 
 
 def log_sigmoid(setting: Setting, bias: float | None) -> Callable[..., Tensor]:
-    """The score_mod (s, b, h, i, j) -> log σ(s + b_i), written so that no exponential overflows."""
+    """The score_mod (s, b, h, i, j) -> log σ(s + b_i), in a form that cannot overflow."""
     constant = -math.log(setting.length) if bias is None else float(bias)
     per_query = bias is None and setting.causal
 
@@ -143,23 +143,22 @@ def block_mask(setting: Setting) -> Any:
 
 
 def compiled(attend: Attend) -> Attend:
-    """For the shapes of the first call alone; a later graph break or fallback raises."""
+    """``attend`` compiled for the shapes of its first call. A graph break raises."""
     import torch._functorch.config as functorch
 
-    # A backward that is timed alone is run again and again on one graph, which donated buffers
-    # do not survive.
+    # Timing the backward alone reuses one graph, which is impossible with donated buffers.
     functorch.donated_buffer = False
     return torch.compile(attend, dynamic=False, fullgraph=True)
 
 
 def adasplash(setting: Setting, alpha: float) -> Attend:
-    """AdaSplash 2 where it serves the call (causal, α = 1.5), else AdaSplash 1."""
+    """AdaSplash 2 if it supports the call (causal, α = 1.5), otherwise AdaSplash 1."""
     package = importlib.import_module("adasplash")
     return partial(package.adasplash, alpha=alpha, is_causal=setting.causal)
 
 
 def entmax(normalizer: str, setting: Setting) -> Attend:
-    """Eager causal attention with the package entmax."""
+    """Causal attention in plain PyTorch, normalized with the package entmax."""
     normalize = getattr(importlib.import_module("entmax"), normalizer)
     n = setting.length
     hidden = torch.ones(n, n, dtype=torch.bool, device=setting.device).triu(1)
@@ -172,7 +171,7 @@ def entmax(normalizer: str, setting: Setting) -> Attend:
 
 
 def fla(module: str, name: str, **options: Any) -> Attend:
-    """A function of flash-linear-attention, which takes (B, N, H, D), causally."""
+    """A function of flash-linear-attention. It is causal and takes (B, N, H, D)."""
     function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ def fla(module: str, name: str, **options: Any) -> Attend:
 
 
 def fla_features(form: Any) -> Attend:
-    """Its plain linear attention on the variant's own features, which are part of the time."""
+    """fla's linear attention on the variant's features; the time includes the feature map."""
     run = fla("linear_attn", "chunk_linear_attn", scale=1.0, normalize=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Measures a group of calls: each checked first, then all timed in turn, round by round.
+"""Checks each implementation in a group, then times them in turn, round by round.
 
-A group is all that has the same shape and the same kind of inputs, so each ratio is between calls
-of the same rounds. Whatever one of them raises is a note in its row, and the others go on.
+All implementations in a group have the same shape and kind of inputs, so that ratios compare calls
+from the same rounds. If one raises an error, the error becomes a note in its row and the others
+continue.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ WRONG = "WRONG, not timed"
 
 
 class DeviceLost(RuntimeError):
-    """The device answers no more: nothing after this can be measured by this process."""
+    """The device failed, and this process cannot measure anything after that."""
 
 
 @dataclass
-class Entrant:
-    """One that takes part in a group: what it computes, how it is made, and its inputs."""
+class Implementation:
+    """One implementation in a group: what it computes, a factory, and its inputs.
+
+    ``kind`` is "variant" (`attnzoo.attention`), "state" (`attnzoo.linear_attention` on one token)
+    or "baseline" (code outside attnzoo).
+    """
 
     name: str
     case: Case
@@ -36,7 +41,7 @@ class Entrant:
     make: Callable[[], Attend]
     kind: Literal["variant", "state", "baseline"] = "variant"
     backend: str | None = None
-    attend: Attend = field(init=False)  # once it is made
+    attend: Attend = field(init=False)  # the result of make()
     rows: dict[str, Row] = field(default_factory=dict)  # by direction
 
     def note(self, text: str) -> None:
@@ -44,44 +49,48 @@ class Entrant:
             row.note = text
 
     @staticmethod
-    def of(case: Case, inputs: Inputs, backend: str | None, name: str = "") -> Entrant:
-        """attnzoo's own call of a variant."""
+    def of(case: Case, inputs: Inputs, backend: str | None, name: str = "") -> Implementation:
+        """A variant through `attnzoo.attention`."""
         make = partial(case.attend, inputs.params, backend, **inputs.options)
-        return Entrant(name or case.spec, case, inputs, make, backend=backend)
+        return Implementation(name or case.spec, case, inputs, make, backend=backend)
 
     @staticmethod
     def baselines(
         case: Case, inputs: Inputs, setting: Setting, names: Sequence[str]
-    ) -> list[Entrant]:
-        """Of others that compute this variant; of softmax those that all are compared with."""
+    ) -> list[Implementation]:
+        """The baselines of a variant; for softmax, those that every variant is compared with."""
         of = baselines.of_softmax(setting, names) if case == SOFTMAX else {}
         made = of | baselines.of_variant(case, setting, names)
-        return [Entrant(name, case, inputs, make, "baseline") for name, make in made.items()]
+        return [Implementation(name, case, inputs, make, "baseline") for name, make in made.items()]
 
 
-# Inputs, and who takes part; made when it is their turn.
-Groups = Iterable[tuple[Setting, Callable[[], list[Entrant]]]]
-# What a call takes beyond its inputs, where that is known.
-Memory = Callable[[Entrant, Row], int | None]
+# Settings, each with a function that makes the inputs and implementations when needed.
+Groups = Iterable[tuple[Setting, Callable[[], list[Implementation]]]]
+# Peak memory of a call in bytes, without its inputs; None if unknown.
+Memory = Callable[[Implementation, Row], int | None]
 
 
 @dataclass
 class Bench:
-    """How groups are measured."""
+    """Measures groups and writes their rows to a report.
+
+    repeats, min_seconds, max_seconds: limits of the rounds of a group in one direction; see
+    `timing.interleave`. rate: figures computed from a timed row. budget: time for all groups.
+    """
 
     suite: str
     timer: Timer
     directions: Sequence[str] = ("forward",)
     repeats: int = 10
     min_seconds: float = 0.05
-    max_seconds: float = 20.0  # for the rounds of a group in one direction
+    max_seconds: float = 20.0
     time: bool = True
     memory: Memory | None = None
-    rate: Callable[[Row], dict[str, float]] = lambda row: {}  # figures of a row with a time
+    rate: Callable[[Row], dict[str, float]] = lambda row: {}
     budget: Budget = field(default_factory=Budget)
 
     def run(self, groups: Groups, report: Report) -> None:
-        """All groups, or as many as are begun within the budget; what is left out is named."""
+        """Measures the groups that start within the budget, and reports those left out."""
         for setting, make in groups:
             label = f"{self.suite}: {setting.title}, B={setting.batch}, N={setting.length}"
             if self.budget.spent:
@@ -89,34 +98,36 @@ class Bench:
                 continue
             rows: list[Row] = []
             try:
-                self.group(make(), setting, rows)
+                self.measure_group(make(), setting, rows)
             except DeviceLost as error:
                 self.budget.end_now()
-                report.left_out.append(f"what is missing of {label}: {error}")
-            except Exception as error:  # its inputs do not fit
+                report.left_out.append(f"the rest of {label}: {error}")
+            except Exception as error:  # for example, too little memory for the inputs
                 report.left_out.append(f"{label}: {first_line(error)}")
             report.add(sorted(rows, key=lambda row: self.directions.index(row.direction)))
 
-    def group(self, entrants: Sequence[Entrant], setting: Setting, rows: list[Row]) -> None:
-        """Adds their rows, which are there even where the device fails in between.
+    def measure_group(
+        self, implementations: Sequence[Implementation], setting: Setting, rows: list[Row]
+    ) -> None:
+        """Appends the group's rows to ``rows``, which keeps them if the device fails.
 
         Raises:
-            DeviceLost: after which this process can measure nothing.
+            DeviceLost: the device failed.
         """
-        able: list[Entrant] = []
-        for e in entrants:
+        able: list[Implementation] = []
+        for e in implementations:
             e.rows = {
                 d: Row(self.suite, e.name, e.case, e.kind, d, setting) for d in self.directions
             }
             rows += e.rows.values()
-            if self.budget.spent:  # those before are timed all the same
-                e.note("left out: no time")
+            if self.budget.spent:  # the implementations before are still timed
+                e.note("left out: time budget used up")
                 continue
             try:
                 e.attend = e.make()
                 self.check(e, setting)
             except Exception as error:
-                self.failed(error, e.rows.values())
+                self.note_error(error, e.rows.values())
                 continue
             if any(row.wrong for row in e.rows.values()):
                 e.note(WRONG)
@@ -124,18 +135,18 @@ class Bench:
                 able.append(e)
         if self.time:
             for direction in self.directions:
-                self.times(able, direction)
+                self.time_direction(able, direction)
         if self.memory is not None:
-            for entrant in able:
-                for row in (row for row in entrant.rows.values() if not row.note):
+            for implementation in able:
+                for row in (row for row in implementation.rows.values() if not row.note):
                     try:
-                        row.peak_bytes = self.memory(entrant, row)
+                        row.peak_bytes = self.memory(implementation, row)
                     except Exception as error:
-                        self.failed(error, [row])
+                        self.note_error(error, [row])
         self.timer.release()
 
-    def check(self, e: Entrant, setting: Setting) -> None:
-        """Fills in errors. A call without gradients may take another path than one with them."""
+    def check(self, e: Implementation, setting: Setting) -> None:
+        """Fills in the errors. A call with gradients may run other code, so both are checked."""
         if e.kind == "state":
             for row in e.rows.values():
                 row.backend = "state"
@@ -157,24 +168,24 @@ class Bench:
                 found[gradients] = reference.check(e.backend, gradients)
             row.check = found[gradients]
 
-    def times(self, entrants: list[Entrant], direction: str) -> None:
-        """Of all that can run this way, in turn."""
+    def time_direction(self, implementations: list[Implementation], direction: str) -> None:
+        """Times the implementations that run in this direction, in turn."""
         calls: dict[str, Callable[[], object]] = {}
-        rows = {e.name: e.rows[direction] for e in entrants}
-        for e in entrants:
+        rows = {e.name: e.rows[direction] for e in implementations}
+        for e in implementations:
             try:
-                once = call(e.attend, e.inputs, direction)
-                once()  # compiles
-                self.timer.settle()
-                calls[e.name] = once
+                timed = call(e.attend, e.inputs, direction)
+                timed()  # the first call may compile
+                self.timer.synchronize()
+                calls[e.name] = timed
             except Exception as error:
-                self.failed(error, [rows[e.name]])
+                self.note_error(error, [rows[e.name]])
         if not calls:
             return
         try:
             seconds = self.timer.rounds(calls, self.repeats, self.min_seconds, self.max_seconds)
-        except Exception as error:  # for all of them together there may be too little memory
-            self.failed(error, [rows[name] for name in calls])
+        except Exception as error:  # for example, too little memory for all graphs together
+            self.note_error(error, [rows[name] for name in calls])
             return
         for name, samples in seconds.items():
             row = rows[name]
@@ -186,13 +197,17 @@ class Bench:
                 if other != name and rows[other].case in (SOFTMAX, row.case)
             }
 
-    def failed(self, error: Exception, rows: Iterable[Row]) -> None:
-        """A note in these rows. If the device went with it, that is the end."""
+    def note_error(self, error: Exception, rows: Iterable[Row]) -> None:
+        """Notes the error in the rows.
+
+        Raises:
+            DeviceLost: the device failed too.
+        """
         name = ""
         for row in rows:
             row.note, name = first_line(error), row.name
         try:
-            self.timer.settle()
+            self.timer.synchronize()
         except Exception as lost:
             raise DeviceLost(f"the device failed at {name}: {first_line(error)}") from lost
 

@@ -1,8 +1,8 @@
-"""Inputs on which a sparse normalizer has something to skip.
+"""Block-sparse inputs: most 64 × 64 blocks of the weight matrix are 0 for a sparse normalizer.
 
-On i.i.d. Gaussian inputs each row's few keys lie anywhere, so hardly a block of 64 × 64 weights is
-empty, and a kernel that skips empty blocks has nothing to gain. In trained models tokens that
-belong together find each other. `block_sparse` makes inputs of that kind.
+On i.i.d. Gaussian inputs the few keys with weight are scattered, so almost no block is empty and a
+kernel that skips empty blocks gains nothing. In trained models nearby tokens often attend to the
+same keys; `block_sparse` imitates that.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ GAP = 16.0
 
 
 def block_sparse(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Queries and keys (B, H, N, D) of N(0, 1) noise, moved to the centres of groups.
+    """Adds a group centre to each query and key, (B, H, N, D) with N(0, 1) entries.
 
-    Each run of 64 tokens belongs to one of 16 groups, drawn anew for each batch and head. The
-    centres are orthogonal, and as long as makes the score D^-½·q·k of two tokens `GAP` on average
-    in the same group and 0 in different ones, with the same spread, √(1 + 2·GAP/√D), about both.
-    That is further apart than entmax's support is wide (1/(α−1) in the scores), so that all but
-    about one in 16 of the 64 × 64 blocks have no weight; under causality fewer at short lengths,
-    where the diagonal, which always has some, is a larger share.
+    Each block of 64 tokens belongs to one of 16 groups, drawn per batch and head. The centres are
+    orthogonal. The score D^-½·q·k has mean `GAP` for tokens of the same group and 0 for others;
+    both have standard deviation √(1 + 2·GAP/√D). The gap exceeds the width of entmax's support,
+    1/(α−1) in units of the scores, so only about one in 16 blocks has any weight. Causal calls
+    have more at short lengths, because every diagonal block has weight.
     """
     batch, heads, length, dim = q.shape
     if dim < GROUPS:
-        raise UsageError(
-            f"block-sparse inputs need a head dimension of at least {GROUPS}, got {dim}"
-        )
+        raise UsageError(f"--head-dim must be at least {GROUPS} for block-sparse inputs, got {dim}")
     device = q.device
     square = torch.randn(dim, dim, generator=generator, device=device)
     centres = torch.linalg.qr(square).Q[:GROUPS] * (GAP * dim**0.5) ** 0.5
-    runs = -(-length // BLOCK)
-    drawn = torch.randint(GROUPS, (batch, heads, runs), generator=generator, device=device)
-    mine = centres[drawn].repeat_interleave(BLOCK, dim=2)[:, :, :length]  # [B, H, N, D]
-    return q + mine, k + mine
+    blocks = -(-length // BLOCK)
+    group = torch.randint(GROUPS, (batch, heads, blocks), generator=generator, device=device)
+    shift = centres[group].repeat_interleave(BLOCK, dim=2)[:, :, :length]  # [B, H, N, D]
+    return q + shift, k + shift

@@ -1,4 +1,4 @@
-"""What is measured: a variant with its parameters, and the inputs it is called with."""
+"""Cases (a variant with its parameters), settings of inputs, and the inputs themselves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A variant with its parameters. `spec` is how it is printed and can be typed again."""
+    """A variant with its parameters. ``spec`` is its text, as in ``--variants``."""
 
     spec: str
     variant: str
@@ -29,23 +29,29 @@ class Case:
 
     @staticmethod
     def parse(spec: str, longest: int) -> Case:
-        """What is required and not given is the variant's example for sequences up to `longest`.
+        """The case of a spec. Missing required parameters come from the variant's example.
+
+        Args:
+            spec: as ``"ssmax"`` or ``"entmax(alpha=1.4)"``.
+            longest: the largest number of keys in any call.
 
         Raises:
-            UsageError: there is no such variant, or it does not take these parameters.
+            UsageError: the variant is unknown, or its parameters are invalid.
         """
         parsed = parse_spec(spec)
         if parsed.is_swap:
-            raise UsageError(f"{spec}: nothing is trained here, so nothing can be substituted")
+            raise UsageError(
+                f"--variants must be name or name(x=1), got {spec!r}; a->b is for evals"
+            )
         case = Case(str(parsed), parsed.test.name, complete(parsed.test, longest).params)
         try:
             case.plan()
-        except (ValueError, TypeError) as error:  # misspelt, missing or out of range
+        except (ValueError, TypeError) as error:
             raise UsageError(str(error)) from error
         return case
 
     def plan(self, backend: str | None = None) -> attnzoo.Plan:
-        """What attnzoo says of it at the smallest causal call."""
+        """`attnzoo.explain` for the smallest causal call."""
         x = torch.empty(1, 1, 1, 1)
         return attnzoo.explain(
             x, x, x, self.variant, is_causal=True, backend=backend, **self.params
@@ -53,7 +59,7 @@ class Case:
 
     @cached_property
     def forms(self) -> list[Any]:
-        """The forms that it offers with these parameters."""
+        """The forms of the variant with these parameters."""
         return [candidate.form for candidate in self.plan().candidates]
 
     @property
@@ -66,17 +72,20 @@ class Case:
 
     @property
     def has_threshold(self) -> bool:
-        """Whether its form is solved for a threshold, by iteration to a residual."""
+        """Whether the form solves for a threshold, by iteration up to a residual."""
         return self.pairwise is not None and self.pairwise.normalize == "threshold"
 
     @property
     def selects(self) -> bool:
-        """Whether some keys are kept and others not, which is not continuous in the scores."""
+        """Whether the form keeps some keys only, which is not continuous in the scores."""
         return self.pairwise is not None and self.pairwise.normalize == "select"
 
     def key_dim(self, head_dim: int, feature_dim: int) -> int | None:
-        """The dimension of queries and keys for its linear form: `feature_dim` where the number of
-        features grows faster than the dimension, None (the head dimension) elsewhere."""
+        """The dimension of q and k for the linear form.
+
+        ``feature_dim`` if the number of features grows faster than the dimension; otherwise None,
+        which means the head dimension.
+        """
         if self.linear is None or self.linear.size(2 * head_dim) <= 2 * self.linear.size(head_dim):
             return None
         return feature_dim
@@ -92,7 +101,7 @@ SOFTMAX = Case("softmax", "softmax")
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything about the inputs of a call; the number of keys is its `length`."""
+    """Shape, dtype and distribution of the inputs of a call. ``length`` is the number of keys."""
 
     length: int
     queries: int | None = None  # None: as many as keys
@@ -114,19 +123,19 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """What calls that stand in one table have in common."""
+        """A table's title: everything but the length and the batch."""
         kv = f" Hkv={self.kv_heads}" if self.kv_heads not in (None, self.heads) else ""
-        few = "" if self.queries is None else f", Nq={self.queries}"
+        queries = "" if self.queries is None else f", Nq={self.queries}"
+        scale = "" if self.input_scale == 1 else f" × {self.input_scale:g}"
         return (
             f"H={self.heads}{kv} D={self.head_dim} {self.dtype}, "
-            f"{'causal' if self.causal else 'full'}{few}, {self.inputs} inputs × "
-            f"{self.input_scale:g}"
+            f"{'causal' if self.causal else 'full'}{queries}, {self.inputs} inputs{scale}"
         )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k, v and the gradient of the output, (B, H, N, D), and a case's parameters."""
+    """q, k, v and the gradient ``do`` of the output, (B, H, N, D), and a case's parameters."""
 
     q: Tensor
     k: Tensor
@@ -140,7 +149,11 @@ class Inputs:
     def make(
         setting: Setting, case: Case = SOFTMAX, gradients: bool = False, learned: bool = False
     ) -> Inputs:
-        """``learned``: with gradients of the parameters that `attnzoo.nn.Attention` learns."""
+        """Random inputs from the setting's seed.
+
+        gradients: q, k and v require gradients. learned: so do the parameters that
+        `attnzoo.nn.Attention` learns.
+        """
         s, dtype = setting, getattr(torch, setting.dtype)
         generator = torch.Generator(s.device).manual_seed(s.seed * 1_000_003 + s.length)
         wide, kv = s.key_dim or s.head_dim, s.kv_heads or s.heads
@@ -155,13 +168,13 @@ class Inputs:
             q, k = block_sparse(q, k, generator)
         q, k, scale = q.mul_(s.input_scale), k.mul_(s.input_scale), None
         if case.selects:
-            # On a grid of binary fractions every product and partial sum is exact in fp32: all
-            # orders of summation give the same scores, ties included, and keep the same keys.
+            # Multiples of a power of two make all products and sums exact in fp32. Every order of
+            # summation then gives the same scores and keeps the same keys.
             scale = 2.0 ** round(math.log2(wide**-0.5))
             step = 2.0 ** (math.floor(math.log2(s.input_scale)) - 4)
             q, k = ((x / step).round() * step for x in (q, k))
         q, k = q.to(dtype), k.to(dtype)
-        # One by one: of a long decoding cache a copy in fp32 is much memory.
+        # One tensor at a time: an fp32 copy of a long decoding cache takes much memory.
         v = drawn(kv, s.length, s.head_dim).mul_(s.input_scale).to(dtype)
         do = drawn(s.heads, rows, s.head_dim).to(dtype)
         params = dict(case.params)
@@ -173,18 +186,18 @@ class Inputs:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of a call on these tensors."""
+        """The keyword arguments of a call with these tensors."""
         gqa = self.q.shape[1] != self.k.shape[1]
         return {"is_causal": self.causal, "enable_gqa": gqa, "scale": self.scale}
 
     def detached(self) -> Inputs:
-        """The same without gradients."""
+        """The same inputs without gradients."""
         params = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self.params.items()}
         q, k, v = (x.detach() for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, params=params)
 
     def part(self, batches: list[int], heads: list[int]) -> Inputs:
-        """These batches and heads alone."""
+        """Only these batches and heads."""
         group = self.q.shape[1] // self.k.shape[1]
         of_kv = sorted({head // group for head in heads})
         own = {"q": heads, "k": of_kv, "v": of_kv, "do": heads}
@@ -197,13 +210,13 @@ class Inputs:
         return replace(self, **fields, params=params)
 
     def leaves(self) -> dict[str, Tensor]:
-        """What a gradient is taken with respect to."""
+        """The tensors that require a gradient, by name."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, **self.params}
         return {n: x for n, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad}
 
 
 def learned_params(case: Case, setting: Setting) -> dict[str, Tensor]:
-    """The parameters that `attnzoo.nn.Attention` would learn, one value per head."""
+    """The parameters that `attnzoo.nn.Attention` learns, one value per head."""
     return {
         p.name: torch.full(
             (setting.heads,), float(p.init), device=setting.device, requires_grad=True
@@ -214,8 +227,11 @@ def learned_params(case: Case, setting: Setting) -> dict[str, Tensor]:
 
 
 def call(attend: Attend, inputs: Inputs, direction: str) -> Callable[[], Any]:
-    """What is timed: the output alone, its gradients alone ("backward", on a graph that is kept,
-    made here), or "both" together."""
+    """The function to time.
+
+    "forward" computes the output without gradients. "backward" computes only the gradients; the
+    graph is made here and reused. "both" computes the output and its gradients.
+    """
     if direction == "forward":
         i = inputs.detached()
 

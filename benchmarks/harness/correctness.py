@@ -1,19 +1,18 @@
-"""Each result against fp64, on 128 query rows, before anything is timed.
+"""Compares results with fp64, on up to 128 query rows, before anything is timed.
 
-The reference is the definition (backend `eager`) in fp64, a few neighbouring query rows at a time
-with their prefix of the keys: under bottom-right causality these are the whole rows, positions and
-key counts included, in memory linear in N. Without causality a row sees all keys; its position is
-then lost, and a variant which needs it is not checked. For gradients the output's gradient is zero
-elsewhere, so that the rows' gradients add up to those of the whole. A call with many batches and
-heads may be checked on a few of them (`Pairs`); all others must be finite.
+**Reference.** The definition (backend `eager`) in fp64, computed for a few consecutive query rows
+at a time. In causal calls these rows get only the keys up to the last of them. With bottom-right
+alignment they keep their positions and key counts, and memory is linear in N. In other calls a row
+gets all keys and its position is lost, so variants that need positions are not checked. For
+gradients, dO is zero outside the checked rows. With many (batch, head) pairs only some are compared
+(`Pairs`); the others must be finite.
 
-The budget is the project's: at most twice the error of the same rows computed plainly in the
-inputs' dtype, plus one rounding; where a threshold is iterated to a residual of 1e-6 in Σw, also
-what that may move. It holds for the root mean square. The largest single error has eight times as
-much instead of two: where all terms of a sum cancel (the gradient of a row with one key is
-w·(dP − dP)), one order of summation hits 0 by luck where another is left with a rounding. A linear
-form adds up F products for each key, larger than the weight that remains of them: the error of the
-plain computation counts √(Σ|ψψ| / |Σψψ|) times there, as roundings of either sign add up.
+**Error budget.** The rms error may be twice that of the plain computation (the same rows in the
+inputs' dtype), plus one rounding. Threshold variants also get their solver's residual, 1e-6 in Σw.
+The largest error may be eight times that of the plain computation: where the terms of a sum cancel,
+one order of summation may give exactly 0 while another leaves a rounding error. A linear form
+adds F products per key that may cancel too, so the error of the plain computation is multiplied
+by √(Σ|ψψ| / |Σψψ|).
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ import attnzoo
 from benchmarks.harness.cases import Attend, Case, Inputs
 from commandline.errors import UsageError
 
-ROWS, RUN = 128, 4
-FEW = 16
+ROWS, BLOCK = 128, 4
+MAX_PAIRS = 16
 RESIDUAL = 1e-6
-# torch's fused CPU kernel takes an exp that is good to so many units in the last place; in one row
-# of small weights nothing else is as large.
+# Error of the exp in torch's fused CPU kernel, in units in the last place. For a single query with
+# many small weights it is the largest error.
 SDPA_EXP = 20
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """From fp64: the root mean square and the largest error, each with its budget."""
+    """The rms error and the largest error, each with its budget."""
 
     error: float
     budget: float
@@ -48,7 +47,7 @@ class Deviation:
 
     @property
     def share(self) -> float:
-        """Of the budget that is used up, by the error that uses more of it; inf for NaN."""
+        """The larger share of its budget that either error uses; inf for NaN."""
         shares = [
             error / budget if budget > 0 else (0.0 if error == 0 else math.inf)
             for error, budget in ((self.error, self.budget), (self.largest, self.largest_budget))
@@ -69,9 +68,12 @@ class Pairs:
 
     @staticmethod
     def of(batch: int, heads: int, rows: int) -> Pairs:
-        """All where they are few. Else the first and the last, where a wrong stride shows most; of
-        calls with one row all heads, which kernels take together."""
-        if batch * heads <= FEW:
+        """All pairs up to `MAX_PAIRS`; beyond that the first and last batch and head.
+
+        A wrong stride has the largest effect on the last ones. Calls with one query keep all heads,
+        since kernels process them together.
+        """
+        if batch * heads <= MAX_PAIRS:
             return Pairs(list(range(batch)), list(range(heads)))
         ends = sorted({0, heads - 1})
         return Pairs(sorted({0, batch - 1}), list(range(heads)) if rows == 1 else ends)
@@ -82,7 +84,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Check:
-    """By name: "out", and the gradients as "dq", "dk", "dv" and "d" + a parameter's name."""
+    """The number of checked rows and pairs, and the deviations of "out", "dq", "dk" and so on."""
 
     rows: int
     pairs: int
@@ -94,45 +96,45 @@ class Check:
 
     @property
     def worst(self) -> tuple[str, Deviation]:
-        """The one that uses up most of its budget."""
+        """The deviation that uses the largest share of its budget, with its name."""
         return max(self.deviations.items(), key=lambda item: item[1].share)
 
     def record(self) -> dict[str, Any]:
-        """For JSON, which has no NaN and no infinity: what was worst."""
+        """The worst deviation for JSON, with None for NaN and infinity."""
         name, worst = self.worst
         error, share = (x if math.isfinite(x) else None for x in (worst.error, worst.share))
         return {"ok": self.ok, "rows": self.rows, "pairs": self.pairs, "worst": name,
                 "error": error, "share": share}  # fmt: skip
 
 
-def check_runs(length: int, seed: int = 0) -> list[range]:
-    """The first rows, the last rows, and short runs at random places between, ascending."""
+def rows_to_check(length: int, seed: int = 0) -> list[range]:
+    """The first rows, the last rows, and blocks at random places between them, in order."""
     if length <= ROWS:
         return [range(length)]
     ends = ROWS // 4
     generator = torch.Generator().manual_seed(seed + length)
-    places = torch.randperm((length - 2 * ends) // RUN, generator=generator)
-    starts = (ends + RUN * places[: (ROWS - 2 * ends) // RUN]).sort().values.tolist()
-    middle = [range(start, start + RUN) for start in starts]
+    places = torch.randperm((length - 2 * ends) // BLOCK, generator=generator)
+    starts = (ends + BLOCK * places[: (ROWS - 2 * ends) // BLOCK]).sort().values.tolist()
+    middle = [range(start, start + BLOCK) for start in starts]
     return [range(ends), *middle, range(length - ends, length)]
 
 
 def by_definition(
-    case: Case, inputs: Inputs, runs: list[range], dtype: torch.dtype
+    case: Case, inputs: Inputs, ranges: list[range], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Outputs at the runs' rows (B, H, R, D), and the gradients that only these rows cause."""
+    """The outputs of these rows, (B, H, R, D), and the gradients if dO is 0 elsewhere."""
     q, k, v, do = (x.detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     leaves = inputs.leaves()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # A product of matrices adds up in fp32 and rounds once, and so do the sums over rows.
+    # Sums are accumulated in fp32 and rounded once, as in a matrix product.
     sums = {n: torch.zeros_like(x, dtype=wide, requires_grad=False) for n, x in leaves.items()}
     outs, before = [], k.shape[2] - q.shape[2]
-    for run in runs:
-        rows = slice(run.start, run.stop)
-        seen = slice(before + run.stop) if inputs.causal else slice(None)
+    for block in ranges:
+        rows = slice(block.start, block.stop)
+        seen = slice(before + block.stop) if inputs.causal else slice(None)
         prefix = {"q": q[:, :, rows], "k": k[:, :, seen], "v": v[:, :, seen]}
         given = {**leaves, **prefix}
-        # Parameters stay in fp32 under half-precision inputs, as they do in a model.
+        # Parameters stay in fp32 with half-precision inputs, as in a model.
         tensors = {n: _leaf(x, dtype if n in prefix else wide) for n, x in given.items()}
         params = {**inputs.params, **{n: x for n, x in tensors.items() if n not in prefix}}
         with torch.set_grad_enabled(bool(leaves)):
@@ -155,14 +157,14 @@ def _leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().to(dtype).requires_grad_()
 
 
-def by_call(attend: Attend, inputs: Inputs, runs: list[range], pairs: Pairs) -> dict[str, Tensor]:
-    """The same tensors as `by_definition` of these pairs, from one call over the whole sequence."""
+def by_call(attend: Attend, inputs: Inputs, ranges: list[range], pairs: Pairs) -> dict[str, Tensor]:
+    """The same tensors as `by_definition` for these pairs, from one call on all inputs."""
     leaves = inputs.leaves()
     with torch.set_grad_enabled(bool(leaves)):
         out = attend(inputs.q, inputs.k, inputs.v)
-    found = {"out": _finite(out.detach()[_index(out, runs, pairs)], out)}
+    found = {"out": _finite(out.detach()[_index(out, ranges, pairs)], out)}
     if leaves:
-        where = _index(inputs.do, runs, pairs)
+        where = _index(inputs.do, ranges, pairs)
         do = torch.zeros_like(inputs.do)
         do[where] = inputs.do[where]
         gradients = torch.autograd.grad(out, list(leaves.values()), do)
@@ -177,25 +179,25 @@ def by_call(attend: Attend, inputs: Inputs, runs: list[range], pairs: Pairs) -> 
 
 
 def _finite(part: Tensor, whole: Tensor) -> Tensor:
-    """What is not checked row by row must be finite at least: without that the part is NaN."""
+    """The part that is compared, or NaN if any value of the whole tensor is not finite."""
     return part if whole.isfinite().all() else torch.full_like(part, torch.nan)
 
 
-def _index(x: Tensor, runs: list[range], pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+def _index(x: Tensor, ranges: list[range], pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
     """Indices of batches, heads and rows that broadcast to (B, H, R)."""
     batches = torch.tensor(pairs.batches, device=x.device)[:, None, None]
     heads = torch.tensor(pairs.heads, device=x.device)[:, None]
-    rows = torch.cat([torch.arange(run.start, run.stop, device=x.device) for run in runs])
+    rows = torch.cat([torch.arange(block.start, block.stop, device=x.device) for block in ranges])
     return batches, heads, rows
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What calls of a case on these inputs are compared with, on some rows of some pairs."""
+    """Reference results of a case on these inputs, for some rows of some pairs."""
 
     case: Case
     inputs: Inputs
-    runs: list[range]
+    ranges: list[range]
     pairs: Pairs
     exact: dict[str, Tensor]  # in fp64
     plain: dict[str, Tensor]  # in the inputs' dtype
@@ -203,40 +205,42 @@ class Reference:
     @staticmethod
     def of(case: Case, inputs: Inputs, seed: int = 0, pairs: Pairs | None = None) -> Reference:
         batch, heads, rows, _ = inputs.q.shape
-        runs = check_runs(rows, seed)
+        ranges = rows_to_check(rows, seed)
         positional = attnzoo.get_variant(case.variant).positional
-        if positional and not inputs.causal and len(runs) > 1:
-            raise UsageError(
-                f"{case.spec} needs positions: it is checked, and timed, causally only"
-            )
+        if positional and not inputs.causal and len(ranges) > 1:
+            raise UsageError(f"{case.spec} can only be checked in causal calls: it uses positions")
         pairs = pairs or Pairs.of(batch, heads, rows)
         part = inputs.part(pairs.batches, pairs.heads)
         exact, plain = (
-            by_definition(case, part, runs, dtype) for dtype in (torch.float64, inputs.q.dtype)
+            by_definition(case, part, ranges, dtype) for dtype in (torch.float64, inputs.q.dtype)
         )
-        return Reference(case, inputs, runs, pairs, exact, plain)
+        return Reference(case, inputs, ranges, pairs, exact, plain)
 
     def check(self, backend: str | None, gradients: bool) -> Check:
-        """Of attnzoo's call through this backend, with gradients or without."""
+        """Compares `attnzoo.attention` through this backend, with gradients or without."""
         inputs = self.inputs if gradients else self.inputs.detached()
         attend = self.case.attend(inputs.params, backend, **inputs.options)
-        found = by_call(attend, inputs, self.runs, self.pairs)
+        found = by_call(attend, inputs, self.ranges, self.pairs)
         plan = plan_of(self.case, inputs, backend)
         slack = torch.finfo(inputs.q.dtype).eps + (RESIDUAL if self.case.has_threshold else 0.0)
         if inputs.q.shape[2] == 1 and plan.chosen == "sdpa" and inputs.q.device.type == "cpu":
             slack += SDPA_EXP * torch.finfo(torch.float32).eps
         growth = linear_condition(plan, inputs) ** 0.5
         deviations = {n: self.deviation(n, x, slack, growth) for n, x in found.items()}
-        return Check(sum(map(len, self.runs)), len(self.pairs), deviations)
+        return Check(sum(map(len, self.ranges)), len(self.pairs), deviations)
 
     def relative_error(self, attend: Attend) -> float:
-        """Of another's output: the root mean square of its error, in that of fp64."""
-        out = by_call(attend, self.inputs.detached(), self.runs, self.pairs)["out"]
+        """The rms error of a baseline's output, divided by the rms of the exact output."""
+        out = by_call(attend, self.inputs.detached(), self.ranges, self.pairs)["out"]
         exact = self.exact["out"]
         return _errors(out, exact)[0] / _errors(exact, torch.zeros_like(exact))[0]
 
     def deviation(self, name: str, found: Tensor, slack: float, growth: float) -> Deviation:
-        """``slack`` is relative; errors of the plain computation count ``growth`` times."""
+        """The errors and budgets of one tensor.
+
+        slack: additional allowed error, relative to the exact values. growth: factor on the errors
+        of the plain computation.
+        """
         exact = self.exact[name]
         error, largest = _errors(found, exact)
         plain_error, plain_largest = _errors(self.plain[name], exact)
@@ -257,7 +261,7 @@ def plan_of(case: Case, inputs: Inputs, backend: str | None) -> attnzoo.Plan:
 
 
 def linear_condition(plan: attnzoo.Plan, inputs: Inputs) -> float:
-    """Σ|ψ(q)ψ(k)| / |Σ ψ(q)ψ(k)| over the last keys, median row, where a linear form runs."""
+    """Σ|ψ(q)ψ(k)| / |Σ ψ(q)ψ(k)| over the last keys, median over rows; 1 for other forms."""
     forms = [
         c.form for c in plan.candidates
         if c.backend == plan.chosen and isinstance(c.form, attnzoo.Linear)
@@ -269,12 +273,12 @@ def linear_condition(plan: attnzoo.Plan, inputs: Inputs) -> float:
     scale = inputs.q.shape[-1] ** -0.5
     psi_q = forms[0].features(scale * inputs.q.detach()[:, :, last].double(), last)
     psi_k = forms[0].features(inputs.k.detach()[:, :, last].double(), last)
-    most = (psi_q.abs() @ psi_k.abs().mT).sum(-1)
-    left = (psi_q @ psi_k.mT).sum(-1).abs()
-    return (most / left).nan_to_num(1.0, 1.0, 1.0).median().item()
+    absolute = (psi_q.abs() @ psi_k.abs().mT).sum(-1)
+    total = (psi_q @ psi_k.mT).sum(-1).abs()
+    return (absolute / total).nan_to_num(1.0, 1.0, 1.0).median().item()
 
 
 def _errors(x: Tensor, reference: Tensor) -> tuple[float, float]:
-    """Root mean square and largest difference."""
+    """The rms and the largest absolute difference."""
     difference = x.double() - reference
     return difference.square().mean().sqrt().item(), difference.abs().max().item()

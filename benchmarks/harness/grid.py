@@ -1,4 +1,4 @@
-"""Which cells a table has, how much arithmetic each is, and for how long cells are started."""
+"""The settings of a table, their FLOP count, and the time budget of a command."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.harness.cases import Setting
 
-# Tokens per head: with 16 heads, B·H·N is 2^20 at any length.
+# Tokens per head. With 16 heads, B·H·N is 2^20 at any length.
 TOKENS = 2**16
-# FLOP of a backward pass in those of a forward pass: five products of matrices where it has two.
+# FLOP of a backward pass divided by those of a forward pass: five matrix products versus two.
 BACKWARD = 2.5
 MASKS = ("causal", "full")
 INPUTS = ("iid", "block-sparse")
@@ -25,7 +25,7 @@ def grid(
     batch: int | None = None,
     **common: Any,
 ) -> list[Setting]:
-    """All combinations, lengths innermost; the number of tokens is constant unless ``batch`` is."""
+    """All combinations, lengths innermost. Without ``batch``, B·N is `TOKENS` at every length."""
     return [
         Setting(
             length=length, head_dim=dim, causal=mask == "causal",
@@ -40,10 +40,9 @@ def grid(
 
 
 def flops(setting: Setting, direction: str) -> float:
-    """The usual count: two products of 2·N²·D per head, half of it if causal; × 2.5 backward.
+    """The usual FLOP count of attention: 4·B·H·N²·D forward, half if causal, × 2.5 backward.
 
-    Whatever a normalizer does besides is not counted, so that a TFLOP/s of one is comparable with
-    a TFLOP/s of another.
+    The work of the normalizer is not counted, so that TFLOP/s of different variants compare.
     """
     scores = setting.batch * setting.heads * setting.length**2
     forward = 4.0 * scores * setting.head_dim * (0.5 if setting.causal else 1.0)
@@ -51,7 +50,7 @@ def flops(setting: Setting, direction: str) -> float:
 
 
 class Budget:
-    """Seconds from now on after which nothing new is begun; what has begun is finished."""
+    """A time limit in seconds from now. Work that started before the limit is finished."""
 
     def __init__(
         self, seconds: float = float("inf"), clock: Callable[[], float] = time.monotonic

@@ -1,7 +1,6 @@
-"""Peak memory of one call beyond its inputs, in a fresh process each.
+"""Peak memory of one call on a CPU, without its inputs, measured in a fresh process.
 
-A fresh process, because an allocator that has served other calls keeps memory which the next one
-then gets for nothing.
+After other calls, an allocator has free memory that the next call would reuse unnoticed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.bench import Entrant
+from benchmarks.harness.bench import Implementation
 from benchmarks.harness.cases import Case, Inputs, Setting, call
 from commandline.variants import load_plugin
 
@@ -27,13 +26,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("memory", help="what `attention` runs to measure memory")
-    parser.add_argument("request", help="JSON: who is called, and how")
+    parser = commands.add_parser("memory", help="Measure memory (used by `attention`)")
+    parser.add_argument("request", help="JSON made by benchmarks.harness.memory.measure")
     parser.set_defaults(run=run)
 
 
 def measure(
-    entrant: Entrant,
+    implementation: Implementation,
     setting: Setting,
     direction: str = "forward",
     *,
@@ -42,13 +41,16 @@ def measure(
     threads: int = 1,
     plugin: Path | None = None,
 ) -> int:
-    """Bytes that a call takes beyond its inputs; a baseline is made anew as one of ``names``."""
+    """Peak bytes of a call without its inputs.
+
+    names: the baselines to choose from, if the implementation is a baseline.
+    """
     request = {
-        "case": asdict(entrant.case),
+        "case": asdict(implementation.case),
         "setting": asdict(setting),
         "direction": direction,
-        "backend": entrant.backend,
-        "baseline": entrant.name if entrant.kind == "baseline" else None,
+        "backend": implementation.backend,
+        "baseline": implementation.name if implementation.kind == "baseline" else None,
         "names": list(names),
         "learned": learned,
         "threads": threads,
@@ -62,7 +64,7 @@ def measure(
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise RuntimeError(f"the memory of {entrant.name}: {reason[-1]}")
+        raise RuntimeError(f"cannot measure the memory of {implementation.name}: {reason[-1]}")
     return int(done.stdout)
 
 
@@ -77,27 +79,27 @@ def run(args: argparse.Namespace) -> int:
     def prepare(setting: Setting):
         gradients = direction == "both"
         inputs = Inputs.make(setting, case, gradients, request["learned"])
-        entrant = Entrant.of(case, inputs, request["backend"])
+        implementation = Implementation.of(case, inputs, request["backend"])
         if request["baseline"] is not None:
-            found = Entrant.baselines(case, inputs, setting, request["names"])
-            (entrant,) = (e for e in found if e.name == request["baseline"])
-        return call(entrant.make(), entrant.inputs, direction)
+            found = Implementation.baselines(case, inputs, setting, request["names"])
+            (implementation,) = (e for e in found if e.name == request["baseline"])
+        return call(implementation.make(), implementation.inputs, direction)
 
-    # A small call first: libraries and threads are loaded once, and are no memory of a call.
+    # A small call first, so that memory of libraries and threads is not counted.
     prepare(replace(setting, length=min(64, setting.length)))()
     print(peak_beyond(prepare(setting)))
     return 0
 
 
 def peak_beyond(attend) -> int:
-    """Bytes of resident memory at the peak of one call, beyond what is resident before it."""
-    if not STATUS.exists():  # not Linux: the peak so far is all there is to compare with
+    """Peak resident memory during one call minus resident memory before it, in bytes."""
+    if not STATUS.exists():  # not Linux: only the peak of the whole process is known
         unit = 1 if sys.platform == "darwin" else 1024
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         attend()
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
-    # The peak is reset first: that of a child starts from its parent's, and making the inputs took
-    # more than they take now. Either would hide the beginning of what is measured.
+    # Resets the peak. It starts from the parent's, and making the inputs took more memory than they
+    # hold now; both would hide a part of the call's memory.
     _trim()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -106,7 +108,7 @@ def peak_beyond(attend) -> int:
 
 
 def _trim() -> None:
-    """Hands freed memory back, so that the call finds none that is resident already."""
+    """Returns freed memory to the system, so that the call cannot reuse it unnoticed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
@@ -116,4 +118,4 @@ def _status(name: str) -> int:
     for line in STATUS.read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status names no {name}")
+    raise RuntimeError(f"/proc/self/status has no {name}")

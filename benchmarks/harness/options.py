@@ -1,9 +1,10 @@
-"""Options that several commands have, and the types of their arguments."""
+"""Options shared by several commands, and the types of their arguments."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,55 +20,80 @@ from commandline.variants import split_list
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
+Defaults = Mapping[str, Mapping[str, Any]]  # device -> option -> value
 
 
 def positive(kind: type):
+    """The type of an argument that is a positive int or float."""
+    words = "an int" if kind is int else "a number"
+
     def convert(text: str):
         try:
             value = kind(text)
         except ValueError:
             value = kind(0)
         if not 0 < value < (MOST if kind is int else float("inf")):
-            raise argparse.ArgumentTypeError(f"{text!r}: a positive {kind.__name__} is expected")
+            raise argparse.ArgumentTypeError(f"must be {words} > 0, got {text!r}")
         return value
 
     return convert
 
 
-def some_of(names: Sequence[str]):
+def subset_of(names: Sequence[str]):
+    """The type of an argument that lists some of these names; the empty text means none."""
+
     def convert(text: str) -> list[str]:
         chosen = text.split(",")
         if text and not set(chosen) <= set(names):
-            raise argparse.ArgumentTypeError(f"{text!r}: some of {','.join(names)} are expected")
+            raise argparse.ArgumentTypeError(
+                f"must be a comma-separated list of {', '.join(names)}, got {text!r}"
+            )
         return chosen if text else []
 
     return convert
 
 
-def add_options(parser: argparse.ArgumentParser, device: str | None, variants: str) -> None:
-    """What attention, linear and decode have in common. `settle` fills in what is not given."""
-    add, size = parser.add_argument, positive(int)
-    default = "default: depends on the device"
-    words = device or "cuda where torch sees one, else cpu"
-    add("--device", choices=DEVICES, default=device, help=f"default: {words}")
-    words = f"variants with their parameters; default: {variants}"
-    add("--variants", metavar="a,b(x=1)", help=words)
+def by_device(defaults: Defaults, name: str) -> str:
+    """The default of an option on each device, for its help text."""
+
+    def shown(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value or "automatic")
+
+    texts = [f"{shown(values[name])} on {device}" for device, values in defaults.items()]
+    return f"(default: {'; '.join(texts)})"
+
+
+def add_options(
+    parser: argparse.ArgumentParser, defaults: Defaults, device: str | None, variants: str
+) -> None:
+    """Adds the options that attention, linear and decode share; see `apply_defaults`."""
+    add, size, default = parser.add_argument, positive(int), partial(by_device, defaults)
+    words = device or "cuda if torch sees a CUDA device, otherwise cpu"
+    add("--device", choices=DEVICES, default=device, help=f"Run on this device (default: {words})")
+    add("--variants", metavar="a,b(x=1)",
+        help=f"Measure these variants (default: {variants})")  # fmt: skip
     add_plugin(parser)
-    add("--lengths", type=numbers, metavar="N,N,…", help=f"numbers of keys; {default}")
-    add("--backend", help="what computes the variants; " + default)
-    add("--dtype", choices=DTYPES, help=default)
-    add("--heads", type=size, metavar="H", help=f"number of query heads; {default}")
-    add("--repeats", type=size, metavar="N", help=f"the least number of rounds; {default}")
+    add("--lengths", type=numbers, metavar="N,N,…",
+        help=f"Use these numbers of keys {default('lengths')}")  # fmt: skip
+    add("--backend", help=f"Compute the variants with this backend {default('backend')}")
+    add("--dtype", choices=DTYPES, help=f"Use inputs of this dtype {default('dtype')}")
+    add("--heads", type=size, metavar="H", help=f"Use H query heads {default('heads')}")
+    add("--repeats", type=size, metavar="N", help=f"Time at least N rounds {default('repeats')}")
     add("--min-seconds", type=positive(float), metavar="S",
-        help=f"the least time to spend on the rounds, in seconds; {default}")  # fmt: skip
-    add("--threads", type=size, default=2, metavar="N", help="torch's threads (default: 2)")
-    add("--seed", type=seed, default=0, help="seed of the inputs (default: 0)")
-    add("--json", metavar="FILE", help="a JSON file, written anew after each group")
-    add("--markdown", metavar="FILE", help="its tables, written at the same times")
+        help=f"Time the rounds of a group for at least S seconds {default('min_seconds')}",
+    )  # fmt: skip
+    add("--threads", type=size, default=2, metavar="N",
+        help="Use N CPU threads in torch (default: 2)")  # fmt: skip
+    add("--seed", type=seed, default=0, help="Draw the inputs with this seed (default: 0)")
+    add("--json", metavar="FILE", help="Write results to a JSON file after each group")
+    add("--markdown", metavar="FILE", help="Write tables to a Markdown file after each group")
 
 
 def add_feature_dim(parser: argparse.ArgumentParser) -> None:
-    words = "dimension of queries and keys where features grow faster (default: 16)"
+    words = (
+        "Use q and k of dimension D for variants whose number of features grows faster than the "
+        "dimension (default: 16)"
+    )
     parser.add_argument("--feature-dim", type=positive(int), default=16, metavar="D", help=words)
 
 
@@ -76,8 +102,11 @@ def command(
     measure: Callable[[argparse.Namespace, list[Case], Report], None],
     conclude: Callable[[list[Row], list[Case]], Iterable[str]] = lambda rows, cases: (),
 ) -> Callable[[argparse.Namespace], int]:
-    """What a suite's command runs: ``measure`` what ``prepare`` made of the options, then note what
-    ``conclude`` says of all rows."""
+    """The function that runs a suite's command and returns its exit status.
+
+    prepare: checks the options and returns the cases. measure: adds rows to the report. conclude:
+    the final notes, from all rows.
+    """
 
     def run(args: argparse.Namespace) -> int:
         cases = prepare(args)
@@ -90,11 +119,11 @@ def command(
     return run
 
 
-def settle(args: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> None:
-    """Fills in the device and its defaults.
+def apply_defaults(args: argparse.Namespace, defaults: Defaults) -> None:
+    """Fills in the device, and the device's defaults for options that were not given.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: the device is not available.
     """
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda":
@@ -107,18 +136,18 @@ def settle(args: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) 
 
 def require_cuda(what: str) -> None:
     if not torch.cuda.is_available():
-        raise UsageError(f"{what} needs a CUDA device, and torch sees none")
+        raise UsageError(f"{what} requires a CUDA device, but torch sees none")
 
 
 def cases_of(args: argparse.Namespace, longest: int) -> list[Case]:
-    """What `--variants` names, or every variant.
+    """The cases that ``--variants`` lists, or one for each registered variant.
 
     Raises:
-        UsageError: one is listed twice or cannot be run, or there is no such backend.
+        UsageError: a variant is listed twice or invalid, or the backend is unknown.
     """
     specs = split_list(args.variants) if args.variants else attnzoo.list_variants()
     if len(set(specs)) < len(specs):
-        raise UsageError("a variant is listed twice")
+        raise UsageError(f"--variants must not list a variant twice, got {args.variants!r}")
     cases = [Case.parse(spec, longest) for spec in specs]
     try:
         cases[0].plan(args.backend)
@@ -127,8 +156,8 @@ def cases_of(args: argparse.Namespace, longest: int) -> list[Case]:
     return cases
 
 
-def timer_of(args: argparse.Namespace, leads: int = 1) -> Timer:
-    return CudaEvents(leads=leads) if args.device == "cuda" else WallClock()
+def timer_of(args: argparse.Namespace, flushes: int = 1) -> Timer:
+    return CudaEvents(flushes=flushes) if args.device == "cuda" else WallClock()
 
 
 def bench_of(args: argparse.Namespace, suite: str, timer: Timer, **more: Any) -> Bench:

@@ -1,4 +1,4 @@
-"""What a run says: about itself, its tables in text and Markdown, and its JSON file."""
+"""Reports: tables in text and Markdown, a JSON file, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -24,25 +24,29 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.table import aligned, markdown
 
-# What a row may have beside its time: a column's title and how a number is shown.
+# Optional figures of a row: the column's title and the format of the number.
 FIGURES = {
     "tflops": ("TFLOP/s", "{:.3g}"),
     "ns_per_token": ("ns/token", "{:.3g}"),
-    "of_copy": ("of copy", "{:.0%}"),
+    "of_copy": ("bandwidth / copy", "{:.0%}"),
 }
-WIDTHS = {"direction": 9, "who": 28, "backend": 12, "error (of budget)": 20, "quartiles": 17,
-          "note": 0}  # fmt: skip
-LEFT = ("direction", "who", "backend", "note")
+ERROR, TIME, QUARTILES = "error (share of budget)", "median ms", "quartiles ms"
+WIDTHS = {"direction": 9, "implementation": 28, "backend": 12, QUARTILES: 17, "note": 0}
+LEFT = ("direction", "implementation", "backend", "note")
 
 
 @dataclass
 class Row:
-    """One call in one direction. What was not measured is None; `note` says what went wrong.
+    """One implementation in one direction. Figures that were not measured are None.
 
-    kind is "variant", "state" (a variant's next token on its state, which is not checked) or
-    "baseline" (another's implementation of a variant). ``error`` of a baseline is relative to fp64;
-    ``ratios`` are of the times, to those named, in the same rounds; ``peak_bytes`` in backward are
-    those of a forward and a backward pass together.
+    Attributes:
+        kind: "variant", "state" (one token through a linear variant's state, not checked) or
+            "baseline" (code outside attnzoo).
+        check: the comparison with fp64, for variants.
+        error: rms error of the output relative to its rms, for baselines.
+        ratios: the time divided by that of another implementation in the same rounds, by name.
+        peak_bytes: peak memory without the inputs. For "backward" it includes the forward pass.
+        note: why something was not measured.
     """
 
     suite: str
@@ -74,8 +78,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What was measured so far. Its files are written whole after each group, so that a run which
-    is killed leaves all groups before."""
+    """The rows of a command and its output files, which are rewritten after each group."""
 
     settings: dict[str, Any]
     json: str | None = None
@@ -83,8 +86,8 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)  # else what the JSON file holds
-    heading: tuple[str, list[str]] = ("", [])  # of the last rows
+    more: dict[str, Any] = field(default_factory=dict)  # further entries of the JSON file
+    heading: tuple[str, list[str]] = ("", [])  # title and columns last printed
 
     @staticmethod
     def of(args: argparse.Namespace) -> Report:
@@ -103,7 +106,7 @@ class Report:
         print(text, flush=True)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Prints these rows, a group, and writes the files anew."""
+        """Prints the rows of a group and rewrites the files."""
         self.rows += rows
         if not rows:
             return
@@ -140,14 +143,14 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def finish(self) -> int:
-        """The exit status: 1 where a result was wrong, 2 where nothing could be measured."""
+        """The exit status: 1 if a result was wrong, 2 if nothing could be measured."""
         self.write()
         for text in self.left_out:
             print(f"left out: {text}", file=sys.stderr)
         wrong = dict.fromkeys(f"{r.name} at {r.setting.length}" for r in self.rows if r.wrong)
         if wrong:
-            said = f"outside the error budget, and not timed: {', '.join(wrong)}"
-            print(said, file=sys.stderr)
+            names = ", ".join(wrong)
+            print(f"error budget exceeded, therefore not timed: {names}", file=sys.stderr)
             return 1
         if not any(r.check is not None or r.kind == "state" for r in self.rows):
             print("nothing could be measured", file=sys.stderr)
@@ -163,18 +166,18 @@ def title(row: Row) -> str:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Of the figures and ratios those that some row has."""
+    """The columns of a table, with the figures and ratios that any of its rows has."""
     figures = [head for name, (head, _) in FIGURES.items() if any(name in r.figures for r in rows)]
     known = {name for row in rows for name in row.ratios}
     shared = [row.name for row in rows if row.case == SOFTMAX and row.name in known]
-    peak = ["MB"] if any(r.peak_bytes is not None for r in rows) else []
-    ratios = [f"x {name}" for name in dict.fromkeys(shared)]
-    first = ["B", "N", "direction", "who", "backend", "error (of budget)", "ms", "quartiles"]
+    peak = ["peak MB"] if any(r.peak_bytes is not None for r in rows) else []
+    ratios = [f"time / {name}" for name in dict.fromkeys(shared)]
+    first = ["B", "N", "direction", "implementation", "backend", ERROR, TIME, QUARTILES]
     return [*first, *figures, *ratios, *peak, "note"]
 
 
 def cells(row: Row, columns: Sequence[str]) -> list[str]:
-    error = f"out {row.error:.1e} of rms" if row.error is not None else ""
+    error = f"out {row.error:.1e} relative" if row.error is not None else ""
     if row.check is not None:
         name, worst = row.check.worst
         error = f"{name} {worst.error:.1e} ({worst.share:.2f})"
@@ -182,17 +185,17 @@ def cells(row: Row, columns: Sequence[str]) -> list[str]:
         "B": str(row.setting.batch),
         "N": str(row.setting.length),
         "direction": row.direction,
-        "who": row.name,
+        "implementation": row.name,
         "backend": row.backend or "",
-        "error (of budget)": error,
-        "ms": milliseconds(row.seconds.median) if row.seconds else "",
-        "quartiles": quartiles(row.seconds) if row.seconds else "",
-        "MB": f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes is not None else "",
+        ERROR: error,
+        TIME: milliseconds(row.seconds.median) if row.seconds else "",
+        QUARTILES: quartiles(row.seconds) if row.seconds else "",
+        "peak MB": f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes is not None else "",
     }
     found |= {FIGURES[n][0]: FIGURES[n][1].format(x) for n, x in row.figures.items()}
-    found |= {f"x {name}": f"{x.median:.2f}" for name, x in row.ratios.items()}
-    # Ratios that have no column: to what computes the same variant.
-    own = [f"{x} {found[x]}" for x in found if x.startswith("x ") and x not in columns]
+    found |= {f"time / {name}": f"{x.median:.2f}" for name, x in row.ratios.items()}
+    # Ratios to other implementations of the same variant have no column.
+    own = [f"{x} = {found[x]}" for x in found if x.startswith("time / ") and x not in columns]
     found["note"] = "; ".join(filter(None, (row.note, *own)))
     return [found.get(column, "") for column in columns]
 
@@ -206,16 +209,16 @@ def quartiles(spread: Spread) -> str:
 
 
 def line(columns: Sequence[str], texts: Sequence[str]) -> str:
-    """Of the console's table, whose widths are set before its rows are known."""
+    """A line of the console's table. Its widths are fixed, since rows are printed one by one."""
     left = [i for i, column in enumerate(columns) if column in LEFT]
     return aligned(texts, [WIDTHS.get(name, max(6, len(name))) for name in columns], left)
 
 
-# ---- where it ran -----------------------------------------------------------------------------
+# ---- the machine ------------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:
-    """Where the figures come from."""
+    """The machine, the packages and the commit that the figures come from."""
     packages = {}
     for name in ("attnzoo", "torch", "triton", "numpy", "entmax", "adasplash"):
         try:
@@ -266,24 +269,24 @@ def cpu_name() -> str:
 
 
 def check_target(option: str, path: str | None) -> None:
-    """To be called before anything is measured.
+    """Checks that a result file can be written, before anything is measured.
 
     Raises:
-        UsageError: the file could not be written.
+        UsageError: it cannot be written.
     """
     if not path:
         return
     target = Path(path)
     if target.is_dir():
-        raise UsageError(f"{option} must be a file, {path} is a folder")
+        raise UsageError(f"{option} must be a file, got the folder {path}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{option} {path}: {error.strerror or error}") from None
     if not os.access(target.parent, os.W_OK):
-        raise UsageError(f"{option} {path}: its folder cannot be written to")
+        raise UsageError(f"{option} must be in a writable folder, got {path}")
 
 
 def write_json(path: str, document: dict[str, Any]) -> None:
-    """All or nothing: a reader never sees half a file."""
+    """Writes the whole file at once, so that a reader never sees half of it."""
     write_whole(Path(path), json.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""Times of calls that are compared with each other: by the wall clock, or by a GPU's events."""
+"""Times several calls for comparison, with the wall clock or with CUDA events."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 Calls = Mapping[str, Callable[[], object]]
-# However long they take: fewer have no quartiles.
-LEAST_ROUNDS = 3
-# What a GPU is given to write before each timed call: some 0.3 ms of work on an H200.
-LEAD_BYTES = 2**30
+# Quartiles need at least three numbers.
+MIN_ROUNDS = 3
+# Size of the buffer that is written before each timed call: about 0.3 ms on an H200.
+FLUSH_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of ``count`` numbers and their quartiles."""
+    """The median and quartiles of ``count`` numbers."""
 
     median: float
     lower: float
@@ -42,12 +42,16 @@ def interleave(
     warmup: int = 2,
     max_seconds: float = float("inf"),
 ) -> dict[str, list[float]]:
-    """Seconds of each call, all of them in turn, round after round.
+    """Seconds of each call in each round; a round runs every call once.
 
-    In turn, because a machine's speed drifts: what slows one call down then slows its neighbours
-    too, and the ratio within a round hardly notices. At least ``repeats`` rounds, and more while
-    the rounds so far took less than ``min_seconds`` together: short calls need more samples. Fewer,
-    but `LEAST_ROUNDS`, once they have taken ``max_seconds``.
+    Calls take turns because the speed of a machine drifts. A slow moment then affects all calls of
+    a round, and the ratios within the round change little.
+
+    Args:
+        repeats: the minimum number of rounds, unless max_seconds is exceeded.
+        min_seconds: rounds continue until they took this long in total; short calls need it.
+        max_seconds: no further round starts after this time, except the first `MIN_ROUNDS`.
+        warmup: rounds that are not timed.
     """
     for _ in range(warmup):
         for call in calls.values():
@@ -55,7 +59,7 @@ def interleave(
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     spent, rounds = 0.0, 0
     while (rounds < repeats or spent < min_seconds) and (
-        rounds < LEAST_ROUNDS or spent < max_seconds
+        rounds < MIN_ROUNDS or spent < max_seconds
     ):
         for name, call in calls.items():
             start = time.perf_counter()
@@ -67,12 +71,12 @@ def interleave(
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """The spread of the ratios within each round."""
+    """The spread of the ratios, one ratio per round."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 class WallClock:
-    """For a CPU. Its memory is measured elsewhere, in fresh processes."""
+    """Timer for a CPU. `memory.measure` measures memory there, in fresh processes."""
 
     def rounds(
         self, calls: Calls, repeats: int, min_seconds: float, max_seconds: float = float("inf")
@@ -81,31 +85,31 @@ class WallClock:
         return interleave(calls, repeats, min_seconds, max_seconds=max_seconds)
 
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        """Memory at the peak of one call beyond what was allocated before, where that is known."""
+        """Peak memory of one call beyond what was allocated before; None if unknown."""
         return None
 
-    def settle(self) -> None:
-        """Waits for the device; raises if it has failed."""
+    def synchronize(self) -> None:
+        """Waits for the device, and raises if it failed."""
 
     def release(self) -> None:
-        """Hands back memory that is kept for later."""
+        """Returns cached memory to the device."""
 
 
 class CudaEvents:
-    """For a GPU: events around each call, and nothing waits before the last round is queued.
+    """Timer for a GPU: events around each call, synchronized only after all rounds are queued.
 
-    A call whose kernels are shorter than the Python that launches them would be timed with the
-    latter. So each is preceded by ``leads`` writes to a large buffer, during which the host runs
-    ahead. They also leave the same things in the cache, none, to every call.
+    Each call is preceded by ``flushes`` writes to a large buffer. While they run, the host queues
+    the call, so that short kernels are not timed together with their launch. The writes also flush
+    the cache, so that every call starts with a cold one.
     """
 
     def __init__(
-        self, cuda: Any = torch.cuda, lead: Callable[[], object] | None = None, leads: int = 1
+        self, cuda: Any = torch.cuda, flush: Callable[[], object] | None = None, flushes: int = 1
     ) -> None:
-        self.cuda, self.leads = cuda, leads
-        if lead is None:
-            lead = torch.empty(LEAD_BYTES, dtype=torch.int8, device="cuda").zero_
-        self.lead = lead
+        self.cuda, self.flushes = cuda, flushes
+        if flush is None:
+            flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_
+        self.flush = flush
 
     def rounds(
         self, calls: Calls, repeats: int, min_seconds: float, max_seconds: float = float("inf")
@@ -118,7 +122,7 @@ class CudaEvents:
         count = repeats
         if spent > 0:
             count = max(repeats, math.ceil(min_seconds / spent))
-            count = max(LEAST_ROUNDS, math.floor(min(count, max_seconds / spent)))
+            count = max(MIN_ROUNDS, math.floor(min(count, max_seconds / spent)))
         queued = [self._queue(calls) for _ in range(count)]
         self.cuda.synchronize()
         return {
@@ -127,12 +131,12 @@ class CudaEvents:
         }
 
     def _queue(self, calls: Calls) -> dict[str, tuple[Any, Any]]:
-        """One round: the events at the start and at the end of each call."""
+        """Queues one round, and returns the events before and after each call."""
         events = {}
         for name, call in calls.items():
             start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(self.leads):
-                self.lead()
+            for _ in range(self.flushes):
+                self.flush()
             start.record()
             call()
             end.record()
@@ -147,7 +151,7 @@ class CudaEvents:
         self.cuda.synchronize()
         return self.cuda.max_memory_allocated() - before
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.cuda.synchronize()
 
     def release(self) -> None:

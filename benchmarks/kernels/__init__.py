@@ -1,1 +1,1 @@
-"""The kernels themselves: the compile gate and tuning."""
+"""The compile gate and the tuning of the Triton kernels."""

@@ -1,4 +1,4 @@
-"""The activations that kernels are compiled with: those of the registered variants' forms."""
+"""The activations that kernels are compiled with, from the forms of all registered variants."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, complete, load_plugin
 
-# For a variant whose parameters depend on the length of its sequences.
+# For variants whose example parameters depend on the number of keys.
 LENGTH = 1024
 
 
-class Use(NamedTuple):
-    """A pairwise form that kernels compute, and the call of a variant that has it."""
+class VariantForm(NamedTuple):
+    """A pairwise form with a Triton activation, and the variant and parameters it comes from."""
 
     variant: str
     params: dict[str, Any]
@@ -30,20 +30,22 @@ class Use(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """How it normalizes, as the kernels have it; "family": a threshold, α for each query."""
+        """The kernels' name of the normalization; "family" for a threshold with per-query α."""
         from attnzoo.backends.triton.flash.backend import normalize
 
         return "family" if self.form.shape is not None else normalize(self.form)
 
     @property
     def plain(self) -> bool:
-        """It has a gain for each query, as the cells have, and nothing that they have not."""
+        """Whether the form has a per-query gain and no sink, as most compiled calls do."""
         return isinstance(self.form.gain, torch.Tensor) and self.form.sink is None
 
 
-def uses(variants: Iterable[str]) -> list[Use]:
-    """With their defaults, and with a tensor for each parameter that may be one: that is how a
-    variant comes to a form with a shape for each query."""
+def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
+    """The forms with a Triton activation, once with default parameters and once with tensors.
+
+    With tensors for parameters, a form has per-query vectors, such as a shape.
+    """
     found = []
     x = torch.empty(1, 1, 1, 1)
     for name in variants:
@@ -57,49 +59,53 @@ def uses(variants: Iterable[str]) -> list[Use]:
             try:
                 plan = attnzoo.explain(x, x, x, name, is_causal=True, **params)
             except (TypeError, ValueError) as error:
-                raise UsageError(f"{name} has no form to compile: {error}") from error
+                raise UsageError(f"cannot compile a form of {name}: {error}") from error
             for form in (candidate.form for candidate in plan.candidates):
                 if not isinstance(form, attnzoo.Pairwise) or form.normalize == "select":
                     continue
                 if form.activation.triton is not None:
-                    found.append(Use(name, params, form))
+                    found.append(VariantForm(name, params, form))
     return found
 
 
 @cache
-def _of_all(variants: tuple[str, ...]) -> dict[str, Use]:
-    found: dict[str, Use] = {}
-    for use in sorted(uses(variants), key=lambda use: not use.plain):
-        first = found.setdefault(use.name, use)
-        if first.form.activation.triton != use.form.activation.triton:
+def _by_name(variants: tuple[str, ...]) -> dict[str, VariantForm]:
+    found: dict[str, VariantForm] = {}
+    for source in sorted(variant_forms(variants), key=lambda source: not source.plain):
+        first = found.setdefault(source.name, source)
+        if first.form.activation.triton != source.form.activation.triton:
             raise UsageError(
-                f"{first.variant} and {use.variant} have different activations of the name "
-                f"{use.name!r}"
+                f"activation names must be unique, but {first.variant} and {source.variant} have "
+                f"different activations named {source.name!r}"
             )
     return found
 
 
-def activations() -> dict[str, Use]:
-    """Of all registered variants by name; of several uses one that is plain."""
-    return _of_all(tuple(attnzoo.list_variants()))
+def activations() -> dict[str, VariantForm]:
+    """One form for each activation of the registered variants, by name; a plain one if any."""
+    return _by_name(tuple(attnzoo.list_variants()))
 
 
 def kinds() -> dict[str, str]:
-    """One activation's name for each way to normalize."""
+    """The name of one activation for each normalization; see `VariantForm.kind`."""
     found: dict[str, str] = {}
-    for name, use in activations().items():
-        found.setdefault(use.kind, name)
+    for name, source in activations().items():
+        found.setdefault(source.kind, name)
     return found
 
 
-def of_plugin(path: Path) -> list[str]:
-    """The names of the plugin's own activations.
+def plugin_activations(path: Path) -> list[str]:
+    """The names of the activations that the plugin defines.
 
     Raises:
-        UsageError: it has none with a Triton function.
+        UsageError: none has a Triton function.
     """
-    found = uses(load_plugin(path).variants)
-    own = [use.name for use in found if not str(use.form.activation.triton).startswith("attnzoo.")]
+    found = variant_forms(load_plugin(path).variants)
+    own = [
+        source.name
+        for source in found
+        if not str(source.form.activation.triton).startswith("attnzoo.")
+    ]
     if not own:
-        raise UsageError(f"--plugin {path} has no activation of its own with a Triton function")
+        raise UsageError(f"--plugin {path} must define an activation with a Triton function")
     return list(dict.fromkeys(own))

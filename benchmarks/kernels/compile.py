@@ -1,8 +1,9 @@
-"""Compiles every kernel configuration to machine code, without a GPU, and reads what came out.
+"""Compile the Triton kernels to machine code, without a GPU, and check the result.
 
-A row: registers per thread, spilled bytes, shared memory, and the tensor-core instruction found in
-the machine code. Exit status 1 where registers spill, shared memory exceeds the architecture's, or
-a kernel on 16-bit matrices has no tensor-core instruction.
+A configuration is an activation, head dimension, dtype and masks. The table shows registers per
+thread, spilled bytes, shared memory in bytes, and the tensor-core instruction found in the machine
+code. The exit status is 1 if a kernel does not compile, spills registers, exceeds the shared memory
+of the architecture, or multiplies 16-bit matrices without tensor cores.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ import torch
 
 from benchmarks.harness import report
 from benchmarks.kernels import activations
-from benchmarks.kernels.cells import (
+from benchmarks.kernels.launches import arch_of, describe
+from benchmarks.kernels.specializations import (
     ARCHITECTURES,
     DTYPES,
     HEAD_DIMS,
     KERNELS,
-    Cell,
-    cells,
-    quick_cells,
+    Specialization,
+    quick_specializations,
+    specializations,
 )
-from benchmarks.kernels.launches import arch_of, describe
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 from commandline.variants import load_plugin
 
-# The kernels that an activation is part of.
+# The kernels that contain an activation.
 OF_ACTIVATIONS = ("forward", "dq", "dkdv", "decode")
-# In the machine code: wgmma of Hopper, tcgen05 of Blackwell, mma of all others.
+# Names in the machine code: wgmma on Hopper, tcgen05 on Blackwell, mma elsewhere.
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")
 
 
@@ -54,14 +55,14 @@ class Compiled:
     shared_bytes: int
     tensor_core: str | None
 
-    def unsound(self, sixteen_bit: bool, limit: int) -> str | None:
-        """What is wrong with it, if anything."""
+    def violation(self, sixteen_bit: bool, limit: int) -> str | None:
+        """The limit that the kernel violates, if any."""
         if self.spill_bytes:
             return f"spills {self.spill_bytes} bytes of registers"
         if self.shared_bytes > limit:
-            return f"takes {self.shared_bytes} bytes of shared memory of {limit}"
+            return f"uses {self.shared_bytes} bytes of shared memory, limit {limit}"
         if sixteen_bit and self.tensor_core is None:
-            return "has no tensor-core instruction"
+            return "no tensor-core instruction"
         return None
 
 
@@ -69,97 +70,120 @@ _DIMS = ",".join(map(str, HEAD_DIMS))
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("compile", help="compile all kernels", description=__doc__)
-    parser.add_argument("--arch", default=",".join(ARCHITECTURES), metavar="sm_80,…")
-    parser.add_argument("--head-dims", metavar="D,D,…", help=f"default: {_DIMS}")
+    parser = commands.add_parser(
+        "compile", help="Compile the kernels and check limits", description=__doc__
+    )
+    archs, kernels = ",".join(ARCHITECTURES), ",".join(KERNELS)
+    parser.add_argument(
+        "--arch", default=archs, metavar="sm_80,…",
+        help=f"Compile for these architectures (default: {archs})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--head-dims", metavar="D,D,…", help=f"Use these head dimensions (default: {_DIMS})"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="only what most calls use: bf16, D = 64 and 128, causal or full, with or without a "
-        "gain, forward, backward, decode and linear",
+        help="Compile only the kernels of most calls: bf16, head dimensions 64 and 128, causal or "
+        "full, no window, ALiBi, segments or mask",
     )
-    parser.add_argument("--kernels", default=",".join(KERNELS), metavar="NAME,…")
-    add_plugin(parser, "; the kernels of its activations alone are compiled")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--json", metavar="FILE", help="written when all is compiled")
+    parser.add_argument(
+        "--kernels", default=kernels, metavar="NAME,…",
+        help=f"Compile these kernels (default: {kernels})",
+    )  # fmt: skip
+    add_plugin(parser, "; only the kernels of its activations are compiled")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N",
+        help="Compile in N processes (default: one per CPU)",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="Write results to a JSON file at the end")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    jobs = wanted(args)
+    jobs = selected(args)
     require_compiler("compile")
     import triton
 
     from attnzoo.backends.triton.common.configurations import SHARED
 
     print(f"triton {triton.__version__}")
-    header = ("kernel", "config", "arch", "registers", "spill", "shared", "tensor core", "")
+    header = (
+        "kernel", "configuration", "arch", "registers", "spilled B", "shared B", "tensor core",
+        "problem",
+    )  # fmt: skip
     print(_line(header), flush=True)
     rows, wrong = [], 0
     with processes(args.jobs, args.plugin) as pool:
-        for cell, row in zip(jobs, pool.map(compile_cell, jobs), strict=True):
+        for spec, row in zip(jobs, pool.map(compile_kernel, jobs), strict=True):
             if isinstance(row, str):
                 wrong += 1
-                print(f"{cell.kernel}, {cell.config}, {cell.arch} does not compile: {row}")
+                print(f"{spec.kernel}, {spec.config}, {spec.arch} does not compile: {row}")
                 continue
-            said = row.unsound(cell.dtype != "fp32", SHARED[arch_of(cell)])
-            wrong += said is not None
+            problem = row.violation(spec.dtype != "fp32", SHARED[arch_of(spec)])
+            wrong += problem is not None
             rows.append(row)
             figures = (row.registers, row.spill_bytes, row.shared_bytes, row.tensor_core or "–")
-            print(_line((row.kernel, row.config, row.arch, *figures, said or "")), flush=True)
+            print(_line((row.kernel, row.config, row.arch, *figures, problem or "")), flush=True)
     if args.json:
         document = {"triton": triton.__version__, "environment": report.environment()}
         report.write_json(args.json, {**document, "rows": [asdict(row) for row in rows]})
-    print(f"{len(jobs)} compiled, {wrong} of them outside the limits")
+    print(f"{len(jobs)} kernels, {wrong} with problems")
     return 1 if wrong else 0
 
 
 def processes(number: int, plugin: Path | None) -> ProcessPoolExecutor:
-    """Fresh ones that know the plugin: torch's threads do not survive a fork."""
+    """A pool of spawned processes that load the plugin. torch's threads do not survive a fork."""
     known: dict[str, Any] = {}
     if plugin is not None:
         known = {"initializer": load_plugin, "initargs": (plugin,)}
     return ProcessPoolExecutor(number, mp_context=get_context("spawn"), **known)
 
 
-def wanted(args: argparse.Namespace) -> list[Cell]:
-    """The cells that the options ask for; an option that is wrong is refused here."""
+def selected(args: argparse.Namespace) -> list[Specialization]:
+    """The specializations that the options select.
+
+    Raises:
+        UsageError: an option is invalid.
+    """
     if args.jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, got {args.jobs}")
+        raise UsageError(f"--jobs must be an int >= 1, got {args.jobs}")
     report.check_target("--json", args.json)
     archs = chosen("--arch", args.arch, ARCHITECTURES)
     kernels = chosen("--kernels", args.kernels, KERNELS)
     if args.quick and args.head_dims is not None:
-        raise UsageError("--quick has its own head dimensions: leave --head-dims out")
+        raise UsageError("--head-dims cannot be combined with --quick, which sets 64 and 128")
     texts = _DIMS if args.head_dims is None else args.head_dims
     dims = [int(text) if text.isdecimal() else 0 for text in texts.split(",")]
     if not all(1 <= d <= 256 for d in dims):
-        raise UsageError(f"--head-dims must be numbers from 1 to 256, got {texts!r}")
+        raise UsageError(f"--head-dims must be ints from 1 to 256, got {texts!r}")
     if args.plugin is not None:
-        own = product(archs, dims, activations.of_plugin(args.plugin), OF_ACTIVATIONS)
-        return [Cell(k, arch, "bf16", d, name) for arch, d, name, k in own if k in kernels]
-    table = quick_cells(archs) if args.quick else cells(archs, dims)
-    return [cell for cell in table if cell.family in kernels]
+        own = product(archs, dims, activations.plugin_activations(args.plugin), OF_ACTIVATIONS)
+        return [
+            Specialization(k, arch, "bf16", d, name) for arch, d, name, k in own if k in kernels
+        ]
+    table = quick_specializations(archs) if args.quick else specializations(archs, dims)
+    return [spec for spec in table if spec.family in kernels]
 
 
 def chosen(option: str, text: str, known: tuple[str, ...]) -> list[str]:
     found = text.split(",")
     if not set(found) <= set(known):
-        raise UsageError(f"{option} must be of {', '.join(known)}, got {text!r}")
+        raise UsageError(f"{option} must list some of {', '.join(known)}, got {text!r}")
     return found
 
 
 def require_compiler(what: str) -> None:
     if importlib.util.find_spec("triton") is None:
-        raise UsageError(f"{what} needs Triton: pip install 'attnzoo[gpu]'")
+        raise UsageError(f"{what} requires Triton. Install it with: pip install 'attnzoo[gpu]'")
     from attnzoo.backends.triton.common.launch import interpreted
 
     if interpreted():
-        raise UsageError(f"{what} cannot run under Triton's interpreter: unset TRITON_INTERPRET")
+        raise UsageError(f"{what} cannot run in Triton's interpreter. Unset TRITON_INTERPRET.")
 
 
 def _line(cells: tuple[Any, ...]) -> str:
-    widths = (18, 28, 7, 9, 6, 7, 11, 0)
+    widths = (18, 28, 7, 9, 9, 8, 11, 0)
     return "  ".join(str(c).ljust(w) for c, w in zip(cells, widths)).rstrip()
 
 
@@ -167,15 +191,15 @@ POINTERS = {dtype: f"*{name}" for name, dtype in DTYPES.items()}
 POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 
 
-def compile_cell(cell: Cell) -> Compiled | str:
-    """What came out, or the first line of what the compiler said."""
+def compile_kernel(spec: Specialization) -> Compiled | str:
+    """The compiled kernel, or the first line of the compiler's error."""
     try:
-        return compile_launch(cell, describe(cell))
-    except Exception as error:  # the compiler may fail in whatever way
+        return compile_launch(spec, describe(spec))
+    except Exception as error:  # compilers raise many types
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def compile_launch(cell: Cell, launch: Any) -> Compiled:
+def compile_launch(spec: Specialization, launch: Any) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -190,26 +214,26 @@ def compile_launch(cell: Cell, launch: Any) -> Compiled:
         else:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=aligned)
-    target = GPUTarget("cuda", arch_of(cell), 32)
+    target = GPUTarget("cuda", arch_of(spec), 32)
     done = triton.compile(source, target=target, options=launch.options)
     usage, code = _disassembled(done.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     core = next((name for name in TENSOR_CORES if re.search(rf"\b{name}\b", code)), None)
     figures = (int(found[1]), int(found[2]), done.metadata.shared)
-    return Compiled(cell.kernel, cell.config, cell.arch, *figures, core)
+    return Compiled(spec.kernel, spec.config, spec.arch, *figures, core)
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:
-    """What cuobjdump says of the resources, and the machine code."""
+    """The resource usage and the machine code, as printed by cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        said = []
+        texts = []
         for flag in ("-res-usage", "--dump-sass"):
             done = subprocess.run([tool, flag, file], capture_output=True, text=True, check=True)
-            said.append(done.stdout + done.stderr)
-    return said[0], said[1]
+            texts.append(done.stdout + done.stderr)
+    return texts[0], texts[1]

@@ -1,4 +1,4 @@
-"""From a cell to the launch of its kernel, on tensors that hold nothing."""
+"""The launch of the kernel that a specialization describes, on meta tensors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.activations import activations
-from benchmarks.kernels.cells import BARE, DTYPES, EXTRAS, Cell
+from benchmarks.kernels.specializations import BARE, DTYPES, EXTRAS, Specialization
 
-# Of a linear form: those of a Taylor series at D = 16, 153, filled up to eights.
+# The second-order Taylor series has 153 features at D = 16, padded to a multiple of 8.
 FEATURES = 160
-KEYS = 4096  # of a call of few queries
+KEYS = 4096  # number of keys in decode calls
 PROCESSORS = 132
 
 
 class Described(NamedTuple):
-    """What a cell says of a call, in the terms of the launches."""
+    """Arguments of the launch functions."""
 
     layout: Any
     form: Any
@@ -26,27 +26,27 @@ class Described(NamedTuple):
     lse: bool
 
 
-def describe(cell: Cell) -> Any:
+def describe(spec: Specialization) -> Any:
     describers = {"linear": describe_linear, "decode": describe_decode}
-    return describers.get(cell.family, describe_flash)(cell)
+    return describers.get(spec.family, describe_flash)(spec)
 
 
-def arch_of(cell: Cell) -> int:
-    return int(cell.arch.removeprefix("sm_"))
+def arch_of(spec: Specialization) -> int:
+    return int(spec.arch.removeprefix("sm_"))
 
 
-def extras_of(cell: Cell) -> tuple[str, ...]:
-    return EXTRAS if cell.extra.startswith("all") else (cell.extra,)
+def extras_of(spec: Specialization) -> tuple[str, ...]:
+    return EXTRAS if spec.extra.startswith("all") else (spec.extra,)
 
 
-def described(cell: Cell, q: Tensor, keys: int) -> Described:
+def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     from attnzoo.backends.shared_operands import Layout, Vectors
     from attnzoo.backends.triton.common.kernel_operands import Form, new_vector
     from attnzoo.backends.triton.flash.backend import alpha_of
 
-    use, extras = activations()[cell.activation], extras_of(cell)
+    use, extras = activations()[spec.activation], extras_of(spec)
     activation, kind, vector = use.form.activation, use.kind, new_vector(q)
-    bare, queries = cell.extra if cell.extra in BARE else "", q.shape[2]
+    bare, queries = spec.extra if spec.extra in BARE else "", q.shape[2]
     of_q, of_k = (
         q.new_empty(1, n, dtype=torch.int64) if "segments" in extras else None
         for n in (queries, keys)
@@ -57,7 +57,7 @@ def described(cell: Cell, q: Tensor, keys: int) -> Described:
     elif "keys" in extras or "heads" in extras:
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)
-    lse = cell.extra.startswith("all") and kind == "online"
+    lse = spec.extra.startswith("all") and kind == "online"
     vectors = Vectors(
         gain=None if "no gain" in bare else vector,
         offset=vector if kind in ("none", "threshold", "family") else None,
@@ -73,21 +73,21 @@ def described(cell: Cell, q: Tensor, keys: int) -> Described:
     return Described(layout, form, vectors, alpha_of(use.form), lse)
 
 
-def describe_flash(cell: Cell) -> Any:
+def describe_flash(spec: Specialization) -> Any:
     from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, stands_apart
     from attnzoo.backends.triton.flash import launch
 
-    shape = (1, 2, 1024, cell.head_dim + cell.extra.endswith("unaligned"))
-    q = torch.empty(shape, dtype=DTYPES[cell.dtype], device="meta")[..., : cell.head_dim]
-    vector, arch = new_vector(q), arch_of(cell)
-    layout, form, vectors, alpha, lse = described(cell, q, shape[2])
+    shape = (1, 2, 1024, spec.head_dim + spec.extra.endswith("unaligned"))
+    q = torch.empty(shape, dtype=DTYPES[spec.dtype], device="meta")[..., : spec.head_dim]
+    vector, arch = new_vector(q), arch_of(spec)
+    layout, form, vectors, alpha, lse = described(spec, q, shape[2])
     normalize = form.normalize
     maps = Maps(*launch.empty_maps(q, q, q, layout)) if normalize == "threshold" else Maps()
-    if cell.kernel == "forward":
+    if spec.kernel == "forward":
         return launch.describe_forward(q, q, q, layout, form, vectors, maps, lse, arch)[0]
-    if cell.kernel == "stats":
+    if spec.kernel == "stats":
         return launch.describe_stats(q, q, layout, arch)[0]
-    if cell.kernel == "threshold":
+    if spec.kernel == "threshold":
         return launch.describe_threshold(q, q, q, layout, form, vectors, alpha, arch)[0]
     apart = stands_apart(normalize, layout.mask)
     stat = None if normalize == "none" else new_vector(q, apart)
@@ -100,43 +100,46 @@ def describe_flash(cell: Cell) -> Any:
         q, vector if lse else None, q, q, q, q, stat, vector, layout, form, vectors, maps, wanted,
         arch,
     )  # fmt: skip
-    return launches[0] if cell.kernel == "dq" else launches[-1]
+    return launches[0] if spec.kernel == "dq" else launches[-1]
 
 
-def describe_linear(cell: Cell) -> Any:
-    """A causal call over a group of two heads."""
+def describe_linear(spec: Specialization) -> Any:
+    """The launch of a causal call with two query heads per key head."""
     from attnzoo.backends.triton.linear import launch
 
-    dtype, arch = DTYPES[cell.dtype], arch_of(cell)
+    dtype, arch = DTYPES[spec.dtype], arch_of(spec)
     x = torch.empty(1, 2, 1024, FEATURES, dtype=dtype, device="meta")
-    do = x.new_empty(1, 2, 1024, cell.head_dim, dtype=dtype)
+    do = x.new_empty(1, 2, 1024, spec.head_dim, dtype=dtype)
     z = x.new_empty(1, 2, 1024, dtype=torch.float32)
     y, v, rows = x[:, :1], do[:, :1], (z, z)
     states, kept, _ = launch.describe_states(y, v, None, None, 1, True, arch)
     back = launch.describe_states(x, do, None, rows, 1, True, arch)[0]
-    output = launch.describe_output(x, y, v, kept, cell.head_dim, dtype, arch)[0]
+    output = launch.describe_output(x, y, v, kept, spec.head_dim, dtype, arch)[0]
     dx = launch.describe_dx(x, y, v, do, kept, rows, arch)[0]
     (dy, dv), *_ = launch.describe_dy_dv(x, y, v, do, kept, rows, arch)
     launches = {"states back": back, "output": output, "dx": dx, "dy": dy, "dv": dv}
-    return {"states": states, **launches}[cell.kernel.removeprefix("linear ")]
+    return {"states": states, **launches}[spec.kernel.removeprefix("linear ")]
 
 
-def few_queries(cell: Cell) -> int:
-    """Of a group of eight heads: sixteen rows in a tile, thirty-two, or as many as there can be."""
-    few = {"": 1, "keys": 1, "heads": 1, "window": 4}
-    return few.get(cell.extra, 4 if cell.dtype == "fp32" else 8)
+def few_queries(spec: Specialization) -> int:
+    """Number of queries in a decode call with eight query heads per key head.
+
+    The extras and dtypes cover tiles of 16 rows, of 32 rows, and of the largest number of rows.
+    """
+    queries = {"": 1, "keys": 1, "heads": 1, "window": 4}
+    return queries.get(spec.extra, 4 if spec.dtype == "fp32" else 8)
 
 
-def describe_decode(cell: Cell) -> Any:
-    """A call of one query, or of a few, of a group of eight heads."""
+def describe_decode(spec: Specialization) -> Any:
+    """The launch of a call with `few_queries` queries and eight query heads per key head."""
     from attnzoo.backends.triton.decode import launch
 
-    dim = cell.head_dim + cell.extra.endswith("unaligned")
-    q = torch.empty(1, 8, few_queries(cell), dim, dtype=DTYPES[cell.dtype], device="meta")
-    q, k = (x[..., : cell.head_dim] for x in (q, q.new_empty(1, 1, KEYS, dim)))
-    layout, form, vectors, alpha, lse = described(cell, q, KEYS)
-    machine = arch_of(cell), PROCESSORS
-    solves, stage = form.normalize == "threshold", cell.kernel.removeprefix("decode").strip()
+    dim = spec.head_dim + spec.extra.endswith("unaligned")
+    q = torch.empty(1, 8, few_queries(spec), dim, dtype=DTYPES[spec.dtype], device="meta")
+    q, k = (x[..., : spec.head_dim] for x in (q, q.new_empty(1, 1, KEYS, dim)))
+    layout, form, vectors, alpha, lse = described(spec, q, KEYS)
+    machine = arch_of(spec), PROCESSORS
+    solves, stage = form.normalize == "threshold", spec.kernel.removeprefix("decode").strip()
     if stage in ("", "merge"):
         left = launch.new_products(q, k, layout) if solves else None
         launches, _ = launch.describe_decode(q, k, k, left, layout, form, vectors, lse, *machine)

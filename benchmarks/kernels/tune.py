@@ -1,11 +1,10 @@
-"""Which block sizes a kernel could take: compiled without a GPU, and timed where there is one.
+"""Try block sizes, numbers of warps and numbers of stages for one kernel.
 
-Compiles one kernel for one kind of call in every block size, number of warps and of stages that is
-asked for, and prints those that stay within registers and shared memory as rows for
-`configurations`. Without a GPU the largest tiles come first. With one, the whole forward or
-backward that the kernel is part of is timed in each of them and with the table's own row, in the
-same rounds, and the fastest come first; one whose result differs from the table's is named, not
-ranked.
+Compiles the kernel with each combination and prints those without register spills and within
+shared memory, as entries for the table in attnzoo/backends/triton/common/configurations.py. On a
+GPU it also times the whole forward or backward pass with each configuration and with the current
+one in the same rounds, fastest first. Configurations whose result differs from the current one are
+reported and not ranked. Without a GPU, the largest tiles come first.
 """
 
 from __future__ import annotations
@@ -27,21 +26,27 @@ import attnzoo
 from benchmarks.harness.grid import TOKENS
 from benchmarks.harness.options import positive
 from benchmarks.harness.timing import CudaEvents, Spread, Timer, ratio
-from benchmarks.kernels.activations import Use, activations, uses
-from benchmarks.kernels.cells import ARCHITECTURES, DTYPES, EXTRAS, KERNELS, Cell
-from benchmarks.kernels.compile import Compiled, compile_cell, processes, require_compiler
+from benchmarks.kernels.activations import VariantForm, activations, variant_forms
+from benchmarks.kernels.compile import Compiled, compile_kernel, processes, require_compiler
 from benchmarks.kernels.launches import arch_of, extras_of, few_queries
+from benchmarks.kernels.specializations import (
+    ARCHITECTURES,
+    DTYPES,
+    EXTRAS,
+    KERNELS,
+    Specialization,
+)
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
 HEADS = 16
-TABLE = "the table's"
-# Results may differ by their rounding to 16 bits, and sums by their order.
+CURRENT = "current"
+# Results are rounded to 16 bits, and sums depend on their order.
 TOLERANCE = 2e-2
 
 
 class Tile(NamedTuple):
-    """A row that is tried, and the tile of a threshold's map that goes with it."""
+    """A configuration to try, and the matching tile of a threshold's map of blocks."""
 
     config: Any  # attnzoo.backends.triton.common.configurations.Config
     map: tuple[int, int] | None
@@ -55,48 +60,52 @@ class Tile(NamedTuple):
 
 class Timed(NamedTuple):
     milliseconds: Spread
-    of_table: Spread
-    difference: float  # of results, relative to the largest
+    ratio: Spread  # time divided by that of the current configuration
+    difference: float  # largest difference between results, relative to the largest value
 
 
 def numbers(least: int, powers: bool = True) -> Callable[[str], list[int]]:
-    """Triton's tiles are powers of two, of 16 at least; and so are numbers of warps."""
+    """The type of an argument that lists ints >= ``least``, by default powers of two."""
 
     def convert(text: str) -> list[int]:
         found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
         if any(n < least or (powers and n & (n - 1)) for n in found):
-            what = f"{'powers of two' if powers else 'numbers'} from {least} on"
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: expected {what}, as {4 * least},{8 * least}"
-            )
+            what = "powers of two" if powers else "ints"
+            raise argparse.ArgumentTypeError(f"must be {what} >= {least}, got {text!r}")
         return found
 
     return convert
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("tune", help="try block sizes of a kernel", description=__doc__)
+    parser = commands.add_parser("tune", help="Try block sizes for a kernel", description=__doc__)
     add = parser.add_argument
     kernels = [name for name in KERNELS if name != "linear"]
-    add("--kernel", choices=kernels, required=True, help="the kernel to try block sizes of")
-    add("--activation", default="exp", metavar="NAME", help="the activation (default: exp)")
+    add("--kernel", choices=kernels, required=True, help="Tune this kernel")
+    add("--activation", default="exp", metavar="NAME",
+        help="Compile with this activation (default: exp)")  # fmt: skip
     add_plugin(parser)
-    add("--extra", choices=("", *EXTRAS, "all"), default="", help="what else the call has")
-    add("--head-dim", type=positive(int), default=128, metavar="D", help="default: 128")
-    add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
-    add("--arch", choices=ARCHITECTURES, help="default: the GPU's, or sm_90")
+    add("--extra", choices=("", *EXTRAS, "all"), default="",
+        help="Add a window, ALiBi, segments, a key mask, a dense mask or all to the call",
+    )  # fmt: skip
+    add("--head-dim", type=positive(int), default=128, metavar="D",
+        help="Use head dimension D (default: 128)")  # fmt: skip
+    add("--dtype", choices=DTYPES, default="bf16", help="Use inputs of this dtype (default: bf16)")
+    add("--arch", choices=ARCHITECTURES,
+        help="Compile for this architecture (default: the GPU's; without a GPU, sm_90)",
+    )  # fmt: skip
     lists = (
-        ("--blocks", numbers(16), [32, 64, 128], "rows and columns (default: 32,64,128)"),
-        ("--warps", numbers(1), [4, 8], "numbers of warps (default: 4,8)"),
-        ("--stages", numbers(1, powers=False), [1, 2, 3], "numbers of stages (default: 1,2,3)"),
-        ("--parts", numbers(16), [], "columns to take at a time, beside all columns at once"),
+        ("--blocks", numbers(16), [32, 64, 128], "Try these tile sizes (default: 32,64,128)"),
+        ("--warps", numbers(1), [4, 8], "Try these numbers of warps (default: 4,8)"),
+        ("--stages", numbers(1, False), [1, 2, 3], "Try these numbers of stages (default: 1,2,3)"),
+        ("--parts", numbers(16), [], "Also try to process the head dimension N columns at a time"),
     )
     for option, kind, default, words in lists:
         add(option, type=kind, default=default, metavar="N,N,…", help=words)
     single = (
-        ("--length", 16384, "length of the sequences that are timed (default: 16384)"),
-        ("--most", 16, "the most rows to time and print (default: 16)"),
-        ("--jobs", os.cpu_count() or 1, "number of processes that compile"),
+        ("--length", 16384, "Time sequences of length N (default: 16384)"),
+        ("--most", 16, "Time and print at most N configurations (default: 16)"),
+        ("--jobs", os.cpu_count() or 1, "Compile in N processes (default: one per CPU)"),
     )
     for option, default, words in single:
         add(option, type=positive(int), default=default, metavar="N", help=words)
@@ -104,46 +113,52 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    cell = wanted(args)
+    spec = selected(args)
     require_compiler("tune")
     gpu = torch.cuda.is_available()
     if gpu:
-        cell = cell._replace(arch=device_arch())
-    given = candidates(args, cell)
-    print(f"{cell.kernel}, {cell.config}, {cell.arch}: {len(given)} to compile", flush=True)
-    clean = compiled(cell, given, args.jobs, args.plugin)[: args.most]
-    timed = timings(cell, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
+        spec = spec._replace(arch=device_arch())
+    given = candidates(args, spec)
+    print(f"{spec.kernel}, {spec.config}, {spec.arch}: {len(given)} configurations", flush=True)
+    clean = compile_tiles(spec, given, args.jobs, args.plugin)[: args.most]
+    timed = timings(spec, [tile for tile, _ in clean], args.length, CudaEvents()) if gpu else {}
     for text in table(clean, timed):
         print(text)
     if not clean:
-        print("none stays within the limits")
+        print("no configuration is within the limits")
         return 1
     if not gpu:
-        print("torch sees no CUDA device: nothing was timed")
+        print("not timed: torch sees no CUDA device")
     return 0
 
 
-def wanted(args: argparse.Namespace) -> Cell:
-    """The cell that the options ask for; an option that is wrong is refused here."""
+def selected(args: argparse.Namespace) -> Specialization:
+    """The specialization that the options select.
+
+    Raises:
+        UsageError: an option is invalid.
+    """
     known, name = activations(), args.activation
     if name not in known:
         raise UsageError(f"--activation must be one of {', '.join(known)}, got {name!r}")
     if args.head_dim > 256:
-        raise UsageError(f"--head-dim must be from 1 to 256, got {args.head_dim}")
+        raise UsageError(f"--head-dim must be an int from 1 to 256, got {args.head_dim}")
     if args.kernel == "threshold" and known[name].form.normalize != "threshold":
-        raise UsageError(f"--kernel threshold is for a threshold's activation, {name} is none")
+        raise UsageError(
+            f"--activation must belong to a threshold variant for --kernel threshold, got {name!r}"
+        )
     if args.kernel == "stats" and known[name].kind != "online":
-        raise UsageError("--kernel stats is for --activation exp")
+        raise UsageError(f"--activation must be exp for --kernel stats, got {name!r}")
     if args.kernel == "decode" and max(args.blocks) > 128:
-        raise UsageError(f"--blocks of decode must be at most 128, got {max(args.blocks)}")
+        raise UsageError(f"--blocks must be <= 128 for --kernel decode, got {max(args.blocks)}")
     if torch.cuda.is_available() and args.arch is not None:
-        raise UsageError("--arch is for a machine without a GPU: on this one it is the GPU's")
+        raise UsageError("--arch cannot be given on a machine with a GPU")
     arch = args.arch or "sm_90"
-    return Cell(args.kernel, arch, args.dtype, args.head_dim, name, args.extra)
+    return Specialization(args.kernel, arch, args.dtype, args.head_dim, name, args.extra)
 
 
 def device_arch() -> str:
-    """The architecture whose rows the table has for this GPU."""
+    """The architecture of the configuration table that this GPU uses."""
     from attnzoo.backends.triton.common.configurations import SHARED
     from attnzoo.backends.triton.common.launch import architecture
 
@@ -151,12 +166,12 @@ def device_arch() -> str:
     return f"sm_{found if found in SHARED else 80}"
 
 
-def candidates(args: argparse.Namespace, cell: Cell) -> list[Tile]:
+def candidates(args: argparse.Namespace, spec: Specialization) -> list[Tile]:
     from attnzoo.backends.triton.common.configurations import Config
 
-    few = cell.kernel == "decode"  # packs its queries in one tile, which is no matter of choice
-    mapped = not few and activations()[cell.activation].form.normalize == "threshold"
-    heights = [max(16, 8 * few_queries(cell))] if few else args.blocks
+    few = spec.kernel == "decode"  # its tile has as many rows as the call has queries per key head
+    mapped = not few and activations()[spec.activation].form.normalize == "threshold"
+    heights = [max(16, 8 * few_queries(spec))] if few else args.blocks
     sizes = product(heights, args.blocks, args.warps, args.stages)
     return [
         Tile(Config(m, n, *rest, part=part), (m, n) if mapped else None)
@@ -166,8 +181,8 @@ def candidates(args: argparse.Namespace, cell: Cell) -> list[Tile]:
 
 
 @contextmanager
-def replaced(kernel: str, tile: Tile) -> Iterator[None]:
-    """Launches of this kernel take this row, wherever they are made."""
+def with_tile(kernel: str, tile: Tile) -> Iterator[None]:
+    """Makes every launch of this kernel use the tile's configuration."""
     from attnzoo.backends.triton.decode import launch as launch_decode
     from attnzoo.backends.triton.flash import launch
 
@@ -190,37 +205,37 @@ def replaced(kernel: str, tile: Tile) -> Iterator[None]:
         yield
 
 
-def compile_tile(cell: Cell, tile: Tile) -> Compiled | str:
-    with replaced(cell.kernel, tile):
-        return compile_cell(cell)
+def compile_tile(spec: Specialization, tile: Tile) -> Compiled | str:
+    with with_tile(spec.kernel, tile):
+        return compile_kernel(spec)
 
 
-def compiled(
-    cell: Cell, tiles: list[Tile], jobs: int, plugin: Path | None = None
+def compile_tiles(
+    spec: Specialization, tiles: list[Tile], jobs: int, plugin: Path | None = None
 ) -> list[tuple[Tile, Compiled]]:
-    """Those within the limits: the largest tiles first, then those with fewer registers."""
+    """The tiles within the limits, largest first; among equal sizes, fewer registers first."""
     from attnzoo.backends.triton.common.configurations import SHARED
 
-    limit, found = SHARED[arch_of(cell)], []
+    limit, found = SHARED[arch_of(spec)], []
     with processes(jobs, plugin) as pool:
-        for tile, row in zip(tiles, pool.map(partial(compile_tile, cell), tiles), strict=True):
+        for tile, row in zip(tiles, pool.map(partial(compile_tile, spec), tiles), strict=True):
             if isinstance(row, str):
                 print(f"{tile} does not compile: {row}")
-            elif row.unsound(cell.dtype != "fp32", limit) is None:
+            elif row.violation(spec.dtype != "fp32", limit) is None:
                 found.append((tile, row))
     size = {tile: tile.config.block_m * tile.config.block_n for tile, _ in found}
     return sorted(found, key=lambda pair: (-size[pair[0]], pair[1].registers))
 
 
-def call_of(cell: Cell, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
-    """The call that a cell describes, at this length: its output and its leaves."""
-    kind: dict[str, Any] = {"dtype": DTYPES[cell.dtype], "device": device}
-    few = cell.kernel == "decode"  # of groups of eight heads, as the gate has them
-    batch, dim = max(1, TOKENS // length), cell.head_dim
-    heads, queries = (max(1, HEADS // 8), few_queries(cell)) if few else (HEADS, length)
+def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
+    """The call that uses the kernel, at this length. It returns the output and (q, k, v)."""
+    kind: dict[str, Any] = {"dtype": DTYPES[spec.dtype], "device": device}
+    few = spec.kernel == "decode"  # eight query heads per key head, as in `describe_decode`
+    batch, dim = max(1, TOKENS // length), spec.head_dim
+    heads, queries = (max(1, HEADS // 8), few_queries(spec)) if few else (HEADS, length)
     q = torch.randn(batch, HEADS, queries, dim, **kind).requires_grad_()
     k, v = (torch.randn(batch, heads, length, dim, **kind).requires_grad_() for _ in range(2))
-    use, chosen = use_of(cell), extras_of(cell)
+    use, chosen = form_of(spec), extras_of(spec)
     params = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in use.params.items()}
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": few, **params}
     if "window" in chosen:
@@ -242,42 +257,43 @@ def call_of(cell: Cell, length: int, device: str) -> Callable[[], tuple[Tensor, 
     return call
 
 
-def use_of(cell: Cell) -> Use:
-    """The variant that is called: one whose gain needs the kernel, or has the cell's activation."""
-    if cell.kernel != "stats":
-        return activations()[cell.activation]
-    every = uses(attnzoo.list_variants())
+def form_of(spec: Specialization) -> VariantForm:
+    """A variant that runs the kernel: by its activation or, for "stats", by its gain."""
+    if spec.kernel != "stats":
+        return activations()[spec.activation]
+    every = variant_forms(attnzoo.list_variants())
     return next(use for use in every if isinstance(use.form.gain, attnzoo.FromStatistics))
 
 
 def timings(
-    cell: Cell, tiles: list[Tile], length: int, timer: Timer, device: str = "cuda"
+    spec: Specialization, tiles: list[Tile], length: int, timer: Timer, device: str = "cuda"
 ) -> dict[Tile, Timed]:
-    """The forward, or for dq and dkdv the backward, with each of these rows."""
-    call, calls, results = call_of(cell, length, device), {}, {}
-    own = Tile(None, None)
-    for tile in (own, *tiles):
-        calls[str(tile) if tile is not own else TABLE] = once = one_way(cell, tile, call)
-        results[tile] = once()
-    timer.settle()
+    """Times of the forward (for dq and dkdv the backward) pass with each tile."""
+    call, calls, results = call_of(spec, length, device), {}, {}
+    current = Tile(None, None)
+    for tile in (current, *tiles):
+        name = CURRENT if tile is current else str(tile)
+        calls[name] = timed = timed_call(spec, tile, call)
+        results[tile] = timed()
+    timer.synchronize()
     seconds = timer.rounds(calls, 10, 0.05)
     found = {}
     for tile in tiles:
-        samples, base = seconds[str(tile)], seconds[TABLE]
+        samples, base = seconds[str(tile)], seconds[CURRENT]
         gaps = [
             float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
-            for a, b in zip(results[tile], results[own], strict=True)
+            for a, b in zip(results[tile], results[current], strict=True)
         ]
         spread = Spread.of([1e3 * s for s in samples])
         found[tile] = Timed(spread, ratio(samples, base), max(gaps))
     return found
 
 
-def one_way(
-    cell: Cell, tile: Tile, call: Callable[[], tuple[Tensor, tuple]]
+def timed_call(
+    spec: Specialization, tile: Tile, call: Callable[[], tuple[Tensor, tuple]]
 ) -> Callable[[], tuple[Tensor, ...]]:
-    patched = partial(replaced, cell.kernel, tile) if tile.config is not None else nullcontext
-    if cell.kernel not in ("dq", "dkdv"):
+    patched = partial(with_tile, spec.kernel, tile) if tile.config is not None else nullcontext
+    if spec.kernel not in ("dq", "dkdv"):
 
         def forward() -> tuple[Tensor, ...]:
             with patched(), torch.no_grad():
@@ -301,12 +317,12 @@ def table(clean: list[tuple[Tile, Compiled]], timed: dict[Tile, Timed]) -> Itera
         ranked = [pair for pair in clean if pair[0] not in wrong]
         clean = sorted(ranked, key=lambda pair: timed[pair[0]].milliseconds.median)
     for tile, row in clean:
-        text = f"{tile!s:<44} {row.registers:>3} registers {row.shared_bytes:>6} bytes"
+        text = f"{tile!s:<44} {row.registers:>3} registers {row.shared_bytes:>6} B shared"
         text += f" {row.tensor_core or '–':<8}"
         if tile in timed:
-            ms, of_table, _ = timed[tile]
+            ms, share, _ = timed[tile]
             text += f" {ms.median:.3f} ms ({ms.lower:.3f}–{ms.upper:.3f})"
-            text += f"  {of_table.median:.3f} of {TABLE}"
+            text += f"  {share.median:.3f} × {CURRENT}"
         yield text.rstrip()
     for tile in wrong:
-        yield f"{tile} DIFFERS from the table's result by {timed[tile].difference:.1e}"
+        yield f"{tile} DIFFERS from the {CURRENT} result by {timed[tile].difference:.1e}"

@@ -1,1 +1,1 @@
-"""What is timed."""
+"""The commands that measure attention."""

@@ -1,9 +1,10 @@
-"""Times of `attnzoo.attention`, each result checked against fp64 before it is timed.
+"""Check `attnzoo.attention` against fp64, then measure time and memory.
 
-A row: the deviation that came closest to its budget, the median time with its quartiles, TFLOP/s by
-the usual count (4·B·H·N²·D forward, 2.5 times that backward, half if causal), the time as a
-multiple of each baseline's in the same rounds (below 1: faster), and the peak memory beyond the
-inputs. The directions are forward, backward (the gradients alone) and both (together).
+Columns: the error that uses the largest share of its budget, with that share; the median time and
+its quartiles; TFLOP/s by the usual count (4·B·H·N²·D forward, 2.5 times that backward, half if
+causal); the time divided by that of each softmax baseline in the same rounds (below 1 is faster);
+and the peak memory without the inputs. Directions: forward, backward (gradients only) and both
+(output and gradients).
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from typing import Any
 
 from benchmarks.harness import memory
 from benchmarks.harness.baselines import NAMES
-from benchmarks.harness.bench import DIRECTIONS, Entrant, Groups
+from benchmarks.harness.bench import DIRECTIONS, Groups, Implementation
 from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting, call
 from benchmarks.harness.grid import INPUTS, MASKS, flops, grid
 from benchmarks.harness.options import (
     add_options,
+    apply_defaults,
     bench_of,
+    by_device,
     cases_of,
     command,
     positive,
-    settle,
-    some_of,
+    subset_of,
     timer_of,
 )
 from benchmarks.harness.report import Report, Row
@@ -49,46 +51,49 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("attention", help="check and time variants", description=__doc__)
-    yes_no, device = argparse.BooleanOptionalAction, "default: depends on the device"
-    add_options(parser, "cpu", "every one")
+    parser = commands.add_parser("attention", help="Check and time variants", description=__doc__)
+    yes_no, default = argparse.BooleanOptionalAction, partial(by_device, DEFAULTS)
+    add_options(parser, DEFAULTS, "cpu", "all")
     add = parser.add_argument
-    add("--direction", type=some_of(DIRECTIONS), metavar=",".join(DIRECTIONS),
-        help="default: forward on a CPU, forward,backward on a GPU")  # fmt: skip
+    add("--direction", type=subset_of(DIRECTIONS), metavar=",".join(DIRECTIONS),
+        help=f"Measure these directions {default('direction')}",
+    )  # fmt: skip
     add("--batch", type=positive(int), metavar="B",
-        help="sequences of a batch; default: 1 on a CPU, as many as make 65536 tokens per head on "
-        "a GPU")  # fmt: skip
-    add("--head-dim", type=numbers, metavar="D,D,…", help=f"head dimensions; {device}")
-    add("--mask", type=some_of(MASKS), metavar=",".join(MASKS), help=device)
-    add("--inputs", type=some_of(INPUTS), metavar=",".join(INPUTS),
-        help="of block-sparse inputs most 64 × 64 blocks are empty, and they are for variants with "
-        f"a threshold; {device}")  # fmt: skip
+        help="Use B sequences (default: 1 on a CPU, 65536 / N on a GPU)")  # fmt: skip
+    add("--head-dim", type=numbers, metavar="D,D,…",
+        help=f"Use these head dimensions {default('head_dim')}")  # fmt: skip
+    add("--mask", type=subset_of(MASKS), metavar=",".join(MASKS),
+        help=f"Measure calls with these masks {default('mask')}")  # fmt: skip
+    add("--inputs", type=subset_of(INPUTS), metavar=",".join(INPUTS),
+        help="Draw inputs of these kinds; with block-sparse inputs most 64 × 64 blocks of weights "
+        f"are 0, and only variants with a threshold are measured {default('inputs')}")  # fmt: skip
     add("--input-scale", type=positive(float), default=1.0, metavar="X",
-        help="q, k and v are N(0, 1) times X; small values flatten the scores")  # fmt: skip
+        help="Multiply q, k and v by X (default: 1)")  # fmt: skip
     add("--learned", action="store_true",
-        help="with gradients: learn the parameters that attnzoo.nn.Attention learns")  # fmt: skip
-    add("--baselines", type=some_of(NAMES), metavar="NAME,…",
-        help=f"some of {','.join(NAMES)}, or '' for none; {device}")  # fmt: skip
-    add("--check-only", action="store_true", help="measure neither time nor memory")
-    add("--time", action=yes_no, default=True, help="measure times")
+        help="Include gradients of the parameters that attnzoo.nn.Attention learns")  # fmt: skip
+    add("--baselines", type=subset_of(NAMES), metavar="NAME,…",
+        help=f"Compare with some of {','.join(NAMES)}, or '' for none {default('baselines')}",
+    )  # fmt: skip
+    add("--check-only", action="store_true", help="Skip time and memory")
+    add("--time", action=yes_no, default=True, help="Measure time (default)")
     add("--memory", action=yes_no, default=True,
-        help="measure memory, on a CPU in a fresh process per row")  # fmt: skip
+        help="Measure memory (default), on a CPU in a fresh process for each row")  # fmt: skip
     parser.set_defaults(run=command(prepare, measure))
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:
-    settle(args, DEFAULTS)
+    apply_defaults(args, DEFAULTS)
     if not (args.direction and args.mask and args.inputs):
-        raise UsageError("--direction, --mask and --inputs must name something")
+        raise UsageError("--direction, --mask and --inputs must not be empty")
     if args.learned and args.direction == ["forward"]:
-        raise UsageError("--learned needs --direction backward or both")
+        raise UsageError("--learned requires --direction backward or both, got forward")
     return cases_of(args, max(args.lengths))
 
 
 def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
     timer, timed = timer_of(args), args.time and not args.check_only
 
-    def peak_bytes(e: Entrant, row: Row) -> int | None:
+    def peak_bytes(e: Implementation, row: Row) -> int | None:
         if args.device == "cuda":
             whole = "forward" if row.direction == "forward" else "both"
             return timer.peak_bytes(call(e.attend, e.inputs, whole))
@@ -115,21 +120,23 @@ def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:
         dtype=args.dtype, input_scale=args.input_scale, seed=args.seed, device=args.device,
     )  # fmt: skip
     for setting in settings:
-        # Block-sparse inputs are for those with a threshold: the others skip nothing.
+        # Only threshold variants have zero weights to skip on block-sparse inputs.
         suited = [case for case in cases if case.has_threshold or not setting.block_sparse]
         if suited:
-            yield setting, partial(list, entrants(args, suited, setting))
+            yield setting, partial(list, implementations(args, suited, setting))
 
 
-def entrants(args: argparse.Namespace, cases: list[Case], setting: Setting) -> Iterator[Entrant]:
+def implementations(
+    args: argparse.Namespace, cases: list[Case], setting: Setting
+) -> Iterator[Implementation]:
     gradients = args.direction != ["forward"]
     names = [] if args.check_only else args.baselines
     plain = Inputs.make(setting, gradients=gradients)
-    yield from Entrant.baselines(SOFTMAX, plain, setting, names)
+    yield from Implementation.baselines(SOFTMAX, plain, setting, names)
     for case in cases:
         inputs = replace(plain, params=case.params)
-        if case.selects or args.learned:  # these have inputs of their own
+        if case.selects or args.learned:
             inputs = Inputs.make(setting, case, gradients, args.learned)
-        yield Entrant.of(case, inputs, args.backend)
+        yield Implementation.of(case, inputs, args.backend)
         if case != SOFTMAX:
-            yield from Entrant.baselines(case, plain, setting, names)
+            yield from Implementation.baselines(case, plain, setting, names)

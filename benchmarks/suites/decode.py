@@ -1,12 +1,11 @@
-"""The next token: the time of a call, and the share of a copy's bandwidth that it reads at.
+"""Check and time decoding: one query per head against N keys.
 
-One query for each head against N keys and values, heads in groups as `--heads` and `--kv-heads`
-say. A pairwise variant has to read all of k and v once: on a GPU, where nothing of them is left in
-a cache, their bytes over the time, in the rate at which the device copies (bytes read and written),
-is the share; reading alone may be faster than a copy. Linear variants read a state of one size,
-whatever N is: theirs is a call of `linear_attention` on one token, after a state that says N.
-Each pairwise result is compared with fp64 first, with some keys (the first, the last, one between)
-that no result may leave out unnoticed.
+Pairwise variants read all keys and values once. On a GPU the table shows their bytes per second,
+divided by the rate of a large copy (bytes read and written); reading alone may be faster than a
+copy. The cache is flushed before each call. Linear variants read a state whose size does not depend
+on N: one token through `attnzoo.linear_attention`. Results of pairwise variants are compared with
+fp64 first. For that check the first, a middle and the last key get large weights, so that a missing
+key shows.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from benchmarks.harness.bench import Entrant, Groups
+from benchmarks.harness.bench import Groups, Implementation
 from benchmarks.harness.cases import SOFTMAX, Attend, Case, Inputs, Setting
 from benchmarks.harness.options import (
     add_feature_dim,
     add_options,
+    apply_defaults,
     bench_of,
+    by_device,
     cases_of,
     command,
     positive,
-    settle,
     timer_of,
 )
 from benchmarks.harness.report import Report, Row
@@ -51,46 +51,46 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**32}
-# Of a GPU's timer: some 2.5 ms of work on an H200. The host takes up to 1 ms for a token.
-LEADS = 8
-# A linear variant's state is made of so many tokens at most: its size is the same for any number.
+# Buffer writes before each timed call, about 2.5 ms on an H200. The host needs up to 1 ms per call.
+FLUSHES = 8
+# Most tokens in the state of a linear variant. The state's size does not depend on it.
 STATE_TOKENS = 64
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "decode", help="check and time one token against N keys", description=__doc__
+        "decode", help="Check and time one token against N keys", description=__doc__
     )
-    add, size = parser.add_argument, positive(int)
-    device = "default: depends on the device"
-    add_options(parser, None, "every one")
-    add("--batches", type=numbers, metavar="B,B,…", help=f"sizes of the batch; {device}")
-    add("--kv-heads", type=size, metavar="H", help=f"number of key and value heads; {device}")
-    add("--head-dim", type=size, metavar="D", help=f"head dimension; {device}")
+    add, size, default = parser.add_argument, positive(int), partial(by_device, DEFAULTS)
+    add_options(parser, DEFAULTS, None, "all")
+    add("--batches", type=numbers, metavar="B,B,…",
+        help=f"Use these batch sizes {default('batches')}")  # fmt: skip
+    add("--kv-heads", type=size, metavar="H",
+        help=f"Use H key and value heads {default('kv_heads')}")  # fmt: skip
+    add("--head-dim", type=size, metavar="D", help=f"Use head dimension D {default('head_dim')}")
     add_feature_dim(parser)
     parser.set_defaults(run=command(prepare, measure))
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:
-    settle(args, DEFAULTS)
+    apply_defaults(args, DEFAULTS)
     if args.heads % args.kv_heads:
         raise UsageError(
-            f"--heads must be a multiple of --kv-heads, got {args.heads}, {args.kv_heads}"
+            f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}"
         )
-
-    return cases_of(args, max(args.lengths) + 1)  # a state's next token is the N + 1st
+    return cases_of(args, max(args.lengths) + 1)  # a state has N tokens before the next one
 
 
 def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
-    timer = timer_of(args, LEADS)
+    timer = timer_of(args, FLUSHES)
     copied = copy_rate(timer, args.device, COPY_BYTES[args.device])
     report.more["copy_gb_per_s"] = copied / 1e9
-    report.note(f"a large copy moves {copied / 1e9:.0f} GB/s")
+    report.note(f"copy bandwidth (read + write): {copied / 1e9:.0f} GB/s")
 
     def rate(row: Row) -> dict[str, float]:
         s = row.setting
         if row.kind == "state" or s.device == "cpu" or row.seconds is None:
-            return {}  # a CPU's caches know nothing of bandwidth
+            return {}  # on a CPU, k and v may be in the cache
         size = 2 * s.batch * args.kv_heads * s.length * s.head_dim
         size *= getattr(torch, s.dtype).itemsize
         return {"of_copy": size / row.seconds.median / copied}
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more:
 
 
 def copy_rate(timer: Timer, device: str, size: int) -> float:
-    """Bytes per second, read and written, of one large copy."""
+    """Bytes read and written per second by a large copy."""
     x = torch.ones(size, dtype=torch.int8, device=device)
     y = torch.empty_like(x)
     seconds = timer.rounds({"copy": lambda: y.copy_(x)}, 10, 0.05)["copy"]
@@ -115,28 +115,32 @@ def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:
                 head_dim=args.head_dim, dtype=args.dtype, causal=False, seed=args.seed,
                 device=args.device,
             )  # fmt: skip
-            yield setting, partial(list, entrants(args, cases, setting))
+            yield setting, partial(list, implementations(args, cases, setting))
 
 
-def entrants(args: argparse.Namespace, cases: list[Case], setting: Setting) -> Iterator[Entrant]:
+def implementations(
+    args: argparse.Namespace, cases: list[Case], setting: Setting
+) -> Iterator[Implementation]:
     plain = Inputs.make(setting)
-    plant(plain.q, plain.k)
-    yield from Entrant.baselines(SOFTMAX, plain, setting, ["sdpa"])
+    add_heavy_keys(plain.q, plain.k)
+    yield from Implementation.baselines(SOFTMAX, plain, setting, ["sdpa"])
     for case in cases:
         if case.linear is not None:
             make = partial(next_token, case, args.feature_dim, setting)
-            yield Entrant(case.spec, case, plain, make, "state")
+            yield Implementation(case.spec, case, plain, make, "state")
             continue
         own = plain
         if case.selects:
             own = Inputs.make(setting, case)
-            plant(own.q, own.k)
-        yield Entrant.of(case, replace(own, params=case.params), args.backend)
+            add_heavy_keys(own.q, own.k)
+        yield Implementation.of(case, replace(own, params=case.params), args.backend)
 
 
-def plant(q: Tensor, k: Tensor) -> None:
-    """Makes three keys weigh about as much as all others together, for the first head of a group:
-    of thousands of equal ones a kernel could lose the last unseen."""
+def add_heavy_keys(q: Tensor, k: Tensor) -> None:
+    """Gives three keys about the same total weight as all others, for the first head of a group.
+
+    Among thousands of keys with equal weights, a missing key would not exceed the error budget.
+    """
     first, length = q[:, :: q.shape[1] // k.shape[1], 0].float(), k.shape[2]
     along = first / first.square().sum(-1, keepdim=True) * q.shape[-1] ** 0.5
     for at in {0, length // 2, length - 1}:
@@ -144,10 +148,10 @@ def plant(q: Tensor, k: Tensor) -> None:
 
 
 def next_token(case: Case, feature_dim: int, setting: Setting) -> Attend:
-    """One token more, on the state that few tokens have left at this place of the sequence."""
-    few = min(setting.length, STATE_TOKENS)
+    """A call on one token, with a state that counts ``setting.length`` tokens."""
+    tokens = min(setting.length, STATE_TOKENS)
     key_dim = case.key_dim(setting.head_dim, feature_dim)
-    i = Inputs.make(replace(setting, length=few, queries=few, key_dim=key_dim), case)
+    i = Inputs.make(replace(setting, length=tokens, queries=tokens, key_dim=key_dim), case)
     options = {"enable_gqa": i.options["enable_gqa"], **case.params}
     _, state = attnzoo.linear_attention(i.q, i.k, i.v, case.variant, **options)
     state = replace(state, length=setting.length)

@@ -1,9 +1,9 @@
-"""What a GPU must show, within a budget of time: the tables, what is most wanted first, then tests.
+"""Measure attention, decoding and linear forms on a GPU within a time budget, then run its tests.
 
-Leaves a JSON file and a Markdown file in a folder, named after the device, the date and the commit,
-to be committed to benchmarks/results, from which the README's table is made. Both are written anew,
-whole, after each group of calls. No group is begun once the budget is spent; those left out are
-named. A quarter of it is kept for the tests that need a GPU, which run in the end.
+Writes a JSON file and a Markdown file, named after the device, the date and the commit. Commit them
+to benchmarks/results; the published table of kernels is made from them. Both files are rewritten
+after each group of calls. After three quarters of the budget no group is started, and groups left
+out are listed; the last quarter is for the tests that require a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-# The README's cells first. FlexAttention, which compiles anew for each shape, there alone.
+# The settings of the published table come first. Only they include FlexAttention, because it
+# compiles again for each shape.
 PLAN = (
     "attention --lengths 16384 --head-dim 128 --mask causal --inputs iid",
     "attention --lengths 16384 --head-dim 64 --mask causal --inputs iid",
@@ -48,22 +49,23 @@ DEVICE = "cuda"
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "gpu", help="make the tables of a GPU and run its tests", description=__doc__
+        "gpu", help="Measure the tables of a GPU and run its tests", description=__doc__
     )
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="the folder to write the files to")
+    add("--out", type=Path, required=True, metavar="DIR", help="Write the files to DIR")
     add("--budget", type=positive(float), default=480.0, metavar="SECONDS",
-        help="after so many seconds nothing more is begun (default: 480)")  # fmt: skip
-    add("--skip-tests", action="store_true", help="do not run the tests that need a GPU")
-    add("--variants", metavar="a,b(x=1)", help="of attention and decode; default: every one")
+        help="Start nothing new after SECONDS (default: 480)")  # fmt: skip
+    add("--skip-tests", action="store_true", help="Skip the tests that require a GPU")
+    add("--variants", metavar="a,b(x=1)",
+        help="Measure these variants in attention and decode (default: all)")  # fmt: skip
     add_plugin(parser)
-    add("--commit", help="the commit to name where the checkout came without its history")
+    add("--commit", help="Record this commit; for a copy of the repository without .git")
     parser.set_defaults(run=run, json=None, markdown=None)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.out.exists() and not args.out.is_dir():
-        raise UsageError(f"--out must be a folder, {args.out} is a file")
+        raise UsageError(f"--out must be a folder, got the file {args.out}")
     require_cuda("gpu")
     start = time.monotonic()
     steps = [parsed(line, args) for line in PLAN]
@@ -74,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.out / stem(report.environment)
     report.json, report.markdown = f"{name}.json", f"{name}.md"
     report.more["tests"] = None
-    kept = 0.0 if args.skip_tests else TESTS * args.budget
-    budget = Budget(args.budget - kept)
+    reserved = 0.0 if args.skip_tests else TESTS * args.budget
+    budget = Budget(args.budget - reserved)
     for line, (suite, options), found in zip(PLAN, steps, cases, strict=True):
         if budget.spent:
             report.left_out.append(line)
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             suite.measure(options, found, report, budget=budget)
     failed = False
     if not args.skip_tests:
-        tests = pytest_gpu(max(kept, args.budget - (time.monotonic() - start)))
+        tests = pytest_gpu(max(reserved, args.budget - (time.monotonic() - start)))
         report.more["tests"] = tests
         report.note(f"tests: {'; '.join((tests['summary'], *tests['failed']))}")
         failed = tests["status"] != 0
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parsed(line: str, args: argparse.Namespace) -> tuple[Any, argparse.Namespace]:
-    """A suite and its options, as its own command line would have them."""
+    """The suite and the parsed options of a line of PLAN."""
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
     for suite in SUITES.values():
@@ -107,14 +109,14 @@ def parsed(line: str, args: argparse.Namespace) -> tuple[Any, argparse.Namespace
 
 
 def stem(where: dict[str, Any]) -> str:
-    """The files' name: h200-2026-01-31-0123456789ab."""
+    """The name of the files, as h200-2026-01-31-0123456789ab."""
     device = (where["device"] or platform.machine()).lower().removeprefix("nvidia ")
     parts = (re.sub(r"[^a-z0-9]+", "-", device).strip("-"), where["date"], where["commit"])
     return "-".join(part for part in parts if part)
 
 
 def pytest_gpu(seconds: float, arguments: Sequence[str] = ("-m", "gpu")) -> dict[str, Any]:
-    """Runs pytest in a process of its own, several workers where xdist is there: they compile."""
+    """Runs pytest in a subprocess, with several workers if xdist is installed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2)))]
@@ -127,7 +129,7 @@ def pytest_gpu(seconds: float, arguments: Sequence[str] = ("-m", "gpu")) -> dict
         output, _ = process.communicate(timeout=seconds)
         summary, status = summary_line(output), process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: the workers, and nobody else
+        os.killpg(process.pid, signal.SIGKILL)  # pytest and its workers have their own session
         output, _ = process.communicate()
         summary, status = f"stopped after {seconds:.0f} s", -1
     failed = [t for t in output.splitlines() if t.startswith(("FAILED", "ERROR"))]
@@ -136,6 +138,6 @@ def pytest_gpu(seconds: float, arguments: Sequence[str] = ("-m", "gpu")) -> dict
 
 
 def summary_line(output: str) -> str:
-    """pytest's last line, without its rulers."""
+    """The last line of pytest's output, without = signs."""
     lines = [text.strip("= \n") for text in output.splitlines() if text.strip("= \n")]
-    return lines[-1] if lines else "pytest said nothing"
+    return lines[-1] if lines else "no output from pytest"

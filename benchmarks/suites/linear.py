@@ -1,10 +1,9 @@
-"""Linear forms against softmax, against their own pairwise forms, and against fla's kernels.
+"""Check linear forms against fp64, then time them beside softmax, their pairwise forms and fla.
 
-Variants are called at the head dimension; those whose features grow faster than it with queries and
-keys of `--feature-dim`, as Based has it, and values of the head dimension. Causal; each result is
-compared with fp64 before it is timed. All of one length and direction are timed in turn, round by
-round. In the end: from which length on a linear form is faster than softmax and than its own
-pairwise form.
+All calls are causal. Variants whose number of features grows faster than the dimension, such as
+taylor, use queries and keys of `--feature-dim`, as in the Based paper; values have the head
+dimension. The last lines tell from which length on each linear form is faster than softmax and than
+its pairwise form.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from itertools import product
 from typing import Any
 
 from benchmarks.harness.baselines import installed
-from benchmarks.harness.bench import DIRECTIONS, Entrant, Groups
+from benchmarks.harness.bench import DIRECTIONS, Groups, Implementation
 from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting
 from benchmarks.harness.options import (
     add_feature_dim,
     add_options,
+    apply_defaults,
     bench_of,
+    by_device,
     cases_of,
     command,
     positive,
-    settle,
-    some_of,
+    subset_of,
     timer_of,
 )
 from benchmarks.harness.report import Report, Row
@@ -45,52 +45,49 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "pairwise_max": 32768, "backend": "flash_linear", "repeats": 5, "min_seconds": 0.2,
     },
 }  # fmt: skip
-# What computes pairwise forms. Without one the pairs are made by definition, in blocks.
-OF_PAIRS = {"cpu": "tiled", "cuda": "flash"}
-# At the longest length there is one sequence; at others as many tokens.
+# Backends for pairwise forms. Variants without a pairwise form run on `tiled`.
+PAIRWISE_BACKENDS = {"cpu": "tiled", "cuda": "flash"}
+# Tokens per head at every length, on a GPU.
 TOKENS = 2**17
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "linear", help="check and time linear forms beside softmax", description=__doc__
-    )
-    add, size = parser.add_argument, positive(int)
-    add_options(parser, None, "every one with a linear form")
-    add("--direction", type=some_of(DIRECTIONS), default=["forward", "both"],
+    parser = commands.add_parser("linear", help="Check and time linear forms", description=__doc__)
+    add, size, default = parser.add_argument, positive(int), partial(by_device, DEFAULTS)
+    add_options(parser, DEFAULTS, None, "all with a linear form")
+    add("--direction", type=subset_of(DIRECTIONS), default=["forward", "both"],
         metavar=",".join(DIRECTIONS),
-        help="default: forward, and forward and backward together")  # fmt: skip
+        help="Measure these directions (default: forward,both)")  # fmt: skip
     add("--batch", type=size, metavar="B",
-        help="sequences of a batch; default: as many as make 131072 tokens per head on a GPU, 1 on "
-        "a CPU")  # fmt: skip
-    add("--head-dim", type=size, default=64, metavar="D", help="head dimension (default: 64)")
+        help="Use B sequences (default: 1 on a CPU, 131072 / N on a GPU)")  # fmt: skip
+    add("--head-dim", type=size, default=64, metavar="D", help="Use head dimension D (default: 64)")
     add_feature_dim(parser)
     add("--pairwise-max", type=int, metavar="N",
-        help="longest sequence for the pairwise forms; 0: never")  # fmt: skip
+        help=f"Time pairwise forms up to length N; 0 for never {default('pairwise_max')}",
+    )  # fmt: skip
     parser.set_defaults(run=command(prepare, measure, crossovers))
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:
-    """What `--variants` names, each of them with a linear form; or all that have one."""
-    settle(args, DEFAULTS)
+    """The cases of ``--variants``, which must have linear forms, or all variants with one."""
+    apply_defaults(args, DEFAULTS)
     if not args.direction:
-        raise UsageError(f"--direction must name one of {', '.join(DIRECTIONS)}")
-
+        raise UsageError(f"--direction must list some of {', '.join(DIRECTIONS)}, got ''")
     cases = cases_of(args, max(args.lengths))
     for case in cases:
         if args.variants and case.linear is None:
-            raise UsageError(f"{case.spec} has no linear form")
+            raise UsageError(f"--variants must have linear forms, got {case.spec}")
     return [case for case in cases if case.linear is not None]
 
 
 def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
     def rate(row: Row) -> dict[str, float]:
         assert row.seconds is not None
-        tokens = row.setting.batch * row.setting.length  # of all heads
+        tokens = row.setting.batch * row.setting.length
         return {"ns_per_token": row.seconds.median / tokens * 1e9}
 
     if not installed("fla") and args.device == "cuda":
-        report.note("fla is not installed: nothing is compared with it")
+        report.note("fla is not installed and therefore not measured")
     bench = bench_of(args, "linear", timer_of(args), directions=args.direction, rate=rate, **more)
     bench.run(groups(args, cases), report)
 
@@ -101,26 +98,28 @@ def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:
             length, batch=args.batch or max(1, TOKENS // length), heads=args.heads,
             head_dim=args.head_dim, dtype=args.dtype, seed=args.seed, device=args.device,
         )  # fmt: skip
-        yield setting, partial(list, entrants(args, cases, setting))
+        yield setting, partial(list, implementations(args, cases, setting))
 
 
-def entrants(args: argparse.Namespace, cases: list[Case], setting: Setting) -> Iterator[Entrant]:
+def implementations(
+    args: argparse.Namespace, cases: list[Case], setting: Setting
+) -> Iterator[Implementation]:
     gradients = args.direction != ["forward"]
     plain = Inputs.make(setting, gradients=gradients)
-    yield from Entrant.baselines(SOFTMAX, plain, setting, [BASELINE])
+    yield from Implementation.baselines(SOFTMAX, plain, setting, [BASELINE])
     for case in cases:
         own = replace(setting, key_dim=case.key_dim(args.head_dim, args.feature_dim))
         inputs = Inputs.make(own, case, gradients)
-        yield Entrant.of(case, inputs, args.backend)
+        yield Implementation.of(case, inputs, args.backend)
         if setting.length <= args.pairwise_max:
-            backend = OF_PAIRS[args.device] if case.pairwise else "tiled"
-            yield Entrant.of(case, inputs, backend, case.spec + PAIRWISE)
+            backend = PAIRWISE_BACKENDS[args.device] if case.pairwise else "tiled"
+            yield Implementation.of(case, inputs, backend, case.spec + PAIRWISE)
         if args.device == "cuda":
-            yield from Entrant.baselines(case, in_rows(inputs), own, ["fla"])
+            yield from Implementation.baselines(case, in_fla_layout(inputs), own, ["fla"])
 
 
-def in_rows(inputs: Inputs) -> Inputs:
-    """The same with heads inside of rows, (B, N, H, D), which is fla's own layout."""
+def in_fla_layout(inputs: Inputs) -> Inputs:
+    """The same inputs with (B, N, H, D) contiguous in memory, which is fla's layout."""
     made = {
         name: x.detach()
         .transpose(1, 2)
@@ -133,7 +132,7 @@ def in_rows(inputs: Inputs) -> Inputs:
 
 
 def crossovers(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
-    """From which length on a linear form was faster, at all of them where both should have run."""
+    """For each linear form, the length from which on it was faster at all measured lengths."""
     of = {(row.direction, row.name, row.setting.length): row for row in rows}
     for direction, variant in product(DIRECTIONS, (case.spec for case in cases)):
         for other in (BASELINE, variant + PAIRWISE):
@@ -144,9 +143,10 @@ def crossovers(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
             faster: list[int] = []
             for n in both:
                 share = of[direction, variant, n].ratios.get(other)
-                # What could not be timed is no proof.
+                # A length that was not timed ends the range.
                 faster = [*faster, n] if share is not None and share.median < 1 else []
             if both:
-                since = f"from N = {faster[0]} on" if faster else "up to the longest here"
-                verb = "faster" if faster else "not faster"
-                yield f"{variant}, {direction}: {verb} than {other} {since}"
+                found = f"not faster than {other} at N = {both[-1]}, the longest measured"
+                if faster:
+                    found = f"faster than {other} from N = {faster[0]} on"
+                yield f"{variant}, {direction}: {found}"

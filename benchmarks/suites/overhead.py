@@ -1,8 +1,9 @@
-"""What a call costs beside its arithmetic: microseconds on (1, 8, 1, 64) against 64 keys, fp32.
+"""Time calls so small that they are almost only overhead: a query (1, 8, 1, 64), 64 keys, fp32.
 
-One thread, no gradients: torch's scaled_dot_product_attention, every variant through
-`attnzoo.attention`, and through the module `attnzoo.nn.Attention`. All in turn, round by round; the
-difference to SDPA is that of the medians.
+Compares torch's scaled_dot_product_attention with every variant through `attnzoo.attention` and
+through the module `attnzoo.nn.Attention`, on one thread without gradients. The columns are the
+median time of a call, its quartiles, and the difference between the medians of the call and SDPA,
+all in microseconds.
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ from commandline.errors import UsageError
 
 HEADS, HEAD_DIM, KEYS = 8, 64, 64
 SDPA = "sdpa"
-CALLS = 50  # in a row: one alone is near what a clock can tell
+CALLS = 50  # timed together, since one call is near the clock's resolution
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "overhead", help="time calls so small that all is overhead", description=__doc__
+        "overhead", help="Time the overhead of small calls", description=__doc__
     )
     add = parser.add_argument
     add_plugin(parser)
-    add("--repeats", type=positive(int), default=15, metavar="N", help="rounds (default: 15)")
-    add("--json", metavar="FILE", help="a JSON file to write")
     add(
-        "--against", type=Path, metavar="FILE", help="an earlier run's, for a column of its medians"
+        "--repeats", type=positive(int), default=15, metavar="N", help="Time N rounds (default: 15)"
     )
+    add("--json", metavar="FILE", help="Write results to a JSON file")
+    add(
+        "--against", type=Path, metavar="FILE",
+        help="Add a column with the medians of an earlier --json FILE",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -49,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
     before = {} if args.against is None else medians(args.against)
     torch.set_num_threads(1)
     where = environment()
-    print(f"{headline(where)}\n{'':<32}{'µs':>8}{'quartiles':>16}{'− sdpa':>9}{'before':>9}")
+    header = f"{'call':<32}{'µs':>8}{'quartiles':>16}{'− sdpa':>9}"
+    print(f"{headline(where)}\n{header}{'earlier' if before else '':>9}".rstrip())
     with torch.no_grad():
         seconds = interleave({n: repeated(call) for n, call in calls().items()}, args.repeats, 0.0)
     found = {n: Spread.of([s / CALLS * 1e6 for s in spent]) for n, spent in seconds.items()}
     for name, x in found.items():
         old = f"{before[name]:.1f}" if name in before else ""
         spread = f"{x.lower:.1f}–{x.upper:.1f}"
-        print(
-            f"{name:<32}{x.median:>8.1f}{spread:>16}{x.median - found[SDPA].median:>9.1f}{old:>9}"
-        )
+        difference = x.median - found[SDPA].median
+        print(f"{name:<32}{x.median:>8.1f}{spread:>16}{difference:>9.1f}{old:>9}".rstrip())
     if args.json:
         times = {name: asdict(spread) for name, spread in found.items()}
         write_json(args.json, {"environment": where, "microseconds": times})
@@ -66,16 +70,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def medians(path: Path) -> dict[str, float]:
-    """Microseconds of each call in the file of an earlier run.
+    """Median microseconds of each call in the JSON file of an earlier run.
 
     Raises:
-        UsageError: it is no such file.
+        UsageError: the file is not from this command.
     """
     try:
         found = json.loads(path.read_text())["microseconds"]
         return {name: float(spread["median"]) for name, spread in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"--against {path} is no file of this command") from error
+        raise UsageError(f"--against must be a file written by --json, got {path}") from error
 
 
 def calls() -> dict[str, Callable[[], object]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.agreement import disagreements, kept, make, reference
+from helpers.agreement import disagreements, dropout_factors, make, reference
 from helpers.cases import VARIANTS
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
 from helpers.covering import covering, label
@@ -130,7 +130,7 @@ def test_agrees_with_the_definition(
     exact, keep = None, 1.0
     for backend in backends:
         if exact is None or case["dropout"]:  # each backend draws other random numbers
-            keep = kept(variant, backend, inputs)
+            keep = dropout_factors(variant, backend, inputs)
             exact = reference(variant, inputs, keep)
         found += disagreements(variant, backend, inputs, exact, keep)
     assert not found, "\n".join(found)

@@ -154,7 +154,7 @@ def test_a_half_precision_accumulator_is_caught(
     with half_accumulators(backend, monkeypatch):
         found = run(variant, backend, inputs)
     exact, allowed = reference(variant, inputs), bounds(variant, backend, inputs)
-    assert agreement.complaints(backend, found, {n: exact[n] for n in found}, allowed) != []
+    assert agreement.violations(backend, found, {n: exact[n] for n in found}, allowed) != []
 
 
 def test_bounds_hold_for_sums_in_any_order() -> None:

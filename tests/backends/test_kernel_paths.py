@@ -10,7 +10,7 @@ import test_decode
 import test_flash
 import test_flash_linear
 
-from helpers.kernel_paths import Level, path_of, takes
+from helpers.kernel_paths import Level, path_of, supports
 
 LINEAR = [Level(variant, "default") for variant in test_flash_linear.LINEAR]
 
@@ -61,7 +61,7 @@ def test_every_path_occurs_with_every_setting(
             for name, values in factors.items()
             if name != "params"
             for value in values
-            if takes({"params": level, name: value})
+            if supports({"params": level, name: value})
         }
         missing = wanted - met.get(path_of(level, kinds), set())
         assert not missing, f"{level}: {path_of(level, kinds)} is never combined with {missing}"

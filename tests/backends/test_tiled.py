@@ -18,7 +18,7 @@ import attnzoo
 from attnzoo.backends.tiled import blocks
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
-from helpers.agreement import disagreements, kept, make
+from helpers.agreement import disagreements, dropout_factors, make
 from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, params_of, rand
 from helpers.kernel_paths import quick_variants
 
@@ -54,7 +54,7 @@ def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[
 def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
     """Outputs and all gradients, with blocks over queries, heads and batches."""
     inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
-    keep = kept(variant, "tiled", inputs)
+    keep = dropout_factors(variant, "tiled", inputs)
     assert disagreements(variant, "tiled", inputs, keep=keep) == []
 
 

@@ -1,4 +1,4 @@
-"""What attnzoo is timed beside: torch, FlexAttention and others, held to the definitions."""
+"""The benchmarks' baselines (torch, FlexAttention, other packages) against the definitions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SMALL = Setting(length=150, batch=3, heads=3, head_dim=16, causal=False)
 
 @pytest.mark.parametrize("bias", [None, -1.5])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_softmax_of_log_sigmoids_times_its_sum_is_sigmoid(
+def test_softmax_of_log_sigmoid_times_its_sum_equals_sigmoid(
     causal: bool, bias: float | None
 ) -> None:
-    """The formula of FlexAttention's baseline, with plain tensors, values and gradients."""
+    """The formula of `flex_sigmoid` in plain PyTorch: values and gradients."""
     setting = Setting(length=40, heads=2, head_dim=16, causal=causal, dtype="float64",
         input_scale=4.0)  # fmt: skip
     i = Inputs.make(setting, gradients=True)
@@ -44,7 +44,7 @@ def test_a_softmax_of_log_sigmoids_times_its_sum_is_sigmoid(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_attention_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_sigmoid_agrees_with_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "compiled", lambda attend: attend)
     setting = Setting(length=48, heads=2, head_dim=16)
     i = Inputs.make(setting)
@@ -54,13 +54,13 @@ def test_flex_attention_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_no_exponential_overflows() -> None:
+def test_log_sigmoid_does_not_overflow() -> None:
     modify = baselines.log_sigmoid(SMALL, 0.0)
     x = torch.tensor([-1e4, -5.0, 0.0, 5.0, 1e4])
     torch.testing.assert_close(modify(x, x, x, x, x), F.logsigmoid(x))
 
 
-def test_which_baselines_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_of_each_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "installed", lambda package: True)
     assert list(baselines.of_softmax(SMALL, NAMES)) == ["sdpa", "sdpa flash", "sdpa cudnn", "flex"]
     assert list(baselines.of_softmax(SMALL, ["cudnn"])) == ["sdpa cudnn"]

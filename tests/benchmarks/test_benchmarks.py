@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, and notices a wrong result before it times it."""
+"""Cases, correctness checks, timing and memory of the benchmarks, and the attention command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 import attnzoo
 from benchmarks.__main__ import main
 from benchmarks.harness import memory, report, timing
-from benchmarks.harness.bench import Bench, Entrant
+from benchmarks.harness.bench import Bench, Implementation
 from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting, learned_params
 from benchmarks.harness.correctness import (
     ROWS,
@@ -25,7 +25,7 @@ from benchmarks.harness.correctness import (
     Reference,
     by_call,
     by_definition,
-    check_runs,
+    rows_to_check,
 )
 from benchmarks.suites import overhead
 
@@ -40,7 +40,7 @@ def small(**fields: Any) -> Setting:
 # ---- cases ------------------------------------------------------------------------------------
 
 
-def test_parameters_can_be_typed() -> None:
+def test_case_parse_reads_parameters_and_fills_in_required_ones() -> None:
     case = Case.parse("cosformer(max_length=99)", longest=10)
     assert (case.variant, case.params) == ("cosformer", {"max_length": 99})
     assert Case.parse("cosformer", longest=10).params == {"max_length": 10}
@@ -52,23 +52,23 @@ def test_parameters_can_be_typed() -> None:
     [
         ("nothing", "unknown variant 'nothing'"),
         ("ssmax(t=1)", "'ssmax' has no parameter 't'; it has: s, b"),
-        ("softmax->ssmax", "nothing can be substituted"),
+        ("softmax->ssmax", "a->b is for evals"),
         ("ssmax(1)", "cannot read"),
     ],
 )
-def test_what_cannot_be_run_is_refused(spec: str, message: str) -> None:
+def test_case_parse_of_an_invalid_spec_raises(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         Case.parse(spec, longest=8)
 
 
-def test_a_required_parameter_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_required_parameter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(attnzoo.get_variant("topk"), example=None)
     monkeypatch.setattr(attnzoo, "get_variant", lambda name: bare)
     with pytest.raises(ValueError, match="requires the parameter 'top_k'"):
         Case.parse("topk", longest=8)
 
 
-def test_inputs_depend_on_seed_and_length_alone() -> None:
+def test_inputs_depend_only_on_seed_and_length() -> None:
     a, b = Inputs.make(small()), Inputs.make(small(), gradients=True)
     assert torch.equal(a.q, b.q)
     assert not torch.equal(a.q, Inputs.make(small(seed=1)).q)
@@ -76,13 +76,13 @@ def test_inputs_depend_on_seed_and_length_alone() -> None:
 
 
 @pytest.mark.parametrize("input_scale", [1.0, 0.1])
-def test_where_keys_are_selected_scores_are_exact(input_scale: float) -> None:
+def test_scores_are_exact_for_variants_that_select_keys(input_scale: float) -> None:
     inputs = Inputs.make(small(input_scale=input_scale), Case.parse("topk", 40))
     exact = inputs.q.double() @ inputs.k.double().mT
     assert torch.equal((inputs.q @ inputs.k.mT).double(), exact)
 
 
-def test_learned_parameters_are_those_of_the_module() -> None:
+def test_learned_parameters_match_those_of_the_module() -> None:
     owned = dict(attnzoo.nn.Attention("ssmax", 2).named_parameters())
     made = learned_params(Case("ssmax", "ssmax"), small())
     assert {n: tuple(p.shape) for n, p in made.items()} == {
@@ -90,7 +90,7 @@ def test_learned_parameters_are_those_of_the_module() -> None:
     }
 
 
-def test_features_that_grow_faster_have_a_dimension_of_their_own() -> None:
+def test_key_dim_is_the_feature_dim_if_features_grow_faster() -> None:
     found = {n: Case.parse(n, 40).key_dim(64, 16) for n in ("taylor", "cosformer", "softmax")}
     assert found == {"taylor": 16, "cosformer": None, "softmax": None}
 
@@ -98,15 +98,15 @@ def test_features_that_grow_faster_have_a_dimension_of_their_own() -> None:
 # ---- correctness ------------------------------------------------------------------------------
 
 
-def test_rows_are_first_last_and_random() -> None:
-    runs = check_runs(1000)
-    rows = [row for run in runs for row in run]
+def test_checked_rows_are_the_first_the_last_and_random_ones() -> None:
+    ranges = rows_to_check(1000)
+    rows = [row for block in ranges for row in block]
     assert len(rows) == ROWS
     assert rows == sorted(set(rows))
     assert {*range(32), *range(968, 1000)} < set(rows)
-    assert runs == check_runs(1000)
-    assert runs != check_runs(1000, seed=1)
-    assert check_runs(50) == [range(50)]
+    assert ranges == rows_to_check(1000)
+    assert ranges != rows_to_check(1000, seed=1)
+    assert rows_to_check(50) == [range(50)]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -115,26 +115,26 @@ def test_rows_are_first_last_and_random() -> None:
     [("cosformer", True), ("ssmax", True), ("ssmax", False), ("adaptive_temperature", True),
      ("adaptive_temperature", False), ("sparsemax", True), ("sparsemax", False)],
 )  # fmt: skip
-def test_the_reference_run_by_run_is_the_whole_definition(
+def test_reference_by_blocks_of_rows_equals_the_whole_definition(
     variant: str, causal: bool, kv_heads: int
 ) -> None:
     case = Case.parse(variant, longest=40)
     setting = Setting(40, queries=30, heads=4, kv_heads=kv_heads, batch=2, head_dim=8,
                       dtype="float64", causal=causal)  # fmt: skip
     inputs = Inputs.make(setting, case, gradients=True, learned=True)
-    runs, pairs = [range(2), range(20, 21), range(27, 30)], Pairs([0, 1], [0, 3])
+    ranges, pairs = [range(2), range(20, 21), range(27, 30)], Pairs([0, 1], [0, 3])
     attend = case.attend(inputs.params, "eager", **inputs.options)
-    whole = by_call(attend, inputs, runs, pairs)
+    whole = by_call(attend, inputs, ranges, pairs)
     part = inputs.part(pairs.batches, pairs.heads)
-    parts = by_definition(case, part, runs, torch.float64)
+    parts = by_definition(case, part, ranges, torch.float64)
     assert whole.keys() == parts.keys()
     for name, found in parts.items():
         torch.testing.assert_close(found, whole[name].double(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("variant", ["ssmax", "entmax"])
-def test_the_reference_stays_on_the_device(variant: str) -> None:
-    """The device that is no CPU and everywhere there: it has shapes and no numbers."""
+def test_reference_stays_on_the_device(variant: str) -> None:
+    """Checked with the meta device, which exists on every machine."""
     x = [torch.empty(2, 3, 9, 4, device="meta", dtype=torch.bfloat16) for _ in range(4)]
     for leaf in x[:3]:
         leaf.requires_grad_()
@@ -151,7 +151,7 @@ def checked(case: Case, setting: Setting, backend: str | None, gradients: bool =
 
 @pytest.mark.parametrize("variant", ["softmax", "entmax", "topk", "taylor"])
 @pytest.mark.parametrize("backend", [None, "tiled"])
-def test_correct_results_pass(variant: str, backend: str | None) -> None:
+def test_correct_results_pass_the_check(variant: str, backend: str | None) -> None:
     found = checked(Case.parse(variant, longest=40), small(), backend)
     assert found.ok, found.worst
     assert found.deviations.keys() == {"out", "dq", "dk", "dv"}
@@ -162,7 +162,7 @@ MANY = Setting(length=150, batch=5, heads=5, head_dim=16)
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_of_many_pairs_the_corners_are_checked(causal: bool, dtype: str) -> None:
+def test_only_first_and_last_batch_and_head_are_checked(causal: bool, dtype: str) -> None:
     for variant in ("softmax", "entmax"):
         found = checked(Case(variant, variant), replace(MANY, causal=causal, dtype=dtype), "tiled")
         assert found.ok, found.worst
@@ -170,11 +170,11 @@ def test_of_many_pairs_the_corners_are_checked(causal: bool, dtype: str) -> None
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """`attnzoo.attention` whose results are changed unless they come from the definition."""
-    true = attnzoo.attention
+    """Makes `attnzoo.attention` return changed results, except from the backend eager."""
+    original = attnzoo.attention
 
     def attention(q: Tensor, *args: Any, **keywords: Any) -> Tensor:
-        out = true(q, *args, **keywords)
+        out = original(q, *args, **keywords)
         return out if keywords.get("backend") == "eager" else change(out, q)
 
     monkeypatch.setattr(attnzoo, "attention", attention)
@@ -182,7 +182,7 @@ def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor],
 
 @pytest.mark.parametrize("factor", [1.00001, float("nan")])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_wrong_results_fail(
+def test_wrong_results_fail_the_check(
     monkeypatch: pytest.MonkeyPatch, factor: float, gradients: bool
 ) -> None:
     tampered(monkeypatch, lambda out, q: out * factor)
@@ -199,7 +199,7 @@ def wrong_row(place: tuple[int, int, int]) -> Callable[[Tensor, Tensor], Tensor]
 
 
 def wrong_gradient(out: Tensor, q: Tensor) -> Tensor:
-    """The right output with a gradient of q that is off."""
+    """The correct output with a wrong gradient of q."""
     extra = 1e-2 * q
     return out + extra - extra.detach()
 
@@ -211,12 +211,12 @@ def wrong_gradient(out: Tensor, q: Tensor) -> Tensor:
         (wrong_row((0, 0, 0)), "out"),
         (wrong_row((4, 4, 149)), "out"),
         (wrong_gradient, "dq"),
-        # Between the heads that are compared, so that it must be finite at least.
+        # This head is not compared, but it must be finite.
         (lambda out, q: out.index_fill(1, torch.tensor(1), float("nan")), "out"),
     ],
     ids=["first row", "last row", "gradient", "NaN in another head"],
 )
-def test_one_wrong_place_is_enough(
+def test_one_wrong_row_head_or_gradient_fails_the_check(
     monkeypatch: pytest.MonkeyPatch, change: Any, what: str, causal: bool
 ) -> None:
     tampered(monkeypatch, change)
@@ -225,8 +225,8 @@ def test_one_wrong_place_is_enough(
     assert not found.deviations[what].ok
 
 
-def test_positions_are_not_checked_without_causality() -> None:
-    with pytest.raises(ValueError, match="cosformer needs positions"):
+def test_check_of_a_positional_variant_without_causality_raises() -> None:
+    with pytest.raises(ValueError, match="cosformer can only be checked in causal calls"):
         checked(Case.parse("cosformer", 200), replace(MANY, causal=False), "linear")
 
 
@@ -246,7 +246,7 @@ def test_wrong_results_are_not_timed(
 # ---- timing and memory --------------------------------------------------------------------------
 
 
-def test_calls_take_turns() -> None:
+def test_interleave_alternates_the_calls() -> None:
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
     seconds = timing.interleave(calls, repeats=3, min_seconds=0.0, warmup=1)
@@ -254,27 +254,29 @@ def test_calls_take_turns() -> None:
     assert [len(s) for s in seconds.values()] == [3, 3]
 
 
-def test_a_spread_is_the_quartiles() -> None:
+def test_spread_has_median_and_quartiles() -> None:
     spread = timing.Spread.of([4.0, 1.0, 3.0, 2.0, 5.0])
     assert (spread.median, spread.lower, spread.upper, spread.count) == (3.0, 2.0, 4.0, 5)
     assert timing.ratio([2.0, 4.0], [1.0, 8.0]).median == 1.25
 
 
-@pytest.mark.slow  # resident memory, which a busy machine may take away
-def test_memory_of_the_definition_is_quadratic_and_of_tiled_is_not() -> None:
+@pytest.mark.slow  # measures resident memory, which a busy machine may swap out
+def test_memory_of_eager_is_quadratic_and_of_tiled_is_not() -> None:
     setting = Setting(length=2048, heads=2)
     case, inputs = Case("sigmoid", "sigmoid"), Inputs.make(setting)
     scores = 2 * 2048 * 2048 * 4
-    assert memory.measure(Entrant.of(case, inputs, "eager"), setting) > scores
-    assert memory.measure(Entrant.of(case, inputs, "tiled"), setting) < scores
-    (sdpa,) = Entrant.baselines(SOFTMAX, inputs, setting, ["sdpa"])
+    assert memory.measure(Implementation.of(case, inputs, "eager"), setting) > scores
+    assert memory.measure(Implementation.of(case, inputs, "tiled"), setting) < scores
+    (sdpa,) = Implementation.baselines(SOFTMAX, inputs, setting, ["sdpa"])
     assert memory.measure(sdpa, setting, "both", names=["sdpa"]) < scores
 
 
 # ---- the command --------------------------------------------------------------------------------
 
 
-def test_a_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_command_writes_json_markdown_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, text = tmp_path / "deep" / "out.json", tmp_path / "deep" / "out.md"
     specs = "softmax,entmax,log_n(train_length=16)"
     command = ["attention", "--variants", specs, *QUICK, *FAST, "--no-memory", "--json", str(file)]
@@ -298,16 +300,16 @@ def test_a_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert sorted(file.parent.iterdir()) == [file, text]
     for shown in (capsys.readouterr().out, text.read_text()):
         assert "attention: H=2 D=8 float32, causal, iid inputs" in shown
-        assert re.search(r"x package entmax: entmax \d+\.\d\d", shown)
+        assert re.search(r"time / package entmax: entmax = \d+\.\d\d", shown)
     assert "| 1 | 48 | both | softmax | " in text.read_text()
 
 
-def test_the_largest_seed_is_taken() -> None:
+def test_largest_seed_is_accepted() -> None:
     run = ["attention", "--variants", "softmax", *QUICK, "--check-only"]
     assert main([*run, "--seed", str(2**32 - 1)]) == 0
 
 
-def test_what_is_not_supported_is_a_row_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_backend_is_noted_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["attention", "--variants", "softmax,sparsemax", "--backend", "sdpa", *QUICK]
     assert main([*command, "--check-only"]) == 0
     assert "ValueError: backend 'sdpa' cannot run 'sparsemax'" in capsys.readouterr().out
@@ -320,33 +322,33 @@ def test_what_is_not_supported_is_a_row_in_words(capsys: pytest.CaptureFixture[s
     [
         (["--variants", "nothing"], "unknown variant"),
         (["--backend", "nothing"], "backend must be"),
-        (["--variants", "softmax,softmax"], "listed twice"),
-        (["--learned"], "--learned needs --direction backward or both"),
-        (["--direction", "sideways"], "some of forward,backward,both are expected"),
-        (["--mask", ""], "must name something"),
-        (["--lengths", "12,x"], "positive integers"),
-        (["--lengths", "0"], "positive integers"),
-        (["--input-scale", "nan"], "positive float"),
-        (["--seed", str(2**64)], "a seed is an integer from 0 to 2³² − 1"),
-        (["--seed", "-1"], "a seed is an integer from 0 to 2³² − 1"),
-        (["--lengths", str(2**64)], "positive integers"),
-        (["--heads", str(2**64)], "a positive int is expected"),
+        (["--variants", "softmax,softmax"], "must not list a variant twice"),
+        (["--learned"], "--learned requires --direction backward or both"),
+        (["--direction", "sideways"], "must be a comma-separated list of forward, backward, both"),
+        (["--mask", ""], "must not be empty"),
+        (["--lengths", "12,x"], "--lengths"),
+        (["--lengths", "0"], "--lengths"),
+        (["--input-scale", "nan"], "must be a number > 0, got 'nan'"),
+        (["--seed", str(2**64)], "--seed"),
+        (["--seed", "-1"], "--seed"),
+        (["--lengths", str(2**64)], "--lengths"),
+        (["--heads", str(2**64)], "must be an int > 0"),
         (["--device", "tpu"], "invalid choice"),
         (["--plugin", "nowhere.py"], "nowhere.py"),
     ],
 )
-def test_unknown_settings_are_refused(
+def test_invalid_options_exit_with_status_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         status = main(["attention", *QUICK, "--check-only", *arguments])
-    except SystemExit as stop:  # argparse's own way
+    except SystemExit as stop:  # raised by argparse
         status = stop.code
     assert status == 2
     assert message in capsys.readouterr().err
 
 
-def test_json_is_all_or_nothing(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_json_file(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     report.write_json(str(file), {"rows": []})
     with pytest.raises(TypeError):
@@ -355,26 +357,25 @@ def test_json_is_all_or_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_what_is_written_during_a_run_is_whole(
+def test_json_is_rewritten_after_each_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that ends at its second length leaves the first."""
     file, seen = tmp_path / "out.json", []
-    true = Bench.group
+    original = Bench.measure_group
 
-    def group(self: Bench, *args: Any) -> None:
+    def measure_group(self: Bench, *args: Any) -> None:
         if file.exists():
             seen.append([row["length"] for row in json.loads(file.read_text())["rows"]])
-        true(self, *args)
+        original(self, *args)
 
-    monkeypatch.setattr(Bench, "group", group)
+    monkeypatch.setattr(Bench, "measure_group", measure_group)
     line = ["attention", "--variants", "softmax", *QUICK, "--check-only", "--json", str(file)]
     line[line.index("48")] = "16,32,48"
     assert main(line) == 0
     assert seen == [[16], [16, 32]]
 
 
-def test_overhead_of_all_variants_and_their_modules(
+def test_overhead_lists_all_variants_and_modules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overhead, "CALLS", 1)
@@ -392,4 +393,4 @@ def test_overhead_of_all_variants_and_their_modules(
     for text in ("{}", "[]", "no", '{"microseconds": []}', '{"microseconds": {"sdpa": {}}}'):
         file.write_text(text)
         assert main([*line, "--against", str(file)]) == 2
-        assert capsys.readouterr().err.endswith(f"--against {file} is no file of this command\n")
+        assert capsys.readouterr().err.endswith(f"must be a file written by --json, got {file}\n")

@@ -1,4 +1,4 @@
-"""python -m benchmarks linear and decode: what they measure, refuse and conclude."""
+"""The commands python -m benchmarks linear and decode."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks.harness import baselines
-from benchmarks.harness.bench import Bench, Entrant
+from benchmarks.harness.bench import Bench, Implementation
 from benchmarks.harness.cases import SOFTMAX, Case, Inputs, Setting
 from benchmarks.harness.correctness import RESIDUAL, Reference
 from benchmarks.harness.report import Row
 from benchmarks.harness.timing import Spread, WallClock
 from benchmarks.suites import decode, linear
-from helpers.commands import benchmarks, refusal
+from helpers.commands import benchmarks, error_of
 
 
 @pytest.mark.slow
@@ -32,9 +32,9 @@ def test_linear_measures_both_directions(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
-    who = {"sdpa", "cosformer", "taylor"}
+    others = {"sdpa", "cosformer", "taylor"}
     pairwise = {"cosformer, pairwise", "taylor, pairwise"}
-    for length, names in ((64, who | pairwise), (128, who)):
+    for length, names in ((64, others | pairwise), (128, others)):
         for direction in ("forward", "both"):
             found = [r for r in rows if (r["length"], r["direction"]) == (length, direction)]
             assert {r["name"] for r in found} == names
@@ -65,7 +65,7 @@ def test_decode_measures_pairwise_variants_and_states(tmp_path: Path) -> None:
     for row in rows:
         assert row["note"] == ""
         assert row["seconds"]["median"] > 0
-        assert row["figures"] == {}  # a CPU's caches know nothing of bandwidth
+        assert row["figures"] == {}  # no bandwidth on a CPU
         assert (row["check"] is None) == (row["backend"] == "state" or row["name"] == "sdpa")
         assert (row["backend"] == "state") == (row["name"] in ("cosformer", "taylor"))
 
@@ -76,20 +76,23 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("linear", "--lengths", "0"), "positive integers"),
-        (("linear", "--direction", "sideways"), "some of forward,backward,both are expected"),
-        pytest.param(("linear", "--device", "cuda"), "needs a CUDA device", marks=NO_GPU),
-        (("linear", "--json", "."), "is a folder"),
-        pytest.param(("decode", "--device", "cuda"), "needs a CUDA device", marks=NO_GPU),
+        (("linear", "--lengths", "0"), "--lengths"),
+        (
+            ("linear", "--direction", "sideways"),
+            "must be a comma-separated list of forward, backward, both",
+        ),
+        pytest.param(("linear", "--device", "cuda"), "requires a CUDA device", marks=NO_GPU),
+        (("linear", "--json", "."), "got the folder"),
+        pytest.param(("decode", "--device", "cuda"), "requires a CUDA device", marks=NO_GPU),
         (("decode", "--heads", "6", "--kv-heads", "4"), "--heads must be a multiple of --kv-heads"),
         (("decode", "--variants", "nonsense"), "unknown variant 'nonsense'"),
         (("decode", "--backend", "nonsense"), "backend must be None or one of"),
     ],
 )
-def test_bad_options_are_refused(
+def test_invalid_options_exit_with_status_2(
     args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in refusal(capsys, *args)
+    assert message in error_of(capsys, *args)
 
 
 # ---- conclusions ------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ def timed(name: str, length: int, of_softmax: float) -> Row:
                ratios=ratios)  # fmt: skip
 
 
-def test_the_crossover_is_where_it_stays_faster() -> None:
+def test_crossover_is_the_length_from_which_it_stays_faster() -> None:
     shares = {1024: 0.9, 2048: 1.2, 4096: 0.8, 8192: 0.4}
     rows = [timed("cosformer", n, share) for n, share in shares.items()]
     rows += [timed("taylor", n, 1.5) for n in shares]
@@ -110,16 +113,16 @@ def test_the_crossover_is_where_it_stays_faster() -> None:
     rows += [timed("sdpa", n, 1.0) for n in shares]
     assert list(linear.crossovers(rows, cases)) == [
         "cosformer, forward: faster than sdpa from N = 4096 on",
-        "taylor, forward: not faster than sdpa up to the longest here",
+        "taylor, forward: not faster than sdpa at N = 8192, the longest measured",
     ]
 
 
-def test_what_could_not_be_timed_is_not_faster() -> None:
+def test_length_without_a_time_ends_the_faster_range() -> None:
     rows = [timed("cosformer", n, 0.5) for n in (1024, 2048, 4096)]
     rows += [timed("sdpa", n, 1.0) for n in (1024, 2048, 4096)]
-    rows[1].ratios.clear()  # WRONG, or out of memory
-    (said,) = linear.crossovers(rows, [Case.parse("cosformer", 4096)])
-    assert said == "cosformer, forward: faster than sdpa from N = 4096 on"
+    rows[1].ratios.clear()
+    (text,) = linear.crossovers(rows, [Case.parse("cosformer", 4096)])
+    assert text == "cosformer, forward: faster than sdpa from N = 4096 on"
 
 
 # ---- decode -----------------------------------------------------------------------------------
@@ -127,10 +130,10 @@ def test_what_could_not_be_timed_is_not_faster() -> None:
 
 @pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax"])
 @pytest.mark.parametrize("lost", [0, 1000, 1999])
-def test_a_key_that_is_lost_is_seen(variant: str, lost: int) -> None:
+def test_check_notices_a_missing_key(variant: str, lost: int) -> None:
     setting = Setting(2000, queries=1, batch=1, heads=4, kv_heads=2, dtype="bfloat16", causal=False)
     inputs = Inputs.make(setting)
-    decode.plant(inputs.q, inputs.k)
+    decode.add_heavy_keys(inputs.q, inputs.k)
     case, kept = Case(variant, variant), torch.arange(2000) != lost
     reference = Reference.of(case, inputs)
     assert reference.check(None, False).ok
@@ -140,8 +143,8 @@ def test_a_key_that_is_lost_is_seen(variant: str, lost: int) -> None:
     assert not reference.deviation("out", less, growth_of_slack, 1.0).ok
 
 
-def test_a_state_is_what_the_sequence_leaves() -> None:
-    """With as many tokens as its state is made of, the next token is that of the whole."""
+def test_next_token_on_a_state_equals_the_whole_sequence() -> None:
+    """Up to `STATE_TOKENS` tokens, the state is that of the whole sequence."""
     setting = Setting(24, queries=1, heads=4, kv_heads=2, head_dim=16, causal=False)
     for name in ("cosformer", "taylor"):
         case = Case.parse(name, 25)
@@ -152,7 +155,7 @@ def test_a_state_is_what_the_sequence_leaves() -> None:
         torch.testing.assert_close(out, whole[:, :, -1:], rtol=1e-4, atol=1e-5)
 
 
-def test_taylor_of_order_4_has_no_state() -> None:
+def test_taylor_of_order_4_has_no_linear_form() -> None:
     assert Case("taylor", "taylor").linear is not None
     assert Case("taylor", "taylor", {"order": 4}).linear is None
 
@@ -160,8 +163,8 @@ def test_taylor_of_order_4_has_no_state() -> None:
 # ---- fla --------------------------------------------------------------------------------------
 
 
-def test_fla_gets_heads_inside_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins with its signatures, (B, N, H, D): the error against fp64 tells the layout."""
+def test_fla_is_called_with_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fakes with fla's signatures and layout (B, N, H, D), compared with fp64."""
 
     def based(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert q.is_contiguous()
@@ -184,11 +187,13 @@ def test_fla_gets_heads_inside_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     setting, rows = Setting(40, batch=2, heads=2, head_dim=8), []
     for case in (Case("taylor", "taylor"), Case("cosformer", "cosformer", {"max_length": 64})):
         inputs = Inputs.make(setting, case, gradients=True)
-        inputs.q.data[..., 0].abs_().add_(0.5)  # cosFormer has no row of 0/0 then
+        inputs.q.data[..., 0].abs_().add_(0.5)  # avoids rows of 0/0 in cosFormer
         inputs.k.data[..., 0].abs_().add_(0.5)
-        entrants = Entrant.baselines(case, linear.in_rows(inputs), setting, ["fla"])
+        implementations = Implementation.baselines(
+            case, linear.in_fla_layout(inputs), setting, ["fla"]
+        )
         bench = Bench("linear", WallClock(), ["forward", "both"], repeats=1, min_seconds=0.0)
-        bench.group(entrants, setting, rows)
+        bench.measure_group(implementations, setting, rows)
     for row in rows:
         assert row.note == ""
         assert row.error is not None

@@ -1,4 +1,4 @@
-"""The GPU's timer, inputs, baselines and command, on a CPU; at the end what needs a GPU."""
+"""The timer for GPUs and the gpu command, tested on a CPU; the last tests require a GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 import attnzoo
 from benchmarks.__main__ import main
-from benchmarks.harness.bench import Bench, Entrant
+from benchmarks.harness.bench import Bench, Implementation
 from benchmarks.harness.cases import SOFTMAX, Inputs, Setting
 from benchmarks.harness.correctness import Reference
 from benchmarks.harness.grid import Budget, flops, grid
 from benchmarks.harness.report import Report
-from benchmarks.harness.timing import LEAST_ROUNDS, CudaEvents, WallClock
+from benchmarks.harness.timing import MIN_ROUNDS, CudaEvents, WallClock
 from benchmarks.suites import gpu
 from scripts.kernels_table import LENGTH, kernels_table
 
@@ -32,7 +32,7 @@ SMALL = Setting(length=150, batch=3, heads=3, head_dim=16, causal=False)
 
 
 class FakeCuda:
-    """A device whose time stands still but for the work it is given."""
+    """A fake of torch.cuda whose clock advances only in `work`."""
 
     def __init__(self) -> None:
         self.now, self.done, self.waits = 0.0, [], 0
@@ -49,7 +49,7 @@ class FakeCuda:
                 self.at = fake.now
 
             def elapsed_time(self, end: Any) -> float:
-                assert fake.waits, "read before the device was waited for"
+                assert fake.waits, "elapsed_time was called before synchronize"
                 return (end.at - self.at) * 1e3
 
         return Event()
@@ -74,26 +74,26 @@ class FakeCuda:
 def fake_timer(**seconds: float) -> tuple[FakeCuda, CudaEvents, dict[str, Callable[[], None]]]:
     cuda = FakeCuda()
     calls = {name: partial(cuda.work, name, s) for name, s in seconds.items()}
-    return cuda, CudaEvents(cuda, lead=partial(cuda.work, ".", 1.0)), calls
+    return cuda, CudaEvents(cuda, flush=partial(cuda.work, ".", 1.0)), calls
 
 
-def test_events_time_the_call_and_not_what_leads_it() -> None:
+def test_events_exclude_the_buffer_writes_before_a_call() -> None:
     cuda, timer, calls = fake_timer(a=0.002, b=0.001)
     seconds = timer.rounds(calls, repeats=4, min_seconds=0.0)
     assert seconds == {
         "a": pytest.approx([0.002] * 4, abs=1e-9),
         "b": pytest.approx([0.001] * 4, abs=1e-9),
     }
-    # A warm-up, a trial round, four rounds; in turn; and two waits in all.
+    # A warm-up, a trial round and four rounds, with two synchronizations in all.
     assert "".join(cuda.done) == "ab" + ".a.b" * 5
     assert cuda.waits == 2
 
 
 @pytest.mark.parametrize(
     ("repeats", "least", "most", "rounds"),
-    [(10, 0.0, 99.0, 10), (2, 0.05, 99.0, 17), (10, 0.0, 0.02, 6), (10, 0.0, 0.001, LEAST_ROUNDS)],
+    [(10, 0.0, 99.0, 10), (2, 0.05, 99.0, 17), (10, 0.0, 0.02, 6), (10, 0.0, 0.001, MIN_ROUNDS)],
 )
-def test_short_calls_have_more_rounds_and_long_ones_fewer(
+def test_number_of_rounds_depends_on_the_time_of_a_round(
     repeats: int, least: float, most: float, rounds: int
 ) -> None:
     _, timer, calls = fake_timer(a=0.002, b=0.001)
@@ -101,7 +101,7 @@ def test_short_calls_have_more_rounds_and_long_ones_fewer(
     assert [len(s) for s in seconds.values()] == [rounds, rounds]
 
 
-def test_peak_memory_is_beyond_what_was_allocated() -> None:
+def test_peak_memory_excludes_earlier_allocations() -> None:
     cuda, timer, _ = fake_timer()
 
     def call() -> None:
@@ -113,7 +113,7 @@ def test_peak_memory_is_beyond_what_was_allocated() -> None:
 # ---- the grid -----------------------------------------------------------------------------------
 
 
-def test_the_number_of_tokens_is_constant() -> None:
+def test_grid_has_the_same_number_of_tokens_at_every_length() -> None:
     settings = grid([2**i for i in range(10, 18)], [64, 128], heads=16)
     assert len(settings) == 8 * 2 * 2 * 2
     assert {s.batch * s.heads * s.length for s in settings if s.length <= 2**16} == {2**20}
@@ -121,7 +121,7 @@ def test_the_number_of_tokens_is_constant() -> None:
     assert {s.batch for s in grid([64], [64], batch=5)} == {5}
 
 
-def test_the_usual_count_of_flops() -> None:
+def test_flop_count() -> None:
     full = Setting(length=1000, batch=2, heads=3, head_dim=64, causal=False)
     assert flops(full, "forward") == 4 * 2 * 3 * 1000 * 1000 * 64
     assert flops(replace(full, causal=True), "forward") == flops(full, "forward") / 2
@@ -129,7 +129,7 @@ def test_the_usual_count_of_flops() -> None:
     assert flops(full, "both") == 3.5 * flops(full, "forward")
 
 
-def test_a_budget_ends() -> None:
+def test_budget_is_spent_after_its_time() -> None:
     now = [5.0]
     budget = Budget(2.0, clock=lambda: now[0])
     assert (budget.left, budget.spent) == (2.0, False)
@@ -142,22 +142,22 @@ def test_a_budget_ends() -> None:
 
 
 def empty_blocks(inputs: Inputs) -> float:
-    """The share of 64 × 64 blocks, of those with a visible key, in which entmax has no weight."""
+    """The share of 64 × 64 blocks without any weight of entmax, among blocks with a visible key."""
     w = attnzoo.attention_weights(inputs.q, inputs.k, inputs.v, "entmax", is_causal=inputs.causal)
-    held = F.max_pool2d(w[0], 64) > 0  # [H, blocks of queries, blocks of keys]
-    visible = torch.ones_like(held).tril() if inputs.causal else torch.ones_like(held)
-    return ((visible & ~held).sum() / visible.sum()).item()
+    nonzero = F.max_pool2d(w[0], 64) > 0  # [H, blocks of queries, blocks of keys]
+    visible = torch.ones_like(nonzero).tril() if inputs.causal else torch.ones_like(nonzero)
+    return ((visible & ~nonzero).sum() / visible.sum()).item()
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_block_sparse_inputs_leave_most_blocks_empty(causal: bool) -> None:
+def test_block_sparse_inputs_have_mostly_empty_blocks(causal: bool) -> None:
     setting = Setting(1536 if causal else 1024, heads=2, causal=causal, block_sparse=True)
     assert empty_blocks(Inputs.make(setting)) >= 0.8
     assert empty_blocks(Inputs.make(replace(setting, block_sparse=False))) < 0.06
 
 
-def test_groups_of_tokens_need_room() -> None:
-    with pytest.raises(ValueError, match="head dimension of at least 16"):
+def test_block_sparse_inputs_with_a_small_head_dim_raise() -> None:
+    with pytest.raises(ValueError, match="must be at least 16 for block-sparse inputs, got 8"):
         Inputs.make(Setting(length=64, head_dim=8, block_sparse=True))
 
 
@@ -171,15 +171,15 @@ def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     raise RuntimeError("no kernel\nand more")
 
 
-def baseline(name: str, attend: Any) -> Entrant:
-    return Entrant(name, SOFTMAX, Inputs.make(TINY), lambda: attend, "baseline")
+def baseline(name: str, attend: Any) -> Implementation:
+    return Implementation(name, SOFTMAX, Inputs.make(TINY), lambda: attend, "baseline")
 
 
-def test_what_one_raises_is_a_note_in_its_rows() -> None:
+def test_error_of_one_implementation_is_a_note_in_its_row() -> None:
     rows: list[Any] = []
-    ours = [Entrant.of(SOFTMAX, Inputs.make(TINY), name) for name in (None, "linear")]
+    ours = [Implementation.of(SOFTMAX, Inputs.make(TINY), name) for name in (None, "linear")]
     ours[1].name = "not supported"
-    Bench("x", WallClock(), **FAST).group([baseline("broken", broken), *ours], TINY, rows)
+    Bench("x", WallClock(), **FAST).measure_group([baseline("broken", broken), *ours], TINY, rows)
     assert [row.seconds is None for row in rows] == [True, False, True]
     assert rows[0].note == "RuntimeError: no kernel"
     assert "backend 'linear' cannot run 'softmax'" in rows[2].note
@@ -189,11 +189,13 @@ def report() -> Report:
     return Report({})
 
 
-def groups(*entrants: Entrant) -> list[tuple[Setting, Callable[[], list[Entrant]]]]:
-    return [(replace(TINY, length=n), lambda: list(entrants)) for n in (32, 64)]
+def groups(
+    *implementations: Implementation,
+) -> list[tuple[Setting, Callable[[], list[Implementation]]]]:
+    return [(replace(TINY, length=n), lambda: list(implementations)) for n in (32, 64)]
 
 
-def test_what_the_budget_leaves_out_is_named() -> None:
+def test_groups_beyond_the_budget_are_listed() -> None:
     now, made = [0.0], report()
 
     class Slow(WallClock):
@@ -201,25 +203,25 @@ def test_what_the_budget_leaves_out_is_named() -> None:
             now[0] += 10.0
             return super().rounds(*args)
 
-    ours = Entrant.of(SOFTMAX, Inputs.make(TINY), None)
+    ours = Implementation.of(SOFTMAX, Inputs.make(TINY), None)
     Bench("x", Slow(), **FAST, budget=Budget(5.0, lambda: now[0])).run(groups(ours), made)
     assert [row.setting.length for row in made.rows] == [32]
     (left_out,) = made.left_out
     assert left_out.endswith("N=64")
 
 
-def test_a_budget_ends_within_a_group_and_what_was_checked_is_timed() -> None:
+def test_budget_that_ends_within_a_group_still_times_checked_calls() -> None:
     now, rows = iter([0.0, 1.0, 99.0]), []
-    entrants = [Entrant.of(SOFTMAX, Inputs.make(TINY), None, name) for name in "ab"]
+    implementations = [Implementation.of(SOFTMAX, Inputs.make(TINY), None, name) for name in "ab"]
     bench = Bench("x", WallClock(), **FAST, budget=Budget(5.0, lambda: next(now)))
-    bench.group(entrants, TINY, rows)
+    bench.measure_group(implementations, TINY, rows)
     assert [(row.seconds is None, row.note) for row in rows] == [
-        (False, ""), (True, "left out: no time"),
+        (False, ""), (True, "left out: time budget used up"),
     ]  # fmt: skip
 
 
-def test_inputs_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> list[Entrant]:
+def test_group_whose_inputs_do_not_fit_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> list[Implementation]:
         raise torch.OutOfMemoryError("too much")
 
     made = report()
@@ -229,11 +231,11 @@ def test_inputs_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str])
     assert "nothing could be measured" in capsys.readouterr().err
 
 
-def test_a_lost_device_ends_the_run_and_keeps_what_there_was() -> None:
+def test_lost_device_ends_the_run_and_keeps_earlier_rows() -> None:
     class Dying(WallClock):
         alive = True
 
-        def settle(self) -> None:
+        def synchronize(self) -> None:
             if not self.alive:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -243,12 +245,12 @@ def test_a_lost_device_ends_the_run_and_keeps_what_there_was() -> None:
         timer.alive = False
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    ours = Entrant.of(SOFTMAX, Inputs.make(TINY), None)
+    ours = Implementation.of(SOFTMAX, Inputs.make(TINY), None)
     Bench("x", timer, **FAST).run(groups(ours, baseline("fatal", fatal)), made)
     assert made.rows[0].check is not None
     assert "an illegal memory access" in made.rows[1].note
     missing, rest = made.left_out
-    assert missing.startswith("what is missing of x: ")
+    assert missing.startswith("the rest of x: ")
     assert "N=32: the device failed at fatal: RuntimeError: CUDA error" in missing
     assert rest.endswith("N=64")
 
@@ -259,12 +261,12 @@ def test_a_lost_device_ends_the_run_and_keeps_what_there_was() -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["attention", "--device", "cuda"], "--device cuda needs a CUDA device, and torch sees"),
-        (["gpu", "--out", "nowhere"], "gpu needs a CUDA device, and torch sees none"),
-        (["gpu", "--out", "README.md"], "--out must be a folder, README.md is a file"),
+        (["attention", "--device", "cuda"], "--device cuda requires a CUDA device, but torch sees"),
+        (["gpu", "--out", "nowhere"], "gpu requires a CUDA device, but torch sees none"),
+        (["gpu", "--out", "README.md"], "--out must be a folder, got the file README.md"),
     ],
 )
-def test_errors_are_one_line(
+def test_usage_errors_are_one_line(
     command: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -272,13 +274,13 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(command) == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
 
 
-def test_the_plan_starts_with_the_cells_of_the_readme() -> None:
+def test_plan_starts_with_the_settings_of_the_published_table() -> None:
     args = gpu.argparse.Namespace(plugin=None, variants=None)
     steps = [gpu.parsed(line, args) for line in gpu.PLAN]
     assert [steps[i][1].head_dim for i in (0, 1)] == [[128], [64]]
@@ -287,13 +289,13 @@ def test_the_plan_starts_with_the_cells_of_the_readme() -> None:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command with a CPU as its device and a small plan."""
-    few = "--heads 2 --head-dim 16 --repeats 2 --min-seconds 0.001 --threads 1"
-    attention = f"attention {few} --lengths 64 --backend tiled --no-memory"
+    """Runs the gpu command on a CPU with a small plan."""
+    small = "--heads 2 --head-dim 16 --repeats 2 --min-seconds 0.001 --threads 1"
+    attention = f"attention {small} --lengths 64 --backend tiled --no-memory"
     plan = (f"{attention} --direction forward,backward --baselines sdpa",
             f"{attention} --inputs block-sparse --baselines sdpa",
-            f"decode {few} --lengths 64 --kv-heads 2",
-            f"linear {few} --lengths 64 --direction forward")  # fmt: skip
+            f"decode {small} --lengths 64 --kv-heads 2",
+            f"linear {small} --lengths 64 --direction forward")  # fmt: skip
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "PLAN", plan)
     monkeypatch.setattr(gpu, "require_cuda", lambda what: None)
@@ -301,7 +303,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_whole_run(
+def test_gpu_command_writes_json_and_markdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tests = {"summary": "9 passed", "status": 0, "seconds": 1.0, "failed": []}
@@ -329,7 +331,7 @@ def test_a_whole_run(
     assert capsys.readouterr().err.count("left out: ") == 4
 
 
-def test_pytest_is_run_and_its_last_line_kept() -> None:
+def test_pytest_gpu_returns_the_summary_line() -> None:
     found = gpu.pytest_gpu(60.0, ["--version"])
     assert (found["status"], found["failed"]) == (0, [])
     assert found["summary"].startswith("pytest")
@@ -351,13 +353,13 @@ def test_events_of_a_gpu() -> None:
     assert min(seconds["one"]) > 0
     assert sum(seconds["two"]) > sum(seconds["one"])
     assert timer.peak_bytes(lambda: x @ x) >= x.numel() * 4
-    timer.settle()
+    timer.synchronize()
     timer.release()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_gate_on_a_gpu(causal: bool) -> None:
+def test_check_passes_on_a_gpu(causal: bool) -> None:
     setting = replace(SMALL, causal=causal, device="cuda", dtype="bfloat16")
     inputs = Inputs.make(setting, gradients=True)
     found = Reference.of(SOFTMAX, inputs).check("tiled", True)
@@ -365,8 +367,8 @@ def test_the_gate_on_a_gpu(causal: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_the_table_of_a_gpu(tmp_path: Path) -> None:
-    """torch's own baselines raise nothing that is not said, and times are positive."""
+def test_attention_command_on_a_gpu(tmp_path: Path) -> None:
+    """Each row has a note or a positive time."""
     file = tmp_path / "out.json"
     command = ["attention", "--device", "cuda", "--variants", "softmax", "--lengths", "256",
         "--head-dim", "64", "--heads", "2", "--batch", "2", "--inputs", "iid", "--repeats", "3",

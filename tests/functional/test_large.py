@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from helpers.agreement import Inputs, bounds_of, complaints, prepared
+from helpers.agreement import Inputs, bounds_of, prepared, violations
 from helpers.cases import VARIANTS, learned, params_of, rand
 
 pytestmark = pytest.mark.slow
@@ -74,4 +74,4 @@ def test_rows_of_a_large_call(variant: str, window: int | None) -> None:
     found = results(attnzoo.attention(variant=variant, **arguments), fresh, do)
     found["out"] = found["out"][:, :, ROWS]
     exact, allowed = expected(variant, backend, inputs)
-    assert complaints(backend, found, exact, allowed) == []
+    assert violations(backend, found, exact, allowed) == []

@@ -1,8 +1,8 @@
-"""Does a backend agree with the definition in fp64? Inputs, references and the verdict.
+"""Compares a backend with the definition in fp64.
 
-The definition in fp64, with torch's autograd, is what a result is compared with. How far it may be
-from that is no fixed tolerance and nothing that a machine happened to do: it is the forward error
-analysis of `error_budget`, elementwise.
+The reference is the variant's definition in fp64, differentiated by torch's autograd. The allowed
+error is neither a fixed tolerance nor measured on the machine: `error_budget` bounds it, element by
+element, by forward error analysis.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "2 heads": (2, 2), "3 of 1
 
 @dataclass
 class Inputs:
-    """The leaves (all that takes a gradient, by name), the rest of the arguments, and dO.
+    """The arguments of a call and the gradients of its results.
 
-    layout: of q, k and v in memory, where a backend gets them; the references do not care.
+    leaves: tensors that require a gradient, by argument name. rest: the other arguments.
+    do, dlse: gradients of the output and of lse. layout: memory layout of q, k and v for the
+    backend; the reference ignores it.
     """
 
     leaves: dict[str, Tensor]
@@ -37,7 +39,7 @@ class Inputs:
     layout: str = "contiguous"
 
     def arguments(self, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict]:
-        """Fresh leaves, and the arguments made of them; in fp64 the same numbers, upcast."""
+        """Fresh leaves and all arguments; ``dtype`` casts the leaves and a float mask."""
         leaves = {
             name: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
             for name, x in self.leaves.items()
@@ -49,7 +51,11 @@ class Inputs:
 
 
 def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
-    """Inputs with the settings of a row of the covering array; see `FACTORS` in test_backends."""
+    """Inputs with the settings in ``row``, a row of a covering array; see `test_backends.FACTORS`.
+
+    row["params"] is "default", "learned", "per_head", "per_token", or an index into the `settings`
+    of the variant's case.
+    """
     queries, keys = row["shape"]
     dtype, span = row["dtype"], row["span"]
     batch = row.get("batch") or (2 if max(queries, keys) < 100 else 1)
@@ -61,7 +67,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
         "v": rand(batch, kv_heads, keys, value_dim, seed=seed + 2),
     }
     if attnzoo.get_variant(variant).positional:
-        # cosFormer: with q·k nearly 0 for all keys the row is 0/0, and its gradient only noise.
+        # cosFormer: if q·k is nearly 0 for all keys, the row is 0/0 and its gradient is noise.
         for name in ("q", "k"):
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
     leaves = {name: x.to(dtype) for name, x in leaves.items()}
@@ -91,7 +97,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
     rest.update(params_of(variant))
     if row["params"] == "learned":
         leaves.update(learned(variant, heads, seed))
-    elif row["params"] == "per_head":  # and no gradient
+    elif row["params"] == "per_head":  # without a gradient
         rest.update(learned(variant, heads, seed))
     elif row["params"] == "per_token":
         leaves.update(learned(variant, heads, seed, (batch, queries)))
@@ -102,8 +108,8 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
     return Inputs(leaves, rest, do, dlse, row.get("layout", "contiguous"))
 
 
-def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same (B, H, N, D): its heads inside its rows, or cut out of something larger."""
+def with_layout(x: Tensor, layout: str) -> Tensor:
+    """The same values in another memory layout: "bnhd" or a slice of a larger tensor."""
     if layout == "bnhd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":
@@ -113,7 +119,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def differentiate(result: Any, leaves: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
-    """Output, lse and the gradients of all leaves, by name."""
+    """The output, lse and the gradients of all leaves, by name: "out", "lse", "dq", …"""
     out, lse = result if isinstance(result, tuple) else (result, None)
     found, loss = {"out": out.detach()}, (out * inputs.do.to(out.dtype)).sum(dtype=torch.float64)
     if lse is not None:
@@ -129,40 +135,43 @@ def differentiate(result: Any, leaves: dict[str, Tensor], inputs: Inputs) -> dic
 
 def by_backend(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
     leaves, arguments = inputs.arguments()
-    arguments.update({name: laid_out(arguments[name], inputs.layout) for name in "qkv"})
+    arguments.update({name: with_layout(arguments[name], inputs.layout) for name in "qkv"})
     torch.manual_seed(5)  # dropout
     result = attnzoo.attention(variant=variant, backend=backend, **arguments)
     return differentiate(result, leaves, inputs)
 
 
 def outputs(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
-    """What a call without gradients gives: the output, and lse."""
+    """The output and lse of a call under `torch.no_grad`, by name."""
     with torch.no_grad():
         _, arguments = inputs.arguments()
-        arguments.update({name: laid_out(arguments[name], inputs.layout) for name in "qkv"})
+        arguments.update({name: with_layout(arguments[name], inputs.layout) for name in "qkv"})
         result = attnzoo.attention(variant=variant, backend=backend, **arguments)
     return dict(zip(("out", "lse"), result if isinstance(result, tuple) else (result,)))
 
 
-def kept(variant: str, backend: str, inputs: Inputs) -> Tensor | float:
-    """The mask that dropout draws: with v the identity, the output is the weights themselves."""
+def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | float:
+    """The factors of dropout on the weights, 0 or 1 / (1 − p), as (B, H, Nq, Nk).
+
+    With the identity as v, the output is the matrix of weights after dropout.
+    """
     if "dropout_p" not in inputs.rest:
         return 1.0
     with torch.no_grad():
         _, arguments = inputs.arguments()
         batch, kv_heads, keys, _ = arguments["k"].shape
-        # Large enough for a small weight not to become 0 in fp16.
+        # The factor keeps small weights from becoming 0 in fp16.
         eye = 3e4 * torch.eye(keys, dtype=arguments["k"].dtype)
         eye = eye.expand(batch, kv_heads, keys, keys)
         arguments.update(v=eye, return_lse=False)
         torch.manual_seed(5)
         drawn = attnzoo.attention(variant=variant, backend=backend, **arguments)
-    # A weight that is 0 anyway has slope 0 in every variant: whether it was dropped is the same.
+    # For a weight of 0 the factor is unknown. It does not matter: such a weight has slope 0.
     return (drawn != 0).double() / (1 - inputs.rest["dropout_p"])
 
 
 def reference(variant: str, inputs: Inputs, keep: Tensor | float = 1.0) -> dict[str, Tensor]:
-    """The definition in fp64, and its gradients by torch's autograd."""
+    """The results of the definition in fp64, with gradients by torch's autograd."""
     leaves, arguments = inputs.arguments(torch.float64)
     problem = prepared(variant, "eager", arguments, inputs, keep)
     call, form, q, k, v = problem.call, problem.definition, problem.q, problem.k, problem.v
@@ -178,7 +187,7 @@ def reference(variant: str, inputs: Inputs, keep: Tensor | float = 1.0) -> dict[
 def prepared(
     variant: str, backend: str, arguments: dict[str, Any], inputs: Inputs, keep: Tensor | float
 ) -> Problem:
-    """The call in fp64 as the library prepares it."""
+    """The call in fp64, after the library's validation and planning."""
     arguments = {**arguments, "dropout_p": 0.0}
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, variant, arguments)
@@ -202,7 +211,7 @@ def prepared(
 def bounds(
     variant: str, backend: str, inputs: Inputs, keep: Tensor | float = 1.0
 ) -> dict[str, Tensor]:
-    """How far out, lse and the gradients of all leaves may be from `reference`, elementwise."""
+    """The allowed errors of the output, lse and all gradients, element by element."""
     with torch.no_grad():
         _, arguments = inputs.arguments(torch.float64)
         return bounds_of(prepared(variant, backend, arguments, inputs, keep), inputs.leaves)
@@ -227,13 +236,13 @@ def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_heads(rows: Approx, leaf: Tensor) -> Approx:
-    """(B, H, Nq) summed to (H,), perhaps in the leaf's own dtype: fp32 where the call is fp64."""
+    """(B, H, Nq) summed to (H,). The leaf may be fp32 in an fp64 call: its roundings count."""
     units = torch.finfo(leaf.dtype).eps / rows.eps
     return rows.sum(0, 2).rounded(units, rows.value.abs().sum((0, 2)))
 
 
 def of_parameter(problem: Problem, found: dict[str, Approx], name: str, leaf: Tensor) -> Approx:
-    """The gradient of a parameter, from those of the vectors that it makes."""
+    """The gradient of a parameter by the chain rule, from the gradients of the form's vectors."""
     value, total = problem.params[name].detach(), None
     step = 1e-6
     moved = [problem.form({**problem.params, name: value + sign * step}) for sign in (1, -1)]
@@ -257,34 +266,35 @@ def disagreements(
     keep: Tensor | float = 1.0,
     gradients: bool = True,
 ) -> list[str]:
-    """Run the backend: what of its results exceeds the bounds, in words."""
+    """Runs the backend and returns one message for each result outside its bounds."""
     found = (by_backend if gradients else outputs)(variant, backend, inputs)
     exact = reference(variant, inputs, keep) if exact is None else exact
     exact = {name: exact[name] for name in found}
-    return complaints(backend, found, exact, bounds(variant, backend, inputs, keep))
+    return violations(backend, found, exact, bounds(variant, backend, inputs, keep))
 
 
-def complaints(
+def violations(
     backend: str,
     found: dict[str, Tensor],
     exact: dict[str, Tensor],
     allowed: dict[str, Tensor],
 ) -> list[str]:
-    said = []
+    """One message for each result whose error exceeds ``allowed``."""
+    messages = []
     for name, want in exact.items():
         have, most = found[name].double(), allowed[name].expand(want.shape)
         if have.numel() == 0:
             continue
-        hidden = want == float("-inf")  # lse of rows without keys
+        hidden = want == float("-inf")  # lse of rows without visible keys
         if not torch.equal(have == float("-inf"), hidden):
-            said.append(f"{backend}: {name}: −inf in the wrong places")
+            messages.append(f"{backend}: {name}: −inf in the wrong places")
             continue
         error = (have - want).masked_fill(hidden, 0.0).abs()
-        # NaN must not pass as small.
+        # Written as "not <=" so that NaN counts as outside.
         outside = ~(error <= most.masked_fill(hidden, 0.0))
         if bool(outside.any()):
             ratio = (error / most).where(outside, 0.0).nan_to_num(float("inf"), float("inf"))
             worst = int(ratio.argmax())
             figures = f"error {error.flatten()[worst]:.2e}, allowed {most.flatten()[worst]:.2e}"
-            said.append(f"{backend}: {name}: {int(outside.sum())} outside, {figures}")
-    return said
+            messages.append(f"{backend}: {name}: {int(outside.sum())} outside, worst: {figures}")
+    return messages

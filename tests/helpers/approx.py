@@ -1,12 +1,13 @@
-"""Numbers with bounds of their errors: a running forward error analysis, the same on every machine.
+"""Tensors with error bounds: running forward error analysis, independent of the machine.
 
 The rules are the classical ones (Higham, Accuracy and Stability of Numerical Algorithms, chapters
-3 and 4), to first order and in any order of the additions:
+3 and 4), to first order. They hold for any order of summation. Each operation adds this error to
+the propagated errors of its operands:
 
-    one operation     eps · |result|, and the errors of the operands
-    a sum of n terms  n · eps/2 · Σ |terms|, and the errors of the terms
-    a function f      max |f(x ± error) − f(x)|, and as many eps of its size as it takes operations
-    storing           a unit in the last place of the dtype it is stored in
+    one operation     eps · |result|
+    a sum of n terms  n · eps/2 · Σ |terms|
+    a function f      max |f(x ± error) − f(x)|, and eps · size per operation inside f
+    storing           one unit in the last place of the storage dtype
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Approx:
-    """fp64 values, and bounds of the errors of an implementation that computes with ``eps``."""
+    """fp64 values, and error bounds for an implementation with machine epsilon ``eps``."""
 
     value: Tensor
     error: Tensor
@@ -63,7 +64,7 @@ class Approx:
 
     def __truediv__(self, other: Approx) -> Approx:
         value = self.value / other.value
-        # A denominator that may be 0 bounds nothing; but 0 · ∞ would be NaN.
+        # If the denominator may be 0, the bound is huge. It stays finite, since 0 · ∞ is NaN.
         least = (other.value.abs() - other.error).clamp(min=1e-60)
         error = (self.error + value.abs() * other.error) / least
         return Approx(value, error, self.eps).rounded(1, value)
@@ -75,7 +76,7 @@ class Approx:
         return product.rounded(self.shape[-1] / 2, a @ b)
 
     def sum(self, *dims: int, keepdim: bool = False) -> Approx:
-        """One dimension after the other: partial sums are added up."""
+        """The sum over these dimensions, one after the other, with partial sums."""
         value, error, size = (
             x.sum(dims, keepdim=keepdim) for x in (self.value, self.error, self.value.abs())
         )
@@ -83,11 +84,11 @@ class Approx:
         return Approx(value, error, self.eps).rounded(count / 2, size)
 
     def rounded(self, times: float, size: Tensor) -> Approx:
-        """After as many more roundings of numbers of this size."""
+        """The same value after ``times`` more roundings of numbers as large as ``size``."""
         return replace(self, error=self.error + times * self.eps * size.abs())
 
     def where(self, mask: Tensor) -> Approx:
-        """Exactly 0 where the mask is False."""
+        """Value and error set to 0 where the mask is False."""
         return replace(
             self, value=torch.where(mask, self.value, 0.0), error=torch.where(mask, self.error, 0.0)
         )
@@ -98,7 +99,7 @@ class Approx:
         return replace(self, error=self.error + unit)
 
     def map(self, f: Callable[[Tensor], Tensor], times: float, size: Tensor) -> Approx:
-        """f, which is monotone or smooth between x ± error, evaluated in so many operations."""
+        """f(x), evaluated in ``times`` operations; f is monotone or smooth on x ± error."""
         value = f(self.value)
         ends = (f(self.value + sign * self.error) for sign in (-1, 1))
         error = torch.stack([(end - value).abs() for end in ends]).amax(0)

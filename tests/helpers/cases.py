@@ -1,6 +1,7 @@
-"""One row per variant: what the contract, backend and paper tests need to know about it.
+"""Sample parameters and a hand-computed example for each variant.
 
-A new variant is one file in ``attnzoo/variants`` and one row in `CASES`; every test finds it there.
+To add a variant, add a file to ``attnzoo/variants`` and an entry to `CASES`. The contract, backend
+and paper tests then cover it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import attnzoo
 
 @dataclass(frozen=True)
 class Paper:
-    """Weights of one row with these scores, worked by hand or taken from the paper."""
+    """The weights of one query for these scores, computed by hand or taken from the paper."""
 
     scores: tuple[float, ...]
     weights: tuple[float, ...]
@@ -28,12 +29,12 @@ class Paper:
 
 @dataclass(frozen=True)
 class Case:
-    """Sample parameters of a variant; see `params_of` for those of an ordinary call.
+    """Sample parameters of a variant.
 
-    params: for an ordinary call, where the variant's own example does not suit. learned: name ->
-    range from which tensors (H,) are drawn, smooth enough for gradcheck; ``per_token`` of them may
-    be (B, H, Nq) too. settings: further fixed parameters worth a run of their own. smooth: twice
-    differentiable everywhere.
+    params: overrides the variant's own example in ordinary calls; see `params_of`. learned: for
+    each learnable parameter the range from which tensors (H,) are drawn, smooth enough for
+    gradcheck. per_token: whether those may also be (B, H, Nq). settings: further sets of fixed
+    parameters to test. smooth: whether the variant is twice differentiable everywhere.
     """
 
     paper: Paper
@@ -61,8 +62,8 @@ CASES = {
         settings=({"train_length": math.e},),
     ),
     "adaptive_temperature": Case(
-        # Half the mass on one of 100 keys: H = log 2 + ½ log 99 = 2.9907, where the polynomial is
-        # 1.4936 by Horner on paper; the key then has 1/(1 + 99^(1 − β)).
+        # One of 100 keys has weight ½: H = log 2 + ½ log 99 = 2.9907. There the polynomial is
+        # β = 1.4936, by hand with Horner's rule. The key's new weight is 1/(1 + 99^(1 − β)).
         Paper((0.0,) * 99 + (math.log(99),), (), {}, "see test_papers", 0.0),
         settings=({"differentiable": True},),
     ),
@@ -76,7 +77,7 @@ CASES = {
             (2.0, -5.0, 1.0),
             (1 / 2, 0.0, 1 / 2),
             {"max_length": 3},
-            "the key two back counts cos 60° = ½, a negative one nothing",
+            "cos 60° = ½ for the key two back; ReLU makes the negative score 0",
         ),
         settings=({"max_length": 1000},),
     ),
@@ -100,7 +101,7 @@ CASES = {
         smooth=False,
     ),
     "asentmax": Case(
-        # δ + β (log 2)^γ = 1 + ½ (log 2)^0 · 2 = 2, so half of entmax's scores above.
+        # δ + β (log 2)^γ = 0 + 2 / (log 2)² · (log 2)² = 2: half the scores of entmax above.
         Paper(
             (0.5, 0.0),
             ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),
@@ -121,9 +122,9 @@ CASES = {
             (0.0, math.log(3), 0.0, -1.0),
             (1 / 4, 3 / 4, 0.0, 0.0),
             {"top_k": 2},
-            "of the two keys at 0 the first is kept",
+            "two keys have score 0; the first is kept",
         ),
-        params={"top_k": 5},  # of its example's 8 the seven keys of many tests would be all
+        params={"top_k": 5},  # many tests have seven keys, and the example's top_k is 8
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,
     ),
@@ -133,7 +134,7 @@ VARIANTS = attnzoo.list_variants()
 
 
 def params_of(variant: str, length: int = 256) -> dict[str, Any]:
-    """The parameters that a call must be given, for sequences of up to ``length`` keys."""
+    """The required parameters of a call, for sequences of up to ``length`` keys."""
     found = attnzoo.get_variant(variant)
     required = [param.name for param in found.params if param.default is attnzoo.REQUIRED]
     example = found.example(length) if found.example and required else {}
@@ -141,16 +142,16 @@ def params_of(variant: str, length: int = 256) -> dict[str, Any]:
     return {**{name: example[name] for name in required}, **own}
 
 
-def refusal(variant: str, **options: Any) -> str | None:
-    """Why the variant itself takes no call with these options."""
+def unsupported(variant: str, **options: Any) -> str | None:
+    """The reason why the variant does not support these options; None if it does."""
     q, k, v = torch.zeros(3, 1, 2, 4, 4).unbind()
     return attnzoo.explain(q, k, v, variant, **{**params_of(variant), **options}).reason
 
 
-# No softmax of scores; no additive score; a scale must be above 0.
+# Variants without return_lse, without an additive float mask, and with scale > 0 only.
 NO_LSE = tuple(v for v in VARIANTS if attnzoo.get_variant(v).scores is None)
-NO_SCORE = tuple(v for v in VARIANTS if refusal(v, attn_mask=torch.zeros(4, 4)) is not None)
-ONE_SIGN = tuple(v for v in VARIANTS if refusal(v, scale=-1.0) is not None)
+NO_SCORE = tuple(v for v in VARIANTS if unsupported(v, attn_mask=torch.zeros(4, 4)) is not None)
+ONE_SIGN = tuple(v for v in VARIANTS if unsupported(v, scale=-1.0) is not None)
 
 
 def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -160,7 +161,7 @@ def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
 def learned(
     variant: str, heads: int, seed: int = 0, token_shape: tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
-    """fp32 tensors (H,), or (B, H, Nq) with ``token_shape`` = (B, Nq), from the case's ranges."""
+    """Random fp32 parameters in the case's ranges: (H,), or (B, H, Nq) with token_shape (B, Nq)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (heads,) if token_shape is None else (token_shape[0], heads, token_shape[1])
     return {

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` in a process of its own, as on a machine without a GPU."""
+"""Runs `python -m benchmarks` as on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
-    # Not under the interpreter, which the tests of the kernels turn on.
+    """The finished command, run in its own process."""
+    # conftest.py sets TRITON_INTERPRET, under which nothing is compiled.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *args],
@@ -23,11 +24,11 @@ def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """What the command says when it refuses these options; in this process, which is quicker."""
+def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The error message for invalid options. It runs in this process, which is faster."""
     try:
         status = main(list(args))
-    except SystemExit as stop:  # argparse refuses by itself
+    except SystemExit as stop:  # raised by argparse
         status = stop.code
     assert status == 2
     return capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Pairwise covering arrays: few rows in which every pair of settings occurs."""
+"""Pairwise covering arrays: a small set of test cases in which every pair of settings occurs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,16 @@ def pairs_of(row: Row, names: list[str]) -> set[tuple]:
 
 @cache
 def covering(factors: Factors, allowed: Callable[[Row], bool], seed: int = 0) -> tuple[Row, ...]:
-    """Greedy rows over the factors until each pair of levels that is allowed has occurred.
+    """Greedily adds rows until every allowed pair of levels has occurred.
 
-    ``allowed`` judges a partial row: it may only forbid what the settings present forbid.
+    Args:
+        factors: pairs of a factor's name and its levels.
+        allowed: whether a row is allowed. It is also called with partial rows, and must accept one
+            unless the settings present rule it out.
+        seed: of the random order in which factors are filled in.
+
+    Raises:
+        ValueError: an allowed pair occurs in no allowed row.
     """
     draw = random.Random(seed)
     levels = dict(factors)
@@ -42,19 +49,19 @@ def covering(factors: Factors, allowed: Callable[[Row], bool], seed: int = 0) ->
             able = [level for level in levels[name] if allowed({**row, name: level})]
             draw.shuffle(able)
             new = [_gain(row, name, level, names, missing) for level in able]
-            if not able:  # this pair occurs in no whole row
+            if not able:
                 break
             row[name] = able[new.index(max(new))]
         missing.discard((a, x, b, y))
         if len(row) < len(names):
-            raise ValueError(f"no row can hold {a}={x!r} with {b}={y!r}: say so in allowed()")
+            raise ValueError(f"allowed() accepts {a}={x!r} with {b}={y!r}, but no row has both")
         missing -= pairs_of(row, names)
         rows.append({name: row[name] for name in names})
     return tuple(rows)
 
 
 def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]) -> int:
-    """Pairs of ``missing`` that the row would cover with this level."""
+    """How many missing pairs the row would cover with this level."""
     found = 0
     for other, value in row.items():
         first, second = sorted((name, other), key=names.index)
@@ -64,7 +71,7 @@ def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]
 
 
 def label(row: Row) -> str:
-    """A test's name, of the settings that are not the ordinary ones."""
+    """A test id: shape, dtype, span and all settings that are not the default."""
     settings = [f"{row['shape'][0]}x{row['shape'][1]}", str(row["dtype"])[6:], row["span"]]
     settings += [str(row[key]) for key in ("mask", "heads", "params") if row[key] != "none"]
     settings += [key for key in ("alibi", "segments", "dropout", "lse") if row[key]]

@@ -1,6 +1,6 @@
-"""Run by two ranks: a converted model under FSDP2 and under tensor parallelism, against one alone.
+"""Compares a converted model under FSDP2 and tensor parallelism with the same model on one rank.
 
-python tests/helpers/distributed_models.py RANK PORT
+Run by each of two ranks: python tests/helpers/distributed_models.py RANK PORT
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIANTS = {"ssmax": {}, "entmax": {"learn": ["alpha"], "alpha": 1.4}, "sink": {
 
 def model(variant: str):
     made = convert(llama(), variant, **VARIANTS[variant])
-    with torch.no_grad():  # another value for each head
+    with torch.no_grad():  # a different value for each head
         for p in (p for n, p in made.named_parameters() if ".attnzoo." in n):
             p += torch.linspace(-0.1, 0.1, 4)
     return made
@@ -77,8 +77,8 @@ def main(rank: int, port: int) -> None:
     dist.barrier()
     dist.destroy_process_group()
     print("agreed", flush=True)
-    # Threads of gloo and of DTensor may still run, and Python's shutdown then aborts now and then
-    # (pytorch/pytorch#190489), after all comparisons were made.
+    # Threads of gloo and DTensor may still run, and Python's shutdown then sometimes aborts
+    # (pytorch/pytorch#190489).
     os._exit(0)
 
 

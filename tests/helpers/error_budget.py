@@ -1,14 +1,15 @@
-"""How far may a result be from fp64? The bounds that `agreement` holds backends to.
+"""Error bounds, element by element, for the results and gradients of a backend.
 
-A pairwise form and its backward are evaluated once in fp64, as DESIGN's one formula for all of
-them, with the bounds that `approx` carries along. What enters beside the rules there:
+The form and its backward are evaluated once in fp64, and `approx` propagates the error bounds.
+Besides the rules of `approx`, these errors are assumed:
 
-- a vector per query (gain, offset, sink, shape) and an activation take `EVALUATION` roundings;
-- moving a row of scores by its maximum or threshold, in another unit, takes `SHIFTS` of them,
-  of numbers as large as the largest score;
-- a solver leaves `SOLVED` of |Σφ − 1|;
-- a fused kernel multiplies weights and dS in the inputs' dtype, and has the output as it is stored
-  in δ = dO·o; the others compute in the accumulators' dtype throughout.
+- Evaluating a per-query vector (gain, offset, sink, shape) or an activation takes `EVALUATION`
+  roundings.
+- Subtracting the maximum or threshold of a row from its scores, and converting the unit, takes
+  `SHIFTS` roundings of numbers as large as the largest score.
+- A threshold solver stops at |Σφ − 1| <= `SOLVED`.
+- Fused kernels multiply weights and dS in the inputs' dtype, and compute δ = dO·o from the stored
+  output. Other backends compute in the accumulator's dtype throughout.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from attnzoo.core.forms import Definition, FromStatistics, Linear, Pairwise, Sta
 from helpers.approx import Approx
 
 EVALUATION = 8
-# torch's fused CPU kernel takes an exp that is good to 20 units in the last place.
+# The exp in torch's fused CPU kernel has errors up to 20 units in the last place.
 EVALUATION_OF = {"sdpa": 20}
 SHIFTS = 4
 SOLVED = {torch.float32: 2e-6, torch.float64: 1e-12}
-SCANS = ("linear", "flash_linear")  # backends that walk over states and never meet a score
+SCANS = ("linear", "flash_linear")  # backends that update states and compute no scores
 FUSED = ("sdpa", "flash", "decode", "flash_linear")
 VECTORS = ("gain", "offset", "sink", "shape")
 FP32 = torch.finfo(torch.float32).eps
@@ -41,10 +42,10 @@ FP32 = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Problem:
-    """One call in fp64, and what is known of the implementation that is judged.
+    """One call in fp64, with the backend and dtype that the bounds are for.
 
-    params: as the variant's forms take them. q, k, v, do, dlse: fp64. keep: the factors that
-    dropout drew for the weights. dtype: that of the inputs.
+    params: the arguments of `Variant.forms`. q, k, v, do, dlse: fp64. dtype: of the inputs of the
+    backend. keep: the dropout factors of the weights.
     """
 
     variant: attnzoo.Variant
@@ -62,7 +63,7 @@ class Problem:
 
     @property
     def inner(self) -> torch.dtype:
-        """Of the operands of products in the middle."""
+        """The dtype in which weights and dS enter matrix products."""
         return self.dtype if self.backend in FUSED else self.accumulator
 
     @property
@@ -74,13 +75,13 @@ class Problem:
         return Approx(x, torch.zeros_like(x), torch.finfo(self.accumulator).eps)
 
     def vector(self, value: Tensor | float) -> Approx:
-        """A vector of a form: [B, H, Nq, 1]."""
+        """A per-query vector of a form as (B, H, Nq, 1)."""
         call = self.call
         full = call.per_query(value).detach().expand(call.batch, call.heads, call.queries)
         return self.exact(full[..., None]).rounded(EVALUATION, full[..., None])
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """Heads of keys or values, repeated for the query heads that share them."""
+        """Keys or values repeated to the number of query heads."""
         return x.repeat_interleave(self.call.group, dim=1)
 
     def form(self, params: dict[str, Any] | None = None) -> Pairwise | Linear:
@@ -91,7 +92,7 @@ class Problem:
 
 @torch.no_grad()
 def budget(problem: Problem) -> dict[str, Approx]:
-    """What `analyse` finds, of a linear form too: that is a pairwise one on its features."""
+    """The result of `analyse`. A linear form is treated as a pairwise form on its features."""
     form, call = problem.form(), problem.call
     if isinstance(form, Pairwise):
         return analyse(problem, form)
@@ -105,13 +106,13 @@ def budget(problem: Problem) -> dict[str, Approx]:
     for name, (x, at, factor) in sides.items():
         given = found["d" + name].stored(problem.inner)
         given = given.rounded(EVALUATION, given.value)
-        found["d" + name] = pulled(form, x, at, given, factor)
+        found["d" + name] = through_features(form, x, at, given, factor)
     return found
 
 
 @torch.enable_grad()
-def pulled(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) -> Approx:
-    """factor · Jᵀ gradient, with |J| for the errors: feature by feature, each of its own token."""
+def through_features(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) -> Approx:
+    """The gradient through the feature map: factor · Jᵀ given, and factor · |J|ᵀ for the errors."""
     x = x.detach().requires_grad_()
     features = form.features(x, at)
     value, error = torch.zeros_like(x), torch.zeros_like(x)
@@ -124,16 +125,19 @@ def pulled(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) ->
 
 
 def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
-    """out, lse, dq, dk, dv; dscore, the gradient of the bias, (B, H, Nq, Nk); and the gradients of
-    the form's vectors, dgain, doffset, dsink and dshape, (B, H, Nq, 1)."""
+    """The results with their error bounds, by name.
+
+    out, lse, dq, dk and dv have the shapes of the call. dscore is the gradient of the score bias,
+    (B, H, Nq, Nk). dgain, doffset, dsink and dshape are (B, H, Nq, 1).
+    """
     call, exact = problem.call, problem.exact
     visible = call.visible.expand(call.batch, call.heads, call.queries, call.keys)
     q, k, v = exact(problem.q), *(exact(problem.of_queries(x)) for x in (problem.k, problem.v))
     if problem.backend == "flash_linear" and problem.dtype == torch.bfloat16:
-        q, k = q.stored(problem.dtype), k.stored(problem.dtype)  # features are kept in bf16
+        q, k = q.stored(problem.dtype), k.stored(problem.dtype)  # features are stored in bf16
     pairs = abs(call.scale) * (q.value.abs() @ k.value.abs().mT)
     z = (exact(call.scale) * (q @ k.mT)).where(visible)
-    if problem.backend in SCANS:  # sums over keys and over features change places
+    if problem.backend in SCANS:  # the sum over keys comes before the sum over features
         z = z.rounded(call.keys, pairs).where(visible)
     bias = exact(call.bias).rounded(2, torch.as_tensor(call.bias, dtype=torch.float64))
     statistics = None
@@ -144,7 +148,7 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         gain = problem.vector(form.gain)
     s = (gain * z + bias).where(visible)
     if problem.backend == "sdpa" and not (isinstance(form.gain, float) and form.gain == 1.0):
-        # The gain rides on q, in q's dtype.
+        # q is multiplied by the gain in q's dtype.
         s = s.rounded(torch.finfo(problem.dtype).eps / s.eps, gain.value * pairs)
     s = s.rounded(SHIFTS, s.value.abs() + largest(s.value)).where(visible)
 
@@ -161,10 +165,10 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
     found.update(weights.vector_gradients(ds, z))
     of_logits, found["dscore"] = [gain * ds], ds
     if statistics is not None and statistics.differentiable:
-        through = found["dgain"] * statistics.slope * statistics.turn
+        through = found["dgain"] * statistics.slope * statistics.dentropy
         of_logits, found["dscore"] = [*of_logits, through], ds + through
     if problem.backend in FUSED:
-        # Made of the gradient of q. In sdpa, gain · q is in q's dtype.
+        # dgain is computed from the gradient of q. In sdpa, gain · q is in q's dtype.
         found["dgain"] = (ds.stored(problem.inner) * z).sum(-1, keepdim=True)
     if problem.backend == "sdpa":
         size = (abs(call.scale) * (ds.value @ k.value) * q.value).abs().sum(-1, keepdim=True)
@@ -182,12 +186,12 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
 
 
 def shared(x: Approx, call: Call) -> Approx:
-    """The sum over the query heads that share a head of keys."""
+    """The sum over the query heads that share a key head."""
     return x.unflatten(1, (call.kv_heads, call.group)).sum(2)
 
 
 def largest(s: Tensor) -> Tensor:
-    """Of each row: [.., 1]."""
+    """The largest absolute value of each row, (..., 1)."""
     return s.abs().amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
 
 
@@ -211,7 +215,7 @@ class Weights:
         if form.normalize == "threshold" and s.shape[-1]:
             x = (x - self.threshold(x, peak)).where(visible)
         self.x = x
-        self.phi, self.slope = self.activate(x).where(visible), self.incline(x).where(visible)
+        self.phi, self.slope = self.activate(x).where(visible), self.derivative(x).where(visible)
         if form.normalize == "select":
             self.select(s)
         self.z = self.normalizer()
@@ -222,28 +226,30 @@ class Weights:
         def f(s: Tensor) -> Tensor:
             return self.act.value(s.clone(), self.alpha)
 
-        if self.act.vanishes:  # φ is e^{log φ} at worst
+        if self.act.vanishes:  # φ may be computed as e^(log φ)
             size = f(x.value) * (1 + f(x.value).clamp(min=1e-300).log().abs())
-        else:  # a power series cancels
+        else:  # the terms of a power series may cancel
             size = f(x.value.abs())
         return x.map(f, self.times, size)
 
-    def incline(self, x: Approx) -> Approx:
+    def derivative(self, x: Approx) -> Approx:
+        """φ'(x)."""
+
         def f(s: Tensor) -> Tensor:
             return self.act.slope(s, self.act.value(s.clone(), self.alpha), self.alpha)
 
         at = x.value if self.act.vanishes else x.value.abs()
-        # With φ, for σ' is φ − φ².
+        # φ is part of the size because σ' = φ − φ².
         size = f(at).abs() + self.act.value(at.clone(), self.alpha).abs()
         return x.map(f, self.times, size)
 
     def threshold(self, x: Approx, peak: Tensor) -> Approx:
-        """τ, counted from the peak: it moves by the errors of the scores, averaged with φ'."""
+        """τ relative to the peak. Its error is the mean error of the scores, weighted with φ'."""
         alpha = None if self.alpha is None else self.alpha[..., 0]
         hidden = x.value.masked_fill(~self.visible, float("-inf"))
         tau = solve_threshold(hidden, alpha, self.act)[..., None]
         at = replace(x, value=x.value - tau, error=torch.zeros_like(x.error))
-        phi, slope = self.activate(at).where(self.visible), self.incline(at).where(self.visible)
+        phi, slope = self.activate(at).where(self.visible), self.derivative(at).where(self.visible)
         left = SOLVED[self.problem.accumulator] + phi.sum(-1, keepdim=True).error
         moved = (slope.value * x.error).sum(-1, keepdim=True) + left
         error = moved / slope.value.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -251,7 +257,7 @@ class Weights:
         return Approx(tau, error, x.eps).rounded(SHIFTS, tau.abs() + peak.abs())
 
     def select(self, s: Approx) -> None:
-        """Only the largest are kept; where rounding decides, a key may be kept or not."""
+        """Keeps the largest scores. If rounding decides about a key, both outcomes are allowed."""
         ranked = s.value.masked_fill(~self.visible, float("-inf"))
         order = ranked.sort(stable=True, dim=-1, descending=True).indices
         keep = min(self.form.keep or 0, s.shape[-1])
@@ -273,7 +279,7 @@ class Weights:
         if self.form.normalize == "none":
             return self.problem.exact(one)
         if self.form.normalize == "threshold":
-            # Divided by what Σφ is with a rounded τ, or by 1.
+            # An implementation may divide by Σφ at its rounded τ, or not at all.
             return replace(total, value=one)
         if self.form.sink is not None:
             total = total + self.activate(self.sink())
@@ -292,25 +298,25 @@ class Weights:
         if self.form.normalize == "threshold":
             self.r = self.mean(dp)
         else:
-            # Σ w dP, or dO·o with the output as it is stored.
+            # Computed as Σ w dP, or as dO·o from the stored output.
             r, stored = (self.w * dp).sum(-1, keepdim=True), (do * out).sum(-1, keepdim=True)
             self.r = replace(r, error=torch.maximum(r.error, stored.error))
         self.dp = dp - self.r
         return self.slope * self.dp / self.z
 
     def mean(self, dp: Approx) -> Approx:
-        """Σ φ' dP / Σ φ', which lies between the dP of the keys with weight."""
-        mass = self.slope.sum(-1, keepdim=True)
+        """Σ φ' dP / Σ φ', a mean of dP over the keys with φ' > 0, and so within their range."""
+        total = self.slope.sum(-1, keepdim=True)
         mean = (self.slope.value * dp.value).sum(-1, keepdim=True)
-        mean = mean / mass.value.masked_fill(mass.value == 0, 1.0)
+        mean = mean / total.value.masked_fill(total.value == 0, 1.0)
         apart = (dp.value - mean).abs()
         error = (self.slope.error * apart + self.slope.value * dp.error).sum(-1, keepdim=True)
-        error = error / (mass.value - mass.error).clamp(min=1e-60)
-        weighty = self.slope.value + self.slope.error > 0
-        widest = torch.where(weighty, apart + dp.error, 0.0)
+        error = error / (total.value - total.error).clamp(min=1e-60)
+        positive = self.slope.value + self.slope.error > 0
+        widest = torch.where(positive, apart + dp.error, 0.0)
         error = torch.minimum(error, largest(widest))
         found = Approx(mean, error, dp.eps)
-        return found.rounded(dp.shape[-1] / 2 + EVALUATION, largest(dp.value * weighty))
+        return found.rounded(dp.shape[-1] / 2 + EVALUATION, largest(dp.value * positive))
 
     def lse(self) -> Approx:
         total = self.phi.sum(-1, keepdim=True)
@@ -320,27 +326,27 @@ class Weights:
         return found.rounded(SHIFTS, self.shift.value)[..., 0]
 
     def lse_gradient(self, lse: Approx) -> Approx:
-        """e^{s − lse}: of the scores alone, whatever else is in Z."""
+        """e^(s − lse); unlike Z, lse does not include the sink."""
         total = self.phi.sum(-1, keepdim=True)
         p = self.phi / replace(total, value=total.value.masked_fill(total.value == 0, 1.0))
         return p.rounded(SHIFTS, p.value * lse.value[..., None])
 
     def vector_gradients(self, ds: Approx, z: Approx) -> dict[str, Approx]:
-        """By name, [B, H, Nq, 1]."""
+        """The gradients of the form's vectors, (B, H, Nq, 1), by name."""
         found = {"dgain": (ds * z).sum(-1, keepdim=True)}
         if self.form.offset is not None:
             found["doffset"] = -ds.sum(-1, keepdim=True)
         if self.form.sink is not None:
-            found["dsink"] = -(self.incline(self.sink()) * self.r / self.z)
+            found["dsink"] = -(self.derivative(self.sink()) * self.r / self.z)
         if self.form.shape is not None:
-            turn = self.turn().where(self.visible)
-            of_shape = (turn * self.dp / self.z).sum(-1, keepdim=True)
-            # r may be taken off with a turn of its own, from another step of a solver.
-            apart = (turn.error * self.r.value.abs()).sum(-1, keepdim=True)
+            dphi = self.shape_derivative().where(self.visible)
+            of_shape = (dphi * self.dp / self.z).sum(-1, keepdim=True)
+            # The term with r may use a ∂φ/∂shape from another solver step.
+            apart = (dphi.error * self.r.value.abs()).sum(-1, keepdim=True)
             found["dshape"] = replace(of_shape, error=of_shape.error + apart)
         return found
 
-    def turn(self) -> Approx:
+    def shape_derivative(self) -> Approx:
         """∂φ/∂shape."""
         slope, alpha = self.act.shape_slope, self.alpha
         assert slope is not None
@@ -349,13 +355,13 @@ class Weights:
         def f(s: Tensor) -> Tensor:
             return slope(s, self.act.value(s.clone(), alpha), alpha)
 
-        # A difference of two terms as large as x φ / (α − 1).
+        # It is the difference of two terms of size x φ / (α − 1).
         size = f(self.x.value).abs() + self.phi.value * self.x.value.abs() / (alpha - 1)
         return self.x.map(f, self.times, size)
 
 
 class EntropyGain:
-    """A gain made of lse and entropy of the scores before it, its slope, and ∂H/∂s."""
+    """A gain computed from lse and entropy H of the logits, its slope d gain / dH, and ∂H/∂s."""
 
     def __init__(self, problem: Problem, form: FromStatistics, s: Approx, visible: Tensor) -> None:
         self.differentiable, eps = form.differentiable, s.eps
@@ -380,12 +386,12 @@ class EntropyGain:
         here, there = gain(entropy), slope(entropy)
         ends = [(entropy + sign * entropy_error, sign) for sign in (-1, 1)]
         error = torch.stack([(gain(h, move=sign) - here).abs() for h, sign in ends]).amax(0)
-        # How rounding disturbs the function itself: seen in fp32, at neighbouring numbers.
+        # The rounding error of the gain function itself, measured in fp32 near the entropy.
         near = [(entropy * (1 + step * FP32)).float() for step in range(-8, 9)]
         noise = torch.stack([(gain(h, torch.float32) - gain(h)).abs() for h in near]).amax(0)
         self.gain = Approx(here, error + 2 * noise * (eps / FP32), eps).rounded(4, here)
         bend = torch.stack([(slope(h) - there).abs() for h, _ in ends]).amax(0)
         self.slope = Approx(there, bend + 1e-6 * there.abs(), eps)
-        turn = -p * (log_p + entropy)
+        dentropy = -p * (log_p + entropy)
         error = p * ((1 + (log_p + entropy).abs()) * (s.error + lse_error) + entropy_error)
-        self.turn = Approx(turn, error, eps).rounded(EVALUATION, p * (1 + log_p.abs()))
+        self.dentropy = Approx(dentropy, error, eps).rounded(EVALUATION, p * (1 + log_p.abs()))

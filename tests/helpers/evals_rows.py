@@ -1,4 +1,4 @@
-"""Rows of evals, made by hand."""
+"""Hand-made rows of eval results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def row(
     length: int = 16,
     **more: Any,
 ) -> Row:
-    """A row with this score; None: it failed for want of memory."""
+    """A row with this score; with None, a row that ran out of memory."""
     metrics = {} if score is None else {TASKS[task].score.name: score}
     return {
         "key": f"{task} {variant} {positions} {seed} {length}",
@@ -38,7 +38,7 @@ def row(
 
 
 def written(folder: Path, rows: list[Row]) -> Path:
-    """A folder of results with these rows."""
+    """Writes the rows as results into the folder and returns it."""
     for one in rows:
         file = folder / one["task"] / "rows.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)

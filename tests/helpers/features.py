@@ -1,4 +1,4 @@
-"""The features of a call that `coverage_table.py` names, as arguments of `attention`."""
+"""Arguments of `attention` for each feature of a call in `coverage_table.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ N = 9
 
 
 def feature(name: str, gradient: bool = True) -> dict[str, Any]:
-    """q, k, v and keywords of a small call that has the feature."""
+    """q, k, v and the keyword arguments of a small call with the feature."""
     heads, kv_heads, queries, keys, dim, values, batch = 2, 2, N, N, 8, 8, 2
     dtype = torch.float32
     options: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and what the tests give to them."""
+"""Small transformers models with random weights, and inputs for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what a package deprecates of another's is not ours
+    warnings.simplefilter("ignore")  # deprecations among third-party packages
     import transformers
     from transformers import (
         BertConfig,
@@ -83,7 +83,7 @@ def batch(model: Any) -> dict[str, Tensor]:
 
 
 def outputs(model: Any, **options: Any) -> Tensor:
-    """Of the tokens that are none of the padding."""
+    """The model's outputs at all tokens that are not padding."""
     given = batch(model)
     out = model(**given, **options)[0]
     return out if "attention_mask" not in given else out[given["attention_mask"].bool()]
@@ -96,5 +96,5 @@ def generate(model: Any, **options: Any) -> Tensor:
     )
 
 
-# What one package deprecates of another's is not ours.
+# Ignores deprecations among third-party packages.
 quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -1,8 +1,8 @@
-"""Kernel paths: which forms a kernel can tell apart, and which variants reach them.
+"""Kernel paths: the properties of a form that decide which kernel code runs.
 
-A kernel does not know variants. It knows a form: the activation, how it normalizes, where the gain
-comes from, and which rows there are. Two variants with the same path run the same code, so the
-quick arrays of the kernel tests take each path once, as one factor among the others.
+A path is the activation, the normalization, the source of the gain and the per-query vectors. Two
+variants with the same path run the same code. The fast covering arrays of the kernel tests
+therefore contain one variant per path, as one factor among the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from helpers.covering import Factors, Row, covering
 
 
 class Level(NamedTuple):
-    """A variant with one of its settings; see `agreement.make` for ``params``."""
+    """A variant with one choice of parameters; see `agreement.make` for ``params``."""
 
     variant: str
     params: str | int
@@ -34,12 +34,12 @@ class Level(NamedTuple):
 
 
 class Path(NamedTuple):
-    kind: str  # of the form
-    normalize: str  # "online" is a softmax, whose maximum runs along
+    kind: str  # of the form: "pairwise" or "linear"
+    normalize: str  # as in the form, or "online" for a softmax with a running maximum
     activation: str
-    gain: str  # none, row, or statistics
-    rows: tuple[str, ...]  # offset, shape and sink, where there are any
-    learned: tuple[str, ...]  # those, and the gain, that take a gradient
+    gain: str  # "none", "per query" or "statistics"
+    vectors: tuple[str, ...]  # those of offset, shape and sink that the form has
+    learned: tuple[str, ...]  # vectors, including the gain, that require a gradient
 
 
 PLAIN = {
@@ -50,7 +50,7 @@ PLAIN = {
 
 @cache
 def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
-    """The path that a call takes on a backend for these kinds of forms."""
+    """The path of a call on a backend that runs forms of these kinds."""
     _, arguments = make(level.variant, {**PLAIN, "params": level.params}).arguments()
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, level.variant, arguments)
@@ -62,19 +62,19 @@ def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
     vectors = {name: getattr(form, name) for name in ("gain", "offset", "shape", "sink")}
     gain = vectors["gain"]
     learned = [n for n, x in vectors.items() if isinstance(x, Tensor) and x.requires_grad]
-    source = "row" if isinstance(gain, Tensor) else "none"
+    source = "per query" if isinstance(gain, Tensor) else "none"
     if isinstance(gain, attnzoo.FromStatistics):
         source = "statistics"
         learned += ["gain"] if gain.differentiable else []
-    rows = tuple(name for name in ("offset", "shape", "sink") if vectors[name] is not None)
+    given = tuple(name for name in ("offset", "shape", "sink") if vectors[name] is not None)
     normalize = "online" if form.softmax else form.normalize
-    return Path("pairwise", normalize, form.activation.name, source, rows, tuple(learned))
+    return Path("pairwise", normalize, form.activation.name, source, given, tuple(learned))
 
 
-def carriers(
+def one_level_per_path(
     levels: Iterable[Level], kinds: tuple[str, ...] = ("pairwise",)
 ) -> dict[str, list[Level]]:
-    """By how a form normalizes: for each path one level. Defaults go before other settings."""
+    """One level for each path, grouped by normalization. Default settings are preferred."""
     found: dict[Path, Level] = {}
     for level in sorted(levels, key=lambda level: isinstance(level.params, int)):
         found.setdefault(path_of(level, kinds), level)
@@ -84,8 +84,8 @@ def carriers(
     return groups
 
 
-def takes(row: Row) -> bool:
-    """Whether the variant of a partial row has what the row asks for."""
+def supports(row: Row) -> bool:
+    """Whether the row's variant supports the row's masks and lse; rows may be partial."""
     level = row.get("params")
     if level is None:
         return True
@@ -101,19 +101,20 @@ def quick_rows(
     thin: Iterable[dict[str, Any]],
     kinds: tuple[str, ...] = ("pairwise",),
 ) -> list[tuple[str, Row]]:
-    """(variant, row) of one covering array for each way to normalize, its paths being a factor.
+    """(variant, row) for the rows of one covering array per normalization.
 
-    Levels that carry no path get the rows of ``thin``.
+    The levels from `one_level_per_path` are a factor of the array. All other levels get the rows
+    of ``thin``.
     """
     levels = list(levels)
-    groups, rows = carriers(levels, kinds), []
+    groups, rows = one_level_per_path(levels, kinds), []
     for group in groups.values():
         mine = {**factors, "params": tuple(group)}
         if all(level.variant in NO_SCORE for level in group):
             mine.update(mask=tuple(x for x in mine["mask"] if "float" not in x), alibi=(False,))
         if all(level.variant in NO_LSE for level in group):
             mine["lse"] = (False,)
-        rows += _both(tuple(mine.items()), allowed)
+        rows += _covering(tuple(mine.items()), allowed)
     for level in levels:
         if not any(level in group for group in groups.values()):
             rows += [{**row, "params": level} for row in thin]
@@ -121,14 +122,14 @@ def quick_rows(
 
 
 @cache
-def _both(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ...]:
-    return covering(factors, lambda row: takes(row) and allowed(row))
+def _covering(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ...]:
+    return covering(factors, lambda row: supports(row) and allowed(row))
 
 
 def quick_variants(
     variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
 ) -> list[ParameterSet]:
-    """All of them as a test's values, slow but for the first that has an activation."""
+    """All variants as test parameters, marked slow unless the first with their activation."""
     known, values = set(), []
     for variant in variants:
         path = path_of(Level(variant, "default"), kinds)

@@ -1,4 +1,4 @@
-"""Torch's own checks of an operator: schema, fake, autograd and compilation."""
+"""torch.library.opcheck for the operators of `attnzoo.backends.operator`."""
 
 from __future__ import annotations
 

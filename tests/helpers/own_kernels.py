@@ -1,4 +1,4 @@
-"""Triton functions of a third party's activations; see `test_own_activations`."""
+"""Triton functions of user-defined activations; see `test_own_activations`."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def exp(x, shape):
-    """Of x in units of log2 e."""
+    """φ = φ' = 2^x, with x in units of log2 e."""
     phi = tl.exp2(x)
     return phi, phi
 
 
 @triton.jit
 def entmax175(x, shape):
-    """φ = u^{4/3} and φ' = u^{1/3} with u = [1 + 3x/4]_+."""
+    """φ = u^(4/3) and φ' = u^(1/3) with u = max(1 + 3x/4, 0)."""
     u = tl.maximum(1.0 + 0.75 * x, 0.0)
     root = tl.where(u > 0.0, tl.exp2(tl.log2(tl.maximum(u, 1e-30)) / 3.0), 0.0)
     return u * root, root
@@ -21,7 +21,7 @@ def entmax175(x, shape):
 
 @triton.jit
 def tame(x, shape):
-    """φ = 1/(1 + x²) where x < 0, and 1 above."""
+    """φ = 1 / (1 + x²) for x < 0, and 1 for x >= 0."""
     y = tl.minimum(x, 0.0)
     phi = 1.0 / (1.0 + y * y)
     return phi, -2.0 * tl.maximum(y, -1e18) * phi * phi

@@ -1,4 +1,4 @@
-"""What the compile gate compiles: every kernel with everything that its compilation depends on."""
+"""The kernel specializations that the compile gate compiles."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
-# Calls that are not both causal and scaled query by query.
+# Calls without causality, without a per-query gain, or without both.
 BARE = ("full", "no gain", "full no gain")
-# Launches of `decode` that read no activation or no head dimension.
+# Launches of `decode` that depend on no activation or on no head dimension.
 STAGES = ("decode statistics", "decode solver", "decode merge")
 
 
-class Cell(NamedTuple):
-    """One kernel with everything that its compilation depends on."""
+class Specialization(NamedTuple):
+    """One kernel, and everything that its compilation depends on.
 
-    kernel: str  # of KERNELS; of linear and decode with the launch, where there are several
+    kernel: one of KERNELS; for linear and decode it may be followed by the name of a launch.
+    extra: one of EXTRAS or BARE; "heads" (a key mask per head); or "all" (all of EXTRAS, a sink
+    and the gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
+    """
+
+    kernel: str
     arch: str
     dtype: str
     head_dim: int
     activation: str = ""
-    # One of EXTRAS or BARE; "heads", a mask of keys for each head; or "all" of EXTRAS with a sink
-    # and the gradient of lse on top, then "unaligned" for strides that no wide load divides.
     extra: str = ""
 
     @property
@@ -45,10 +48,10 @@ class Cell(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Cells of these kernels, kinds of activation, dtypes, head dimensions and extras: all of each.
+    """All combinations of these kernels, kinds, dtypes, head dimensions, extras and architectures.
 
-    A kind is that of `activations.Use`, or "linear". A call is causal and has a gain, unless it is
-    one of BARE.
+    ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind` or "linear".
+    Calls are causal with a per-query gain, except those of BARE.
     """
 
     kernels: tuple[str, ...]
@@ -61,7 +64,7 @@ class Group(NamedTuple):
 
 BOTH = ("forward", "dq", "dkdv")
 FLASH = (*BOTH, "stats", "threshold")
-POWERS = (64, 128, 256)  # the columns of other head dimensions are filled up to a power of two
+POWERS = (64, 128, 256)  # other head dimensions are padded to a power of two
 DECODED = (96, *POWERS)
 FEW = ("", "keys", "heads", "window")
 GROUPS = (
@@ -69,7 +72,7 @@ GROUPS = (
     Group(BOTH, "online none threshold", "bf16", (96,)),
     Group(("forward", "dq"), "online none", "bf16", (48, 192)),
     Group(FLASH, "online threshold", "fp32", POWERS),
-    # Like a softmax, but for a maximum that fp16 alone needs.
+    # "sum" differs from "online" only by a running maximum of φ, which only fp16 needs.
     Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),
@@ -81,7 +84,7 @@ GROUPS = (
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(BOTH, "online", "bf16", POWERS, ("segments",)),
     Group(BOTH, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
-    # With each number of rows in a tile.
+    # The extras and dtypes give each possible number of rows in a tile; see `few_queries`.
     Group(("decode",), "online", "bf16 fp32", DECODED, (*FEW, "all", "all unaligned")),
     Group(("decode",), "none", "bf16 fp32", DECODED),
     Group(("decode",), "threshold", "bf16 fp32", DECODED, ("all",)),
@@ -98,8 +101,11 @@ GROUPS = (
 )
 
 
-def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
-    """All cells, none twice. A dimension not in HEAD_DIMS is taken as 96 if it is filled up."""
+def specializations(archs: list[str], dims: list[int]) -> Iterator[Specialization]:
+    """All specializations, without repetition.
+
+    A head dimension outside HEAD_DIMS is treated like 64 if it is a power of two, else like 96.
+    """
     names, seen = {**kinds(), "linear": ""}, set()
     for arch, dim, group in product(archs, dims, GROUPS):
         like = dim if dim in HEAD_DIMS else 96 if dim & (dim - 1) else 64
@@ -109,15 +115,15 @@ def cells(archs: list[str], dims: list[int]) -> Iterator[Cell]:
             group.kinds.split(), group.kernels, group.dtypes.split(), group.extras
         ):
             wrong = {"stats": kind != "online", "threshold": kind not in ("threshold", "family")}
-            cell = Cell(kernel, arch, dtype, dim, names[kind], extra)
-            if not wrong.get(kernel) and cell not in seen:
-                seen.add(cell)
-                yield cell
+            spec = Specialization(kernel, arch, dtype, dim, names[kind], extra)
+            if not wrong.get(kernel) and spec not in seen:
+                seen.add(spec)
+                yield spec
 
 
-def quick_cells(archs: list[str]) -> Iterator[Cell]:
-    """The part that most calls use: bf16, without extras, and what decoding adds."""
-    for cell in cells(archs, list(QUICK_DIMS)):
-        common = cell.dtype == "bf16" or cell.kernel in STAGES
-        if common and cell.extra in ("", *BARE) and cell.activation != kinds()["family"]:
-            yield cell
+def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
+    """The specializations of most calls: bf16 without extras, and the stages of decoding."""
+    for spec in specializations(archs, list(QUICK_DIMS)):
+        common = spec.dtype == "bf16" or spec.kernel in STAGES
+        if common and spec.extra in ("", *BARE) and spec.activation != kinds()["family"]:
+            yield spec
