@@ -94,12 +94,12 @@ WRONG_WEIGHTS: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (
         lambda q, k, call: call.scores(q, k).to(torch.float64),
         TypeError,
-        "weights of variant 'mine' must be in the dtype .*torch.float32, got torch.float64",
+        "weights of variant 'mine' must have the dtype .*torch.float32, got torch.float64",
     ),
     (
         lambda q, k, call: call.visible.expand(2, 4, 5, 6),
         TypeError,
-        "weights of variant 'mine' must be in the dtype .*torch.float32, got torch.bool",
+        "weights of variant 'mine' must have the dtype .*torch.float32, got torch.bool",
     ),
     (lambda q, k, call: None, TypeError, "weights .*'mine' must be a tensor, got NoneType"),
 ]
