@@ -1,4 +1,4 @@
-"""Backends: each computes a form of a variant. One file or folder per backend.
+"""The backends. Each computes forms of variants, and is one file or folder.
 
 A new backend is a file with a ``BACKEND``, an entry in this list, and a place in the order of
 preference in ``selection``.

@@ -109,10 +109,10 @@ def linear_is_cheaper(form: Linear, call: Call) -> bool:
 def linear_work(form: Linear, call: Call) -> float:
     """Cost of the scan relative to the cost of the pairwise form, in multiplications.
 
-    The state takes F·(Dv + 1) for each key and for each query that reads it. Under causality each
-    query also takes F for each key of its chunk. The pairwise form takes D + Dv for each pair of a
-    query and a key that it reaches. A multiplication of the scan counts `LINEAR_COST` times, and in
-    fp64 another `FP64_COST` times.
+    The scan takes F·(Dv + 1) for each key and for each query that reads the state. Under causality
+    each query also takes F for each key of its chunk. The pairwise form takes D + Dv for each pair
+    of a query and a key that it reaches. A multiplication of the scan counts `LINEAR_COST` times,
+    and in fp64 another `FP64_COST` times.
     """
     reach = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
     if call.left is not None:

@@ -141,7 +141,7 @@ def _products_pass(
 def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
-    """Returns the launches; products, lse and entropy of the logits without a gain."""
+    """Returns the launches and their results: products, lse and entropy, without a gain."""
     unit = 1 / LN2.value
     walk, args, products = _products_pass(q, k, None, unit, layout, arch, processors, True)
     lse, entropy = new_vector(q), new_vector(q)
@@ -153,7 +153,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """Returns the launches; products and τ. Of the vectors, gain and shape are used."""
+    """Returns the launches and their results: products and τ. Uses gain and shape only."""
     walk, args, products = _products_pass(q, k, vectors.gain, 1.0, layout, arch, processors, False)
     tau = new_vector(q)
     args = {
@@ -167,7 +167,7 @@ def describe_decode(
     q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
     vectors: Vectors, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
-    """Returns the launches; out and lse."""
+    """Returns the launches and their results: out and lse."""
     args, config, splits = _arguments(q, k, v, layout, arch, processors)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")

@@ -50,6 +50,7 @@ def flash_dq(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write dq, δ and the gradients of per-query vectors for a block of queries."""
     b, h, at, start, index, q_side = query_tile(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
     )
@@ -217,6 +218,7 @@ def flash_dkdv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAP_M: tl.constexpr, MAP_N: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write dk and dv for a block of keys."""
     tiles = tl.cdiv(keys, BLOCK_N)
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)  # batch × key/value head

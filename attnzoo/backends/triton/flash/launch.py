@@ -89,7 +89,7 @@ def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, maps: Maps,
     want_lse: bool, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
-    """Returns the launch, and out, the statistic of `flash_forward` and lse."""
+    """Returns the launch and its results: out, the statistic of `flash_forward`, lse."""
     out = like(q, v.shape[3])
     two_vectors = stands_apart(form.normalize, layout.mask)
     stat = None if form.normalize == "none" else new_vector(q, two_vectors)
@@ -118,7 +118,7 @@ def describe_backward(
     stat: Tensor | None, lse: Tensor | None, layout: Layout, form: Form, vectors: Vectors,
     maps: Maps, wanted: Collection[str], arch: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
-    """Returns the launches, and the gradients of q, k, v and the wanted per-query vectors."""
+    """Returns the launches, and the gradients of q, k, v and the wanted vectors by name."""
     grads = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
     grads |= {name: new_vector(q) for name in wanted if name not in grads}
     online, tau, z = form.normalize == "online", vectors.offset, stat
@@ -200,7 +200,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Returns the launch, and τ and the block map. Of the vectors, gain and shape are used."""
+    """Returns the launch and its results: τ and the block map. Uses gain and shape only."""
     align = align_of(q, k)
     config = _config("threshold", arch, q, k, v, layout, True, align)
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)

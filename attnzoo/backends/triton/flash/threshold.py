@@ -125,7 +125,10 @@ def threshold(
 
 @triton.jit
 def newton(t, z, slopes, a):
-    """τ − base after a step from t, with Σφ = z and Σφ' = slopes; and which are unsolved."""
+    """One step from t = τ − base, given Σφ = z and Σφ' = slopes.
+
+    Returns the new t, and which queries are not solved yet.
+    """
     excess = tl.where(z > 0.0, z - 1.0, 0.0)
     # Near Z = 1 the difference of powers cancels. It is Z − 1 to first order.
     power = tl.exp2((1.0 - a) * tl.log2(tl.where(z > 0.0, z, 1.0)))
