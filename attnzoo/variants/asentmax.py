@@ -1,12 +1,20 @@
-"""asentmax: w_i = entmax_1.5((δ + β (log n_i)^γ) · z_i).
+"""asentmax: entmax with α = 1.5 and a gain that can grow with the logarithm of the number of keys.
 
-Vasylenko et al. 2025, arXiv:2506.16640. β and γ may be a number per head, (H,), or per head and
-token, (B, H, Nq), as in the paper: β = softplus(W_β x), γ = 2 tanh(W_γ x).
+Formula:
+    w_i = entmax_1.5((δ + β (log n_i)^γ) · z_i),  n_i = number of keys visible to query i
 
-Initial values: β = log 2 and γ = 0, what the paper's projections give at W = 0.
+Effect: Keys whose logit is 2/gain or more below the largest have weight exactly 0, and a key that
+leads all others by that much has weight 1. With γ > 0 the gain grows with n, so a smaller lead is
+enough; at the initial γ = 0 the gain is δ + β for every n > 1.
 
-Differs: rows with n_i ≤ 1 have gain δ, with no gradient to β and γ; learned per head, β and γ are
-plain numbers, without softplus and tanh.
+Initial values: β = log 2 and γ = 0, which the paper's projections give at W = 0. δ = 1 and is not
+learned by default.
+
+Source: Vasylenko et al. 2025, arXiv:2506.16640.
+
+Differences: Rows with n_i ≤ 1 have gain δ, and β and γ get no gradient from them. In the paper
+β = softplus(W_β x) and γ = 2 tanh(W_γ x) for every token; pass such tensors (B, H, Nq), or learn
+one plain number per head, without softplus and tanh.
 """
 
 import math
@@ -41,12 +49,30 @@ def forms(call: Call, beta: PerQuery, gamma: PerQuery, delta: PerQuery) -> tuple
 VARIANT = Variant(
     name="asentmax",
     formula="entmax_1.5((δ + β(log n)^γ)·z)",
+    use="Train from scratch for exact zeros with a learned gain for longer contexts.",
     paper="Vasylenko et al. 2025, arXiv:2506.16640",
     weights=weights,
     params=(
-        Param("beta", math.log(2), doc="β", init=math.log(2), per_token=True),
-        Param("gamma", 0.0, doc="γ", init=0.0, per_token=True),
-        Param("delta", 1.0, doc="δ, the constant part of the gain", per_token=True),
+        Param(
+            "beta",
+            math.log(2),
+            doc="β, factor of (log n)^γ; a number, one per head (H,), or (B, H, Nq)",
+            init=math.log(2),
+            per_token=True,
+        ),
+        Param(
+            "gamma",
+            0.0,
+            doc="γ, exponent of log n; a number, one per head (H,), or (B, H, Nq)",
+            init=0.0,
+            per_token=True,
+        ),
+        Param(
+            "delta",
+            1.0,
+            doc="δ, constant part of the gain; a number, one per head (H,), or (B, H, Nq)",
+            per_token=True,
+        ),
     ),
     forms=forms,
 )

@@ -1,13 +1,20 @@
-"""cosformer: w_ij ∝ ReLU(q_i)·ReLU(k_j) · cos(π/2 · (i − j)/M), M = max_length.
+"""cosformer: linear attention with ReLU features and a cosine weight on the distance.
 
-Qin et al. 2022, arXiv:2202.08791 (eq. 10 there splits the cosine). Linear in N through
-ψ(x, i) = [ReLU(x) cos(πi/2M), ReLU(x) sin(πi/2M)].
+Formula:
+    w_ij = a_ij / Σ_j a_ij,  a_ij = ReLU(q_i)·ReLU(k_j) · cos(π/2 · (i − j)/M),  M = max_length
 
-Takes any scale > 0, without effect: the weights do not change when q_i or all keys are scaled.
-A row whose products are all 0 gives output 0.
+Effect: A weight grows in proportion to the product of the rectified features, not exponentially,
+and falls with the distance to the key; a product of 0 gives weight 0. As n grows, a key among n
+others with positive products has a weight of order 1/n.
 
-Differs: M is a fixed length, never the current one, so that a prefix keeps its outputs; the
-denominator is not clamped at 1e-6, which would break the invariance for small features.
+Source: Qin et al. 2022, arXiv:2202.08791; eq. 10 splits the cosine into a sum of products, which
+gives the features ψ(x, i) = [ReLU(x) cos(πi/2M), ReLU(x) sin(πi/2M)] and a cost linear in N.
+
+Differences: M is a fixed length and not the length of the current input, so that a prefix keeps its
+outputs. The denominator is not clamped at 1e-6.
+
+Notes: Every scale > 0 gives the same weights, because they do not change when q_i or all keys are
+multiplied by a positive number. A row whose products are all 0 gives output 0.
 """
 
 import math
@@ -54,13 +61,14 @@ def forms(call: Call, max_length: int) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="cosformer",
     formula="ReLU(q)·ReLU(k)·cos(π(i−j)/2M) / Σ",
+    use="Constant cost per decoded token; few of the training runs measured reached 95 %.",
     paper="Qin et al. 2022, arXiv:2202.08791",
     weights=weights,
     params=(
         Param(
             "max_length",
             kind="int",
-            doc="M, at least the longest sequence ever used",
+            doc="M in the cosine; at least the length of the longest sequence ever used",
             check=lambda x: x >= 1,
             allowed="an int of at least 1",
         ),

@@ -1,11 +1,22 @@
-"""entmax: w_j = [(α−1) z_j − τ]_+^{1/(α−1)}, Σ_j w_j = 1, α in (1, 2].
+"""entmax: a family of sparse normalizers between softmax and sparsemax, with exponent alpha.
 
-Peters et al. 2019, arXiv:1905.05702. α = 2 is sparsemax, α → 1 softmax. Exact by sorting at the
-numbers 1.5 and 2; elsewhere, and for an α per head, τ is found by bisection. The gradient reaches α
-(Correia et al. 2019, arXiv:1909.00015, learn 1 + σ(a_h) per head).
+Formula:
+    w_ij = [(α−1) z_ij − τ_i]_+^{1/(α−1)},  τ_i such that Σ_j w_ij = 1,  1 < α ≤ 2
 
-Differs: written in the units of the scores, w = φ(z − τ') with the q-exponential
-φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1): the same, and finite as α → 1.
+Effect: Keys whose logit is 1/(α−1) or more below the largest have weight exactly 0 (α = 1.5: 2
+below). At any n, a key that leads all others by that much has weight 1; as n grows, one with a
+smaller lead Δ over equal keys keeps a weight that tends to ((α−1)Δ)^{1/(α−1)}.
+
+Initial values: α = 1.5. α → 1 is softmax, α = 2 is sparsemax.
+
+Source: Peters et al. 2019, arXiv:1905.05702; a learned α per head is from Correia et al. 2019,
+arXiv:1909.00015, who use α = 1 + σ(a_h).
+
+Differences: Computed in the units of the scores as w = φ(z − τ'), with the q-exponential
+φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1): the same weights, and finite as α → 1.
+
+Notes: The numbers α = 1.5 and α = 2 are solved exactly by sorting. Other values, and tensors, are
+solved by bisection. The gradient reaches α.
 """
 
 import torch
@@ -101,13 +112,14 @@ def forms(call: Call, alpha: PerQuery) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="entmax",
     formula="[(α−1)z − τ]_+^{1/(α−1)}, Σ = 1",
+    use="Train from scratch for weights that are exactly 0; solves for a threshold per row.",
     paper="Peters et al. 2019, arXiv:1905.05702",
     weights=weights,
     params=(
         Param(
             "alpha",
             1.5,
-            doc="1 is softmax (not included), 2 is sparsemax",
+            doc="exponent; 2 is sparsemax, the limit 1 is softmax; a number, or one per head (H,)",
             check=lambda x: (x > 1 + 5e-7) & (x <= 2),
             allowed="in (1, 2], and above 1 by what fp32 can tell (1e-6)",
             between=(1.0, 2.0),

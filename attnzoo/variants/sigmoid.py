@@ -1,10 +1,18 @@
-"""sigmoid: w_ij = σ(z_ij + b), no normalizer; b = −log n_i unless given.
+"""sigmoid: an elementwise sigmoid of every score, without a normalizer.
 
-Ramapuram et al. 2024, arXiv:2409.04431. With b = −log n the total mass stays near that of
-softmax's at initialization. Not shift-invariant: the rows do not sum to 1.
+Formula:
+    w_ij = σ(z_ij + b),  b = −log n_i by default, n_i = number of keys visible to query i
 
-Differs: the authors ship one constant b = −log of the training length; here the default counts the
-visible keys of each row. Their number is ``bias=-math.log(n)``.
+Effect: Each weight depends on its own logit and on n only, so the weights of a row do not sum to 1
+and adding a constant to all logits changes them. With logits of 0 the weight sum is n/(1 + n). As n
+grows, a key with logit Δ among keys with logit 0 has weight 1/(1 + n·e^{−Δ}), which tends to 0.
+
+Initial values: b = −log n_i, which brings the weight sum near 1 at initialization, as in softmax.
+
+Source: Ramapuram et al. 2024, arXiv:2409.04431.
+
+Differences: The authors ship one constant, b = −log of the training length. Here the default counts
+the visible keys of each query; ``bias=-math.log(n)`` gives the constant.
 """
 
 from torch import Tensor
@@ -28,9 +36,16 @@ def forms(call: Call, bias: PerQuery | None) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="sigmoid",
     formula="σ(z + bias), bias = −log n",
+    use="Train from scratch if a query may attend to nothing or to many keys; no normalizer.",
     paper="Ramapuram et al. 2024, arXiv:2409.04431",
     weights=weights,
-    params=(Param("bias", None, doc="added to every score; None is −log n of each row"),),
+    params=(
+        Param(
+            "bias",
+            None,
+            doc="added to every score; a number, one per head (H,), or None for −log n_i",
+        ),
+    ),
     forms=forms,
     normalized=False,
 )

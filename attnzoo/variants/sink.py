@@ -1,10 +1,20 @@
-"""sink: w_ij = exp(z_ij) / (exp(b_h) + Σ_j exp(z_ij)): one more key, of score b and value 0.
+"""sink: softmax with one more key per head, which has a learned score and the value 0.
 
-b = 0 is softmax-off-by-one (Miller 2023, "Attention is off by one"); a learned b per head stands in
-gpt-oss (OpenAI 2025, arXiv:2508.10925). Equals softmax's output times σ(lse − b).
+Formula:
+    w_ij = exp(z_ij) / (exp(b_h) + Σ_j exp(z_ij))
 
-b = −100 is softmax to the last digit wherever lse is above −80. The gradient of b is the sink's
-weight, so from there b does not move: b = −10 is nearly softmax, and learns.
+Effect: The weight sum of a row is σ(lse_i − b), below 1. A row whose logits all lie far below b
+puts nearly all of its weight on the sink and has an output near 0. As n grows, weights behave as in
+softmax and the sink's share falls.
+
+Initial values: b = 0, which is softmax-off-by-one.
+
+Source: Miller 2023, "Attention is off by one" (b = 0); OpenAI 2025 (gpt-oss), arXiv:2508.10925
+(learned b per head).
+
+Notes: The output is that of softmax times σ(lse − b). b = −100 equals softmax in every digit where
+lse > −80. The gradient of b is proportional to the sink's weight, so a b that starts at −100 is not
+learned; b = −10 is nearly softmax and is learned.
 """
 
 import torch
@@ -33,9 +43,10 @@ def forms(call: Call, b: PerQuery) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="sink",
     formula="exp(z) / (e^b + Σ exp(z))",
+    use="Train, from scratch or from softmax (b = −10), if a query may attend to nothing.",
     paper="Miller 2023; OpenAI 2025 (gpt-oss), arXiv:2508.10925",
     weights=weights,
-    params=(Param("b", 0.0, doc="score of the sink", init=0.0),),
+    params=(Param("b", 0.0, doc="score of the sink; a number, or one per head (H,)", init=0.0),),
     forms=forms,
     scores=scores,
     normalized=False,

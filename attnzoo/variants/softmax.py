@@ -1,7 +1,12 @@
-"""softmax: w_ij = exp(z_ij) / Σ_j exp(z_ij), z = scale · q·k.
+"""softmax: the standard exponential normalizer, and the baseline.
 
-The baseline (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). With logits in [m, M] and n keys every
-weight lies within e^{±(M−m)}/n, so no key keeps its weight as n grows.
+Formula:
+    w_ij = exp(z_ij) / Σ_j exp(z_ij),  z_ij = scale · q_i·k_j
+
+Effect: Every visible key gets a positive weight. If all logits of a row lie in [m, M], each weight
+lies between e^{−(M−m)}/n and e^{M−m}/n, so every weight tends to 0 as n grows.
+
+Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
 """
 
 from torch import Tensor
@@ -26,6 +31,7 @@ def forms(call: Call) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="softmax",
     formula="softmax(z)",
+    use="The baseline: compare every other variant with it.",
     paper="Vaswani et al. 2017, arXiv:1706.03762",
     weights=weights,
     forms=forms,

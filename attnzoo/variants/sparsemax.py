@@ -1,7 +1,13 @@
-"""sparsemax: w_i = the point of the simplex nearest to z_i = [z_ij − τ_i]_+, Σ_j w_ij = 1.
+"""sparsemax: the Euclidean projection of the logits onto the probability simplex.
 
-Martins & Astudillo 2016, arXiv:1602.02068, Algorithm 1: τ from the sorted scores. A key that trails
-the best by 1 or more has weight 0 and gets no gradient.
+Formula:
+    w_ij = [z_ij − τ_i]_+,  τ_i such that Σ_j w_ij = 1
+
+Effect: Keys whose logit is 1 or more below the largest have weight exactly 0 and get no gradient.
+At any n, a key that leads all others by 1 or more has weight 1; as n grows, one with a lead Δ < 1
+over equal keys keeps a weight that tends to Δ.
+
+Source: Martins & Astudillo 2016, arXiv:1602.02068, Algorithm 1 (τ from the sorted scores).
 """
 
 import torch
@@ -40,6 +46,7 @@ def forms(call: Call) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="sparsemax",
     formula="[z − τ]_+, Σ = 1",
+    use="Train from scratch for the fewest nonzero weights; solves for a threshold per row.",
     paper="Martins & Astudillo 2016, arXiv:1602.02068",
     weights=weights,
     forms=forms,

@@ -1,18 +1,28 @@
-"""taylor: w_ij = T(z_ij) / Σ_j T(z_ij), T(z) = Σ_{p ≤ order} z^p / p!, the Taylor series of exp.
+"""taylor: the exponential of softmax replaced by its Taylor series of even order.
 
-Order 2: 1 + z + z²/2 ≥ ½, and linear in N through ψ(x) = [1, x, x_a²/√2, x_a x_b (a < b)], of size
-1 + D + D(D+1)/2; used with small feature dims (16) by Based, Arora et al. 2024, arXiv:2402.18668.
-An odd order is not positive and is refused. No shift of the scores is possible, none is needed.
+Formula:
+    w_ij = T(z_ij) / Σ_j T(z_ij),  T(z) = Σ_{p ≤ order} z^p / p!
+    order 2: T(z) = 1 + z + z²/2 ≥ ½
 
-The features have either sign, and for orthogonal q and k they cancel: with B the largest
-scale·|q||k|, the linear form in fp32 errs by up to about 1e-7 · (1 + B + B²/2) / mean T(z), the
-pairwise form by about 1e-7 · B. With q and k normalized (|x|² = D, so B = √D) that is nothing; at
-B = 1000 it was 6e-3, at 10⁴ no digit is left. `attention` therefore sums these features in fp64 on
-a CPU. The GPU kernels and the states of `linear_attention` and of caches are fp32: normalize q and
-k there, or name ``backend="flash"`` or "tiled".
+Effect: Weights are positive and grow like z^order for large |z|, also for negative z. With order 2
+they fall as z falls to −1 and rise again below it. As n grows, a key with logit z among n − 1 keys
+with logit 0 has weight T(z)/(T(z) + n − 1), which tends to 0.
 
-Differs: scale is that of the call, D^-½ by default; the features hold each product once (153 at
-D = 16, where the full outer product has 273).
+Initial values: order = 2, the only order with a linear form.
+
+Source: Arora et al. 2024 (Based), arXiv:2402.18668, which uses order 2 with a feature dimension of
+16.
+
+Differences: scale is that of the call, D^-½ by default. The linear form uses
+ψ(x) = [1, x, x_a²/√2, x_a x_b (a < b)] with 1 + D + D(D+1)/2 features: 153 at D = 16, where the
+full outer product has 273.
+
+Notes: The features have either sign. For nearly orthogonal q and k they cancel: with B the largest
+scale·|q||k|, the fp32 error of the linear form is up to about 1e-7 · (1 + B + B²/2) / mean T(z), of
+the pairwise form about 1e-7 · B. For normalized q and k (|x|² = D, B = √D) that is negligible; at
+B = 1000 the error was 6e-3, at B = 10⁴ no digit was correct. Therefore `attention` sums these
+features in fp64 on a CPU. The GPU kernels, and the states of `linear_attention` and of caches, use
+fp32: normalize q and k there, or pass ``backend="flash"`` or ``backend="tiled"``.
 """
 
 from math import factorial
@@ -60,6 +70,7 @@ def forms(call: Call, order: int) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="taylor",
     formula="(1 + z + z²/2) / Σ",
+    use="Constant cost per decoded token at small head dimensions; weights are less sharp.",
     paper="Arora et al. 2024 (Based), arXiv:2402.18668",
     weights=weights,
     params=(
@@ -67,7 +78,7 @@ VARIANT = Variant(
             "order",
             2,
             kind="int",
-            doc="of the series",
+            doc="highest power of the Taylor series; 2 has a linear form",
             check=lambda x: x in TAYLOR,
             allowed="an even int from 2 to 170",
         ),

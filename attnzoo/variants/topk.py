@@ -1,8 +1,16 @@
-"""topk: softmax over the top_k largest scores of each row, 0 elsewhere.
+"""topk: softmax over the top_k largest scores of each row.
 
-Sparse Softmax (Su; Zhao et al. 2021, arXiv:2112.12433). Keys are ordered by (score descending,
-index ascending), so ties at the k-th keep the lowest indices; only visible keys compete, and all
-are kept where there are fewer than k. No gradient reaches a key that is not kept.
+Formula:
+    w_ij = exp(z_ij) / Σ_{l in K_i} exp(z_il) for j in K_i, else 0
+    K_i = the top_k visible keys of query i with the largest scores
+
+Effect: At most top_k keys of a row have a weight, and only those get a gradient. The largest score
+keeps a weight of at least 1/top_k at any n.
+
+Source: Sun et al. 2021 (Sparse-softmax), arXiv:2112.12433.
+
+Notes: Keys are ordered by (score descending, index ascending), so ties at the last place keep the
+lowest indices. A row with fewer than top_k visible keys keeps all of them.
 """
 
 import torch
@@ -34,13 +42,14 @@ def forms(call: Call, top_k: int) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="topk",
     formula="softmax over the k largest z",
-    paper="Zhao et al. 2021, arXiv:2112.12433",
+    use="Limit each query to top_k keys; all other weights are exactly 0.",
+    paper="Sun et al. 2021, arXiv:2112.12433",
     weights=weights,
     params=(
         Param(
             "top_k",
             kind="int",
-            doc="keys kept per row",
+            doc="number of keys that each query keeps",
             check=lambda x: x >= 1,
             allowed="an int of at least 1",
         ),

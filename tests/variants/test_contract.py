@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -55,20 +56,53 @@ def test_every_variant_has_its_case() -> None:
     assert set(CASES) == set(VARIANTS) == set(VARIANT_BACKENDS)
 
 
+HEADINGS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Notes")
+
+
+def paragraphs(module: str) -> dict[str, str]:
+    """The paragraphs of a variant's docstring by heading; the documentation reads them too."""
+    summary, *rest = (sys.modules[module].__doc__ or "").strip().split("\n\n")
+    found = {"Summary": summary}
+    for text in rest:
+        heading, _, body = text.partition(":")
+        assert heading not in found
+        found[heading] = body.strip()
+    return found
+
+
 @every_variant
-def test_documented(variant: str) -> None:
+def test_module_docstring_has_the_documented_paragraphs(variant: str) -> None:
+    found = attnzoo.get_variant(variant)
+    module = found.weights.__module__
+    assert module == f"attnzoo.variants.{variant}"  # one file per variant, of the same name
+    text = paragraphs(module)
+    assert text["Summary"].startswith(f"{variant}: ")
+    assert text["Summary"].endswith(".")
+    assert "\n" not in text["Summary"]
+    assert [name for name in HEADINGS if name in text] == list(text)[1:]
+    assert {"Formula", "Effect", "Source"} <= set(text)
+    assert ("Initial values" in text) <= bool(found.params)
+    assert all(text.values())
+    for year in [word for word in found.paper.replace(",", " ").split() if word.isdigit()]:
+        assert year in text["Source"]
+    assert set(re.findall(r"arXiv:\S+\b", found.paper)) <= set(
+        re.findall(r"arXiv:\S+\b", text["Source"])
+    )
+
+
+@every_variant
+def test_fields_for_tables_are_filled(variant: str) -> None:
     found = attnzoo.get_variant(variant)
     assert found.formula
     assert found.paper
-    module = sys.modules[found.weights.__module__]
-    assert module.__name__ == f"attnzoo.variants.{variant}"  # one file, named as the variant
-    text = module.__doc__ or ""
-    assert text.startswith(f"{variant}")
-    for year in [word for word in found.paper.replace(",", " ").split() if word.isdigit()]:
-        assert year in text  # the citation stands on top of the file
+    assert found.use.endswith(".")
+    assert len(found.use) <= 100
     for param in found.params:
-        assert param.doc
         assert param.name.isidentifier()
+        assert len(param.doc.split()) > 3
+        if param.kind == "per_head":
+            assert "(H,)" in param.doc
+        assert ("(B, H, Nq)" in param.doc) == param.per_token
 
 
 def test_what_is_learned_by_the_cases_are_the_row_parameters() -> None:
