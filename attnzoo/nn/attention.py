@@ -60,7 +60,7 @@ class Attention(nn.Module):
         torch.Size([2, 4, 16, 8])
 
     References:
-        The paper of each variant is `attnzoo.get_variant(variant).paper`; the source of each
+        The paper of each variant is ``attnzoo.get_variant(variant).paper``; the source of each
         initial value is named at the top of the variant's file.
 
     Notes:
@@ -123,7 +123,10 @@ class Attention(nn.Module):
         for name in learn:
             if name not in possible:
                 allowed = ", ".join(possible) or "none"
-                raise ValueError(f"learn: {variant!r} can learn {allowed}; got {shown(name)}")
+                raise ValueError(
+                    f"learn must name learnable parameters of {variant!r} ({allowed}), got "
+                    f"{shown(name)}"
+                )
         if len(set(learn)) < len(learn):
             raise ValueError(f"learn must name each parameter once, got {learn!r}")
         return tuple(learn)
@@ -145,7 +148,7 @@ class Attention(nn.Module):
     def _learn(self, spec: Param, start: Any) -> None:
         what = f"{self.variant}'s {spec.name}"
         if start is None or start is REQUIRED:
-            raise ValueError(f"learn: give {what} an initial value, a float or a tensor (H,)")
+            raise ValueError(f"learn: {what} needs an initial value, a float or a tensor (H,)")
         if isinstance(start, Tensor):
             device = start.device
         else:
@@ -219,7 +222,7 @@ class Attention(nn.Module):
             cache: a cache from `new_cache`. q, k and v are then the next tokens; they attend
                 causally to all tokens so far and are appended to the cache.
             need_weights: also return the weights, computed from the variant's dense definition.
-            return_lse: also return the log-sum-exp, for variants of the exponential.
+            return_lse: also return the log-sum-exp, for variants that are a softmax of scores.
             **keywords: the other keywords of `attnzoo.attention`, without the variant's parameters.
 
         Returns:
@@ -299,8 +302,8 @@ class Attention(nn.Module):
         possible = get_variant(self.variant).has_state(**self._params())
         if kind == "state" and not possible:
             raise ValueError(
-                f"kind must be 'keys': {self.variant!r} has no state with these parameters "
-                "(Variant.has_state); got 'state'"
+                f"kind must be 'keys' or None, got 'state': {self.variant!r} has no state with "
+                "these parameters"
             )
         keys = KVCache(max_length)  # made in any case, because it checks max_length
         return StateCache() if possible and kind != "keys" else keys
@@ -341,6 +344,7 @@ class Attention(nn.Module):
         return self
 
     def extra_repr(self) -> str:
+        """The variant and the values of its parameters, for repr()."""
         shown = []
         for name in [param.name for param in get_variant(self.variant).params]:
             value = getattr(self, name)

@@ -34,8 +34,8 @@ class MultiheadAttention(nn.Module):
         kdim: number of features of ``key``; None is E.
         vdim: number of features of ``value``; None is E.
         batch_first: (B, N, E) instead of (N, B, E).
-        device: of the parameters.
-        dtype: of the projections.
+        device: device of the parameters.
+        dtype: dtype of the projections.
         variant: a name from `attnzoo.list_variants`.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         learn: names of the variant's parameters to learn, as for `Attention`.

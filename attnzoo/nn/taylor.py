@@ -27,8 +27,8 @@ class Taylor(nn.Module):
         head_dim: number of features of each value head, Dv; None is E // H.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         bias: whether the four projections have a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the projections.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.

@@ -311,11 +311,11 @@ def test_wrong_arguments_raise() -> None:
         Attention("ssmax", 4, learn="s")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"learn must name each parameter once.*\('s', 's'\)"):
         Attention("ssmax", 4, learn=("s", "s"))
-    with pytest.raises(ValueError, match="'ssmax' can learn s, b; got 'c'"):
+    with pytest.raises(ValueError, match=r"learnable .* 'ssmax' \(s, b\), got 'c'"):
         Attention("ssmax", 4, learn=("c",))
-    with pytest.raises(ValueError, match="'topk' can learn none; got 'top_k'"):
+    with pytest.raises(ValueError, match=r"learnable .* 'topk' \(none\), got 'top_k'"):
         Attention("topk", 4, top_k=3, learn=("top_k",))
-    with pytest.raises(ValueError, match="sigmoid's bias an initial value"):
+    with pytest.raises(ValueError, match="sigmoid's bias needs an initial value"):
         Attention("sigmoid", 4, learn=("bias",))
     with pytest.raises(ValueError, match=r"ssmax's s must have shape \(\) or \(4,\), got \(3,\)"):
         Attention("ssmax", 4, s=torch.ones(3))

@@ -1,4 +1,4 @@
-"""Types of attnzoo.nn: user code passes pyright in strict mode."""
+"""Types of attnzoo.nn: a user script passes pyright in strict mode."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def register() -> None:
 
     @wraps(initialize)
     def with_initial_values(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # Called for modules with weights missing in the checkpoint; loaded tensors have the mark.
+        # Called for modules with missing weights; loaded tensors have _is_hf_initialized set.
         if not isinstance(module, Attention):
             return initialize(self, module, *args, **kwargs)
         if not getattr(module, "_is_hf_initialized", False):

@@ -181,7 +181,7 @@ def attach(model: Any, children: Mapping[str, Attention], loading: bool = False)
         device = next((p.device for p in module.parameters()), model.device)
         if device.type == "meta" and not loading:
             raise ValueError(f"model must have its weights loaded, but those of {name} are on meta")
-        # Transformers does not initialize modules with this mark again.
+        # Transformers skips the initialization of modules with this attribute.
         attention._is_hf_initialized = device.type != "meta"
         module.add_module(NAME, attention.to(device).train(module.training))
     model.set_attn_implementation(NAME)
