@@ -25,7 +25,7 @@ def tasks_table() -> str:
     for name, task in TASKS.items():
         quick = task.presets["quick"]
         trained, longest = quick.settings.train_longest, max(quick.lengths)
-        lengths = f"quick: trained to {trained}, tested to {longest}"
+        lengths = f"quick: train length {trained}, eval length up to {longest}"
         lines.append(f"- `{name}`: {task.about} ({lengths})\n")
     return "".join(lines)
 
@@ -51,7 +51,7 @@ def task_scores(name: str, lines: list[Line]) -> str:
     lengths = sorted({int(line["length"]) for line in lines})
     series = dict.fromkeys((line["variant"], line["positions"]) for line in lines)
     cells = {(line["variant"], line["positions"], int(line["length"])): line for line in lines}
-    trained_to, first = int(lines[0]["trained_to"]), lines[0]
+    train_length, first = int(lines[0]["train_length"]), lines[0]
     seeds = max(int(line["seeds"]) for line in lines)
 
     def mean(one: tuple[str, str], length: int) -> float:
@@ -61,18 +61,18 @@ def task_scores(name: str, lines: list[Line]) -> str:
     order = sorted(series, key=lambda one: mean(one, lengths[-1]), reverse=best_first)
     rows: list[tuple[str, ...]] = [("variant", *(f"n = {n}" for n in lengths))]
     for variant, positions in order:
-        untrained = int(cells[variant, positions, trained_to]["untrained"])
+        untrained = int(cells[variant, positions, train_length]["untrained"])
         label = f"`{variant}`" + (f" {positions}" if positions != "none" else "")
         label += f" {UNTRAINED} {untrained}/{seeds}" if untrained else ""
         rows.append((label, *(_cell(cells[variant, positions, n], score) for n in lengths)))
     chance = score.factor * float(first["chance"])
     title = (
-        f"**{name}**: {score.title}, mean of {seeds} seeds (95 % bootstrap interval); trained to "
-        f"n = {trained_to}, chance {chance:.{score.digits}f}; {first['schedule']}.\n\n"
+        f"**{name}**: {score.title}, mean of {seeds} seeds (95 % bootstrap interval); train length "
+        f"n = {train_length}, chance {chance:.{score.digits}f}; {first['schedule']}.\n\n"
     )
     notes = []
     if any(UNTRAINED in row[0] for row in rows[1:]):
-        words = LEGEND[UNTRAINED].format(bar=task.trained, length=trained_to)
+        words = LEGEND[UNTRAINED].format(bar=task.trained_score, length=train_length)
         notes.append(f"{UNTRAINED} {words}.")
     if any(PARTIAL in cell for row in rows[1:] for cell in row[1:]):
         notes.append(f"{PARTIAL} {LEGEND[PARTIAL]}.")

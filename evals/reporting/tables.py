@@ -24,7 +24,7 @@ def legend(group: Group) -> list[str]:
     lines = []
     if any(map(group.untrained, group.series)):
         words = LEGEND[UNTRAINED].format(
-            bar=group.task.trained, length=group.settings["train_longest"]
+            bar=group.task.trained_score, length=group.settings["train_longest"]
         )
         lines.append(f"{UNTRAINED} {words}")
     if any(point.failures and point.metrics for point in group.points.values()):
@@ -133,13 +133,13 @@ def leaderboard(group: Group) -> Leaderboard:
         for one in group.series
     ]
 
-    def place(line: Line) -> tuple[bool, float]:
+    def rank(line: Line) -> tuple[bool, float]:
         value = line.cells[-1].value
         return value is None, (value or 0.0) * (1 if score.lower_is_better else -1)
 
     return Leaderboard(
         [(length, _distance(group, length)) for length in group.lengths],
-        sorted(lines, key=place),
+        sorted(lines, key=rank),
         f"{score.factor * group.chance:.{score.digits}f}",
         "ascending" if score.lower_is_better else "descending",
     )
@@ -190,7 +190,7 @@ def _spread(values: list[float], digits: int = 1) -> str:
 
 
 def cost_table(group: Group) -> Table:
-    """CPU seconds per cell; a swap rests on the training of its first variant."""
+    """CPU seconds per cell; a substitute rests on the training of its first variant."""
     rows = []
     for series in group.series:
         training: dict[int, float] = {}

@@ -135,7 +135,7 @@ def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
         ("a", "16"), ("a", "64"), ("b", "16"), ("b", "64")
     ]  # fmt: skip
     assert lines[0]["accuracy_low"] == "0.5"
-    assert lines[0]["trained_to"] == "16"
+    assert lines[0]["train_length"] == "16"
 
 
 def test_rows_of_several_versions_are_said() -> None:
@@ -188,7 +188,7 @@ def test_the_readmes_table_is_the_summary(tmp_path: Path) -> None:
     (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(rows)))
     text = scores_table(tmp_path)
     assert "**max-retrieval**: Accuracy, %, mean of 2 seeds (95 % bootstrap interval); " in text
-    assert "trained to n = 16, chance 10.0" in text
+    assert "train length n = 16, chance 10.0" in text
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert lines == [
         "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* |",
