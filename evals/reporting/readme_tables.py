@@ -1,5 +1,5 @@
-"""Markdown about evals for README and documentation: the tasks, and the scores in docs/evals, which
-are the summary.csv files of runs."""
+"""Markdown about evals for README and documentation: the tasks, and the scores in docs/results,
+which are the summary.csv files of runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evals.reporting.tables import PARTIAL
 from evals.results.summary import UNTRAINED
 from evals.tasks import TASKS
 
-MEASURED = Path(__file__).parents[2] / "docs" / "evals"
+MEASURED = Path(__file__).parents[2] / "docs" / "results"
 NONE_YET = "Nothing has been measured yet.\n"
 
 

@@ -1,0 +1,54 @@
+"""Docstrings for Sphinx: plain text of formulas is kept, and links point at public names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from docutils.nodes import reference
+
+import attnzoo
+from attnzoo import nn
+
+EXPORTED = {
+    **{name: f"attnzoo.{name}" for name in attnzoo.__all__},
+    **{name: f"attnzoo.nn.{name}" for name in nn.__all__},
+}
+CODE = re.compile(r"(``.+?``|`[^`]+`)")
+# |q| is no substitution, * no emphasis, and x_ no target.
+MARKUP = re.compile(r"(\||(?<![\w*])\*+(?=\w)|(?<=\w)\*+|(?<=[\w\])])_(?!\w))")
+
+
+def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Escape what reStructuredText would take for markup, outside of code and tables."""
+    inside = False
+    for i, line in enumerate(lines):
+        if line.lstrip().startswith((">>>", "...")):
+            inside = True
+        elif not line.strip():
+            inside = False
+        if inside or re.match(r"\s*=+  =", line):
+            continue
+        parts = CODE.split(line)
+        parts[::2] = [MARKUP.sub(lambda m: "".join("\\" + c for c in m[0]), x) for x in parts[::2]]
+        lines[i] = "".join(parts)
+
+
+def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """A name in a signature is that of the module which defines it: link to the public one."""
+    target = node.get("reftarget", "")
+    public = EXPORTED.get(target.rsplit(".", 1)[-1])
+    if node.get("refdomain") != "py" or public in (None, target):
+        return None
+    found = env.domains["py"].objects.get(public)
+    if found is None:
+        return None
+    uri = app.builder.get_relative_uri(node.get("refdoc", env.docname), found.docname)
+    return reference("", "", contnode, internal=True, refuri=f"{uri}#{found.node_id}")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    # Before napoleon, whose own markup is not to be escaped.
+    app.connect("autodoc-process-docstring", escape, priority=400)
+    app.connect("missing-reference", find)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
