@@ -1,4 +1,4 @@
-"""attnzoo: attention with any normalizer behind one call.
+"""attnzoo: attention with softmax and its alternatives behind one call.
 
 >>> import torch, attnzoo
 >>> q, k, v = torch.randn(3, 1, 4, 32, 16).unbind()
@@ -7,6 +7,7 @@ torch.Size([1, 4, 32, 16])
 """
 
 from attnzoo import nn
+from attnzoo.core.call import Call
 from attnzoo.core.forms import (
     REQUIRED,
     Activation,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "REQUIRED",
     "Activation",
+    "Call",
     "FromStatistics",
     "Linear",
     "LinearState",

@@ -22,8 +22,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 # Files whose tests compare numbers that torch or a kernel has computed.
 NUMERICAL = (
-    "backends cache call checkpointing contract coverage decode dropout error_budget extremes "
-    "flash flash_edges flash_linear flash_ops gradients known_calls large linear_state minilm "
+    "backends cache call call_cache checkpointing contract coverage decode dropout error_budget "
+    "extremes flash flash_edges flash_linear flash_ops gradients large linear_state minilm "
     "multihead nn own_activations own_variants papers taylor threshold tiled transformer "
     "transformers transformers_start"
 ).split()

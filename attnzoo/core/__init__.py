@@ -1,1 +1,1 @@
-"""What a call and a variant are: forms, calls, parameters, the registry, activations."""
+"""Calls, variants and their parts: forms, activations, parameters, validation, the registry."""

@@ -1,9 +1,8 @@
-"""The activations φ of pairwise forms: value, slope and, for families, the slope in the shape.
+"""The activations φ of the shipped pairwise forms.
 
-Each works on a tensor of scores s of any shape; ``shape`` broadcasts against it. The entmax family
-is the q-exponential φ(x) = [1 + (α−1)x]_+^{1/(α−1)} in the units of the scores: φ(0) = 1,
-φ' = φ^{2−α}, and α → 1 gives exp (Peters et al. 2019, arXiv:1905.05702, with τ shifted by
-1/(α−1)).
+The entmax family is the q-exponential φ(x) = [1 + (α−1)x]_+^{1/(α−1)} in the units of the scores:
+φ(0) = 1, φ' = φ^{2−α}, and α → 1 gives exp (Peters et al. 2019, arXiv:1905.05702, with τ shifted
+by 1/(α−1)).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.core.forms import Activation
 
-TRITON = "attnzoo.backends.triton.common.activations:"  # by their activations' names
+TRITON = "attnzoo.backends.triton.common.activations:"  # followed by the activation's name
 
 EXP = Activation(
     "exp",
@@ -51,7 +50,7 @@ SPARSEMAX = Activation(
 ENTMAX15 = Activation(
     "entmax15",
     lambda s, shape: torch.add(s.new_ones(()), s, alpha=0.5, out=s).relu_().square_(),
-    # φ/√φ: a vectorized √0 is ten times slower than any other on some CPUs, and most φ are 0.
+    # φ/√φ instead of √φ: most φ are 0, and on some CPUs a vectorized √0 is ten times slower.
     lambda s, phi, shape: phi.clamp_min(torch.finfo(phi.dtype).tiny).rsqrt_().mul_(phi),
     triton=TRITON + "entmax15",
     alpha=1.5,
@@ -60,14 +59,14 @@ ENTMAX15 = Activation(
 
 def _q_exp(s: Tensor, alpha: Tensor | None) -> Tensor:
     assert alpha is not None
-    # log1p keeps the digits of (α−1)s when it is small; clamping at −1 is the [·]_+.
+    # log1p is accurate for small (α−1)s; clamping at −1 is the [·]_+.
     inner = ((alpha - 1) * s).clamp_min_(-1.0)
     return inner.log1p_().div_(alpha - 1).exp_()
 
 
 def _q_exp_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
     assert alpha is not None
-    # where: at α = 2 a key outside the support has slope 0, not 0⁰.
+    # At α = 2 the slope outside the support is 0, not 0⁰ = 1.
     return torch.where(phi > 0, phi.pow(2 - alpha), 0.0)
 
 
@@ -79,7 +78,7 @@ def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
     x = torch.where(inside, s, 0.0)
     y = a * x
     closed = x / (a * (1 + y)) - torch.log1p(y) / (a * a)
-    # The two terms agree to y²: where y is small use the series x² Σ_k (−1)^{k−1} (k−1)/k y^{k−2}.
+    # The two terms cancel for small y: use the series x² Σ_k (−1)^{k−1} (k−1)/k y^{k−2} there.
     series = torch.zeros_like(y)
     for k in range(10, 1, -1):
         series = series * y + (-1) ** (k - 1) * (k - 1) / k
@@ -93,12 +92,12 @@ Q_EXP = Activation(
 
 
 def _taylor(order: int) -> Activation:
-    """Σ_{p ≤ order} s^p / p!, which is positive for even orders only."""
+    """Σ_{p ≤ order} s^p / p!; positive only for even orders."""
 
     def value(s: Tensor, shape: Tensor | None, top: int = order) -> Tensor:
         if top == 1:
             return s + 1
-        # Horner, a pass over s for each power.
+        # Horner's scheme, with one pass over s per power.
         total = torch.add(s.new_tensor(1 / factorial(top - 1)), s, alpha=1 / factorial(top))
         for power in reversed(range(top - 1)):
             torch.addcmul(s.new_tensor(1 / factorial(power)), total, s, out=total)
@@ -113,6 +112,6 @@ def _taylor(order: int) -> Activation:
     )
 
 
-# By their orders; 171! is beyond a float. Made here and not by the call, because a compiled call
-# cannot hand on an activation that it makes itself.
+# By order; 171! overflows a float. Created here because torch.compile does not support activations
+# created inside a compiled call.
 TAYLOR = {order: _taylor(order) for order in range(2, 171, 2)}

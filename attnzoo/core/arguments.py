@@ -1,4 +1,4 @@
-"""From the arguments of `attention` to a `Call`, or to one clear error naming the argument."""
+"""Validation of the arguments of `attention`: a `Call`, or an error that names the argument."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_call(
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Call:
-    """Check what can be checked without a look at values on the device."""
+    """Validate the common arguments, without reading values on a GPU, and make the `Call`."""
     _check_tensors(q, k, v)
     batch, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -50,7 +50,7 @@ def check_call(
     is_causal, return_lse = check_bool("is_causal", is_causal), check_bool("return_lse", return_lse)
     dtype = score_dtype(q)
     left, right = _bounds(window, is_causal)
-    # Wider than everything is no bound, and stays within int64.
+    # A bound beyond all keys is no bound; this also keeps sums of positions within int64.
     left = None if left is None or left >= keys + queries else left
     right = None if right is None or right >= keys + queries > 0 else right
     return Call(
@@ -77,7 +77,7 @@ def check_call(
 
 
 def layout_tensors(given: dict[str, Tensor], call: Call) -> dict[str, Any]:
-    """Mask, ALiBi and segments as fields of a `Call`, from arguments of known shapes and dtypes."""
+    """Mask, ALiBi and segments as fields of a `Call`; shapes and dtypes are validated already."""
     found: dict[str, Any] = {}
     if (mask := given.get("attn_mask")) is not None:
         found["mask"] = _as_mask(mask, call.keys)
@@ -88,7 +88,7 @@ def layout_tensors(given: dict[str, Tensor], call: Call) -> dict[str, Any]:
     return found
 
 
-# What a call takes beside tensors and parameters, by name.
+# The names of the arguments that are common to all variants, except q, k, v and backend.
 ARGUMENTS = frozenset(signature(check_call).parameters) - frozenset("qkv")
 
 
@@ -116,7 +116,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"v must be (B, Hkv, Nk, Dv) with k's {tuple(k.shape[:3])} in front, got "
+            f"v must be (B, Hkv, Nk, Dv) with (B, Hkv, Nk) = {tuple(k.shape[:3])} as in k, got "
             f"{tuple(v.shape)}"
         )
 
@@ -124,10 +124,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
     if not check_bool("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
-            f"q has {heads} heads and k has {kv_heads}: pass enable_gqa=True to share heads of k"
+            f"q and k must have the same number of heads, got {heads} and {kv_heads}; "
+            "enable_gqa=True lets groups of query heads share a key head"
         )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"enable_gqa: q's {heads} heads are not a multiple of k's {kv_heads}")
+        raise ValueError(
+            f"q's heads must be a multiple of k's with enable_gqa, got {heads} and {kv_heads}"
+        )
 
 
 def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
@@ -138,14 +141,14 @@ def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
         raise TypeError(f"scale must be a finite number or None, got {shown(scale)}")
     if not is_finite(scale, dtype):
         raise ValueError(
-            f"scale must be a finite number or None, got {shown(scale)}; scores are in {dtype}, up "
+            f"scale must be a finite number or None, got {shown(scale)}; {dtype} holds numbers up "
             f"to {torch.finfo(dtype).max:.3g}"
         )
     return float(scale)
 
 
 def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
-    """How many positions a row sees to its left and to its right."""
+    """How many positions a query sees to its left and to its right; None is no bound."""
     right = 0 if is_causal else None
     if window is None:
         return None, right
@@ -153,11 +156,12 @@ def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
     if is_int(window):
         if not is_causal:
             raise ValueError(
-                f"window={shown(window)} is an int, which needs is_causal=True; otherwise pass "
-                "(left, right)"
+                f"window must be a pair (left, right) without is_causal, got {shown(window)}"
             )
         if window < 1:
-            raise ValueError(f"window must be at least 1 (the row's own key), got {shown(window)}")
+            raise ValueError(
+                f"window must be at least 1 (the query's own key), got {shown(window)}"
+            )
         return window - 1, 0
     pair = [plain(x) for x in window] if isinstance(window, (tuple, list)) else []
     if len(pair) != 2 or not all(map(is_int, pair)):
@@ -165,9 +169,9 @@ def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
             f"window must be an int or a pair (left, right) of ints, got {shown(window)}"
         )
     if is_causal:
-        raise ValueError(f"window={shown(window)} is a pair: with is_causal=True pass an int")
+        raise ValueError(f"window must be an int with is_causal=True, got {shown(window)}")
     if min(pair) < 0:
-        raise ValueError(f"window=(left, right) must not be negative, got {shown(window)}")
+        raise ValueError(f"window must have left >= 0 and right >= 0, got {shown(window)}")
     return pair[0], pair[1]
 
 

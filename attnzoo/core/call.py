@@ -1,7 +1,7 @@
-"""One call after its checks: sizes, visible keys, scale, dtypes and additive scores.
+"""A validated call: sizes, visible keys, scale, dtypes and additive scores.
 
-A block of rows of a call is again a `Call`, with explicit origins and the counts of the whole row,
-so a definition cannot tell a block from a call.
+A block of query rows of a call is a `Call` too, with explicit origins and the counts of the whole
+rows, so definitions run on blocks without change.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from attnzoo.core.visibility import Visibility, cut, visible_entries
 
 
 def score_dtype(q: Tensor) -> torch.dtype:
-    """Of scores, statistics and sums: fp32, or fp64 for fp64 inputs."""
+    """The dtype of scores, statistics and sums: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 @contextmanager
 def in_full_precision(device: torch.device) -> Iterator[None]:
-    """Without autocast, which would take the fp32 scores down to 16 bits."""
+    """Disable autocast, which would compute the fp32 scores in 16 bits."""
     if torch.amp.is_autocast_available(device.type):
         with torch.autocast(device.type, enabled=False):
             yield
@@ -33,7 +33,34 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call(Visibility):
-    """What variants and backends know about one call."""
+    """One validated call, as the functions of a variant receive it.
+
+    A definition needs little of it: `scores`, `bias`, and either `softmax` or `visible`.
+
+    Attributes:
+        batch: B.
+        heads: Query heads H.
+        kv_heads: Key and value heads Hkv.
+        queries: Nq.
+        keys: Nk.
+        head_dim: D of q and k.
+        value_dim: Dv.
+        scale: Factor of q·k.
+        dtype: Of scores, per-query vectors and sums: fp32, or fp64 for fp64 inputs.
+        input_dtype: Of q, k, v and the output.
+        device: Of all tensors.
+        query_origin: Position of the first query.
+        key_origin: Position of the first key.
+        dropout_p: Dropout probability; backends apply it to the weights.
+        return_lse: Whether lse is returned too.
+        needs_grad: Whether a gradient may be needed.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> def weights(q: torch.Tensor, k: torch.Tensor, call: attnzoo.Call) -> torch.Tensor:
+        ...     scores = call.scores(q, k) + call.bias
+        ...     return call.zero_hidden(scores.relu() / call.counts.clamp(min=1)[..., None])
+    """
 
     kv_heads: int
     head_dim: int
@@ -45,15 +72,15 @@ class Call(Visibility):
     return_lse: bool = False
     needs_grad: bool = False
 
-    # ---- what a variant reads -------------------------------------------------------------
+    # ---- for variants ---------------------------------------------------------------------
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """scale · q_i·k_j in fp32, heads of k shared by groups of q: (B, H, Nq, Nk)."""
+        """The logits scale · q_i·k_j, (B, H, Nq, Nk) in `dtype`; groups of q share heads of k."""
         return self.scale * self.by_group(q.to(self.dtype), k.to(self.dtype).mT)
 
     @property
     def bias(self) -> Tensor | float:
-        """What is added to the scores after the gain: float mask (−∞ as 0) and ALiBi, or 0.0."""
+        """The term added to scores after the gain: float mask (−∞ as 0) plus ALiBi, or 0.0."""
         bias: Tensor | float = 0.0
         if self.mask is not None and self.mask.dtype != torch.bool:
             bias = self.mask.masked_fill(~visible_entries(self.mask), 0.0).to(self.dtype)
@@ -63,12 +90,13 @@ class Call(Visibility):
 
     @property
     def has_bias(self) -> bool:
+        """Whether there is a float mask or ALiBi."""
         return self.alibi is not None or (self.mask is not None and self.mask.dtype != torch.bool)
 
     def hide(self, scores: Tensor, fill: float = float("-inf")) -> Tensor:
-        """Scores with ``fill`` at invisible keys; a row without visible keys is left as it is.
+        """Scores with ``fill`` at invisible keys; a row without visible keys stays unchanged.
 
-        Left, so that neither such a row nor its gradient meets inf − inf: zero its weights after.
+        Such a row would give inf − inf, also in its gradient: zero its weights afterwards.
         """
         if self.sees_all:
             return scores
@@ -80,23 +108,23 @@ class Call(Visibility):
         return weights if self.sees_all else weights.masked_fill(~self.visible, 0.0)
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Softmax over the visible keys; a row without any is 0, with gradient 0."""
+        """Softmax over the visible keys; a row without visible keys is 0, with gradient 0."""
         return self.zero_hidden(self.hide(scores).softmax(-1))
 
     def logsumexp(self, scores: Tensor) -> Tensor:
-        """log Σ exp over the visible keys, −inf (with gradient 0) for a row without any."""
+        """log Σ exp over the visible keys; −inf, with gradient 0, for a row without any."""
         if self.keys == 0:
             return scores.new_full(scores.shape[:-1], float("-inf"))
         lse = self.hide(scores).logsumexp(-1)
         return lse if self.sees_all else lse.masked_fill(~self.visible.any(-1), float("-inf"))
 
     def per_query(self, value: Tensor | float) -> Tensor:
-        """A per-query vector as a tensor that broadcasts to (B, H, Nq)."""
+        """A per-query vector as a tensor; a number becomes a tensor (1, 1, 1)."""
         if isinstance(value, Tensor):
             return value
         return torch.full((1, 1, 1), value, dtype=self.dtype, device=self.device)
 
-    # ---- what a backend reads -------------------------------------------------------------
+    # ---- for backends ---------------------------------------------------------------------
 
     @property
     def group(self) -> int:
@@ -104,14 +132,14 @@ class Call(Visibility):
         return self.heads // self.kv_heads
 
     def by_group(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b for a (B, H, …, …) and b (B, Hkv, …, …), whose heads are shared by groups of a."""
+        """a @ b for a (B, H, …, …) and b (B, Hkv, …, …); each head of b serves a group of a's."""
         if self.heads == self.kv_heads:
             return a @ b
         a = a.unflatten(1, (self.kv_heads, -1))  # [B, Hkv, G, …, …]
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
-        """The call that these rows make, over the keys they can see; and that range of keys."""
+        """The call of these rows over the keys in their reach, and the range of those keys."""
         part = self.rows(
             batches,
             heads,

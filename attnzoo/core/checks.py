@@ -1,4 +1,4 @@
-"""What counts as a number, a tensor to compute with, and what an error says of a value."""
+"""Checks of single arguments, and how error messages show a value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def plain(x: Any) -> Any:
-    """A number or bool of numpy as Python's own of the same value; anything else as it is."""
+    """Convert a NumPy scalar to the equal Python value; return anything else unchanged."""
     return x.item() if isinstance(x, np.generic) else x
 
 
@@ -29,12 +29,12 @@ def is_number(x: Any) -> bool:
 
 
 def is_finite(x: float, dtype: torch.dtype = torch.float64) -> bool:
-    """Whether a number, which may be an int beyond any float, is finite in the dtype."""
+    """Whether a number is finite in the dtype; it may be an int that no float can hold."""
     return abs(x) <= torch.finfo(dtype).max
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether a look at the values is free: it would stall a GPU and break a graph or transform."""
+    """Whether the values can be read without stalling a GPU or breaking a graph or transform."""
     return (
         x.is_cpu
         and not torch.compiler.is_compiling()
@@ -44,7 +44,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def check_dense(what: str, x: Any) -> None:
-    """A tensor that is neither nested nor sparse."""
+    """Raise unless x is a tensor that is neither nested nor sparse."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(x).__name__}")
     if x.is_nested or x.layout != torch.strided:
@@ -60,7 +60,7 @@ def check_bool(what: str, x: Any) -> bool:
 
 
 def check_probability(what: str, x: Any) -> float:
-    """Of dropout: with 1 nothing would be left."""
+    # 1 is excluded: dropout would remove all weights.
     x = plain(x)
     if not is_number(x):
         raise TypeError(f"{what} must be a number in [0, 1), got {shown(x)}")
@@ -70,7 +70,7 @@ def check_probability(what: str, x: Any) -> float:
 
 
 def check_sizes(optional: bool = False, **sizes: Any) -> None:
-    """Ints of at least 1 that fit an int64; ``optional`` ones may be None."""
+    """Raise unless all sizes are ints from 1 to 2^63 − 1; with ``optional`` also None."""
     for name, size in sizes.items():
         if size is None and optional:
             continue
@@ -81,7 +81,7 @@ def check_sizes(optional: bool = False, **sizes: Any) -> None:
 
 
 def shown(x: Any) -> str:
-    """What came, for an error: short, whatever it is."""
+    """A short text for any value, for error messages."""
     if isinstance(x, Tensor):
         return "a nested tensor" if x.is_nested else f"a tensor of shape {tuple(x.shape)}"
     try:
@@ -92,9 +92,9 @@ def shown(x: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the known one nearest to it, if any is near."""
+    """The end of an error about an unknown name: the most similar known name, if any."""
     names = {one.lower(): one for one in known}
-    near = get_close_matches(name.lower(), names, n=1)
-    parts = [x for x in names if min(len(x), len(name)) > 2 and (x in name or name in x)]
-    found = near or parts
+    similar = get_close_matches(name.lower(), names, n=1)
+    contained = [x for x in names if min(len(x), len(name)) > 2 and (x in name or name in x)]
+    found = similar or contained
     return f"; did you mean {names[found[0]]!r}?" if found else ""

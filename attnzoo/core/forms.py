@@ -1,9 +1,11 @@
-"""What a variant is: its definition, its parameters and the forms from which the fast paths follow.
+"""What a variant is: its definition, its parameters, and the forms that give it fast backends.
 
-A *row* is one fp32 number per (batch, head, query): a tensor that broadcasts to ``(B, H, Nq)``
-(fp64 for fp64 inputs), or a Python float. Forms carry rows and never parameters: a variant turns
-its parameters into rows in torch, so autograd reduces a row's gradient back to the parameter and
-no variant needs a backward of its own.
+A *definition* computes the dense weights in plain PyTorch. A *form* describes the same weights in a
+way that the fast backends can run. Forms carry *per-query vectors* and never parameters: a
+per-query vector is a Python float, or a tensor that broadcasts to ``(B, H, Nq)`` in fp32 (fp64 for
+fp64 inputs). A variant computes its vectors from its parameters in PyTorch, a backend returns one
+gradient per vector, and autograd carries that to the parameters. So no variant has a backward of
+its own.
 """
 
 from __future__ import annotations
@@ -27,27 +29,39 @@ REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
 
 @dataclass(frozen=True)
 class Activation:
-    """φ(s) and φ'(s); with ``shape`` a family of them (entmax: α), one member per query.
+    """An elementwise function φ of the scores with its derivative φ', for pairwise forms.
 
-    value(s, shape) -> φ, slope(s, φ, shape) -> φ'. ``value`` may overwrite ``s``: a caller that
-    needs the scores again passes a copy.
-    shape_slope(s, φ, shape) -> ∂φ/∂shape, of a family; None where there is no shape.
-    vanishes: φ(−∞) = 0, so that a masked score may be −∞; otherwise φ itself is masked.
-    triton: the Triton implementation as "module:name", so that nothing here imports Triton: a
-        ``@triton.jit`` function of (x, shape) that returns (φ, φ') and gets x = ``unit`` · s. Both
-        must be 0 at x = −∞ if φ vanishes there.
+    With ``shape_slope`` it is a family of functions with one more argument, ``shape``, a per-query
+    vector (entmax: α). Backends rely on the properties stated here and never infer them from the
+    name. For torch.compile, create activations outside of the compiled call, for example at the top
+    of a module.
 
-    What backends know of φ beyond that is said here, never guessed from the name:
+    Attributes:
+        name: Name for error messages and `explain`.
+        value: ``value(s, shape) -> φ(s)``, elementwise; ``shape`` broadcasts against ``s`` and is
+            None unless this is a family. It may overwrite ``s``.
+        slope: ``slope(s, φ, shape) -> φ'(s)``, elementwise.
+        shape_slope: ``shape_slope(s, φ, shape) -> ∂φ/∂shape`` of a family; None otherwise.
+        vanishes: φ(−∞) = 0, so masked scores may be set to −∞. If False, backends mask φ instead.
+        triton: The Triton implementation as "module:name", imported when a kernel needs it: a
+            ``@triton.jit`` function of (x, shape) that returns (φ, φ') for x = ``unit`` · s. If
+            ``vanishes``, both must be 0 at x = −∞. None: the kernels do not support φ.
+        unit: Factor of the scores that the Triton implementation expects.
+        exponential: φ = exp, so the form is a softmax and has a log-sum-exp; backends may subtract
+            a running maximum or call torch's fused softmax. ``unit`` must then be log2(e).
+        alpha: φ is the q-exponential [1 + (α−1)s]_+^{1/(α−1)} with this α in (1, 2], or with
+            α = ``shape`` if "shape". Thresholds are then solved fast, also in kernels. ``unit``
+            must then be 1.
+        convex: φ is convex, φ(−∞) = 0 and φ(0) ≥ 1, so `tiled` can solve for a threshold by
+            Newton's method. Not needed if ``alpha`` is given.
+        bounded: φ ≤ 1, so fp16 can hold weights that are not normalized.
 
-    exponential: φ = exp. Its sum is a softmax: it has a log-sum-exp, a backend may take a running
-        maximum off the scores, and torch's fused softmax may stand for it. ``unit`` is log2 e.
-    alpha: φ is the q-exponential [1 + (α−1)x]_+^{1/(α−1)} of this α in (1, 2]; "shape" if α is the
-        shape. Thresholds are solved fast, and in kernels. ``unit`` is 1.
-    convex: φ is convex, φ(−∞) = 0 and φ(0) ≥ 1: `tiled` solves for a threshold by Newton's method.
-        A q-exponential need not say so.
-    bounded: φ ≤ 1, which fp16 holds without a normalizer.
-
-    For torch.compile it must be made before the call, at the top of a module say.
+    Example:
+        >>> import attnzoo
+        >>> relu = attnzoo.Activation(
+        ...     "relu", lambda s, shape: s.relu(), lambda s, phi, shape: (phi > 0).to(phi.dtype))
+        >>> attnzoo.Pairwise(relu, "sum").softmax
+        False
     """
 
     name: str
@@ -77,20 +91,27 @@ class Activation:
             )
             raise ValueError(f"{what}: alpha must be {allowed}, got {shown(alpha)}")
         if (self.exponential or self.solvable) and not self.vanishes:
-            raise ValueError(f"{what}: vanishes must be True, as exponential, alpha and convex say")
+            raise ValueError(
+                f"{what}: vanishes must be True with exponential, alpha or convex, got False"
+            )
         unit = log2(e) if self.exponential else 1.0 if alpha is not None else self.unit
         if self.triton is not None and self.unit != unit:
-            why = "log2(e) of an exponential" if self.exponential else "1.0 where alpha is given"
+            why = "log2(e) with exponential" if self.exponential else "1.0 with alpha"
             raise ValueError(f"{what}: unit must be {why}, got {shown(self.unit)}")
 
     @property
     def solvable(self) -> bool:
-        """A threshold can be solved for."""
+        """Whether backends can solve Σ_j φ(s_j − τ) = 1 for τ."""
         return self.convex or self.alpha is not None
 
 
 class Statistics(NamedTuple):
-    """Of the logits before the gain, with the bias: lse = log Σ exp(s), and the entropy in nats."""
+    """Statistics of each row of the logits plus bias, before the gain.
+
+    Attributes:
+        lse: log Σ_j exp(s_ij), (B, H, Nq).
+        entropy: Entropy of softmax(s_i) in nats, (B, H, Nq).
+    """
 
     lse: Tensor
     entropy: Tensor
@@ -98,7 +119,12 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class FromStatistics:
-    """A row computed from `Statistics`, which the backend takes in one extra pass over the keys."""
+    """A gain that is computed from `Statistics`, which cost one more pass over the keys.
+
+    Attributes:
+        gain: ``gain(statistics) -> gain``, (B, H, Nq).
+        differentiable: Whether gradients flow through the statistics.
+    """
 
     gain: Callable[[Statistics], Tensor]
     differentiable: bool
@@ -106,7 +132,7 @@ class FromStatistics:
 
 @dataclass(frozen=True)
 class Pairwise:
-    """w_ij = c_i · φ(s_ij − τ_i) with s_ij = gain_i · scale · q_i·k_j + bias_ij.
+    """The form w_ij = c_i · φ(s_ij − τ_i) with s_ij = gain_i · scale · q_i·k_j + bias_ij.
 
     ============  =========================  ==========================
     normalize     τ_i                        c_i
@@ -117,8 +143,22 @@ class Pairwise:
     "select"      0                          1 / Σ φ over the ``keep`` largest scores
     ============  =========================  ==========================
 
-    A threshold needs an activation with ``alpha`` or ``convex``, a selection one that vanishes at
-    −∞. ``shape`` is for an activation with a ``shape_slope``.
+    Attributes:
+        activation: φ. "threshold" needs one with ``alpha`` or ``convex``, "select" one that
+            vanishes at −∞.
+        normalize: One of the rows above.
+        gain: Per-query vector, or a `FromStatistics`.
+        offset: Per-query vector; required by "none".
+        shape: Per-query vector; required by activations with a ``shape_slope``.
+        sink: Per-query vector, the score of one more key without a value; optional with "sum".
+        keep: Number of keys that keep a weight; required by "select".
+
+    Example:
+        >>> import attnzoo
+        >>> from attnzoo.core.activations import EXP
+        >>> form = attnzoo.Pairwise(EXP, "sum", gain=0.5)  # softmax at temperature 2
+        >>> form.softmax
+        True
     """
 
     activation: Activation
@@ -134,22 +174,25 @@ class Pairwise:
         if not isinstance(self.activation, Activation):
             raise TypeError(f"activation must be an Activation, got {shown(self.activation)}")
         how = self.normalize
-        takes = {"none": "offset", "sum": "sink", "threshold": "", "select": "keep"}
-        if not isinstance(how, str) or how not in takes:
-            raise ValueError(f"normalize must be one of {', '.join(takes)}, got {shown(how)}")
+        extra = {"none": "offset", "sum": "sink", "threshold": "", "select": "keep"}
+        if not isinstance(how, str) or how not in extra:
+            raise ValueError(f"normalize must be one of {', '.join(extra)}, got {shown(how)}")
         if not isinstance(self.gain, (Tensor, float, int, FromStatistics)):
-            raise TypeError(f"gain must be a row or FromStatistics, got {shown(self.gain)}")
+            raise TypeError(
+                f"gain must be a float, a tensor or FromStatistics, got {shown(self.gain)}"
+            )
         for field in ("offset", "shape", "sink"):
-            row = getattr(self, field)
-            if row is not None and not isinstance(row, (Tensor, float, int)):
-                raise TypeError(f"{field} must be a row, a float or a tensor, got {shown(row)}")
+            vector = getattr(self, field)
+            if vector is not None and not isinstance(vector, (Tensor, float, int)):
+                raise TypeError(f"{field} must be a float, a tensor or None, got {shown(vector)}")
         if self.keep is not None and not (is_int(self.keep) and self.keep >= 1):
             raise ValueError(f"keep must be an int of at least 1, got {shown(self.keep)}")
         for field in ("offset", "sink", "keep"):
-            if getattr(self, field) is not None and takes[how] != field:
-                raise ValueError(f"normalize={how!r} takes no {field}")
+            given = getattr(self, field)
+            if given is not None and extra[how] != field:
+                raise ValueError(f"{field} must be None with normalize={how!r}, got {shown(given)}")
         if (how == "none" and self.offset is None) or (how == "select" and self.keep is None):
-            raise ValueError(f"normalize={how!r} needs {takes[how]}")
+            raise ValueError(f"{extra[how]} must be given with normalize={how!r}, got None")
         phi, family = self.activation, self.activation.shape_slope is not None
         if how == "threshold" and not phi.solvable:
             raise ValueError(
@@ -165,17 +208,27 @@ class Pairwise:
 
     @property
     def softmax(self) -> bool:
-        """Of all keys, the sink's share included: a running maximum may be taken off the scores."""
+        """Whether this is a softmax over all keys (and the sink): a maximum may be subtracted."""
         return self.normalize == "sum" and self.activation.exponential
 
 
 @dataclass(frozen=True)
 class Linear:
-    """o_i = ψ(scale·q_i)·S_i / ψ(scale·q_i)·z_i, S_i = Σ_j ψ(k_j) v_jᵀ, z_i = Σ_j ψ(k_j).
+    """The form out_i = ψ(scale·q_i)·S_i / ψ(scale·q_i)·z_i with a feature map ψ.
 
-    features(x, positions) maps (..., N, D) and (N,) to (..., N, F); size(D) is F. ``cancels``:
-    features have either sign, so that ψ(q)·ψ(k) may be far below |ψ(q)||ψ(k)|. The rounding error
-    is relative to the latter, so on a CPU such sums are taken in fp64.
+    S_i = Σ_j ψ(k_j) v_jᵀ and z_i = Σ_j ψ(k_j), over the visible keys.
+
+    Attributes:
+        features: ``features(x, positions) -> ψ``, from (..., N, D) and (N,) to (..., N, F).
+        size: ``size(D) -> F``.
+        cancels: ψ(q)·ψ(k) can be far below |ψ(q)||ψ(k)|, because features have either sign. The
+            rounding error is relative to the latter, so such sums are taken in fp64 on a CPU.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> elu = attnzoo.Linear(lambda x, positions: torch.nn.functional.elu(x) + 1, lambda d: d)
+        >>> elu.features(torch.zeros(5, 8), torch.arange(5)).shape, elu.size(8)
+        (torch.Size([5, 8]), 8)
     """
 
     features: Callable[[Tensor, Tensor], Tensor]
@@ -186,7 +239,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Definition:
-    """The form every variant has: its dense weights, with the parameters of this call bound."""
+    """The form that every variant has: its dense weights, with the parameters of a call bound."""
 
     name: str
     weights: Callable[..., Tensor]
@@ -197,7 +250,12 @@ class Definition:
 
 @dataclass(frozen=True)
 class NoForm:
-    """A form that a variant does not offer for this call, with the reason for `explain`."""
+    """A form that a variant does not have for this call.
+
+    Attributes:
+        kind: "pairwise" or "linear".
+        why: The reason, for `explain`.
+    """
 
     kind: str
     why: str
@@ -210,11 +268,27 @@ Form = Pairwise | Linear | Definition | NoForm
 class Param:
     """One keyword parameter of a variant.
 
-    ``kind`` is "per_head" (a float, a 0-dim or (H,) tensor; with ``per_token`` also (B, H, Nq)), or
-    "int", "float", "bool" for a setting that never needs a gradient. ``allowed`` says in words
-    what ``check`` accepts. ``init`` is the value from which `attnzoo.nn.Attention` learns the
-    parameter by default; None leaves it fixed there unless asked. ``between`` is an open interval
-    that a learned value is kept in.
+    Attributes:
+        name: Its name as a keyword of `attention`.
+        default: The value if none is given; `REQUIRED` if one must be given. None is only
+            accepted as a value if it is the default.
+        kind: "per_head": a float, or a tensor () or (H,) that may get a gradient. "int", "float",
+            "bool": a setting without a gradient.
+        doc: What it means and which shapes it may have, for error messages and documentation.
+        init: The value from which `attnzoo.nn.Attention` learns it by default. None: not learned
+            there unless requested. Only for kind "per_head".
+        per_token: Whether a tensor (B, H, Nq) is accepted too. Only for kind "per_head".
+        check: ``check(value) -> bool`` for a number, elementwise for a tensor; None accepts all
+            finite values.
+        allowed: What ``check`` accepts, in words that follow "must be".
+        between: Open interval (low, high) in which a learned value is kept. Only for kind
+            "per_head".
+
+    Example:
+        >>> import attnzoo
+        >>> attnzoo.Param("power", 1.0, doc="exponent; a number, or one per head (H,)",
+        ...               check=lambda x: x > 0, allowed="above 0").kind
+        'per_head'
     """
 
     name: str
@@ -242,31 +316,48 @@ def no_state(**params: Any) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """One member of the zoo.
+    """One way to turn logits into attention weights; make it known with `register_variant`.
 
-    weights(q, k, call, **params) -> (B, H, Nq, Nk): the definition, dense and plain.
-    forms(call, **params) -> the forms that hold for this call, the preferred one first.
-    scores(q, k, call, **params) -> (B, H, Nq, Nk), −∞ where w = 0 by rule: given when the weights
-        are a softmax of them (up to a sink), which is what ``return_lse`` needs.
-    unsupported(call, **params) -> why this call has no meaning for the variant, or None.
-    ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments alone, and no
-        function may write into a tensor of the call: later calls of the same sizes rely on both.
-    Parameters of kind "per_head" come as a float, or as a tensor that broadcasts: (1, H, 1, 1) or
-        (B, H, Nq, 1) in ``weights`` and ``scores``, against scores; (1, H, 1) or (B, H, Nq) in
-        ``forms`` and ``unsupported``, against per-query vectors as `Call.log_n`.
-    normalized: every row with a visible key sums to 1.
-    positional: weights depend on how far a key stands from a query.
-    calibrate(log_n) -> parameters with which the gain is 1 on average over rows whose log n_i is
-        ``log_n`` on average. Rows with few keys then have a gain below 1 and rows with many keys
-        one above 1, so a model that was trained with softmax still changes.
-    example(length) -> parameters that suit sequences of up to ``length`` keys, the required ones
-        among them: evals, benchmarks and tests use these where a user gives none.
-    inference_only: made for models that were trained with softmax, not for training.
-    has_state(**params) -> whether a linear form holds for these parameters, in every call that a
-        linear form takes: `attnzoo.linear_attention` then runs, and a cache may be a state.
-    use: when to use the variant, one short sentence for tables.
-    identity: parameters with which the variant is softmax, for any number of keys; None where no
-        parameters do that. A model that was trained with softmax then begins as what it was.
+    Only the first four fields are required. A definition (``weights``) is enough for masks, GQA,
+    gradients and memory linear in N; forms make the faster backends available.
+
+    The functions get the `Call`, and every parameter by name. A parameter of kind "per_head" is a
+    float or a tensor: in ``weights`` and ``scores`` one that broadcasts against the scores,
+    (1, H, 1, 1) or (B, H, Nq, 1); in ``forms`` and ``unsupported`` one that broadcasts against
+    per-query vectors such as ``call.log_n``, (1, H, 1) or (B, H, Nq).
+
+    Attributes:
+        name: The name by which `attention` finds it; a Python identifier.
+        formula: The formula of the weights, for tables.
+        paper: Citation, such as "Nakanishi 2025, arXiv:2501.19399".
+        weights: The definition, ``weights(q, k, call, **params) -> (B, H, Nq, Nk)``, in plain
+            PyTorch, 0 for invisible keys, in the dtype of ``call.scores(q, k)``.
+        params: Its parameters.
+        forms: ``forms(call, **params)`` -> a tuple of the forms that hold for this call, the
+            preferred one first.
+        scores: ``scores(q, k, call, **params) -> (B, H, Nq, Nk)`` if the weights are a softmax of
+            these scores (up to a sink); −∞ where a rule of the variant makes the weight 0. Required
+            for ``return_lse``.
+        unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
+            the variant, or None.
+        normalized: Whether every row with a visible key sums to 1.
+        positional: Whether weights depend on the distance between query and key.
+        calibrate: ``calibrate(log_n)`` -> parameters with which the gain is 1 on average over rows
+            whose log n_i is ``log_n`` on average. Rows with fewer keys get a gain below 1, rows
+            with more keys a gain above 1. A model trained with softmax therefore still changes.
+        identity: Parameters with which the variant equals softmax for any number of keys, so that
+            a model trained with softmax can start from its own outputs; None if there are none.
+        example: ``example(length)`` -> parameters that suit up to ``length`` keys, including all
+            required ones. Evals, benchmarks and tests use them unless others are given.
+        inference_only: Whether it is meant for models trained with softmax, not for training.
+        has_state: ``has_state(**params)`` -> whether a linear form exists for these parameters. If
+            so, `linear_attention` supports it, and decoding can use a state of constant size.
+        use: When to use it, one short sentence for tables.
+
+    Notes:
+        ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments only, and no
+        function may write into a tensor of the call: results are reused in later calls of the same
+        sizes.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The parameters of a variant, checked and turned into what forms take.
+"""Validation of a variant's parameters.
 
 A "per_head" parameter becomes a Python float, or a tensor in the call's dtype that broadcasts to
-(B, H, Nq); a setting stays what it is.
+(B, H, Nq). Other parameters stay unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from attnzoo.core.forms import REQUIRED, Pairwise, Param, Variant
 
 
 def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
-    """All parameters of the variant for this call."""
+    """All parameters of the variant for this call, validated, with defaults filled in."""
     known = [param.name for param in variant.params]
     for name in given:
         if name not in known:
@@ -50,7 +50,7 @@ def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """A number, finite in the dtype that computes with it, or a bool; or an error."""
+    """Validate a value that is not a tensor; a number must be finite in the dtype."""
     value = plain(value)
     if param.kind == "bool":
         if not isinstance(value, bool):
@@ -68,7 +68,7 @@ def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.
         return value
     if not is_finite(value, dtype):
         raise ValueError(
-            f"{what} must be {param.allowed}, got {shown(value)}; it enters in {dtype}, up to "
+            f"{what} must be {param.allowed}, got {shown(value)}; {dtype} holds numbers up to "
             f"{torch.finfo(dtype).max:.3g}"
         )
     return float(value)
@@ -86,7 +86,7 @@ def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
         raise ValueError(f"{what} must be on q's device {call.device}, got {value.device}")
     full = (call.batch, call.heads, call.queries)
     shapes = [(), full[1:2]] + ([full] if param.per_token else [])
-    # Not `in`: a compiler does not find a symbolic size in a tuple.
+    # Not `in`: torch.compile does not find a symbolic size in a tuple.
     if not any(value.shape == shape for shape in shapes):
         allowed = " or ".join(map(str, shapes))
         raise ValueError(f"{what} must have shape {allowed}, got {tuple(value.shape)}")
@@ -94,36 +94,40 @@ def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
 
 
 def per_query(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
-    """A tensor of an allowed shape so that it broadcasts to (B, H, Nq); its values are checked."""
+    """Make a tensor of an allowed shape broadcast to (B, H, Nq), and validate its values."""
     value = value.to(call.dtype)
     check_entries(what, param, value)
     return value if value.dim() == 3 else value.view(1, -1, 1)
 
 
 def check_vectors(what: str, form: Pairwise, call: Call) -> None:
-    """The tensors of a form are vectors per query."""
+    """Raise unless all tensors of a form are per-query vectors."""
     full = (call.batch, call.heads, call.queries)
     vectors = {"gain": form.gain, "offset": form.offset, "shape": form.shape, "sink": form.sink}
-    for name, row in vectors.items():
-        if not isinstance(row, Tensor):
+    for name, vector in vectors.items():
+        if not isinstance(vector, Tensor):
             continue
-        # Not `n in (1, whole)`: a compiler does not find a symbolic size in a tuple.
-        fits = row.dim() == 3 and all(n == 1 or n == whole for n, whole in zip(row.shape, full))
-        if not fits or not row.is_floating_point():
+        # Not `n in (1, whole)`: torch.compile does not find a symbolic size in a tuple.
+        sizes = zip(vector.shape, full)
+        fits = vector.dim() == 3 and all(n == 1 or n == whole for n, whole in sizes)
+        if not fits or not vector.is_floating_point():
             raise ValueError(
                 f"{what}: {name} must be a float or a float tensor that broadcasts to (B, H, Nq) = "
-                f"{full}, got {tuple(row.shape)} {row.dtype}"
+                f"{full}, got {tuple(vector.shape)} {vector.dtype}"
             )
 
 
 def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Refuse a tensor with an entry out of range in the dtype, or its own, if looking is free."""
-    # Elsewhere a value out of range is the caller's to avoid (nn.Attention keeps learned ones in).
+    """Raise if an entry is out of range or not finite in the dtype (default: the tensor's own).
+
+    Skipped where values cannot be read for free; `attnzoo.nn.Attention` keeps learned ones inside.
+    """
     if not is_readable(value):
         return
     value = value.detach()
     held = value if dtype is None else value.to(dtype)
-    # Finite terms may have an infinite sum, not the other way round: then each is looked at.
+    # One synchronization in the usual case: a finite sum implies finite entries. An infinite sum
+    # does not imply an infinite entry, so entries are then checked one by one.
     if math.isfinite(held.sum().item()) and (param.check is None or bool(param.check(value).all())):
         return
     good = held.isfinite()
@@ -132,7 +136,7 @@ def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | N
     if not bool(good.all()):
         first = (~good).nonzero()[0].tolist()
         place = f" at {first}" if first else ""
-        place += "" if dtype is None else f"; it is held in {dtype}"
+        place += "" if dtype is None else f"; it is stored in {dtype}"
         raise ValueError(
             f"{what} must be {param.allowed} throughout, got {value[~good][0].item():.9g}{place}"
         )

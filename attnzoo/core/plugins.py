@@ -1,4 +1,4 @@
-"""Files that register variants, each loaded once, as the module of its name."""
+"""Plugins: Python files that register variants, each imported once under its own name."""
 
 from __future__ import annotations
 
@@ -15,29 +15,37 @@ from attnzoo.core.registry import list_variants
 
 @dataclass(frozen=True)
 class Plugin:
-    """A loaded file: its path, its module, and the names of the variants that it registered."""
+    """A file loaded by `load_plugin`.
+
+    Attributes:
+        file: Its absolute path.
+        module: Its module.
+        variants: The names of the variants that it registered.
+    """
 
     file: Path
     module: ModuleType
     variants: tuple[str, ...]
 
 
-_LOADED: dict[str, Plugin] = {}  # by the module's name
+_LOADED: dict[str, Plugin] = {}  # by module name
 
 
 def load_plugin(path: str | os.PathLike[str]) -> Plugin:
     """Import a Python file from any folder, so that its variants are registered.
 
-    The module is named as the file is, and ``sys.modules`` holds it under that name. So an
-    activation in ``cube.py`` names its Triton function as ``"cube:function"``, wherever the file
-    lies. A file that is loaded already is not executed again.
+    The module gets the name of the file and is entered into ``sys.modules`` under it. So an
+    activation in ``cube.py`` names its Triton implementation "cube:function", wherever the file is.
+    A file that is loaded already is not executed again.
 
     Args:
-        path: the file. It is one module: its folder is not added to ``sys.path``.
+        path: The file. Its folder is not added to ``sys.path``.
+
     Returns:
-        the `Plugin`.
+        The `Plugin`.
+
     Raises:
-        ValueError: there is no such file, the name of its module is taken, or executing it failed.
+        ValueError: There is no such file, its module name is taken, or it raised an exception.
 
     Example:
         >>> import attnzoo
@@ -49,16 +57,18 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(f"plugin must be a Python file, got {os.fspath(path)!r}")
     if not name.isidentifier() or iskeyword(name):
-        raise ValueError(f"plugin must be named like a module, such as my_variant.py, got {file}")
+        raise ValueError(
+            f"plugin must have a file name that is a module name, such as my_variant.py, got {file}"
+        )
     known = _LOADED.get(name)
     if known is not None and known.file == file:
         return known
     owner = _owner(name)
     if owner == str(file) and name in sys.modules:
-        raise ValueError(f"plugin {file} was imported before; load_plugin must import it first")
+        raise ValueError(f"plugin {file} must be loaded before it is imported in another way")
     if owner not in (None, str(file)):
         raise ValueError(
-            f"plugin {file}: the module name {name!r} is taken by {owner}; rename the file"
+            f"plugin {file} must have a free module name, {name!r} is taken by {owner}"
         )
     before = set(list_variants())
     module = _executed(name, file)
@@ -68,11 +78,10 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
 
 
 def _owner(name: str) -> str | None:
-    """What ``import name`` gives without the plugin: a file, or words. A folder that is no package
-    owns no name."""
+    """What ``import name`` gives without the plugin: a file, a description, or None."""
     if name in sys.modules:
         found = getattr(sys.modules[name], "__file__", None)
-        return "a module that is loaded" if found is None else str(Path(found).resolve())
+        return "a loaded module" if found is None else str(Path(found).resolve())
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return None
@@ -90,8 +99,8 @@ def _executed(name: str, file: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):
-            raise ValueError(f"plugin {file}: it ends with sys.exit({error.code!r})") from error
-        if isinstance(error, Exception):  # whatever the file may raise, named and passed on
-            raise ValueError(f"plugin {file}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"plugin {file} called sys.exit({error.code!r})") from error
+        if isinstance(error, Exception):  # the file may raise anything
+            raise ValueError(f"plugin {file} raised {type(error).__name__}: {error}") from error
         raise
     return module

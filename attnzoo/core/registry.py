@@ -1,4 +1,4 @@
-"""The names of the zoo: every variant, shipped or a third party's, is found here."""
+"""The registry of variants, both shipped and registered by users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnzoo.core.checks import did_you_mean, is_number, shown
 from attnzoo.core.forms import REQUIRED, Param, Variant
 from attnzoo.core.parameters import check_value
 
-# What a parameter of a variant may not be called: arguments, and attributes of its module.
+# Names that a variant's parameter may not have: arguments, and attributes of `nn.Attention`.
 RESERVED = ARGUMENTS | frozenset(
     "self q k v call variant state cache backend num_heads learn learned training".split()
 )
@@ -24,14 +24,19 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def register_variant(variant: Variant) -> Variant:
-    """Make a variant known under its name; the whole library then takes it.
+    """Register a variant under its name, for use in the whole library.
 
     Args:
-        variant: a `Variant`. Its parameters must not be named like an argument of `attention`.
+        variant: A `Variant`. Its parameters must not have the name of an argument of `attention`.
+
     Returns:
-        the variant itself.
+        The variant.
+
     Raises:
-        TypeError: not a `Variant`. ValueError: the name is taken, or a parameter's name reserved.
+        TypeError: A field has a wrong type, or a function does not accept the arguments that the
+            library passes.
+        ValueError: The name is taken or no identifier, the name of a parameter is reserved, or a
+            default is out of range.
 
     Example:
         >>> import attnzoo
@@ -55,13 +60,15 @@ def register_variant(variant: Variant) -> Variant:
         )
     names = [param.name for param in variant.params]
     if len(set(names)) < len(names):
-        raise ValueError(f"variant {variant.name!r} names a parameter twice: {', '.join(names)}")
+        raise ValueError(
+            f"variant {variant.name!r}: params must have distinct names, got {', '.join(names)}"
+        )
     for param in variant.params:
         _check_name(f"variant {variant.name!r}: parameter name", param.name)
         if param.name in RESERVED or hasattr(torch.nn.Module, param.name):
             raise ValueError(
-                f"variant {variant.name!r}: parameter {param.name!r} is named like an argument of "
-                f"attention ({', '.join(sorted(RESERVED))}) or an attribute of torch.nn.Module"
+                f"variant {variant.name!r}: parameter {param.name!r} must not have the name of an "
+                f"argument ({', '.join(sorted(RESERVED))}) or of an attribute of torch.nn.Module"
             )
         _check_param(f"variant {variant.name!r}: parameter {param.name!r}", param)
     _check_fields(variant)
@@ -89,7 +96,8 @@ def _check_param(what: str, param: Param) -> None:
     for field in ("per_token", "init", "between"):
         if param.kind != "per_head" and getattr(param, field) not in (None, False):
             raise ValueError(f"{what}: {field} requires kind 'per_head', got kind {param.kind!r}")
-    number = replace(param, kind="float") if param.kind == "per_head" else param  # no tensor here
+    # Errors about a default or an initial value must not offer a tensor.
+    number = replace(param, kind="float") if param.kind == "per_head" else param
     if param.default is not REQUIRED and param.default is not None:
         check_value(f"{what}: default", number, param.default)
     if param.init is not None:
@@ -102,7 +110,7 @@ def _check_param(what: str, param: Param) -> None:
     if not ends[0] < ends[1]:
         raise ValueError(f"{what}: between must be (low, high) with low < high, got {shown(ends)}")
     if param.init is not None and not ends[0] < param.init < ends[1]:
-        raise ValueError(f"{what}: init must lie between {ends}, got {shown(param.init)}")
+        raise ValueError(f"{what}: init must lie inside {ends}, got {shown(param.init)}")
 
 
 def _check_fields(variant: Variant) -> None:
@@ -133,13 +141,13 @@ def _check_type(what: str, value: Any, kind: type) -> None:
 def _check_function(
     what: str, function: Callable[..., Any], places: tuple[str, ...], names: Iterable[str]
 ) -> None:
-    """It can be called as the library will call it."""
+    """Raise unless the function can be called as the library will call it."""
     call = ", ".join([*places, *(f"{name}=…" for name in names)])
     if not callable(function):
         raise TypeError(f"{what} must be a function of ({call}), got {shown(function)}")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some of C have none
+    except ValueError:  # some C functions have no signature
         return
     try:
         signature.bind(*places, **dict.fromkeys(names))
@@ -150,10 +158,17 @@ def _check_function(
 
 
 def get_variant(name: str) -> Variant:
-    """The variant of that name.
+    """The variant with this name.
+
+    Args:
+        name: A name from `list_variants`.
+
+    Returns:
+        The `Variant`.
 
     Raises:
-        ValueError: no such variant; the message lists those there are.
+        ValueError: There is no such variant.
+        TypeError: The name is not a str.
 
     Example:
         >>> import attnzoo
@@ -161,7 +176,7 @@ def get_variant(name: str) -> Variant:
         'Nakanishi 2025, arXiv:2501.19399'
     """
     if not isinstance(name, str):
-        # A mask stands in this place in torch's own function.
+        # scaled_dot_product_attention has the mask at this position.
         mask = "; a mask is attn_mask=…" if isinstance(name, torch.Tensor) else ""
         raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{mask}")
     if name not in _VARIANTS:

@@ -1,7 +1,8 @@
-"""Which keys each row may see, and how many: causality, window, mask and segments.
+"""Which keys each query may see, and how many: causality, window, mask and segments.
 
-Query i stands at position ``query_origin + i`` and key j at ``key_origin + j``. As far as positions
-go, a query at p sees the keys p − left … p + right (None: no bound); causal is right = 0.
+Query i stands at position ``query_origin + i`` and key j at ``key_origin + j``. Causality and
+window let a query at position p see the keys p − left … p + right (None: no bound); causal is
+right = 0. Mask and segments restrict this further.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-_ROWS = 256  # rows of a dense mask counted at a time
+_ROWS = 256  # rows of a dense mask that are counted at once
 
 
 def cut(tensor: Tensor, *slices: slice) -> Tensor:
-    """Slice the leading dimensions; a dimension of size 1 broadcasts and is left alone."""
+    """Slice the leading dimensions, except those of size 1, which broadcast."""
     return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(slices, tensor.shape))]
 
 
 def visible_entries(mask: Tensor) -> Tensor:
-    """The keys that a mask leaves visible: True, or any finite number."""
+    """Where a mask leaves a key visible: True, or any finite number."""
     return mask if mask.dtype == torch.bool else mask != float("-inf")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Visibility:
-    """The visible keys of each row of a call."""
+    """The visible keys of each query of a call."""
 
     batch: int
     heads: int
@@ -42,28 +43,27 @@ class Visibility:
     right: int | None = None
     mask: Tensor | None = None  # [B|1, H|1, Nq|1, Nk], bool or float
     segments: tuple[Tensor, Tensor] | None = None  # int64 [B, Nq], [B, Nk]
-    whole_counts: Tensor | None = None  # given to blocks: the counts of the whole row
-    # What was computed from sizes alone, for the next call of these sizes; see `remembering`.
-    memory: dict[str, tuple[Tensor, int]] | None = field(default=None, init=False)
+    whole_counts: Tensor | None = None  # for blocks: the counts of the whole rows
+    cache: dict[str, tuple[Tensor, int]] | None = field(default=None, init=False)  # see `caching`
 
     @property
     def counts(self) -> Tensor:
-        """n_i, the number of keys that row i may see, broadcastable to (B, H, Nq).
+        """n_i, the number of keys that query i may see; broadcasts to (B, H, Nq). Do not modify.
 
-        Against scores (B, H, Nq, Nk) write ``call.counts[..., None]``. Not to be written to.
+        Against scores (B, H, Nq, Nk) use ``call.counts[..., None]``.
         """
         if self.whole_counts is not None:
             return self.whole_counts
-        return self._remembered("counts", lambda: _count_visible(self))
+        return self._cached("counts", lambda: _count_visible(self))
 
     @property
     def log_n(self) -> Tensor:
-        """log max(n_i, 1), in the shape of ``counts``."""
-        return self._remembered("log_n", lambda: self.counts.clamp(min=1).log())
+        """log max(n_i, 1), in the shape of ``counts``. Do not modify."""
+        return self._cached("log_n", lambda: self.counts.clamp(min=1).log())
 
     @property
     def sees_all(self) -> bool:
-        """Every row sees every key, and there are keys: known from the sizes."""
+        """Whether every query sees every key, decided from sizes; False without keys."""
         if self.mask is not None or self.segments is not None or self.keys == 0:
             return False
         first = self.query_origin - self.key_origin
@@ -73,8 +73,8 @@ class Visibility:
 
     @property
     def visible(self) -> Tensor:
-        """The keys each row may see: bool, broadcastable to (B, H, Nq, Nk)."""
-        return self._remembered("visible", self._visible)
+        """True where query i may see key j; bool, broadcasts to (B, H, Nq, Nk)."""
+        return self._cached("visible", self._visible)
 
     def _visible(self) -> Tensor:
         distance = self.distance
@@ -93,26 +93,26 @@ class Visibility:
 
     @property
     def query_positions(self) -> Tensor:
+        """Positions of the queries, (Nq,)."""
         return torch.arange(self.queries, device=self.device) + self.query_origin
 
     @property
     def key_positions(self) -> Tensor:
+        """Positions of the keys, (Nk,)."""
         return torch.arange(self.keys, device=self.device) + self.key_origin
 
     @property
     def distance(self) -> Tensor:
-        """i − j in positions: how far back the key stands, (Nq, Nk)."""
-        return self._remembered(
-            "distance", lambda: self.query_positions[:, None] - self.key_positions
-        )
+        """Position of query i minus position of key j, (Nq, Nk)."""
+        return self._cached("distance", lambda: self.query_positions[:, None] - self.key_positions)
 
     @property
     def key_mask(self) -> bool:
-        """The mask is one of keys: recognized by its shape, never by its values."""
+        """Whether the mask is a key mask: its query dimension is 1, whatever its values."""
         return self.mask is not None and self.mask.shape[2] == 1
 
     def key_range(self, rows: slice) -> slice:
-        """The keys that the rows can see, as far as causality and window go."""
+        """The keys that causality and window allow for any of these rows."""
         first = self.query_origin - self.key_origin + rows.start
         last = first + rows.stop - rows.start - 1
         start = 0 if self.left is None else max(0, min(self.keys, first - self.left))
@@ -120,9 +120,10 @@ class Visibility:
         return slice(start, max(start, stop))
 
     def hidden(self) -> list[tuple[slice, Tensor]]:
-        """Where keys are invisible: (columns, bool (.., Nq, columns)) pairs that cover it all.
+        """All invisible entries as pairs (columns, bool (.., Nq, columns)).
 
-        Without masks and segments only the diagonal and the far edge of a window are listed.
+        Without masks and segments only columns at the diagonal and at the far edge of a window are
+        listed.
         """
         if self.mask is not None or self.segments is not None:
             return [(slice(0, self.keys), ~self.visible)]
@@ -139,7 +140,7 @@ class Visibility:
         return found
 
     def rows(self, batches: slice, heads: slice, rows: slice, **changes: Any) -> Self:
-        """These rows over the keys in their reach, with further changes of fields."""
+        """The part of these rows over the keys in their reach, with ``changes`` to other fields."""
         keys = self.key_range(rows)
         mask, segments, counts = self.mask, self.segments, self.whole_counts
         if mask is not None:
@@ -160,30 +161,30 @@ class Visibility:
             **changes,
         )
 
-    def remembering(self) -> Self:
-        """The same, which keeps what it computes: for calls whose sizes alone decide.
+    def caching(self) -> Self:
+        """A copy that caches what it computes from sizes; only for calls without tensors.
 
-        ``replace`` gives an object without that memory.
+        ``replace`` gives an object without the cache.
         """
         kept = replace(self)
-        object.__setattr__(kept, "memory", {})
+        object.__setattr__(kept, "cache", {})
         return kept
 
-    def _remembered(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        if self.memory is None:
+    def _cached(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if self.cache is None:
             return make()
-        found = self.memory.get(name)
-        # A caller that wrote into it gets a new one the next time.
+        found = self.cache.get(name)
+        # The version tells whether a caller has written into the tensor.
         if found is not None and found[0]._version == found[1]:
             return found[0]
         with torch.inference_mode(False):
             made = make()
-        self.memory[name] = made, made._version
+        self.cache[name] = made, made._version
         return made
 
 
 def _count_visible(call: Visibility) -> Tensor:
-    """n_i as fp32 (fp64 for fp64 inputs), broadcastable to (B, H, Nq)."""
+    """n_i in the dtype of scores; broadcasts to (B, H, Nq)."""
     if call.queries == 0:
         return torch.zeros(1, 1, 0, dtype=call.dtype, device=call.device)
     if call.mask is not None and call.mask.shape[2] > 1:
@@ -201,7 +202,7 @@ def _count_visible(call: Visibility) -> Tensor:
 
 
 def _bounds(call: Visibility) -> tuple[Tensor, Tensor]:
-    """Row i may see the keys first_i … last_i − 1 as far as causality and window go."""
+    """first and last, (Nq,): causality and window let query i see the keys first_i … last_i − 1."""
     at = torch.arange(call.queries, device=call.device) + (call.query_origin - call.key_origin)
     first = torch.zeros_like(at) if call.left is None else (at - call.left).clamp(0, call.keys)
     if call.right is None:
@@ -211,12 +212,12 @@ def _bounds(call: Visibility) -> tuple[Tensor, Tensor]:
 
 
 def _prefix(seen: Tensor) -> Tensor:
-    """Exclusive running count along the last dimension, with the total at the end."""
+    """Exclusive cumulative sum along the last dimension, with the total at the end."""
     return torch.nn.functional.pad(seen.long().cumsum(-1), (1, 0))
 
 
 def _count_segments(call: Visibility, first: Tensor, last: Tensor, seen: Tensor | None) -> Tensor:
-    """Sort the keys by (segment, position); a row's keys are then one run, found by bisection."""
+    """Sort the keys by (segment, position): each query then sees a contiguous range of them."""
     assert call.segments is not None
     queries, keys = _dense_ranks(*call.segments)
     stride = call.keys + 1
@@ -235,7 +236,7 @@ def _count_segments(call: Visibility, first: Tensor, last: Tensor, seen: Tensor 
 
 
 def _dense_ranks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Segment ids as 0, 1, …: any int64 id then times Nk + 1 stays within int64."""
+    """Segment ids as ranks 0, 1, …, so that a rank times Nk + 1 fits an int64."""
     ids, index = torch.cat([queries, keys], dim=-1).sort(dim=-1)
     step = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).long()
     ranks = torch.zeros_like(ids).scatter(-1, index, step.cumsum(-1))

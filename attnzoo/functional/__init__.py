@@ -1,1 +1,1 @@
-"""The functions that users call: here variants meet backends."""
+"""The functions that users call; they bring variants and backends together."""

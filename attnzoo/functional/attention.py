@@ -1,20 +1,22 @@
-"""attention(): check → name → bind → choose → run, or look up what was checked before."""
+"""attention() and attention_weights(): check a call, choose a backend and run it."""
 
-from __future__ import annotations
-
-from typing import Any
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
 
 from attnzoo.backends import eager
 from attnzoo.backends.selection import check_backend, choose
-from attnzoo.core.arguments import Segments, Window
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
-from attnzoo.functional.known_calls import find, key_of, remember
+from attnzoo.functional.call_cache import find, key_of, remember
 from attnzoo.functional.prepare import check_supported, prepare
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
@@ -25,54 +27,128 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    window: Window = None,
+    window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
-    segment_ids: Segments = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: Literal[False] = False,
+    **params: Tensor | float | None,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str = "softmax",
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: int | tuple[int, int] | None = None,
+    alibi: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: Literal[True],
+    **params: Tensor | float | None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str = "softmax",
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: int | tuple[int, int] | None = None,
+    alibi: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: bool,
+    **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str = "softmax",
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: int | tuple[int, int] | None = None,
+    alibi: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
-    **params: Any,
-) -> Any:
-    """Attention with any normalizer: o_i = Σ_j w_ij v_j, w as the variant says.
+    **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with the normalizer of a variant: out_i = Σ_j w_ij v_j.
+
+    The variant turns the logits z_ij = scale · q_i·k_j into the weights w_ij. Arguments and layout
+    are those of `torch.nn.functional.scaled_dot_product_attention`, followed by the variant's own
+    parameters.
 
     Args:
-        q: queries, (B, H, Nq, D); fp16, bf16, fp32 or fp64.
-        k: keys, (B, Hkv, Nk, D), same dtype and device.
-        v: values, (B, Hkv, Nk, Dv).
-        variant: a name from `list_variants`.
-        attn_mask: broadcasts to (B, H, Nq, Nk). Bool: True = attend. Float: added to the scores
-            after the gain; −inf is invisible, every finite entry is visible. With query dimension
-            1 it is a mask of keys.
-        is_causal: query i, at position Nk − Nq + i, sees the keys up to its own position (bottom
-            right, unlike torch for Nq ≠ Nk). With ``attn_mask`` both hold.
-        scale: of q·k; None is D^-½.
-        enable_gqa: let H be a multiple of Hkv.
-        window: W keys i − W + 1 … i when causal; (left, right) when not.
-        alibi: slopes (H,); −slope·|i − j| is added after the gain.
-        segment_ids: int (B, N), or a pair for queries and keys: only keys of the row's own segment
-            are visible.
-        dropout_p: on the weights after normalization, scaled by 1/(1 − p). Draws differ between
-            backends.
-        backend: None chooses (see `explain`); a name is used or refused, never replaced.
-        return_lse: also return log Σ_j exp(s_ij), sink excluded, for variants with φ = exp.
-        **params: of the variant: a float, a tensor () or (H,) with H the query heads, or
-            (B, H, Nq) where the variant says so.
+        q: Queries (B, H, Nq, D) in fp16, bf16, fp32 or fp64.
+        k: Keys (B, Hkv, Nk, D), of the same dtype and on the same device.
+        v: Values (B, Hkv, Nk, Dv), likewise.
+        variant: A name from `list_variants`.
+        attn_mask: Broadcasts to (B, H, Nq, Nk). A bool mask is True where a query may attend. A
+            float mask is added to the scores (after any gain): −inf hides a key, every finite entry
+            leaves it visible. A mask with query dimension 1 is a key mask, such as for padding.
+        is_causal: Query i stands at position Nk − Nq + i and sees the keys up to that position. If
+            ``attn_mask`` is given too, both apply.
+        scale: Factor of q·k. None is D^-½.
+        enable_gqa: Allow H to be a multiple of Hkv, as in grouped-query attention.
+        window: Limits attention to near keys. Causal: an int W, for the W keys that end at the
+            query's own position. Otherwise: a pair (left, right) of distances.
+        alibi: Slopes (H,); −slope·|i − j| is added to the scores (after any gain).
+        segment_ids: Int (B, N), or a pair (B, Nq), (B, Nk). A query sees only the keys of its own
+            segment.
+        dropout_p: Probability with which a weight is dropped after normalization; the others are
+            divided by 1 − p. Random numbers differ between backends.
+        backend: Name of the backend to use; an error is raised if it cannot run the call. None
+            lets the library choose (see `explain`).
+        return_lse: Also return lse_i = log Σ_j exp(s_ij), s_ij the scores after gain and bias.
+            Supported by variants that are a softmax of scores; a sink is not included.
+        **params: Parameters of the variant: a number, or a tensor () or (H,) with one value per
+            query head, or (B, H, Nq) where the variant accepts one value per query.
 
     Returns:
-        (B, H, Nq, Dv) in q's dtype; with ``return_lse`` also lse, (B, H, Nq), fp32 (fp64 for fp64
-        inputs). A row without visible keys is 0, its lse −inf, its gradient 0.
+        The output (B, H, Nq, Dv) in q's dtype. With ``return_lse`` a pair (output, lse), lse of
+        shape (B, H, Nq) in fp32 (fp64 for fp64 inputs). A query without visible keys has output 0,
+        lse −inf and gradient 0.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError: An argument has a wrong value or shape, or the call is unsupported by the
+            variant or by the named backend.
+        TypeError: An argument has a wrong type or dtype, or a parameter is unknown or missing.
 
     Example:
         >>> import torch, attnzoo
         >>> q, k, v = torch.randn(3, 2, 8, 100, 64).unbind()
         >>> attnzoo.attention(q, k, v, "ssmax", is_causal=True, s=0.2).shape
         torch.Size([2, 8, 100, 64])
+        >>> out, lse = attnzoo.attention(q, k, v, return_lse=True)
+        >>> lse.shape
+        torch.Size([2, 8, 100])
 
-    Differs from ``scaled_dot_product_attention``: bottom-right causality, mask and causality
-    together, rows without keys. Under autocast q, k and v are cast to its dtype, as there.
+    References:
+        `get_variant` has the formula and the paper of each variant.
+
+    Notes:
+        Differences from ``scaled_dot_product_attention``: causality is aligned bottom right if
+        Nq ≠ Nk, ``attn_mask`` and ``is_causal`` may be combined, and queries without visible keys
+        give 0. As there, autocast casts q, k and v to its dtype.
     """
     arguments: dict[str, Any] = dict(
         attn_mask=attn_mask,
@@ -86,10 +162,10 @@ def attention(
         return_lse=return_lse,
     )
     key = key_of(q, k, v, variant, backend, arguments, params)
-    known = find(key, variant, arguments, params)
-    if known is not None:
-        ran, call, form = known
-        out, lse = ran.run(q, k, v, call, form)
+    cached = find(key, variant, arguments, params)
+    if cached is not None:
+        chosen, call, form = cached
+        out, lse = chosen.run(q, k, v, call, form)
     else:
         ready = prepare(q, k, v, variant, arguments | params)
         q, k, v, call = ready.q, ready.k, ready.v, ready.call
@@ -97,13 +173,27 @@ def attention(
         check_supported(ready)
         with in_full_precision(call.device):
             forms = ready.forms
-            ran, form = choose(variant, (*forms, ready.definition), call, backend)
-            remember(key, ready, forms, ran, form, params)
-            out, lse = ran.run(q, k, v, call, form)
+            chosen, form = choose(variant, (*forms, ready.definition), call, backend)
+            remember(key, ready, forms, chosen, form, params)
+            out, lse = chosen.run(q, k, v, call, form)
     out = out.to(call.input_dtype)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
+def with_signature_of(source: F) -> Callable[[Callable[..., Any]], F]:
+    """Give a function the signature of another: for type checkers, `help` and `inspect`."""
+
+    def decorate(function: Any) -> F:
+        function.__signature__ = signature(source)
+        return function
+
+    return decorate
+
+
+@with_signature_of(attention)
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -113,10 +203,21 @@ def attention_weights(
     backend: str | None = None,
     **arguments: Any,
 ) -> Any:
-    """The weights w that `attention` would put on the values: (B, H, Nq, Nk) in q's dtype.
+    """The weights w_ij that `attention` would put on the values, as a dense matrix.
 
-    Takes the arguments of `attention` and materializes the weights from the variant's definition,
-    so ``backend`` may only be None or "eager". With ``return_lse`` returns (weights, lse).
+    Computed from the variant's definition, in memory proportional to Nq · Nk.
+
+    Args:
+        backend: None or "eager".
+        q, k, v and all others: As for `attention`.
+
+    Returns:
+        The weights (B, H, Nq, Nk) in q's dtype, after dropout. With ``return_lse`` a pair (weights,
+        lse) as in `attention`.
+
+    Raises:
+        ValueError: As for `attention`.
+        TypeError: As for `attention`.
 
     Example:
         >>> import torch, attnzoo

@@ -1,9 +1,6 @@
-"""explain(): which backends could run a call, in which order, and why."""
-
-from __future__ import annotations
+"""explain(): which backends can run a call, in which order, and why."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -16,11 +13,17 @@ from attnzoo.functional.prepare import prepare
 
 @dataclass(frozen=True)
 class Plan:
-    """What `attention` would do with a call, and why.
+    """Which backend `attention` would use for a call, and why; made by `explain`.
 
-    ``chosen`` is the backend's name, or None where the variant refuses the call (``reason`` says
-    why) or a named backend objects. ``str()`` is the table of backends, forms and reasons in the
-    order of preference.
+    ``str(plan)`` is a table with one line per candidate, in the order of preference.
+
+    Attributes:
+        variant: The name of the variant.
+        chosen: The name of the backend; None if the call is unsupported.
+        candidates: All pairs of backend and form, the preferred one first. Each has the fields
+            ``backend`` (a name), ``form``, ``reason`` (why it cannot run the call, or None) and
+            ``note``.
+        reason: Why the variant does not support the call, or None.
     """
 
     variant: str
@@ -31,14 +34,14 @@ class Plan:
     def __str__(self) -> str:
         if self.reason is not None:
             return f"{self.variant}: unsupported\n  {self.reason}"
-        rows = [f"{self.variant}: {self.chosen}"]
-        taken = False
+        lines = [f"{self.variant}: {self.chosen}"]
+        seen = False
         for backend, form, reason, note in self.candidates:
-            first = reason is None and backend == self.chosen and not taken
-            taken = taken or first
-            text = reason or ("chosen" if first else "able") + note
-            rows.append(f"  {backend:<12} {form.kind:<11} {text}")
-        return "\n".join(rows)
+            chosen = reason is None and backend == self.chosen and not seen
+            seen = seen or chosen
+            text = reason or ("chosen" if chosen else "able") + note
+            lines.append(f"  {backend:<12} {form.kind:<11} {text}")
+        return "\n".join(lines)
 
 
 def explain(
@@ -47,14 +50,30 @@ def explain(
     v: Tensor,
     variant: str = "softmax",
     *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: int | tuple[int, int] | None = None,
+    alibi: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
-    **arguments: Any,
+    return_lse: bool = False,
+    **params: Tensor | float | None,
 ) -> Plan:
-    """What `attention` would do with these arguments, without doing it.
+    """Which backend `attention` would use for these arguments, and why, without running it.
+
+    Args:
+        q, k, v and all others: As for `attention`.
 
     Returns:
-        a `Plan`: ``.chosen`` is the backend, its text the table of candidates and reasons. A named
-        ``backend`` that objects, and a variant that refuses, show as ``chosen`` None.
+        A `Plan`. Where `attention` would raise because the variant or the named backend does not
+        support the call, ``plan.chosen`` is None.
+
+    Raises:
+        ValueError: An argument has a wrong value or shape.
+        TypeError: An argument has a wrong type or dtype, or a parameter is unknown or missing.
 
     Example:
         >>> import torch, attnzoo
@@ -62,18 +81,29 @@ def explain(
         >>> attnzoo.explain(q, k, v, "ssmax", is_causal=True).chosen
         'sdpa'
     """
-    ready = prepare(q, k, v, variant, arguments)
+    arguments = dict(
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+        alibi=alibi,
+        segment_ids=segment_ids,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+    )
+    ready = prepare(q, k, v, variant, arguments | params)
     check_backend(backend)
     if ready.unsupported is not None:
         return Plan(variant, None, (), ready.unsupported)
-    every = candidates(variant, (*ready.forms, ready.definition), ready.call)
-    found = tuple(_with_note(candidate, ready.call) for candidate in every)
+    found = candidates(variant, (*ready.forms, ready.definition), ready.call)
+    found = tuple(_with_note(candidate, ready.call) for candidate in found)
     able = [c.backend for c in found if c.reason is None and backend in (None, c.backend)]
     return Plan(variant, able[0] if able else None, found)
 
 
 def _with_note(candidate: Candidate, call: Call) -> Candidate:
-    # For `explain` only: in a compiled call the work is a symbol, which no format takes.
+    # Not in `candidates`: in a compiled call the work is symbolic and cannot be formatted.
     form = candidate.form
     if BACKENDS[candidate.backend].scan is None or not isinstance(form, Linear):
         return candidate

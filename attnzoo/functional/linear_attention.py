@@ -1,6 +1,4 @@
-"""linear_attention(): a causal linear variant that returns its state and goes on from it."""
-
-from __future__ import annotations
+"""linear_attention(): causal attention that starts from a state and returns the next one."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,8 +16,8 @@ from attnzoo.core.checks import check_dense, is_int, shown
 from attnzoo.core.forms import Linear, NoForm
 from attnzoo.functional.prepare import check_supported, prepare
 
-# Fewer are a part of a chunk, for which torch's few operations do.
-CHUNK = 64
+# Fewer tokens are less than one chunk of a kernel; the torch backend runs them.
+MIN_TOKENS = 64
 
 
 def linear_attention(
@@ -32,27 +30,34 @@ def linear_attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
-    **params: Any,
+    **params: Tensor | float | None,
 ) -> tuple[Tensor, LinearState]:
     """Causal attention of a linear variant over the next tokens of a sequence.
 
-    o_i = ψ(q_i)·S_i / ψ(q_i)·z_i with S_i = Σ_{j ≤ i} ψ(k_j) v_jᵀ, z_i = Σ_{j ≤ i} ψ(k_j), where j
-    runs over all keys that ``state`` has seen and those given here. Cutting a sequence anywhere
-    gives the outputs of ``attention(..., is_causal=True)``; one more token costs the same at any
-    length. Differentiable, through the state too.
+    out_i = ψ(q_i)·S_i / ψ(q_i)·z_i with S_i = Σ_{j ≤ i} ψ(k_j) v_jᵀ and z_i = Σ_{j ≤ i} ψ(k_j),
+    where j runs over the keys summed in ``state`` and those given here. A sequence may be cut
+    anywhere: the outputs are those of ``attention(..., is_causal=True)`` on the whole. The cost of
+    a token does not depend on the length. Differentiable, also through the state.
 
     Args:
-        q: (B, H, N, D), the next N tokens. k: (B, Hkv, N, D). v: (B, Hkv, N, Dv).
-        variant: one with a linear form for these parameters.
-        state: what an earlier call returned; None begins a sequence.
-        attn_mask: bool mask of these N keys, (..., 1, N); True = attend.
-        scale, enable_gqa, **params: as for `attention`, the same in every call of a sequence.
+        q: Queries of the next N tokens (B, H, N, D).
+        k: Keys of the same tokens (B, Hkv, N, D).
+        v: Values of the same tokens (B, Hkv, N, Dv).
+        variant: A variant with a linear form for these parameters.
+        state: The state that the previous call returned; None starts a sequence.
+        attn_mask: Bool key mask of these N tokens, (..., 1, N); True = attend.
+        scale: As for `attention`, and the same in every call of a sequence.
+        enable_gqa: As for `attention`.
+        **params: Parameters of the variant, the same in every call of a sequence.
 
     Returns:
-        (out, state): (B, H, N, Dv) in q's dtype, and the state after these tokens.
+        A pair (out, state): the output (B, H, N, Dv) in q's dtype, and the `LinearState` after
+        these tokens.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError: An argument has a wrong value or shape, or the variant has no linear form for
+            these parameters.
+        TypeError: An argument has a wrong type or dtype, or is not accepted.
 
     Example:
         >>> import torch, attnzoo
@@ -63,10 +68,20 @@ def linear_attention(
         ...     q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], "taylor", state=state)
         >>> torch.allclose(last, whole[:, :, 9:], atol=1e-5), state.length
         (True, 10)
+
+    References:
+        Katharopoulos et al. 2020, arXiv:2006.16236 (linear attention as a recurrence).
+
+    Notes:
+        The state is kept in fp32 (fp64 for fp64 inputs). ``taylor`` needs normalized q and k at
+        that precision.
     """
     for name in {"backend", *ARGUMENTS}.intersection(params):
-        raise TypeError(f"linear_attention takes no {name}: it is causal, over all keys so far")
-    arguments = dict(
+        raise TypeError(
+            f"linear_attention does not accept {name}: it always attends causally to all "
+            "previous keys"
+        )
+    arguments: dict[str, Any] = dict(
         attn_mask=attn_mask, is_causal=True, scale=scale, enable_gqa=enable_gqa, **params
     )
     seen = 0 if state is None else _length(state)
@@ -89,8 +104,8 @@ def linear_attention(
 
 
 def scan_for(form: Linear, call: Call) -> Backend:
-    """The first backend in the order of preference that walks over tokens from a state."""
-    if call.keys < CHUNK:
+    """The preferred backend that can start from a state."""
+    if call.keys < MIN_TOKENS:
         return BACKENDS["linear"]
     able = (b for b, _ in preference((form,), call) if b.scan and not b.unsupported(form, call))
     return next(able)

@@ -1,4 +1,4 @@
-"""From the arguments of a call to a `Prepared` one: everything that can be wrong is found here."""
+"""Validation: from the arguments of a call to a `Prepared` one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import attnzoo.variants  # noqa: F401  (registers the zoo)
+import attnzoo.variants  # noqa: F401  (registers the shipped variants)
 from attnzoo.core.arguments import ARGUMENTS, check_call
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.checks import shown
@@ -18,7 +18,7 @@ from attnzoo.core.registry import get_variant
 
 
 class Prepared(NamedTuple):
-    """A checked call: its tensors, with autocast's dtype, and the variant's bound parameters."""
+    """A validated call: its tensors, after autocast, and the variant with its bound parameters."""
 
     q: Tensor
     k: Tensor
@@ -26,7 +26,7 @@ class Prepared(NamedTuple):
     call: Call
     variant: Variant
     params: dict[str, Any]
-    unsupported: str | None
+    unsupported: str | None  # why the variant does not support the call
 
     @property
     def definition(self) -> Definition:
@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """The variant's forms for this call, checked: they may be a user's own."""
+        """The variant's forms for this call, validated because users write variants too."""
         forms = self.variant.forms(self.call, **self.params)
         what = f"forms of variant {self.variant.name!r}"
         kinds = (Pairwise, Linear, NoForm)
@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
 
 
 def definition_of(variant: Variant, params: dict[str, Any]) -> Definition:
-    """The variant's definition, its parameters shaped as `Variant` says."""
+    """The variant's definition, with tensor parameters that broadcast against scores."""
     shaped = {n: x[..., None] if isinstance(x, Tensor) else x for n, x in params.items()}
     return Definition(variant.name, variant.weights, variant.scores, shaped)
 
@@ -62,39 +62,43 @@ def prepare(
     arguments: dict[str, Any],
     origin: int | None = None,
 ) -> Prepared:
-    """Everything that can be wrong with a call is found here.
+    """Validate a call and bind the variant's parameters.
 
-    ``origin``: the position of the first query and of the first key, where a state came before.
+    Args:
+        arguments: The keyword arguments of `attention` except backend, and the variant's own.
+        origin: The position of the first query and key, if they continue from a state.
     """
-    zoo = get_variant(variant)
+    found = get_variant(variant)
     given = q
     q, k, v = _autocast(q, k, v)
-    facts = {name: value for name, value in arguments.items() if name in ARGUMENTS}
+    common = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
-    mask = facts.get("attn_mask")
+    mask = common.get("attn_mask")
     if q is not given and isinstance(mask, Tensor) and mask.dtype == given.dtype:
-        facts["attn_mask"] = mask.float()  # it fitted q as it came; fp32 holds all 16-bit values
-    call = check_call(q, k, v, **facts)
+        common["attn_mask"] = mask.float()  # its dtype was that of q before autocast
+    call = check_call(q, k, v, **common)
     if origin is not None:
         call = replace(call, query_origin=origin, key_origin=origin)
     with in_full_precision(call.device):
-        bound = bind(zoo, call, params)
-        reason = zoo.unsupported(call, **bound)
+        bound = bind(found, call, params)
+        reason = found.unsupported(call, **bound)
         if reason is not None and not isinstance(reason, str):
             raise TypeError(
-                f"unsupported of variant {zoo.name!r} must be a str or None, got {shown(reason)}"
+                f"unsupported of variant {found.name!r} must be a str or None, got {shown(reason)}"
             )
-        if reason is None and call.return_lse and zoo.scores is None:
-            reason = f"return_lse: {variant} is no softmax of scores, it has no log-sum-exp"
+        if reason is None and call.return_lse and found.scores is None:
+            reason = (
+                f"return_lse must be False for {variant}: its weights are not a softmax of scores"
+            )
     inputs = [q, k, v, call.alibi, call.mask, *bound.values()]
-    needs = torch.is_grad_enabled() and any(
+    needs_grad = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in inputs
     )
-    return Prepared(q, k, v, replace(call, needs_grad=needs), zoo, bound, reason)
+    return Prepared(q, k, v, replace(call, needs_grad=needs_grad), found, bound, reason)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, what it does to scaled_dot_product_attention: all but fp64 in its dtype."""
+    """Under autocast, cast to its dtype as scaled_dot_product_attention does: all but fp64."""
     kinds = {x.device.type for x in tensors if isinstance(x, Tensor)}
     if len(kinds) != 1 or not torch.amp.is_autocast_available(kind := kinds.pop()):
         return tensors

@@ -1,6 +1,6 @@
-"""The zoo: one file per variant, named as the variant, holding one ``VARIANT``.
+"""The shipped variants: one file per variant, with its name, that defines ``VARIANT``.
 
-A new file here is found and registered by being here.
+Every file in this folder is imported and its variant registered.
 """
 
 from importlib import import_module

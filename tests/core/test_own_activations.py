@@ -1,7 +1,7 @@
-"""A third party's activations go wherever the shipped ones go, by what they say of themselves.
+"""User-defined activations run on every backend that their properties allow.
 
-Values and gradients of `tiled`, the kernels and `sdpa` against a definition, within the budgets of
-`agreement`.
+Values and gradients of `tiled`, the kernels and `sdpa` are compared with a definition, within the
+budgets of `agreement`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ENTMAX175 = Activation(
     triton=MODULE + "entmax175",
     alpha=1.75,
 )
-# u + u² with u = [1 + x]_+: no q-exponential, but convex, and 2 at 0.
+# u + u² with u = [1 + x]_+: not a q-exponential, but convex, and 2 at 0.
 RAMP = Activation(
     "ramp",
     lambda s, shape: (1 + s).relu() + (1 + s).relu() ** 2,
     lambda s, phi, shape: (1 + 4 * phi).sqrt() * (phi > 0),
     convex=True,
 )
-# [1 + x]_+^shape, and so a family.
+# A family: [1 + x]_+^shape.
 POWER = Activation(
     "power",
     lambda s, shape: (1 + s).relu() ** shape,
@@ -61,12 +61,12 @@ SHAPE = torch.tensor([1.5, 2.5])[:, None]
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Remove the variants that a test registers."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
 
 def shaped(form: Pairwise) -> Tensor | None:
-    """As a definition takes it, against scores."""
+    """The shape, broadcast against scores as in a definition."""
     return None if form.shape is None else form.shape[..., None]
 
 
@@ -75,7 +75,7 @@ def phi_of(form: Pairwise, s: Tensor) -> Tensor:
 
 
 def threshold(form: Pairwise, s: Tensor, visible: Tensor) -> Tensor:
-    """By bisection, and two Newton steps: the last carries the gradient."""
+    """Solve for τ by bisection and two Newton steps; the last one carries the gradient."""
     with torch.no_grad():
         low = s.masked_fill(~visible, float("-inf")).amax(-1, keepdim=True)
         low = low.masked_fill(low == float("-inf"), 0.0)
@@ -100,7 +100,7 @@ def weights_of(form: Pairwise) -> Callable[..., Tensor]:
         if form.normalize == "none":
             return (phi_of(form, s - form.offset) * visible).expand_as(s)
         if form.normalize == "threshold":
-            # Not expanded: at an invisible key φ is that of 0, and masked.
+            # Finite scores at invisible keys; their φ is masked below.
             seen = s.masked_fill(~visible, 0.0)
             return phi_of(form, seen - threshold(form, seen, visible)) * visible
         if form.keep is not None:
@@ -144,7 +144,7 @@ ROW = {
 
 
 @pytest.mark.parametrize(("name", "backend"), CELLS)
-def test_agrees_with_the_definition(name: str, backend: str) -> None:
+def test_backends_agree_with_the_definition(name: str, backend: str) -> None:
     register(FORMS[name])
     row = {**ROW, "mask": "none", "span": "full"} if backend == "sdpa" else ROW
     if backend == "decode":
@@ -156,7 +156,7 @@ def test_agrees_with_the_definition(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("normalize", ["threshold", "sum"])
-def test_a_family_learns_its_shape(normalize: Any) -> None:
+def test_gradient_reaches_the_shape_of_a_family(normalize: Any) -> None:
     def form(power: Tensor) -> Pairwise:
         return Pairwise(POWER, normalize, shape=power)
 
@@ -177,7 +177,7 @@ def test_a_family_learns_its_shape(normalize: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_who_takes_it(name: str) -> None:
+def test_supported_backends_follow_from_the_properties(name: str) -> None:
     register(FORMS[name])
     q, k, v = (rand(1, 2, 9, 8, seed=i).float() for i in range(3))
     able = {c.backend: c.reason for c in attnzoo.explain(q, k, v, "mine").candidates}
@@ -188,7 +188,7 @@ def test_who_takes_it(name: str) -> None:
 
 
 @pytest.mark.interpreter
-def test_without_a_normalizer_fp16_needs_a_bound() -> None:
+def test_fp16_without_normalizer_requires_bounded() -> None:
     unbounded = Activation("wild", TAME.value, TAME.slope, triton=TAME.triton)
     register(Pairwise(unbounded, "none", offset=0.3))
     q, k, v = (rand(1, 2, 9, 8, seed=i).half() for i in range(3))
@@ -197,8 +197,7 @@ def test_without_a_normalizer_fp16_needs_a_bound() -> None:
 
 
 @pytest.mark.parametrize("normalize", ["sum", "threshold", "none"])
-def test_lse_is_by_form_where_the_form_sums_exp(normalize: Any) -> None:
-    """And by definition elsewhere."""
+def test_lse_comes_from_the_form_only_if_it_is_a_softmax(normalize: Any) -> None:
     form = Pairwise(EXP, normalize, offset=0.3 if normalize == "none" else None)
     register(form, scores=lambda q, k, call: call.scores(q, k))
     q, k, v = (rand(1, 2, 9, 8, seed=i) for i in range(3))

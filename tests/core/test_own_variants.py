@@ -1,4 +1,4 @@
-"""A definition of a user's own: what it receives, and what it must return."""
+"""User-defined variants: what their functions receive, and what they must return."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ POWER = torch.tensor([1.0, 1.5, 2.0, 3.0]).double()
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Remove the variants that a test registers."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
 
 def register(weights: Callable[..., Any], **fields: Any) -> None:
-    """As a newcomer writes it: a definition, and perhaps a parameter."""
     attnzoo.register_variant(attnzoo.Variant("mine", "-", "-", weights, **fields))
 
 
@@ -34,13 +33,13 @@ def shifted_relu(q: Tensor, k: Tensor, call: Any, power: Any) -> Tensor:
     return weights.masked_fill(~call.visible, 0.0)
 
 
-# Four heads: as many as keys, as queries, as both, and as neither.
+# With four heads, which equals the number of keys, of queries, of both, or of neither.
 SHAPES = [(5, 4), (4, 6), (4, 4), (5, 6)]
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
-def test_each_head_has_its_own_parameter(queries: int, keys: int, backend: str) -> None:
+def test_parameter_per_head(queries: int, keys: int, backend: str) -> None:
     register(shifted_relu, params=(Param("power", 1.0),))
     q, k, v = (rand(2, 4, n, 8, seed=n) for n in (queries, keys, keys))
     options: dict[str, Any] = {"is_causal": True, "backend": backend}
@@ -54,7 +53,7 @@ def test_each_head_has_its_own_parameter(queries: int, keys: int, backend: str) 
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_each_query_has_its_own_parameter(backend: str) -> None:
+def test_parameter_per_query(backend: str) -> None:
     register(shifted_relu, params=(Param("power", 1.0, per_token=True),))
     q, k, v = rand(3, 2, 4, 4, 8).unbind()
     power = 1 + rand(2, 4, 4, seed=5).abs()
@@ -63,7 +62,7 @@ def test_each_query_has_its_own_parameter(backend: str) -> None:
     assert torch.allclose(found, z ** power[..., None] / 4 @ v)
 
 
-def test_gradients_reach_the_parameter_of_each_head() -> None:
+def test_gradients_reach_a_parameter_per_head() -> None:
     register(shifted_relu, params=(Param("power", 1.0),))
     q, k, v = rand(3, 2, 4, 4, 8).unbind()
     power = POWER.clone().requires_grad_()
@@ -106,7 +105,7 @@ WRONG_WEIGHTS: list[tuple[Callable[..., Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("case", WRONG_WEIGHTS, ids=lambda case: case[2][-20:])
-def test_wrong_weights_are_refused(case: tuple[Callable[..., Any], type[Exception], str]) -> None:
+def test_wrong_weights_raise(case: tuple[Callable[..., Any], type[Exception], str]) -> None:
     weights, error, words = case
     register(weights)
     q, k, v = (rand(2, 4, n, 8).float() for n in (5, 6, 6))
@@ -117,7 +116,7 @@ def test_wrong_weights_are_refused(case: tuple[Callable[..., Any], type[Exceptio
         attnzoo.attention_weights(q, k, v, "mine")
 
 
-def test_wrong_scores_are_refused() -> None:
+def test_wrong_scores_raise() -> None:
     def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
         return call.softmax(call.scores(q, k))
 
@@ -138,7 +137,7 @@ def positive(**fields: Any) -> tuple[Param]:
     return (Param("a", check=lambda x: x > 0, allowed="above 0", **fields),)
 
 
-# (fields of the variant, error, words of its message in this order)
+# (wrong fields, error, a pattern of its message)
 WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"name": 3}, TypeError, "variant name must be a str, got 3"),
     ({"name": ""}, ValueError, "variant name must be an identifier, got ''"),
@@ -183,7 +182,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"params": A}, TypeError, r"params must be a tuple of Param, got Param\(name='a'"),
     ({"params": [A]}, TypeError, r"params must be a tuple of Param, got \[Param"),
     ({"params": {"a": 1.0}}, TypeError, "params must be a tuple of Param, got {'a': 1.0}"),
-    ({"params": (A, A)}, ValueError, "names a parameter twice: a, a"),
+    ({"params": (A, A)}, ValueError, "params must have distinct names, got a, a"),
     ({"params": (Param(3),)}, TypeError, "parameter name must be a str, got 3"),
     ({"params": (Param("a b"),)}, ValueError, "parameter name must be an identifier, got 'a b'"),
     ({"params": (Param("lambda"),)}, ValueError, "name must be an identifier, got 'lambda'"),
@@ -201,25 +200,17 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"params": positive(init=-1.0)}, ValueError, "init must be above 0, got -1.0"),
     ({"params": (Param("a", init="x"),)}, TypeError, "init must be a number, got 'x'"),
     ({"params": (Param("a", init=1e39),)}, ValueError, r"init must be finite, got 1e\+39"),
-    (
-        {"params": (Param("a", kind="int", init=1),)},
-        ValueError,
-        "init requires kind 'per_head', .*'int'",
-    ),
-    (
-        {"params": (Param("a", kind="float", per_token=True),)},
-        ValueError,
-        "per_token requires kind",
-    ),
+    ({"params": (Param("a", kind="int", init=1),)}, ValueError, "init requires kind .*'int'"),
+    ({"params": (Param("a", kind="float", per_token=True),)}, ValueError, "per_token requires"),
     ({"params": (Param("a", per_token=1),)}, TypeError, "per_token must be a bool, got 1"),
     ({"params": (Param("a", between=1),)}, TypeError, "between must be a pair of numbers, got 1"),
     ({"params": (Param("a", between=(2, 1)),)}, ValueError, r"with low < high, got \(2, 1\)"),
-    ({"params": (Param("a", init=5, between=(0, 2)),)}, ValueError, r"between \(0, 2\), got 5"),
+    ({"params": (Param("a", init=5, between=(0, 2)),)}, ValueError, r"inside \(0, 2\), got 5"),
 ]
 
 
 @pytest.mark.parametrize("case", WRONG_FIELDS, ids=lambda case: case[2][:30])
-def test_wrong_variants_are_not_registered(
+def test_wrong_fields_raise(
     case: tuple[dict[str, Any], type[Exception], str],
 ) -> None:
     wrong, error, words = case
@@ -257,7 +248,7 @@ WRONG_FORMS: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("case", WRONG_FORMS, ids=lambda case: case[2][:30])
-def test_wrong_forms_are_refused(case: tuple[Any, type[Exception], str]) -> None:
+def test_wrong_forms_raise(case: tuple[Any, type[Exception], str]) -> None:
     found, error, words = case
     register(weights, forms=lambda call: found)
     q, k, v = (rand(2, 4, n, 8).float() for n in (5, 6, 6))
@@ -267,7 +258,7 @@ def test_wrong_forms_are_refused(case: tuple[Any, type[Exception], str]) -> None
         attnzoo.explain(q, k, v, "mine")
 
 
-def test_a_refusal_is_a_reason() -> None:
+def test_unsupported_must_return_a_str_or_none() -> None:
     register(weights, unsupported=lambda call: True)
     with pytest.raises(
         TypeError, match="unsupported of variant 'mine' must be a str or None, got True"
@@ -280,10 +271,12 @@ def test_a_refusal_is_a_reason() -> None:
     [
         ({"activation": None}, TypeError, "activation must be an Activation, got None"),
         ({"normalize": ["sum"]}, ValueError, r"normalize must be one of none, .*got \['sum'\]"),
-        ({"gain": "1"}, TypeError, "gain must be a row or FromStatistics, got '1'"),
-        ({"sink": [0.0]}, TypeError, r"sink must be a row, a float or a tensor, got \[0.0\]"),
+        ({"gain": "1"}, TypeError, "gain must be a float, a tensor or FromStatistics, got '1'"),
+        ({"sink": [0.0]}, TypeError, r"sink must be a float, a tensor or None, got \[0.0\]"),
         ({"normalize": "select", "keep": 1.5}, ValueError, "keep must be an int .* 1, got 1.5"),
         ({"normalize": "select", "keep": -1}, ValueError, "keep must be an int .* 1, got -1"),
+        ({"normalize": "select"}, ValueError, "keep must be given with normalize='select'"),
+        ({"keep": 2}, ValueError, "keep must be None with normalize='sum', got 2"),
     ],
 )
 def test_wrong_pairwise_forms(fields: dict[str, Any], error: type[Exception], words: str) -> None:

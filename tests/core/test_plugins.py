@@ -1,4 +1,4 @@
-"""A plugin is loaded once, under its own name, from any folder and in every command."""
+"""Plugins are loaded once, under their own name, from any folder, in every command."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from benchmarks.__main__ import main as benchmarks
 from evals.__main__ import main as evals
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
 SMALL = ["--heads", "2", "--head-dim", "16", "--repeats", "2", "--min-seconds", "0.001"]
 
 
 def example(name: str) -> str:
-    """One of the README's files."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    (block,) = [block for block in blocks if block.startswith(f"# {name}\n")]
-    return block
+    """A file that the README or the documentation prints in full."""
+    text = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return next(block for block in blocks if block.startswith(f"# {name}\n"))
 
 
 @pytest.fixture(autouse=True)
-def forgotten_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test loads is gone after it."""
+def unload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remove the modules and variants that a test loads."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(plugins, "_LOADED", {})
     before = set(sys.modules)
@@ -42,7 +41,7 @@ def forgotten_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The README's variant with a kernel, in another folder than the one that commands run in."""
+    """The documented variant with a kernel, outside of the current folder."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -53,35 +52,35 @@ def cube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 # ---- loading ----------------------------------------------------------------------------------
 
 
-def test_a_plugin_is_the_module_of_its_name_and_is_executed_once(cube: str) -> None:
+def test_plugin_is_imported_once_under_its_own_name(cube: str) -> None:
     plugin = attnzoo.load_plugin(cube)
     assert plugin.variants == ("cube",)
     assert sys.modules["cube"] is plugin.module
     assert attnzoo.load_plugin(Path(cube).resolve()) is plugin
 
 
-def test_two_files_of_one_name_are_refused(cube: str, tmp_path: Path) -> None:
+def test_second_file_of_the_same_name_raises(cube: str, tmp_path: Path) -> None:
     attnzoo.load_plugin(cube)
     (tmp_path / "here" / "cube.py").write_text("")
-    with pytest.raises(ValueError, match=r"module name 'cube' is taken by .*theirs.cube\.py"):
+    with pytest.raises(ValueError, match=r"free module name, 'cube' is taken by .*theirs.cube\.py"):
         attnzoo.load_plugin("cube.py")
 
 
 @pytest.mark.parametrize("name", ["statistics", "sys", "einops", "colorsys"])
-def test_a_plugin_named_like_an_installed_module_is_refused(tmp_path: Path, name: str) -> None:
+def test_name_of_an_installed_module_raises(tmp_path: Path, name: str) -> None:
     file = tmp_path / f"{name}.py"
     file.write_text("raise SystemError('executed')")
-    with pytest.raises(ValueError, match=f"the module name '{name}' is taken by"):
+    with pytest.raises(ValueError, match=f"free module name, '{name}' is taken by"):
         attnzoo.load_plugin(file)
 
 
-def test_a_plugin_that_was_imported_before_is_refused(
+def test_file_imported_before_load_plugin_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "imported_before.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("imported_before")
-    with pytest.raises(ValueError, match="was imported before"):
+    with pytest.raises(ValueError, match="must be loaded before it is imported"):
         attnzoo.load_plugin(tmp_path / "imported_before.py")
     del sys.modules["imported_before"]
     assert attnzoo.load_plugin(tmp_path / "imported_before.py").variants == ()
@@ -90,15 +89,15 @@ def test_a_plugin_that_was_imported_before_is_refused(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("raises.py", "1 / 0", "raises.py: ZeroDivisionError: division by zero"),
-        ("leaves.py", "import sys; sys.exit(3)", r"leaves.py: it ends with sys.exit\(3\)"),
-        ("no-module.py", "", "must be named like a module"),
-        ("lambda.py", "", "must be named like a module"),
+        ("raises.py", "1 / 0", "raises.py raised ZeroDivisionError: division by zero"),
+        ("leaves.py", "import sys; sys.exit(3)", r"leaves.py called sys.exit\(3\)"),
+        ("no-module.py", "", "file name that is a module name"),
+        ("lambda.py", "", "file name that is a module name"),
         ("text.txt", "", "must be a Python file"),
         ("missing.py", None, "must be a Python file"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_and_leaves_no_module(
+def test_failed_load_raises_and_leaves_no_module(
     name: str, text: str | None, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / name
@@ -117,7 +116,7 @@ def test_what_cannot_be_loaded_is_refused_and_leaves_no_module(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("command", ["attention", "decode"])
-def test_benchmarks_run_a_plugins_kernel(
+def test_benchmarks_run_the_kernel_of_a_plugin(
     command: str, cube: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = [command, "--device", "cpu", "--plugin", cube, "--variants", "cube", "--lengths", "32"]
@@ -149,7 +148,7 @@ attnzoo.register_variant(attnzoo.Variant("soft_linear", "σ(q)·σ(k) / Σ", "-"
 """
 
 
-def test_linear_times_a_plugins_linear_variant(
+def test_benchmarks_linear_runs_the_linear_variant_of_a_plugin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "soft_linear.py"
@@ -163,7 +162,7 @@ def test_linear_times_a_plugins_linear_variant(
     assert "softmax has no linear form" in capsys.readouterr().err
 
 
-def test_laws_and_ranks_take_a_plugin(
+def test_laws_and_ranks_accept_a_plugin(
     cube: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evals.theory.laws.LAWS", ())
@@ -182,12 +181,12 @@ def test_laws_and_ranks_take_a_plugin(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import sys\nsys.exit(3)", ": it ends with sys.exit(3)"),
-        ("1 / 0", ": ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(3)", " called sys.exit(3)"),
+        ("1 / 0", " raised ZeroDivisionError: division by zero"),
         ("", " registered no variant"),
     ],
 )
-def test_evals_refuse_a_plugin_in_one_line(
+def test_evals_report_a_wrong_plugin_in_one_line(
     text: str, message: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "refused.py"
@@ -201,7 +200,7 @@ def test_evals_refuse_a_plugin_in_one_line(
 @pytest.mark.parametrize(
     "command", ["attention", "linear", "decode", "compile", "tune --kernel dq", "gpu --out x"]
 )
-def test_benchmarks_refuse_a_plugin_without_a_variant(
+def test_benchmarks_reject_a_plugin_without_a_variant(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "empty.py"
@@ -211,7 +210,7 @@ def test_benchmarks_refuse_a_plugin_without_a_variant(
 
 
 def command_line(folder: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A command from another folder, with kernels compiled rather than interpreted."""
+    """Run a command in a folder, with kernels compiled and not interpreted."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
@@ -220,7 +219,7 @@ def command_line(folder: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_kernels_of_a_plugin_are_compiled_and_tuned(cube: str) -> None:
+def test_kernels_of_a_plugin_compile_and_tune(cube: str) -> None:
     small = ["--plugin", cube, "--jobs", "1"]
     done = command_line(
         ".", "benchmarks", "compile", "--arch", "sm_90", "--head-dims", "64", "--kernels",
@@ -231,14 +230,14 @@ def test_kernels_of_a_plugin_are_compiled_and_tuned(cube: str) -> None:
     assert rows == [["forward", "cube", "D=64"], ["decode", "cube", "D=64"]]
     few = ["--blocks", "32", "--warps", "4", "--stages", "1", "--head-dim", "64"]
     done = command_line(
-        ".", "benchmarks", "tune", "--kernel", "forward", "--twin", "cube", *few, *small
+        ".", "benchmarks", "tune", "--kernel", "forward", "--activation", "cube", *few, *small
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Config(32, 32, 4, 1)" in done.stdout
 
 
 @pytest.mark.slow
-def test_a_plugin_runs_in_worker_processes_and_fresh_ones(cube: str, tmp_path: Path) -> None:
+def test_plugin_runs_in_worker_processes(cube: str, tmp_path: Path) -> None:
     small = ["--variants", "cube", "--seeds", "1", "--steps", "2", "--lengths", "16"]
     done = command_line(
         ".", "evals", "needle", "--preset", "smoke", "--plugin", cube, *small, "--workers", "1",

@@ -1,7 +1,7 @@
-"""Calls that were checked before: their sizes, dtypes and flags lead to the backend at once.
+"""Cache of validated calls, keyed by sizes, dtypes and flags: a repeated call skips validation.
 
-A key holds all that decides how a call is checked and which backend runs it. What depends on the
-values of tensors (a parameter in its range, the slopes of ALiBi) is checked in every call.
+The key holds everything that decides how a call is validated and which backend runs it. Checks that
+depend on the values of tensors (the range of a parameter, finite ALiBi slopes) run in every call.
 """
 
 from __future__ import annotations
@@ -30,49 +30,53 @@ from attnzoo.core.parameters import per_query
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.prepare import Prepared, definition_of
 
-MOST = 4096  # calls that are known
-SMALL = 2**10  # queries × keys up to which masks of positions are kept
+MAX_ENTRIES = 4096
+SMALL_SCORES = 2**10  # up to this many scores, counts and position masks are cached too
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (type(None), bool, int, float, str)
 _LAYOUT = ("attn_mask", "alibi", "segment_ids")
 
 
-class Known(NamedTuple):
+class Entry(NamedTuple):
     """A call that was run, without its tensors."""
 
     variant: Variant
     call: Call
-    params: dict[str, Any]  # those that are no tensors
-    vectors: tuple[tuple[str, Param], ...]  # those that are, each with its name in errors
+    params: dict[str, Any]  # those that are not tensors
+    tensor_params: tuple[tuple[str, Param], ...]  # the others, each with its name in errors
     backend: Backend
-    place: int  # of the form that ran, among the variant's; −1 is its definition
-    has_tensors: bool  # among its parameters and layout arguments
-    with_grad: bool  # run with gradients enabled
-    outlines: tuple[Hashable, ...]  # of the forms
+    form_index: int  # which of the variant's forms ran; −1 is the definition
+    has_tensors: bool  # among parameters and layout arguments
+    with_grad: bool  # gradients were enabled
+    outlines: tuple[Hashable, ...]  # of all forms
 
-    def again(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
-        """This call with its own tensors; None where it has to be prepared anew."""
+    def rebuild(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
+        """The call and form with the tensors of a new call; None if it must be validated again."""
         call, params = self.call, self.params
         if self.has_tensors:
             tensors = {name: arguments[name] for name in _LAYOUT if arguments[name] is not None}
             if tensors:
                 call = replace(call, **layout_tensors(tensors, call))
-            own = {p.name: per_query(what, p, given[p.name], call) for what, p in self.vectors}
+            own = {
+                p.name: per_query(what, p, given[p.name], call) for what, p in self.tensor_params
+            }
             params = params | own
             if self.variant.unsupported(call, **params) is not None:
                 return None
-        if self.place < 0 and not self.with_grad:
+        if self.form_index < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)
-        # With gradients also beside a definition: a checkpoint counts what its two runs save.
-        # Forms of the same outline are not checked again.
+        # Computed with gradients even if the definition runs: a checkpoint compares the number of
+        # tensors saved by its two runs.
         forms = self.variant.forms(call, **params)
         if tuple(map(_outline, forms)) != self.outlines:
             return None
-        return call, definition_of(self.variant, params) if self.place < 0 else forms[self.place]
+        if self.form_index < 0:
+            return call, definition_of(self.variant, params)
+        return call, forms[self.form_index]
 
 
-_KNOWN: dict[Hashable, Known] = {}
+_CACHE: dict[Hashable, Entry] = {}
 
 
 def key_of(
@@ -84,9 +88,9 @@ def key_of(
     arguments: dict[str, Any],
     params: dict[str, Any],
 ) -> Hashable | None:
-    """What decides how the call is checked and run; None if it must be prepared anew.
+    """The key of a call; None if it must not be cached.
 
-    That is so for traced and transformed calls, under autocast, and for arguments of other types
+    Not cached: traced and transformed calls, calls under autocast, and arguments of types other
     than tensors and Python's numbers.
     """
     if (
@@ -106,11 +110,11 @@ def key_of(
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return None
-    for some in (arguments, params):
-        for name, x in some.items():
+    for group in (arguments, params):
+        for name, x in group.items():
             if type(x) in _NUMBERS:
-                key += (name, type(x), x)  # 1, 1.0 and True are equal, and are not the same
-            elif type(x) is tuple and all(type(one) is int for one in x):
+                key += (name, type(x), x)  # the type too, because 1 == 1.0 == True
+            elif type(x) is tuple and all(type(item) is int for item in x):
                 key += (name, x)
             elif isinstance(x, Tensor) and type(x) in _PLAIN and not x.is_nested:
                 key += (name, x.shape, x.dtype, x.device, x.layout, x.requires_grad)
@@ -122,14 +126,14 @@ def key_of(
 def find(
     key: Hashable | None, variant: str, arguments: dict[str, Any], params: dict[str, Any]
 ) -> tuple[Backend, Call, Form] | None:
-    """What runs the call, if it is known and its variant and backend are still the registered."""
-    known = None if key is None else _KNOWN.get(key)
-    if known is None or known.variant is not get_variant(variant):
+    """What runs the call, if it is cached and its variant and backend are still registered."""
+    entry = None if key is None else _CACHE.get(key)
+    if entry is None or entry.variant is not get_variant(variant):
         return None
-    if BACKENDS.get(known.backend.name) is not known.backend:
+    if BACKENDS.get(entry.backend.name) is not entry.backend:
         return None
-    again = known.again(arguments, params)
-    return None if again is None else (known.backend, *again)
+    rebuilt = entry.rebuild(arguments, params)
+    return None if rebuilt is None else (entry.backend, *rebuilt)
 
 
 def remember(
@@ -140,32 +144,33 @@ def remember(
     form: Form,
     params: dict[str, Any],
 ) -> None:
-    """Keep how the call was checked, and which backend runs which of its forms."""
+    """Cache a validated call with the backend and the form that run it."""
     if key is None:
         return
     call = ready.call
-    place = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
+    form_index = -1 if isinstance(form, Definition) else [x is form for x in forms].index(True)
     tensors = {name for name, x in params.items() if isinstance(x, Tensor)}
-    vectors = tuple(
+    tensor_params = tuple(
         (f"{ready.variant.name}'s {p.name}", p) for p in ready.variant.params if p.name in tensors
     )
     layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
     if layout:
         call = replace(call, mask=None, alibi=None, segments=None)
-    elif call.device.type == "cpu" and call.queries * call.keys <= SMALL:
-        # On a GPU a captured graph would hold the address of what is forgotten here.
-        call = call.remembering()
+    elif call.device.type == "cpu" and call.queries * call.keys <= SMALL_SCORES:
+        # Not on a GPU: a captured CUDA graph would keep the address of a tensor that is freed
+        # when its entry leaves the cache.
+        call = call.caching()
     own = {name: x for name, x in ready.params.items() if name not in tensors}
-    if len(_KNOWN) >= MOST:
-        oldest = list(_KNOWN)[0]  # noqa: RUF015 (an iterator fails where other threads write)
-        _KNOWN.pop(oldest, None)
-    _KNOWN[key] = Known(
+    if len(_CACHE) >= MAX_ENTRIES:
+        oldest = list(_CACHE)[0]  # noqa: RUF015 (an iterator fails if another thread writes)
+        _CACHE.pop(oldest, None)
+    _CACHE[key] = Entry(
         ready.variant,
         call,
         own,
-        vectors,
+        tensor_params,
         backend,
-        place,
+        form_index,
         has_tensors=layout or bool(tensors),
         with_grad=torch.is_grad_enabled(),
         outlines=tuple(map(_outline, forms)),
@@ -173,7 +178,7 @@ def remember(
 
 
 def _outline(form: Form) -> Hashable:
-    """What the choice of a backend may depend on."""
+    """Everything about a form on which the choice of a backend may depend."""
     if isinstance(form, Pairwise):
         vectors = (form.gain, form.offset, form.shape, form.sink)
         return form.activation, form.normalize, form.keep, *map(type, vectors), *map(_kind, vectors)

@@ -1,4 +1,4 @@
-"""Calls that were checked before are looked up: with the results and errors of a first call."""
+"""The cache of validated calls: repeated calls give the results and errors of a first call."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 import attnzoo
 from attnzoo.core import registry
 from attnzoo.core.activations import EXP
-from attnzoo.functional import known_calls
+from attnzoo.functional import call_cache
 from helpers.cases import VARIANTS, params_of, rand
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_calls, "_KNOWN", {})
+def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "_CACHE", {})
 
 
 def qkv(n: int = 7, queries: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,8 +39,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_known_call_gives_what_a_new_one_gives(variant: str, layout: str) -> None:
-    """With other values in its tensors, forward and backward."""
+def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) -> None:
+    """Forward and backward, after a call with other values in the tensors."""
     options = {**params_of(variant), **LAYOUTS[layout]}
 
     def run() -> list[Tensor]:
@@ -49,13 +49,13 @@ def test_a_known_call_gives_what_a_new_one_gives(variant: str, layout: str) -> N
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
     expected = run()
-    known_calls._KNOWN.clear()
+    call_cache._CACHE.clear()
     others = [x.requires_grad_() for x in qkv(seed=9)]
     attnzoo.attention(*others, variant, **options)
-    assert len(known_calls._KNOWN) == 1
+    assert len(call_cache._CACHE) == 1
     for have, want in zip(run(), expected, strict=True):
         assert torch.equal(have, want)
-    assert len(known_calls._KNOWN) == 1
+    assert len(call_cache._CACHE) == 1
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_known_call_gives_what_a_new_one_gives(variant: str, layout: str) -> N
         ("softmax", {}, {"return_lse": None}),
     ],
 )
-def test_what_equals_a_good_argument_is_no_good_one(
+def test_argument_equal_to_a_cached_one_but_wrong_raises(
     variant: str, good: dict[str, Any], bad: dict[str, Any]
 ) -> None:
     attnzoo.attention(*qkv(), variant, **good)
@@ -82,7 +82,7 @@ def test_what_equals_a_good_argument_is_no_good_one(
         attnzoo.attention(*qkv(), variant, **bad)
 
 
-def test_a_mask_is_read_anew() -> None:
+def test_mask_values_are_not_cached() -> None:
     q, k, v = qkv()
     for seed in range(2):
         mask = rand(7, 7, seed=seed) > 0
@@ -92,7 +92,7 @@ def test_a_mask_is_read_anew() -> None:
         )
 
 
-def test_grad_mode_and_inference_mode() -> None:
+def test_grad_mode_and_inference_mode_are_respected() -> None:
     q, k, v = qkv()
     s = torch.full((2,), 0.3, requires_grad=True)
     with torch.inference_mode():
@@ -103,7 +103,7 @@ def test_grad_mode_and_inference_mode() -> None:
     assert torch.autograd.grad(out.square().sum(), s)[0].abs().min() > 0
 
 
-def test_autocast() -> None:
+def test_autocast_is_respected() -> None:
     q, k, v = qkv()
     assert attnzoo.attention(q, k, v, "ssmax").dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -111,7 +111,7 @@ def test_autocast() -> None:
     assert attnzoo.attention(q, k, v, "ssmax").dtype == torch.float32
 
 
-def test_compiled_and_fake_calls_come_between() -> None:
+def test_compiled_and_fake_calls_do_not_disturb_the_cache() -> None:
     q, k, v = qkv()
     expected = attnzoo.attention(q, k, v, "log_n", is_causal=True)
     compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="eager")
@@ -122,14 +122,14 @@ def test_compiled_and_fake_calls_come_between() -> None:
     assert torch.equal(attnzoo.attention(q, k, v, "log_n", is_causal=True), expected)
 
 
-def test_a_transform_of_a_known_call() -> None:
+def test_vmap_of_a_cached_call() -> None:
     q, k, v = qkv()
     one = attnzoo.attention(q, k, v, "entmax", backend="eager")
     many = torch.func.vmap(lambda x: attnzoo.attention(x, k, v, "entmax", backend="eager"))
     assert torch.allclose(many(q[None])[0], one, atol=1e-6)
 
 
-def test_a_name_that_is_registered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_follows_a_variant_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     q, k, v = qkv()
 
@@ -146,7 +146,7 @@ def test_a_name_that_is_registered_anew(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.allclose(attnzoo.attention(q, k, v, "own"), 2 * once)
 
 
-def test_a_variant_that_writes_into_the_counts_spoils_no_other_call(
+def test_writing_into_cached_counts_does_not_change_later_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
@@ -154,9 +154,9 @@ def test_a_variant_that_writes_into_the_counts_spoils_no_other_call(
     def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
         return call.scores(q, k) / call.counts.mul_(2.0)[..., None]
 
-    attnzoo.register_variant(attnzoo.Variant("rude", "f", "p", weights, normalized=False))
+    attnzoo.register_variant(attnzoo.Variant("writing", "f", "p", weights, normalized=False))
     q, k, v = qkv()
-    outs = [attnzoo.attention(q, k, v, "rude") for _ in range(3)]
+    outs = [attnzoo.attention(q, k, v, "writing") for _ in range(3)]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[1], outs[2])
 
@@ -171,8 +171,8 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_a_checkpoint_of_features_that_are_learned() -> None:
-    """What it recomputes is a known call, and has to save as many tensors."""
+def test_checkpoint_with_learned_features() -> None:
+    """The recomputed call is cached and must save as many tensors as the first one."""
     a = rand(8, 4).float().requires_grad_()
 
     def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
@@ -191,14 +191,14 @@ def test_a_checkpoint_of_features_that_are_learned() -> None:
         return attnzoo.attention(q, k, v, "learned_features", is_causal=True)
 
     once = torch.autograd.grad(run(q).square().sum(), (q, a))
-    known_calls._KNOWN.clear()
+    call_cache._CACHE.clear()
     out: Any = checkpoint(run, q, use_reentrant=False)
     for have, want in zip(torch.autograd.grad(out.square().sum(), (q, a)), once, strict=True):
         assert torch.allclose(have, want)
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_a_vector_that_comes_to_require_a_gradient_gets_it() -> None:
+def test_vector_that_requires_grad_later_gets_a_gradient() -> None:
     gain = torch.full((1, 2, 1), 0.7)
 
     def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
@@ -213,7 +213,7 @@ def test_a_vector_that_comes_to_require_a_gradient_gets_it() -> None:
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_forms_that_are_others_than_before_are_checked_again() -> None:
+def test_changed_forms_are_validated_again() -> None:
     forms: list[Any] = [attnzoo.Pairwise(EXP, "sum")]
     add("fickle", lambda q, k, call: call.softmax(call.scores(q, k)), forms=lambda c: tuple(forms))
     q, k, v = qkv()
@@ -226,22 +226,22 @@ def test_forms_that_are_others_than_before_are_checked_again() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"variant": ["softmax"]}, {"backend": ["sdpa"]}])
-def test_what_cannot_be_a_key_is_named(wrong: dict[str, Any]) -> None:
+def test_unhashable_arguments_raise_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
         attnzoo.attention(*qkv(), **wrong)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_a_traced_call_is_not_kept() -> None:
+def test_traced_call_is_not_cached() -> None:
     q, k, v = qkv()
     torch.jit.trace(
         lambda q, k, v: attnzoo.attention(q, k, v, "ssmax"), (q, k, v), check_trace=False
     )
-    assert not known_calls._KNOWN
+    assert not call_cache._CACHE
 
 
-def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_calls, "MOST", 3)
+def test_cache_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "MAX_ENTRIES", 3)
     for n in range(1, 9):
         attnzoo.attention(*qkv(n), "ssmax", is_causal=True)
-        assert len(known_calls._KNOWN) <= 3
+        assert len(call_cache._CACHE) <= 3
