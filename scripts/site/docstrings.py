@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from docutils.nodes import reference
+from sphinx.pycode import ModuleAnalyzer
 
 import attnzoo
 from attnzoo import nn
@@ -47,7 +49,18 @@ def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     return reference("", "", contnode, internal=True, refuri=f"{uri}#{found.node_id}")
 
 
+def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[..., None]:
+    """Each overload would repeat the whole signature; the implementation's says the same."""
+
+    def run(self: ModuleAnalyzer) -> None:
+        analyze(self)
+        self.overloads = {}
+
+    return run
+
+
 def setup(app: Any) -> dict[str, bool]:
+    ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
     # Before napoleon, whose own markup is not to be escaped.
     app.connect("autodoc-process-docstring", escape, priority=400)
     app.connect("missing-reference", find)

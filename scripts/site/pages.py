@@ -17,6 +17,12 @@ from scripts import variant_facts as facts
 from scripts.site import variant_plots
 
 FOLDER = "variants"
+# Pages of the root that are pages of the site too.
+INCLUDED = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 # The sections of the docstring that stand before the plots, and those after the tables.
 FIRST, LAST = ("Effect",), ("Initial values", "Source", "Differences", "Notes")
 HEADS, HEAD_DIM, KEYS = 8, 64, 4096
@@ -181,14 +187,37 @@ def write(folder: Path) -> None:
             path.write_text(text)
 
 
-def link_included(app: Any, docname: str, source: list[str]) -> None:
-    """Files of the root that the site includes are pages of the site, in links too."""
-    source[0] = re.sub(
-        r"\]\((?:\.\./)+(CONTRIBUTING|CHANGELOG)\.md", lambda m: f"](/{m[1].lower()}.md", source[0]
-    )
+def relink(text: str, folder: Path, docs: Path) -> str:
+    """The links of a page in the folder as the site needs them.
+
+    Files at the root that the site includes are pages; what is no part of the site is no link.
+    """
+
+    def target(match: re.Match[str]) -> str:
+        label, link, anchor = match.groups(default="")
+        path = (folder / link).resolve()
+        if path.is_relative_to(docs):
+            return f"[{label}](/{path.relative_to(docs).as_posix()}{anchor})"
+        if path.parent == docs.parent and path.name in INCLUDED:
+            return f"[{label}](/{INCLUDED[path.name]}{anchor})"
+        return label
+
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|[#/])([^)#\s]+)(#[^)]*)?\)", target, text)
+
+
+def on_read(app: Any, docname: str, source: list[str]) -> None:
+    docs = Path(app.srcdir)
+    if app.env.doc2path(docname).suffix == ".md":
+        source[0] = relink(source[0], (docs / docname).parent, docs)
+
+
+def on_include(app: Any, path: Path, docname: str, source: list[str]) -> None:
+    docs = Path(app.srcdir)
+    source[0] = relink(source[0], (docs / path).resolve().parent, docs)
 
 
 def setup(app: Any) -> dict[str, bool]:
     app.connect("builder-inited", lambda app: write(Path(app.srcdir) / FOLDER))
-    app.connect("source-read", link_included)
+    app.connect("source-read", on_read)
+    app.connect("include-read", on_include)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
