@@ -53,6 +53,7 @@ python_display_short_literal_types = True
 add_module_names = False
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # the signature has the types
 napoleon_use_rtype = False
 toc_object_entries_show_parents = "hide"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from docutils.nodes import reference
+from sphinx.domains.python import PyObject
 from sphinx.pycode import ModuleAnalyzer
 
 import attnzoo
@@ -23,6 +24,8 @@ MARKUP = re.compile(r"(\||(?<![\w*])\*+(?=\w)|(?<=\w)\*+|(?<=[\w\])])_(?!\w))")
 
 def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Escape what reStructuredText would take for markup, outside of code and tables."""
+    if what in ("attribute", "property") and lines:
+        lines[0] = lines[0].replace(": ", " – ")  # napoleon takes the words before it for a type
     inside = False
     for i, line in enumerate(lines):
         if line.lstrip().startswith((">>>", "...")):
@@ -49,6 +52,21 @@ def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     return reference("", "", contnode, internal=True, refuri=f"{uri}#{found.node_id}")
 
 
+def readable(
+    app: Any,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Name functions that are defaults; Sphinx cannot read `<function f>`."""
+    if signature is not None:
+        signature = re.sub(r"<function (\w+)[^>]*>", r"\1", signature).replace("<factory>", "...")
+    return signature, returns
+
+
 def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[..., None]:
     """Each overload would repeat the whole signature; the implementation's says the same."""
 
@@ -61,6 +79,9 @@ def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[...
 
 def setup(app: Any) -> dict[str, bool]:
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
+    for field in PyObject.doc_field_types:
+        field.label = {"variable": "Attributes"}.get(field.name, field.label)
+    app.connect("autodoc-process-signature", readable)
     # Before napoleon, whose own markup is not to be escaped.
     app.connect("autodoc-process-docstring", escape, priority=400)
     app.connect("missing-reference", find)
