@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from docutils.nodes import reference
-from sphinx.domains.python import PyObject
+from sphinx.domains.python import PythonDomain
 from sphinx.pycode import ModuleAnalyzer
 
 import attnzoo
@@ -79,7 +79,7 @@ def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[...
 
 def setup(app: Any) -> dict[str, bool]:
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
-    for field in PyObject.doc_field_types:
+    for field in PythonDomain.directives["class"].doc_field_types:
         field.label = {"variable": "Attributes"}.get(field.name, field.label)
     app.connect("autodoc-process-signature", readable)
     # Before napoleon, whose own markup is not to be escaped.
