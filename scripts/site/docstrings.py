@@ -79,7 +79,8 @@ def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[...
 
 def setup(app: Any) -> dict[str, bool]:
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
-    for field in PythonDomain.directives["class"].doc_field_types:
+    directive: Any = PythonDomain.directives["class"]
+    for field in directive.doc_field_types:
         field.label = {"variable": "Attributes"}.get(field.name, field.label)
     app.connect("autodoc-process-signature", readable)
     # Before napoleon, whose own markup is not to be escaped.
