@@ -3,11 +3,15 @@ neither by the build nor by its pages."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+# For the notebooks, whose models are small: threads that wait for each other take far longer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import attnzoo  # noqa: E402
 
@@ -39,7 +43,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 600
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # the default loads scripts from a CDN
 
 # Docstrings

@@ -33,12 +33,13 @@ from helpers.pages import (
     make_variables,
     name_of,
     python_blocks,
+    text_of,
 )
 from scripts import tables
 from scripts.site import pages as variant_pages
 
 ROOT = tables.ROOT
-TEXTS = {path: path.read_text() for path in PAGES}
+TEXTS = {path: text_of(path) for path in PAGES}
 # The changelog names what existed once; its links and tables are tested all the same.
 CURRENT = [path for path in PAGES if path.name != "CHANGELOG.md"]
 ALL_TEXT = "\n".join(TEXTS[path] for path in CURRENT)
@@ -180,13 +181,13 @@ def test_links_and_files_exist(path: Path) -> None:
         target = path if not file else (path.parent / file).resolve()
         generated = target.parent.name == "variants" and target.stem in attnzoo.list_variants()
         assert target.exists() or generated, f"{name_of(path)}: {link}"
-        if anchor and target.suffix == ".md" and not generated:
-            assert anchor in anchors(target.read_text()), f"{name_of(path)}: {link}"
+        if anchor and target.suffix in (".md", ".ipynb") and not generated:
+            assert anchor in anchors(text_of(target)), f"{name_of(path)}: {link}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
+@pytest.mark.parametrize("path", list(tables.pages()), ids=name_of)
 def test_generated_tables_are_up_to_date(path: Path) -> None:
-    assert tables.rendered(path) == TEXTS[path], "run `make tables`"
+    assert tables.rendered(path) == path.read_text(), "run `make tables`"
 
 
 def test_every_generated_table_is_shown() -> None:
@@ -200,7 +201,7 @@ def test_every_page_is_in_the_contents() -> None:
     for path in folder.rglob("*.md"):
         for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", path.read_text(), re.M | re.S):
             names = [re.sub(r".*<(.+)>", r"\1", n) for n in tree.split("\n") if n and n[0] != ":"]
-            listed |= {file for n in names for file in path.parent.glob(f"{n}.md")}
+            listed |= {file for n in names for file in path.parent.glob(f"{n}.*")}
     assert {p for p in PAGES if p.is_relative_to(folder)} <= listed | {folder / "index.md"}
 
 

@@ -44,6 +44,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "html" / "index.html").exists():
             command = f"{sys.executable} -m sphinx -W --keep-going -q -b html -d {folder}/trees"
+            # Notebooks are executed anew by `make docs` and by their own test.
+            command += f" -D nb_execution_cache_path={ROOT}/docs/_build/.jupyter_cache"
             done = subprocess.run(
                 [*command.split(), str(ROOT / "docs"), str(folder / "html")],
                 cwd=ROOT, capture_output=True, text=True,

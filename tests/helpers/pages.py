@@ -1,7 +1,8 @@
-"""The pages of README and docs/: their code, the commands they name, and their links."""
+"""The pages of README, docs/ and its notebooks: code, commands, links."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,13 +12,21 @@ from textwrap import dedent
 from scripts.tables import ROOT, pages
 
 README = ROOT / "README.md"
-PAGES = list(pages())
+PAGES = [*pages(), *sorted((ROOT / "docs").glob("notebooks/*.ipynb"))]
 FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[ \t]+[^\s`|;&>#]+)*)")
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def text_of(path: Path) -> str:
+    """The text of a page; of a notebook the text between its code."""
+    if path.suffix == ".md":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 @dataclass(frozen=True)
