@@ -69,13 +69,14 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Command:
     """``python -m module words… options…`` as a page has it."""
 
     module: str
     words: tuple[str, ...]
     options: tuple[str, ...]
+    plugin: str | None
 
 
 def commands(text: str) -> set[Command]:
@@ -84,7 +85,9 @@ def commands(text: str) -> set[Command]:
         parts = [part.rstrip(".,:)") for part in rest.split()]
         first = parts[:1] if re.fullmatch(r"[a-z][a-z-]*", "".join(parts[:1])) else []
         options = {p.split("=")[0] for p in parts if re.match(r"--[a-z]", p)}
-        found.add(Command(module.rstrip("."), tuple(first), tuple(sorted(options))))
+        plugin = re.search(r"--plugin[ =](\w+\.py)", rest)
+        file = plugin and plugin[1]
+        found.add(Command(module.rstrip("."), tuple(first), tuple(sorted(options)), file))
     return found
 
 
