@@ -61,10 +61,19 @@ def readable(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str | None, str | None]:
-    """Name functions that are defaults; Sphinx cannot read `<function f>`."""
+    """Make defaults short that Sphinx cannot read or that fill the page."""
     if signature is not None:
-        signature = re.sub(r"<function (\w+)[^>]*>", r"\1", signature).replace("<factory>", "...")
+        signature = re.sub(r"<function ((?:[\w.]|<\w+>)+)[^<>]*>", shortened, signature)
+        # Instances among the defaults, such as a tuple of metrics.
+        instance = r"[A-Z]\w*\((?:[^()]|\([^()]*\))*\)(?:, )?"
+        signature = re.sub(rf"\((?:{instance})+\)", "(...)", signature)
+        signature = signature.replace("<factory>", "...")
     return signature, returns
+
+
+def shortened(function: re.Match[str]) -> str:
+    name = function[1].rsplit(".", 1)[-1]
+    return "..." if name == "<lambda>" else name
 
 
 def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[..., None]:
