@@ -34,6 +34,9 @@ def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
             inside = False
         if inside or re.match(r"\s*=+  =", line):
             continue
+        line = re.sub(r"^Attributes besides .*:$", "Attributes:", line)
+        # Several names for one text: Sphinx takes the last word for the name.
+        line = re.sub(r"^\s+\w+(?:, \w+)+(?=: )", lambda m: m[0].replace(", ", ","), line)
         parts = CODE.split(line)
         parts[::2] = [MARKUP.sub(lambda m: "".join("\\" + c for c in m[0]), x) for x in parts[::2]]
         lines[i] = "".join(parts)
