@@ -5,7 +5,7 @@
 # make test-arithmetic  the numerical ones, under every arithmetic of this CPU
 # make check   formatting, lint and types
 # make docs    the documentation, docs/_build/html/index.html
-# make readme  rewrites the generated parts of README.md
+# make tables  fills the generated tables of README.md and docs/
 # Each makes .venv first if it is missing or older than pyproject.toml or constraints.txt.
 
 PYTHON ?= python3
@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Written last: a .venv without it is half-made, and is made anew.
 STAMP := $(VENV)/.installed
 
-.PHONY: eval test test-slow test-all test-arithmetic check format docs readme clean
+.PHONY: eval test test-slow test-all test-arithmetic check format docs tables clean
 
 eval: $(STAMP)
 	$(BIN)/python -m evals $(TASK) --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
@@ -52,8 +52,8 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-readme: $(STAMP)
-	$(BIN)/python -m scripts.readme
+tables: $(STAMP)
+	$(BIN)/python -m scripts.tables
 
 clean:
 	rm -rf $(VENV) dist build docs/_build .pytest_cache .ruff_cache

@@ -35,7 +35,7 @@ class Case:
             UsageError: there is no such variant, or it does not take these parameters.
         """
         parsed = parse_spec(spec)
-        if parsed.is_swap:
+        if parsed.is_substitution:
             raise UsageError(f"{spec}: nothing is trained here, so nothing can be substituted")
         case = Case(str(parsed), parsed.test.name, complete(parsed.test, longest).params)
         try:
