@@ -7,7 +7,7 @@
 # make check            check formatting, lint and types
 # make format           format and fix what ruff can fix
 # make docs             build the documentation: docs/_build/html/index.html
-# make readme           rewrite the generated parts of README.md
+# make tables           rewrite the generated tables of README.md and docs/
 # make clean            delete .venv and everything that was built
 # Every target first creates .venv if it is missing or older than pyproject.toml or constraints.txt.
 
@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Written last. A .venv without it is incomplete and is created again.
 STAMP := $(VENV)/.installed
 
-.PHONY: eval test test-slow test-all test-arithmetic check format docs readme clean
+.PHONY: eval test test-slow test-all test-arithmetic check format docs tables clean
 
 eval: $(STAMP)
 	$(BIN)/python -m evals $(TASK) --preset $(PRESET) $(if $(OUT),--out "$(OUT)") $(ARGS)
@@ -55,8 +55,8 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-readme: $(STAMP)
-	$(BIN)/python -m scripts.readme
+tables: $(STAMP)
+	$(BIN)/python -m scripts.tables
 
 clean:
 	rm -rf $(VENV) dist build docs/_build .pytest_cache .ruff_cache

@@ -46,11 +46,11 @@ class Spec:
     test: VariantCall
 
     @property
-    def is_swap(self) -> bool:
+    def is_substitution(self) -> bool:
         return self.train != self.test
 
     def __str__(self) -> str:
-        return f"{self.train}->{self.test}" if self.is_swap else str(self.train)
+        return f"{self.train}->{self.test}" if self.is_substitution else str(self.train)
 
 
 # ------------------------------------------------------------------------------------- parsing

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from commandline.arguments import add_plugin, seed
 from commandline.errors import UsageError
+from evals.harness.command import run_tasks
 from evals.harness.options import add_arguments, gather
-from evals.harness.run import run
 from evals.harness.study import load_plugins
 from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, laws
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = gather(given, names)
         shared = options[names[0]]
         out = shared.out or Path("results") / shared.preset
-        status = run([TASKS[name] for name in names], options, out, artifacts.write_results)
+        status = run_tasks([TASKS[name] for name in names], options, out, artifacts.write_results)
         if pretrained[0] is not None and not shared.dry_run:
             model, text = map(str, pretrained)
             line = [sharpness.NAME, "--model", model, "--text", text]

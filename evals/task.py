@@ -145,14 +145,14 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Figures:
+class BatchResult:
     """Of one batch: metrics, each the mean of a tensor; curves, each the mean of (R, K) rows."""
 
     metrics: dict[str, Tensor]
     curves: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Look(NamedTuple):
+class HeadSample(NamedTuple):
     """Of how many sequences of a batch, the first ones, heads are measured and of how
     many of these their Jacobians too."""
 
@@ -160,8 +160,8 @@ class Look(NamedTuple):
     jacobians: int
 
 
-# Figures with the attention as it was trained (None) or with another variant's in its place.
-Measure = Callable[[VariantCall | None], Figures]
+# BatchResult with the attention as it was trained (None) or with another variant's in its place.
+Measure = Callable[[VariantCall | None], BatchResult]
 
 
 class Task(ABC):
@@ -174,7 +174,7 @@ class Task(ABC):
         positions: the position encodings that it can be crossed with.
         metrics: what its rows hold; the first is the score.
         splits: what is tested, a prefix of the metrics' names for each split of the data.
-        looked_at: sequences of each length of which the heads are measured too.
+        head_sequences: sequences of each length of which the heads are measured too.
         trained: the score at training's longest length below which a cell counts as not trained.
         published: figures of a paper.
     """
@@ -185,8 +185,8 @@ class Task(ABC):
     positions: tuple[str, ...]
     metrics: tuple[Metric, ...]
     splits: Mapping[str, str]
-    looked_at: int
-    trained: float | None
+    head_sequences: int
+    trained_score: float | None
     published: Published | None
 
     @property
@@ -220,5 +220,5 @@ class Task(ABC):
         """What training minimizes."""
 
     @abstractmethod
-    def measure(self, model: Any, batch: Any, look: Look) -> Measure:
+    def measure(self, model: Any, batch: Any, look: HeadSample) -> Measure:
         """Do what all variants share, and return what measures one of them."""

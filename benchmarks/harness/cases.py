@@ -39,7 +39,7 @@ class Case:
             UsageError: the variant is unknown, or its parameters are invalid.
         """
         parsed = parse_spec(spec)
-        if parsed.is_swap:
+        if parsed.is_substitution:
             raise UsageError(
                 f"--variants must be name or name(x=1), got {spec!r}; a->b is for evals"
             )

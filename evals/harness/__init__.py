@@ -1,1 +1,1 @@
-"""Runs of a task: options, study, jobs, workers, training, store."""
+"""Runs of a task: options, study, runs, workers, training, store."""

@@ -1,7 +1,7 @@
 """What a run would cost: a training step and a few test sequences of each kind, timed here and now.
 
 A step is timed at the middle length of training. Tests are timed at two lengths n, and taken to
-cost a·n + b·n² per sequence at all others. Jobs of models of one size share what was timed.
+cost a·n + b·n² per sequence at all others. Runs of models of one size share what was timed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from commandline.variants import VariantCall
-from evals.harness.jobs import Job
+from evals.harness.runs import Run
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
-from evals.task import Look, Settings, Task
+from evals.task import HeadSample, Settings, Task
 from evals.tasks import TASKS
 
 TOKENS = 1024  # of the sequences that a test is timed on, unless one has more
@@ -29,39 +29,43 @@ class Timed(NamedTuple):
     step: float
     tests: dict[VariantCall | None, tuple[float, float]]
 
-    def of(self, job: Job) -> float:
-        """An estimate of a whole job that has not begun."""
-        task, settings = TASKS[job.task], job.settings
+    def of(self, run: Run) -> float:
+        """An estimate of a whole run that has not begun."""
+        task, settings = TASKS[run.task], run.settings
         total = self.step * settings.steps
-        for length, tests in job.tests.items():
+        for length, tests in run.tests.items():
             n, count = task.tokens(length), settings.sequences(length) * len(task.splits)
-            for swap in tests.values():
-                a, b = self.tests[swap]
+            for substitute in tests.values():
+                a, b = self.tests[substitute]
                 total += count * (a * n + b * n * n)
         return total
 
 
-def kind(job: Job) -> tuple[object, ...]:
-    """What the cost of a job depends on: equal for tasks that differ in their data alone."""
-    task = TASKS[job.task]
-    sizes = tuple(task.tokens(n) for n in (job.settings.train_longest, *job.tests))
-    swaps = tuple(sorted({str(swap) for tests in job.tests.values() for swap in tests.values()}))
-    return type(task), job.settings, job.positions, job.variant, sizes, swaps
+def kind(run: Run) -> tuple[object, ...]:
+    """What the cost of a run depends on: equal for tasks that differ in their data alone."""
+    task = TASKS[run.task]
+    sizes = tuple(task.tokens(n) for n in (run.settings.train_longest, *run.tests))
+    substitutes = tuple(
+        sorted({str(substitute) for tests in run.tests.values() for substitute in tests.values()})
+    )
+    return type(task), run.settings, run.positions, run.variant, sizes, substitutes
 
 
-def timed(job: Job, device: str) -> Timed:
-    """Time one kind of job."""
-    task, settings = TASKS[job.task], job.settings
-    model = task.build(job.variant, job.positions, settings).to(device)
+def timed(run: Run, device: str) -> Timed:
+    """Time one kind of run."""
+    task, settings = TASKS[run.task], run.settings
+    model = task.build(run.variant, run.positions, settings).to(device)
     step = _seconds(lambda: _step(task, model, settings, device), device)
     model.eval()
-    swaps = dict.fromkeys(swap for tests in job.tests.values() for swap in tests.values())
+    substitutes = dict.fromkeys(
+        substitute for tests in run.tests.values() for substitute in tests.values()
+    )
     short = settings.train_longest
-    long = max([n for n in job.tests if task.tokens(n) <= MOST_TOKENS], default=short)
+    long = max([n for n in run.tests if task.tokens(n) <= MOST_TOKENS], default=short)
     tests = {}
-    for swap in swaps:
-        first, last = (_test(task, model, settings, n, swap, device) for n in (short, long))
-        tests[swap] = _line_and_square(task.tokens(short), first, task.tokens(long), last)
+    for substitute in substitutes:
+        first, last = (_test(task, model, settings, n, substitute, device) for n in (short, long))
+        tests[substitute] = _line_and_square(task.tokens(short), first, task.tokens(long), last)
     return Timed(step, tests)
 
 
@@ -78,7 +82,7 @@ def _test(
     model: nn.Module,
     settings: Settings,
     length: int,
-    swap: VariantCall | None,
+    substitute: VariantCall | None,
     device: str,
 ) -> float:
     """Seconds of a sequence, without a look at the heads."""
@@ -87,7 +91,7 @@ def _test(
 
     def once() -> None:
         batch = task.batch(0, split, length, 0, count, settings).to(device)
-        task.measure(model, batch, Look(0, 0))(swap)
+        task.measure(model, batch, HeadSample(0, 0))(substitute)
 
     return _seconds(once, device) / count
 
@@ -115,33 +119,33 @@ def _seconds(work: Callable[[], None], device: str) -> float:
     return clock() - began
 
 
-def _timed_if_it_fits(job: Job, device: str) -> Timed | None:
+def _timed_if_it_fits(run: Run, device: str) -> Timed | None:
     try:
-        return timed(job, device)
+        return timed(run, device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         return None
 
 
-def show(jobs: Sequence[Job], device: str, workers: int) -> None:
-    """Print every job, and what all of them would take on so many workers."""
+def show(runs: Sequence[Run], device: str, workers: int) -> None:
+    """Print every run, and what all of them would take on so many workers."""
     known: dict[tuple[object, ...], Timed | None] = {}
     device = "cuda:0" if device == "cuda" else device
     total = 0.0
-    for job in jobs:
-        if (of := kind(job)) not in known:
+    for run in runs:
+        if (of := kind(run)) not in known:
             with lean_arithmetic():
-                known[of] = _timed_if_it_fits(job, device)
+                known[of] = _timed_if_it_fits(run, device)
             if device != "cpu":
                 torch.cuda.empty_cache()
-        found, rows = known[of], sum(map(len, job.tests.values()))
+        found, rows = known[of], sum(map(len, run.tests.values()))
         if found is None:
-            print(f"  {job}: {rows} rows; memory runs out here, and they would say so")
+            print(f"  {run}: {rows} rows; memory runs out here, and they would say so")
             continue
-        print(f"  {job}: {rows} rows, about {found.of(job):.0f} s", flush=True)
-        total += found.of(job)
-    workers = max(1, min(workers, len(jobs)))
+        print(f"  {run}: {rows} rows, about {found.of(run):.0f} s", flush=True)
+        total += found.of(run)
+    workers = max(1, min(workers, len(runs)))
     print(
         f"about {total / workers / 60:.1f} minutes on {workers} worker(s): an estimate, from a "
         "training step and a few test sequences of each kind timed here; models that are there "

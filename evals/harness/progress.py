@@ -26,14 +26,14 @@ def clock(seconds: float) -> str:
 
 
 class Progress:
-    """On a terminal, a bar for the whole and one for each job that runs; a line for each finished
-    job stays above them. Elsewhere, a line every so many seconds, from a thread: a job may be
+    """On a terminal, a bar for the whole and one for each run that runs; a line for each finished
+    run stays above them. Elsewhere, a line every so many seconds, from a thread: a run may be
     silent."""
 
     def __init__(
-        self, jobs: int, stream: TextIO | None = None, every: float = LINE_SECONDS
+        self, runs: int, stream: TextIO | None = None, every: float = LINE_SECONDS
     ) -> None:
-        self.jobs, self.finished, self.began = jobs, 0, time.monotonic()
+        self.runs, self.finished, self.began = runs, 0, time.monotonic()
         self.running: dict[str, tuple[float, str]] = {}  # name: fraction, stage
         self._stream = sys.stderr if stream is None else stream
         self._lock = threading.Lock()  # of what the lines are made of
@@ -46,14 +46,14 @@ class Progress:
             console=console, transient=True, redirect_stdout=False,
             disable=not console.is_terminal,
         )  # fmt: skip
-        self._whole = self._bars.add_task(f"0 of {jobs} runs", total=jobs)
+        self._whole = self._bars.add_task(f"0 of {runs} runs", total=runs)
         self._tasks: dict[str, TaskID] = {}
         self._bars.start()
         if self._bars.disable:
             self._speaker.start()
 
     def update(self, name: str, fraction: float, stage: str) -> None:
-        """A job stands at ``fraction`` of its work, in a stage to name."""
+        """A run stands at ``fraction`` of its work, in a stage to name."""
         with self._lock:
             self.running[name] = (fraction, stage)
         if self._bars.disable:
@@ -64,7 +64,7 @@ class Progress:
         self._bars.update(self._whole, completed=self.finished + self._part)
 
     def finish(self, name: str, word: str = "done") -> None:
-        """A job ended."""
+        """A run ended."""
         with self._lock:
             self.finished += 1
             self.running.pop(name, None)
@@ -73,7 +73,7 @@ class Progress:
             words = f"{name}: {word} after {clock(task.elapsed or 0)}"
             self._bars.print(words, markup=False, highlight=False)
             self._bars.remove_task(self._tasks.pop(name))
-        words = f"{self.finished} of {self.jobs} runs"
+        words = f"{self.finished} of {self.runs} runs"
         self._bars.update(self._whole, completed=self.finished + self._part, description=words)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Progress:
 
     @property
     def _part(self) -> float:
-        """The work of the running jobs, in jobs."""
+        """The work of the running runs, in runs."""
         return sum(fraction for fraction, _ in self.running.values())
 
     def _speak(self, every: float) -> None:
@@ -97,11 +97,11 @@ class Progress:
         """Such as "3 of 8 runs done (41 %) after 2:00, about 2:53 left; now copy softmax seed 0:
         training, 25 %"."""
         with self._lock:
-            done = (self.finished + self._part) / max(1, self.jobs)
+            done = (self.finished + self._part) / max(1, self.runs)
             now = [f"{name}: {stage}, {part:.0%}" for name, (part, stage) in self.running.items()]
         elapsed = time.monotonic() - self.began
         left = f"about {clock(elapsed * (1 - done) / done)} left" if done else "no estimate yet"
         line = (
-            f"{self.finished} of {self.jobs} runs done ({done:.0%}) after {clock(elapsed)}, {left}"
+            f"{self.finished} of {self.runs} runs done ({done:.0%}) after {clock(elapsed)}, {left}"
         )
         return f"{line}; now {'; '.join(now)}" if now else line

@@ -25,8 +25,8 @@ from commandline.variants import (
     load_plugin,
     parse_specs,
 )
-from evals.harness.jobs import Job
 from evals.harness.options import Options
+from evals.harness.runs import Run
 from evals.measures.heads import own_parameters
 from evals.results.store import WHOLE, Row, Shard
 from evals.task import EVERY, Settings, Task
@@ -40,7 +40,7 @@ def key_of(identity: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-class Place(NamedTuple):
+class RowSpec(NamedTuple):
     """Where a row belongs in a study."""
 
     spec: Spec
@@ -68,14 +68,14 @@ class Study:
     plugins: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
-    def places(self) -> Iterator[Place]:
+    def row_specs(self) -> Iterator[RowSpec]:
         """Every row, seed by seed, so that early results are comparable."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
                     if (spec, positions) not in self.left_out:
                         for length in self.lengths:
-                            yield Place(spec, positions, seed, length)
+                            yield RowSpec(spec, positions, seed, length)
 
     def _variant(self, variant: VariantCall) -> dict[str, object]:
         identity = variant.identity()
@@ -84,7 +84,7 @@ class Study:
         return identity
 
     def training_key(self, variant: VariantCall, positions: str, seed: int) -> str:
-        """The key of one training; all swaps of it share it."""
+        """The key of one training; all substitutes of it share it."""
         return key_of(
             {
                 "task": self.task.name,
@@ -98,9 +98,9 @@ class Study:
             }
         )
 
-    def row_key(self, place: Place) -> str:
+    def row_key(self, row: RowSpec) -> str:
         """The key of one row."""
-        spec, positions, seed, length = place
+        spec, positions, seed, length = row
         return key_of(
             {
                 "training": self.training_key(spec.train, positions, seed),
@@ -117,26 +117,26 @@ class Study:
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
         """Those of the rows that belong to this study, in its order."""
-        keys = map(self.row_key, self.places())
+        keys = map(self.row_key, self.row_specs())
         return [by_key[key] for key in keys if key in by_key]
 
-    def jobs(
+    def runs(
         self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
-    ) -> list[Job]:
+    ) -> list[Run]:
         """The shard's trainings that rows are missing of, each with all that is missing.
 
         retry: what failed counts as missing too.
         """
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
-        for place in self.places():
-            cell = tests.setdefault((place.seed, place.positions, place.spec.train), {})
-            key = self.row_key(place)
+        for row in self.row_specs():
+            lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})
+            key = self.row_key(row)
             if key not in by_key or (retry and by_key[key]["status"] != "ok"):
-                swap = place.spec.test if place.spec.is_swap else None
-                cell.setdefault(place.length, {})[key] = swap
+                substitute = row.spec.test if row.spec.is_substitution else None
+                lengths.setdefault(row.length, {})[key] = substitute
         mine = list(tests.items())[shard.index :: shard.count]
         return [
-            Job(self.task.name, variant, positions, seed, self.settings,
+            Run(self.task.name, variant, positions, seed, self.settings,
                 self.training_key(variant, positions, seed), missing)
             for (seed, positions, variant), missing in mine
             if missing

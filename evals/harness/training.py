@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.variants import VariantCall
 from evals.measures.metrics import Outcome, Tally
-from evals.task import Look, Settings, Task
+from evals.task import HeadSample, Settings, Task
 from evals.tasks.draws import lengths
 
 JACOBIANS = 4  # sequences of each length
@@ -124,8 +124,8 @@ def evaluate(
             stop = min(start + chunk, count)
             batch = task.batch(seed, split, length, start, stop, settings).to(device)
             # So many of all, however they are cut into chunks.
-            most = (0, 0) if number else (task.looked_at, JACOBIANS)
-            look = Look(*(min(max(count - start, 0), stop - start) for count in most))
+            most = (0, 0) if number else (task.head_sequences, JACOBIANS)
+            look = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
             began = time.process_time()
             try:
                 measure = task.measure(model, batch, look)
@@ -134,8 +134,8 @@ def evaluate(
                     tally.fail(error)
                 continue
             shared = (time.process_time() - began) / len(tests)
-            for key, swap in tests.items():
+            for key, substitute in tests.items():
                 tallies[key].cpu_seconds += shared
-                tallies[key].add(partial(measure, swap), prefix)
+                tallies[key].add(partial(measure, substitute), prefix)
             progress((number + stop / count) / len(task.splits))
     return {key: tally.outcome() for key, tally in tallies.items()}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import attnzoo
 from commandline.variants import VariantCall
-from evals.task import Look
+from evals.task import HeadSample
 
 ROWS = 4  # rows of each sequence that are looked at
 MOST_KEYS = 4096  # that the cosine between keys is taken over
@@ -53,34 +53,34 @@ def learned(model: nn.Module) -> dict[str, list[float]]:
 
 
 def fixed(call: VariantCall, num_heads: int, like: nn.Module) -> attnzoo.nn.Attention:
-    """A variant swapped in at inference: nothing of it was learned."""
+    """A variant substituted at inference: nothing of it was learned."""
     device = next(like.parameters()).device
     return attnzoo.nn.Attention(call.name, num_heads, learn=(), **call.params).to(device)
 
 
 @contextmanager
-def swapped(model: nn.Module, call: VariantCall | None) -> Iterator[None]:
+def substituted(model: nn.Module, call: VariantCall | None) -> Iterator[None]:
     """The model with another variant in every layer; None leaves it as it was trained."""
-    places = [
+    children = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if call is not None and isinstance(child, attnzoo.nn.Attention)
     ]
-    for parent, name, child in places:
+    for parent, name, child in children:
         assert call is not None
         setattr(parent, name, fixed(call, child.num_heads, model))
     try:
         yield
     finally:
-        for parent, name, child in places:
+        for parent, name, child in children:
             setattr(parent, name, child)
 
 
 class Watch:
     """Measures the heads of all attention that a model computes meanwhile, layer after layer."""
 
-    def __init__(self, model: nn.Module, look: Look) -> None:
+    def __init__(self, model: nn.Module, look: HeadSample) -> None:
         self.model, self.look = model, look
         self.layers: list[dict[str, Tensor]] = []
         self._hooks: list[Any] = []
@@ -105,7 +105,7 @@ class Watch:
         self.layers.append(measure(module, q, k, v, options, self.look))
 
     def curves(self) -> dict[str, Tensor]:
-        """Figures (rows, layers · heads) by name, as "head_peak"."""
+        """BatchResult (rows, layers · heads) by name, as "head_peak"."""
         names = self.layers[0] if self.layers else {}
         return {
             f"head_{name}": torch.cat([layer[name] for layer in self.layers], -1) for name in names
@@ -130,9 +130,9 @@ def measure(
     k: Tensor,
     v: Tensor,
     options: dict[str, Any],
-    look: Look,
+    look: HeadSample,
 ) -> dict[str, Tensor]:
-    """Figures (rows, H) of one call."""
+    """BatchResult (rows, H) of one call."""
     q, k, v = (x[: look.sequences].double() for x in (q[:, :, -ROWS:], k, v[..., :1]))
     own = own_parameters(attention)
     w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **own)

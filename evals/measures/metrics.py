@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from evals.measures.arithmetic import is_out_of_memory
-from evals.task import Figures
+from evals.task import BatchResult
 
 
 def weight_metrics(
@@ -67,7 +67,7 @@ class Tally:
         self.cpu_seconds = 0.0
         self.failure: Outcome | None = None
 
-    def add(self, work: Callable[[], Figures], prefix: str = "") -> None:
+    def add(self, work: Callable[[], BatchResult], prefix: str = "") -> None:
         """Add the figures of work(), in which memory may run out."""
         if self.failure is not None:
             return

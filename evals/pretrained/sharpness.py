@@ -1,6 +1,6 @@
 """How sharp a pretrained model's attention stays as its input grows, with its own and with others.
 
-For each variant, swapped in without training, each length and each head of each layer, over the
+For each variant, substituted without training, each length and each head of each layer, over the
 rows of the first tokens of a text: the largest weight, the entropy over log n, and the number of
 keys that carry the weight, 1/Σw²; n is the number of keys that the row sees. Beside it the cosine
 similarity of the model's outputs to those with its own softmax.
@@ -76,7 +76,7 @@ def main(given: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     specs = [parse_spec(spec) for spec in given.variants]
     for spec in specs:
-        if spec.is_swap or spec.test.name not in attnzoo.list_variants():
+        if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
             known = ", ".join(attnzoo.list_variants())
             raise UsageError(f"--variants must name variants, {known}; got {spec}")
     if given.samples < 1:

@@ -91,23 +91,23 @@ def table(task: str, found: Sequence[Change]) -> Table:
     return Table(title, ["", "n", "A", "B", "gain"], rows)
 
 
-def _facts(group: Group) -> dict[str, object]:
+def _conditions(group: Group) -> dict[str, object]:
     """What may differ between two results of a task."""
-    facts: dict[str, object] = dict(group.settings)
+    conditions: dict[str, object] = dict(group.settings)
     for name in ("data", "device", "torch", "attnzoo"):
-        facts[name] = ", ".join(sorted({str(row[name]) for row in group.rows}))
-    facts["test sequences"] = {row["length"]: row["sequences"] for row in group.rows}
-    return facts
+        conditions[name] = ", ".join(sorted({str(row[name]) for row in group.rows}))
+    conditions["test sequences"] = {row["length"]: row["sequences"] for row in group.rows}
+    return conditions
 
 
 def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
     """Settings, text and versions that are not the same in both, in words."""
-    theirs = {group.task.name: _facts(group) for group in after}
+    theirs = {group.task.name: _conditions(group) for group in after}
     return [
         f"note: {group.task.name} has {name} = {value} in A and {other[name]} in B"
         for group in before
         if (other := theirs.get(group.task.name)) is not None
-        for name, value in _facts(group).items()
+        for name, value in _conditions(group).items()
         if name in other and other[name] != value
     ]
 

@@ -172,7 +172,7 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     seeds = "band: ± one standard error over seeds" if len(group.seeds) > 1 else "one seed"
     notes = [seeds, f"grey: n of training ({trained[0]} to {trained[1]})"]
     if any("->" in series.variant for series in group.series):
-        notes.append("dashed: swapped in at inference")
+        notes.append("dashed: substituted at inference")
     apart = f" · {group.apart}" if group.apart else ""
     axes.set_title(f"{group.task.name}{apart}: {metric.title}\n", loc="left", fontsize=12)
     where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
@@ -218,10 +218,10 @@ def heat_map(
         cells = [[*row, *[math.nan] * (width - len(row))] for row in rows]
         axes.imshow(cells, cmap=_MAP, norm=norm, aspect="auto")
         step = -(-width // _NAMED)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             for column, value in enumerate(row[: width if step == 1 else 1]):
                 colour = "black" if norm(value) > 0.55 else "white"
-                axes.text(column, place, _short(value), ha="center", va="center", fontsize=6,
+                axes.text(column, index, _short(value), ha="center", va="center", fontsize=6,
                           color=colour)  # fmt: skip
         axes.set_title(variant, fontsize=9)
         axes.set_yticks(range(len(points)), [str(p.length) for p in points], fontsize=7)

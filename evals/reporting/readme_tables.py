@@ -1,22 +1,19 @@
-"""The README's tables of evals: what the tasks are, and the scores in docs/evals, which are the
-summary.csv of runs."""
+"""Markdown about evals for README and documentation: the tasks, and the scores in docs/results,
+which are the summary.csv files of runs."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
 
-from commandline.errors import UsageError
 from commandline.table import markdown
-from evals.reporting.tables import FEW_SEEDS, LEGEND, MANY, PARTIAL
+from evals.reporting.scores import KEPT, Line, Scores, Value, of_summary
+from evals.reporting.tables import PARTIAL
 from evals.results.summary import UNTRAINED
-from evals.task import Metric
 from evals.tasks import TASKS
 
-MEASURED = Path(__file__).parents[2] / "docs" / "evals"
+MEASURED = Path(__file__).parents[2] / "docs" / "results"
 NONE_YET = "Nothing has been measured yet.\n"
-
-Line = dict[str, str]
 
 
 def tasks_table() -> str:
@@ -25,68 +22,84 @@ def tasks_table() -> str:
     for name, task in TASKS.items():
         quick = task.presets["quick"]
         trained, longest = quick.settings.train_longest, max(quick.lengths)
-        lengths = f"quick: trained to {trained}, tested to {longest}"
+        lengths = f"quick: train length {trained}, eval lengths up to {longest}"
         lines.append(f"- `{name}`: {task.about} ({lengths})\n")
     return "".join(lines)
 
 
 def scores(folder: Path = MEASURED) -> str:
-    """A table for each summary that is there."""
-    parts = [
-        task_scores(task.name, list(csv.DictReader(path.read_text().splitlines())))
-        for task in TASKS.values()
-        if (path := folder / f"{task.name}.csv").exists()
-    ]
-    return "\n".join(parts) if parts else NONE_YET
+    """A table for each task that has a summary in the folder."""
+    found = [summary_scores(folder, name) for name in TASKS]
+    return "\n".join(markdown_table(one) for one in found if one is not None) or NONE_YET
 
 
-def task_scores(name: str, lines: list[Line]) -> str:
-    """Score by variant and length: mean and 95 % bootstrap interval over seeds."""
-    task = TASKS[name]
-    score = task.score
-    if len(several := {line.get("settings") or "" for line in lines}) > 1:
-        raise UsageError(
-            f"the summary of {name} has several settings: {'; '.join(sorted(several))}"
-        )
-    lengths = sorted({int(line["length"]) for line in lines})
-    series = dict.fromkeys((line["variant"], line["positions"]) for line in lines)
-    cells = {(line["variant"], line["positions"], int(line["length"])): line for line in lines}
-    trained_to, first = int(lines[0]["trained_to"]), lines[0]
-    seeds = max(int(line["seeds"]) for line in lines)
-
-    def mean(one: tuple[str, str], length: int) -> float:
-        return float(cells[*one, length][score.name] or "nan")
-
-    best_first = not score.lower_is_better
-    order = sorted(series, key=lambda one: mean(one, lengths[-1]), reverse=best_first)
-    rows: list[tuple[str, ...]] = [("variant", *(f"n = {n}" for n in lengths))]
-    for variant, positions in order:
-        untrained = int(cells[variant, positions, trained_to]["untrained"])
-        label = f"`{variant}`" + (f" {positions}" if positions != "none" else "")
-        label += f" {UNTRAINED} {untrained}/{seeds}" if untrained else ""
-        rows.append((label, *(_cell(cells[variant, positions, n], score) for n in lengths)))
-    chance = score.factor * float(first["chance"])
-    title = (
-        f"**{name}**: {score.title}, mean of {seeds} seeds (95 % bootstrap interval); trained to "
-        f"n = {trained_to}, chance {chance:.{score.digits}f}; {first['schedule']}.\n\n"
+def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
+    """One task in four columns: variant, score at the train and at the longest eval length, and
+    effective length."""
+    found = summary_scores(folder, task)
+    if found is None:
+        return NONE_YET
+    name = found.metric.title.split(":")[0].lower().replace(", %", " (%)")
+    header = (
+        "variant",
+        f"{name} at the train length, n = {found.train_length}",
+        f"{name} at n = {found.lengths[-1]}",
+        "effective length, n",
     )
-    notes = []
-    if any(UNTRAINED in row[0] for row in rows[1:]):
-        words = LEGEND[UNTRAINED].format(bar=task.trained, length=trained_to)
-        notes.append(f"{UNTRAINED} {words}.")
-    if any(PARTIAL in cell for row in rows[1:] for cell in row[1:]):
-        notes.append(f"{PARTIAL} {LEGEND[PARTIAL]}.")
-    if 1 < seeds < MANY:
-        notes.append(f"{FEW_SEEDS.format(count=seeds)}.")
-    return title + markdown(rows, right=True) + (f"\n{' '.join(notes)}\n" if notes else "")
+    rows = [header, *(_overview_row(found, line) for line in found.lines)]
+    notes = [
+        f"`{task}`, mean of {found.seeds} seeds, {found.chance_text}.",
+        f"Effective length: the longest n up to which the score stays above {100 * KEPT:g} % of "
+        f"its value at the train length; — for variants with {UNTRAINED}.",
+        *(f"{note}." for note in found.notes() if "interval" not in note),
+    ]
+    return f"{markdown(rows, right=True)}\n{' '.join(notes)}\n"
 
 
-def _cell(line: Line, score: Metric) -> str:
-    if not line[score.name]:
-        return line["failed"] or "—"
-    digits = score.digits
-    mean, low, high = (line[f"{score.name}{end}"] for end in ("", "_low", "_high"))
-    text = f"{score.factor * float(mean):.{digits}f}"
-    if low:
-        text += f" ({score.factor * float(low):.{digits}f}–{score.factor * float(high):.{digits}f})"
-    return text + (PARTIAL if line["failed"] else "")
+def _overview_row(found: Scores, line: Line) -> tuple[str, ...]:
+    values = dict(zip(found.lengths, line.values, strict=True))
+    ends = (values.get(found.train_length, Value()), line.values[-1])
+    effective = found.effective_length(line)
+    at_least = "≥ " if effective == found.lengths[-1] else ""
+    return (
+        _label(line, found.seeds),
+        *("—" if value.mean is None else found.shown(value.mean) for value in ends),
+        "—" if effective is None else f"{at_least}{effective}",
+    )
+
+
+def summary_scores(folder: Path, task: str) -> Scores | None:
+    """The scores in the task's summary in the folder; None if there is no such file."""
+    path = folder / f"{task}.csv"
+    if not path.exists():
+        return None
+    return of_summary(task, list(csv.DictReader(path.read_text().splitlines())))
+
+
+def markdown_table(found: Scores) -> str:
+    """Score by variant and length: mean and 95 % bootstrap interval over seeds."""
+    header = ("variant", *(f"n = {length}" for length in found.lengths))
+    body = [
+        (_label(line, found.seeds), *(_cell(found, value) for value in line.values))
+        for line in found.lines
+    ]
+    name = found.task.name
+    title = found.title.replace(name, f"**{name}**", 1)
+    notes = " ".join(f"{note}." for note in found.notes())
+    table = markdown([header, *body], right=True)
+    return f"{title} Training: {found.schedule}.\n\n{table}" + (f"\n{notes}\n" if notes else "")
+
+
+def _label(line: Line, seeds: int) -> str:
+    encoding = "" if line.encoding == "none" else f" {line.encoding}"
+    untrained = f" {UNTRAINED} {line.untrained}/{seeds}" if line.untrained else ""
+    return f"`{' '.join(line.variant.split())}`{encoding}{untrained}"
+
+
+def _cell(found: Scores, value: Value) -> str:
+    if value.mean is None:
+        return value.failed or "—"
+    text = found.shown(value.mean)
+    if value.low is not None and value.high is not None:
+        text += f" ({found.shown(value.low)}–{found.shown(value.high)})"
+    return text + (PARTIAL if value.failed else "")

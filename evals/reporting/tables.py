@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from commandline.table import Table
@@ -10,27 +10,46 @@ from evals.results.summary import BASELINE, UNTRAINED, Group, Point
 from evals.task import Metric
 
 PARTIAL = "*"
-MANY = 6  # seeds, from which on a bootstrap over them covers about what it says
-FEW_SEEDS = "A bootstrap over {count} seeds is narrow: it covers the true mean in fewer than 95 %"
-LEGEND = {
-    UNTRAINED: "not trained, in so many of the seeds: below {bar:.0%} at training's own length, "
-    "{length}",
-    PARTIAL: "some seeds failed or are missing, and are left out of the mean",
-}
+ENOUGH_SEEDS = 6  # from here on a bootstrap interval covers the mean about as often as it states
 
 
 def legend(group: Group) -> list[str]:
-    """What the marks of a group's tables mean, those that occur."""
+    """A line for each mark that occurs in a group's tables."""
+    return mark_lines(
+        variants=[series.variant for series in group.series],
+        seeds=len(group.seeds),
+        untrained=any(map(group.untrained, group.series)),
+        partial=any(point.failures and point.metrics for point in group.points.values()),
+        bar=group.task.trained_score,
+        train_length=group.settings["train_longest"],
+    )
+
+
+def mark_lines(
+    variants: Iterable[str],
+    seeds: int,
+    untrained: bool,
+    partial: bool,
+    bar: float | None,
+    train_length: int,
+) -> list[str]:
+    """The explanations of ->, † and *, where they occur, and a note on intervals of few seeds."""
     lines = []
-    if any(map(group.untrained, group.series)):
-        words = LEGEND[UNTRAINED].format(
-            bar=group.task.trained, length=group.settings["train_longest"]
+    if any("->" in variant for variant in variants):
+        lines.append("a->b: trained with a; b is substituted at inference")
+    if untrained:
+        mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
+        lines.append(
+            f"{UNTRAINED} {mark}: did not reach {100 * (bar or 0):g} % at the train length "
+            f"(n = {train_length}){count}"
         )
-        lines.append(f"{UNTRAINED} {words}")
-    if any(point.failures and point.metrics for point in group.points.values()):
-        lines.append(f"{PARTIAL} {LEGEND[PARTIAL]}")
-    if 1 < len(group.seeds) < MANY:
-        lines.append(FEW_SEEDS.format(count=len(group.seeds)))
+    if partial:
+        lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
+    if 1 < seeds < ENOUGH_SEEDS:
+        lines.append(
+            f"With only {seeds} seeds the 95 % interval is too narrow: it covers the true mean in "
+            "fewer than 95 % of cases"
+        )
     return lines
 
 
@@ -133,13 +152,13 @@ def leaderboard(group: Group) -> Leaderboard:
         for one in group.series
     ]
 
-    def place(line: Line) -> tuple[bool, float]:
+    def rank(line: Line) -> tuple[bool, float]:
         value = line.cells[-1].value
         return value is None, (value or 0.0) * (1 if score.lower_is_better else -1)
 
     return Leaderboard(
         [(length, _distance(group, length)) for length in group.lengths],
-        sorted(lines, key=place),
+        sorted(lines, key=rank),
         f"{score.factor * group.chance:.{score.digits}f}",
         "ascending" if score.lower_is_better else "descending",
     )
@@ -190,7 +209,7 @@ def _spread(values: list[float], digits: int = 1) -> str:
 
 
 def cost_table(group: Group) -> Table:
-    """CPU seconds per cell; a swap rests on the training of its first variant."""
+    """CPU seconds per cell; a substitute rests on the training of its first variant."""
     rows = []
     for series in group.series:
         training: dict[int, float] = {}

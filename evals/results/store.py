@@ -123,11 +123,11 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
     found: dict[str, Row] = {}
     for folder in folders:
         mine: dict[str, Row] = {}
-        for place in (folder, *sorted(path for path in folder.glob("*") if path.is_dir())):
-            read = Folder(place)
+        for path in (folder, *sorted(sub for sub in folder.glob("*") if sub.is_dir())):
+            read = Folder(path)
             mine |= read.by_key
             if read.damaged:
-                print(f"{read.damaged} unreadable line(s) of {place} skipped", file=sys.stderr)
+                print(f"{read.damaged} unreadable line(s) of {path} skipped", file=sys.stderr)
         if not mine:
             raise UsageError(f"{folder} has no results: there is no rows.jsonl in it")
         found |= mine

@@ -131,11 +131,11 @@ class Group:
     def untrained(self, series: Series) -> int:
         """Seeds whose score at training's longest length is below the task's bar, or missing."""
         point = self.points.get((series, self.settings["train_longest"]))
-        if self.task.trained is None or point is None:
+        if self.task.trained_score is None or point is None:
             return 0
         name = self.task.score.name
         scores = [row["metrics"][name] for row in point.rows if row["status"] == "ok"]
-        return len(self.seeds) - sum(score >= self.task.trained for score in scores)
+        return len(self.seeds) - sum(score >= self.task.trained_score for score in scores)
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
@@ -169,8 +169,8 @@ def _apart(group: Group, every: Sequence[Group]) -> str:
     sizes, each where what is before it does not."""
     others = [one for one in every if one.task is group.task and one is not group]
     words = []
-    for facts in (_settings, _origins, _sizes):
-        mine, theirs = facts(group), [facts(other) for other in others]
+    for read in (_settings, _origins, _sizes):
+        mine, theirs = read(group), [read(other) for other in others]
         differs = [name for name in mine if any(x.get(name) != mine[name] for x in theirs)]
         words += [f"{name} {mine[name]}" for name in differs]
         others = [other for other, x in zip(others, theirs) if x == mine]
@@ -196,8 +196,8 @@ def _series(row: Row) -> Series:
 
 
 def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """Of each series the rows of its latest version, of each place the latest row; and what is not
-    among them, since a mean over several versions would be a mean of different things."""
+    """The latest row of each (series, length, seed), of each series' latest version only, and a
+    text for each series of which rows are left out."""
     version = {_series(row): row["version"] for row in rows}
     same = [row for row in rows if row["version"] == version[_series(row)]]
     found = {(_series(row), row["length"], row["seed"]): row for row in same}
@@ -300,7 +300,7 @@ def csv_text(groups: Sequence[Group]) -> str:
     header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
     for name in [*(metric.name for metric in task.metrics), f"{task.score.name}_minus_softmax"]:
         header += _columns(name)
-    header += ["chance", "trained_to", "steps", "schedule", "settings"]
+    header += ["chance", "train_length", "steps", "schedule", "settings"]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(header)

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from commandline.errors import UsageError
-from evals.task import EVERY, QUICK, Figures, Metric, Preset
+from evals.task import EVERY, QUICK, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import Batch, Sequence, right
 from evals.tasks.families.sequence import Settings as Base
@@ -105,19 +105,19 @@ def _plant(
         answers[:-DIGITS] = -1
 
 
-def read(logits: torch.Tensor, batch: Batch) -> Figures:
+def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
     """Of text: bits per byte, and along the sequence. Of a needle: its digits, and all of them."""
     count = len(batch.tokens)
     wanted = batch.answers[batch.asked]
     if len(wanted) == count * DIGITS:
         hits = right(logits, batch).reshape(count, DIGITS)
         exact = (hits.amin(dim=-1) == 1).double() + 0 * hits.sum(dim=-1)
-        return Figures({"needle": exact, "digits": hits.flatten()})
+        return BatchResult({"needle": exact, "digits": hits.flatten()})
     bits = F.cross_entropy(logits.double(), wanted, reduction="none") / math.log(2)
     rows = bits.reshape(count, -1)
     pieces = torch.stack([piece.mean(dim=-1) for piece in rows.tensor_split(PIECES, dim=-1)], -1)
     last = pieces[:, -PIECES // 4 :].mean(dim=-1)
-    return Figures({"bits": bits, "bits_last": last}, {"bits_by_position": pieces})
+    return BatchResult({"bits": bits, "bits_last": last}, {"bits_by_position": pieces})
 
 
 PRESETS = {
@@ -162,7 +162,7 @@ TASK = Sequence(
     read=read,
     text=lambda: corpus()[1],
     splits={"": "test", "planted_": "planted"},
-    trained=None,
+    trained_score=None,
     metrics=(
         Metric("bits", "Bits per byte", digits=2, lower_is_better=True),
         Metric("bits_last", "Bits per byte, last quarter", digits=2, lower_is_better=True),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.task import EVERY, QUICK, Figures, Metric, Preset
+from evals.task import EVERY, QUICK, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, Sequence, Settings, answers, right
 
@@ -38,12 +38,12 @@ def draw(
     return Batch(torch.from_numpy(tokens), torch.from_numpy(wanted))
 
 
-def read(logits: torch.Tensor, batch: Batch) -> Figures:
+def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
     """Exact match beside accuracy and loss."""
     per_sequence = right(logits, batch).reshape(len(batch.tokens), -1)
     exact = (per_sequence.amin(dim=-1) == 1).double() + 0 * per_sequence.sum(dim=-1)
     found = answers(logits, batch)
-    return Figures({"exact": exact, **found.metrics})
+    return BatchResult({"exact": exact, **found.metrics})
 
 
 PRESETS = {

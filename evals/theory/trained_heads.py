@@ -78,8 +78,8 @@ class Heads:
     """The heads of one series that are shown, sharpest first, with what was fitted to them.
 
     names (H); keys: n by length; peaks (L, S, H), NaN where a seed has none; learned (S, H) by
-    name, none of a variant that was swapped in. ``fits`` is empty where there is none, and
-    ``why`` says why. indices: of the shown heads among all.
+    name, empty for a substitution at inference. ``fits`` is empty where there is none, and ``why``
+    says why. indices: of the shown heads among all.
     """
 
     series: Series
@@ -108,23 +108,23 @@ class Heads:
         found = [pair for pair in found if math.isfinite(pair[0])]
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
-    def places(self, index: int) -> Tensor:
+    def entries(self, index: int) -> Tensor:
         """Of a shown head in a fit of all: one per seed."""
         seeds, heads = self.peaks.shape[1:]
         return torch.arange(seeds) * heads + index
 
     def error(self, found: Fit, index: int) -> float:
         """The RMS error of log weight of a shown head, its mean over the seeds that have one."""
-        return found.errors[self.places(index)].nanmean().item()
+        return found.errors[self.entries(index)].nanmean().item()
 
     def any_fits(self, found: Fit, index: int) -> bool:
         """Whether the law does not depend on the number that was fitted."""
-        mine = self.places(index)
+        mine = self.entries(index)
         return bool((found.below[mine] & found.above[mine]).any())
 
     def curve(self, found: Fit, index: int, keys: Sequence[int]) -> list[float]:
         """The fitted law of a shown head at other n: the geometric mean over the seeds."""
-        mine = self.places(index)
+        mine = self.entries(index)
         mine = mine[found.sizes[mine].isfinite()]
         learned = {name: values.flatten()[mine] for name, values in self.learned.items()}
         return [
@@ -165,13 +165,13 @@ def heads_of(group: Group, series: Series) -> Heads | None:
     else:
         why = ""
     learned: dict[str, Tensor] = {}
-    for place, point in enumerate(points):
+    for at, point in enumerate(points):
         for row in point.rows:
             if row["status"] != "ok" or "head_peak" not in row["curves"]:
                 continue
             seed = seeds[row["seed"]]
-            peaks[place, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
-            for name, values in ({} if spec.is_swap else row["learned"]).items():
+            peaks[at, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
+            for name, values in ({} if spec.is_substitution else row["learned"]).items():
                 every = torch.tensor(values, dtype=torch.float64)
                 blank = every[indices].expand(len(seeds), -1).clone()
                 learned.setdefault(name, blank)[seed] = every[indices]
@@ -207,7 +207,7 @@ def _spread(values: Tensor) -> str:
 
 
 def _fit_cells(found: Fit, mine: Tensor) -> list[str]:
-    """Size and error of one head: mine are its places, one per seed."""
+    """Size and error of one head: mine are its entries, one per seed."""
     mine = mine[found.sizes[mine].isfinite()]
     if not len(mine):
         return ["—", "—"]
@@ -233,7 +233,7 @@ def _fit_table(group: Group, found: Sequence[Heads]) -> Table:
     rows = []
     for heads in found:
         for index, name in enumerate(heads.names):
-            mine = heads.places(index)
+            mine = heads.entries(index)
             cells = [cell for one in heads.fits for cell in _fit_cells(one, mine)]
             usable = int((heads.peaks[:, :, index] > 0).any(1).sum())
             start = [group.name(heads.series), name, str(usable)]

@@ -13,7 +13,7 @@ from commandline.variants import VariantCall, parse_spec
 from evals.harness import training
 from evals.harness.training import NotFinite, evaluate, fit, one_cycle, train
 from evals.measures.metrics import Tally, weight_metrics
-from evals.task import Figures
+from evals.task import BatchResult
 from evals.tasks import TASKS, max_retrieval, needle
 from evals.tasks.draws import lengths
 from evals.tasks.families.retrieval import METRICS, Batch, Model, Settings
@@ -149,7 +149,7 @@ def test_evaluation_does_not_depend_on_chunks_and_swaps_share_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = trained("softmax", 0)
-    tests = {"own": None, "swap": parse_spec("softmax->log_n(train_length=16)").test}
+    tests = {"own": None, "substitute": parse_spec("softmax->log_n(train_length=16)").test}
     whole = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
     monkeypatch.setattr(training, "CHUNK_ITEMS", 16 * 7)
     pieces = evaluate(TASK, model, tests, 0, 16, TINY, "cpu", silent)
@@ -162,8 +162,8 @@ def test_evaluation_does_not_depend_on_chunks_and_swaps_share_the_model(
         for curve, values in whole[name].curves.items():
             assert values == pytest.approx(pieces[name].curves[curve], abs=1e-6), curve
         assert sum(best) == pytest.approx(1)  # n = 16: all keys are the best 16
-    # log n / log 16 is 1 at n = 16: the swap is softmax itself.
-    assert whole["own"].metrics == pytest.approx(whole["swap"].metrics, abs=1e-6)
+    # log n / log 16 is 1 at n = 16: the substitute is softmax itself.
+    assert whole["own"].metrics == pytest.approx(whole["substitute"].metrics, abs=1e-6)
 
 
 def test_training_is_reproducible_and_shared_between_variants_at_the_start() -> None:
@@ -200,10 +200,12 @@ def test_a_loss_that_is_not_finite_ends_training() -> None:
 
 
 def test_a_tally_reports_nan_and_want_of_memory_and_lets_defects_through() -> None:
-    def found(value: float) -> Figures:
-        return Figures({"weight_sum": torch.tensor([1.0, value])}, {"best_keys": torch.ones(2, 3)})
+    def found(value: float) -> BatchResult:
+        return BatchResult(
+            {"weight_sum": torch.tensor([1.0, value])}, {"best_keys": torch.ones(2, 3)}
+        )
 
-    def out_of_memory() -> Figures:
+    def out_of_memory() -> BatchResult:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
     tally = Tally()

@@ -16,7 +16,7 @@ from benchmarks.__main__ import main as benchmarks
 from benchmarks.harness import report
 from commandline.files import NotWritten, write_whole
 from evals.__main__ import main
-from evals.harness import jobs
+from evals.harness import runs
 from evals.harness.training import NotFinite, fit
 from evals.results.store import Rows
 from evals.task import Settings
@@ -96,17 +96,17 @@ def test_a_benchmark_whose_file_does_not_fit_ends_in_one_line(
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_without_workers_a_defect_ends_its_job_alone(
+def test_without_workers_a_defect_ends_its_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = jobs.train
+    train = runs.train
 
     def broken(task, variant, *rest):
         if variant.name == "softmax":
             raise KeyError("a defect")
         return train(task, variant, *rest)
 
-    monkeypatch.setattr(jobs, "train", broken)
+    monkeypatch.setattr(runs, "train", broken)
     run = [*SMALL, "--variants", "softmax,ssmax", "--workers", "0", "--out", str(tmp_path)]
     assert main(run) == 1
     rows = (tmp_path / TASK / "rows.jsonl").read_text().splitlines()

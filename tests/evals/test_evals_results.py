@@ -97,8 +97,7 @@ def test_a_cell_counts_as_trained_from_the_bar_on() -> None:
     shown = score_tables(group)[0]
     assert [line[0] for line in shown.rows] == ["softmax", "ssmax † 1/1"]
     assert "chance 10.0 %" in shown.title
-    line = legend(group)[0]
-    assert line.endswith("below 95% at training's own length, 16")
+    assert legend(group) == ["† 1/1: did not reach 95 % at the train length (n = 16)"]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
     assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed is not a trained one
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
@@ -135,7 +134,7 @@ def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
         ("a", "16"), ("a", "64"), ("b", "16"), ("b", "64")
     ]  # fmt: skip
     assert lines[0]["accuracy_low"] == "0.5"
-    assert lines[0]["trained_to"] == "16"
+    assert lines[0]["train_length"] == "16"
 
 
 def test_rows_of_several_versions_are_said() -> None:
@@ -187,15 +186,15 @@ def test_the_readmes_table_is_the_summary(tmp_path: Path) -> None:
     assert scores_table(tmp_path) == "Nothing has been measured yet.\n"
     (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(rows)))
     text = scores_table(tmp_path)
-    assert "**max-retrieval**: Accuracy, %, mean of 2 seeds (95 % bootstrap interval); " in text
-    assert "trained to n = 16, chance 10.0" in text
+    assert "**max-retrieval**: Accuracy, %. Mean of 2 seeds (95 % bootstrap interval) by " in text
+    assert "Train length n = 16, chance 10 %." in text
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert lines == [
         "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* |",
         "| `softmax` | 97.0 (96.0–98.0) | 50.0 (50.0–50.0) |",
     ]
-    assert "† not trained, in so many of the seeds: below 95%" in text
-    assert "* some seeds failed" in text
+    assert "† k/2: did not reach 95 % at the train length (n = 16) in k of 2 seeds" in text
+    assert "* some seeds failed or are missing" in text
 
 
 # ---- results on disk

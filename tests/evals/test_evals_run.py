@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from evals.__main__ import main
-from evals.harness import jobs
+from evals.harness import runs
 from evals.harness.training import NotFinite
 from evals.tasks.families.retrieval import METRICS
 
@@ -79,7 +79,7 @@ def test_a_run_leaves_rows_summary_plots_and_report(undisturbed: Path) -> None:
     }
     assert (
         len(list((undisturbed / TASK / "models").iterdir())) == 4
-    )  # a swap has no training of its own
+    )  # a substitute has no training of its own
     with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
     assert len(summary) == ROWS / 2
@@ -133,7 +133,7 @@ def test_a_torn_last_line_costs_one_row_and_no_training(
     rows, wanted = (out / TASK / "rows.jsonl"), (out / TASK / "summary.csv").read_bytes()
     rows.write_bytes(rows.read_bytes()[:-20])
     (out / TASK / "summary.csv").unlink()
-    monkeypatch.setattr(jobs, "train", None)  # the trained model is there
+    monkeypatch.setattr(runs, "train", None)  # the trained model is there
     assert main([*SMALL, "--workers", "0", "--out", str(out)]) == 0
     assert (out / TASK / "summary.csv").read_bytes() == wanted
     text = capsys.readouterr().out
@@ -163,14 +163,14 @@ def test_the_console_shows_tables_schedule_chance_cost_and_the_papers_figures(
 def test_training_to_nan_is_rows_that_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = jobs.train
+    train = runs.train
 
     def broken(task, variant, positions, seed, *rest):
         if (variant.name, seed) == ("ssmax", 1):
             raise NotFinite("the training loss is nan at step 25")
         return train(task, variant, positions, seed, *rest)
 
-    monkeypatch.setattr(jobs, "train", broken)
+    monkeypatch.setattr(runs, "train", broken)
     options = ["--variants", "softmax,ssmax", "--lengths", "16", "--steps", "2", "--workers", "0"]
     run = [*SMALL, *options, "--out", str(tmp_path)]
     assert main(run) == 0
@@ -192,7 +192,7 @@ def test_a_run_of_failures_alone_is_shown_as_well(
     def broken(*_):
         raise MemoryError
 
-    monkeypatch.setattr(jobs, "train", broken)
+    monkeypatch.setattr(runs, "train", broken)
     options = ["--variants", "softmax", "--lengths", "16,32", "--workers", "0"]
     assert main([*SMALL, *options, "--out", str(tmp_path)]) == 1  # nothing at all succeeded
     assert {row["status"] for row in lines(tmp_path)} == {"oom"}

@@ -16,8 +16,8 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
 from evals.harness.training import evaluate, train
-from evals.measures.heads import Watch, learned, swapped
-from evals.task import Look
+from evals.measures.heads import Watch, learned, substituted
+from evals.task import HeadSample
 from evals.tasks import TASKS, flip_flop, language_model, mqar
 from evals.tasks.families.sequence import Batch, Sequence, Settings
 from evals.tasks.language_model import DIGITS, corpus
@@ -290,17 +290,17 @@ def test_a_step_has_as_many_tokens_at_every_length_and_lengths_grow() -> None:
 @pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi"])
 def test_every_split_is_measured_and_every_head_is_watched(positions: str) -> None:
     model = model_of("softmax", positions)
-    tests = {"own": None, "swap": VariantCall("sparsemax")}
+    tests = {"own": None, "substitute": VariantCall("sparsemax")}
     found = evaluate(FLIP, model, tests, 0, 8, TINY, "cpu", silent)
     for outcome in found.values():
         assert outcome.status == "ok", outcome.message
         assert {metric.name for metric in FLIP.metrics} <= set(outcome.metrics)
         assert len(outcome.curves["head_peak"]) == 4  # two layers of two heads
         assert outcome.curves["head_weight_sum"] == pytest.approx([1] * 4)
-    assert found["own"].curves["head_peak"] != found["swap"].curves["head_peak"]
+    assert found["own"].curves["head_peak"] != found["substitute"].curves["head_peak"]
 
 
-def test_a_swap_lasts_as_long_as_it_is_asked_for() -> None:
+def test_a_substitution_lasts_as_long_as_it_is_asked_for() -> None:
     model = model_of("ssmax")
     tokens = torch.randint(5, (2, 12))
 
@@ -311,10 +311,10 @@ def test_a_swap_lasts_as_long_as_it_is_asked_for() -> None:
     before = run()
     assert list(learned(model)) == ["s"]
     assert len(learned(model)["s"]) == 4
-    with swapped(model, VariantCall("sigmoid")):
+    with substituted(model, VariantCall("sigmoid")):
         assert not torch.allclose(run(), before)
         assert learned(model) == {}
-    with swapped(model, None):
+    with substituted(model, None):
         assert torch.equal(run(), before)
     assert torch.equal(run(), before)
 
@@ -323,7 +323,7 @@ def test_heads_of_hand_worked_scores() -> None:
     """One head, one row: keys with scores 0, 1 and 3."""
     attention = attnzoo.nn.Attention("softmax", 1)
     q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
-    with Watch(attention, Look(1, 1)) as watch:
+    with Watch(attention, HeadSample(1, 1)) as watch:
         attention(q, scores[None, None, :, None], torch.zeros(1, 1, 3, 1), scale=1.0)
     found = {name: rows.item() for name, rows in watch.curves().items()}
     p = torch.softmax(scores.double(), 0)
@@ -343,7 +343,7 @@ def test_softmax_never_passes_its_bound_and_every_visible_key_counts(positions: 
     q, k = torch.randn(2, 3, 2, 300, 8, generator=torch.Generator().manual_seed(0))
     slopes = {"alibi": torch.tensor([4.0, 0.5])} if positions == "alibi" else {}
     attention = attnzoo.nn.Attention("softmax", 2)
-    with Watch(attention, Look(2, 1)) as watch:
+    with Watch(attention, HeadSample(2, 1)) as watch:
         attention(q, k, k, is_causal=True, scale=0.3, **slopes)
     found = watch.curves()
     assert (found["head_peak"] <= found["head_bound"]).all()
@@ -358,7 +358,7 @@ def test_a_jacobian_is_of_weights_that_the_scores_alone_give() -> None:
     q = torch.rand(1, 1, 1, 4)
     for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9})):
         attention = attnzoo.nn.Attention(variant, 1, **params)
-        with Watch(attention, Look(1, 1)) as watch:
+        with Watch(attention, HeadSample(1, 1)) as watch:
             attention(q, torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4))
         assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
 
@@ -366,7 +366,7 @@ def test_a_jacobian_is_of_weights_that_the_scores_alone_give() -> None:
 def test_a_row_that_attends_to_nothing_has_no_effective_keys() -> None:
     attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
     k = -torch.ones(1, 1, 3, 2)  # no feature is positive
-    with Watch(attention, Look(1, 1)) as watch:
+    with Watch(attention, HeadSample(1, 1)) as watch:
         attention(torch.ones(1, 1, 1, 2), k, k)
     found = watch.curves()
     assert found["head_weight_sum"].item() == found["head_n_eff"].item() == 0

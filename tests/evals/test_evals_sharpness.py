@@ -110,7 +110,7 @@ def test_wrong_use(
 def test_all_looks_at_a_pretrained_model_where_one_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("evals.__main__.run", lambda *given: 0)
+    monkeypatch.setattr("evals.__main__.run_tasks", lambda *given: 0)
     seen = []
     monkeypatch.setattr(sharpness, "main", lambda given: seen.append(vars(given)) or 1)
     line = ["all", "--preset", "smoke", "--out", str(tmp_path)]

@@ -90,8 +90,8 @@ def test_each_head_is_fitted_with_what_it_learned() -> None:
     peaks = torch.cat([log_law(SHRINKING.scores(n), call, sizes, learned).exp() for n in KEYS])
     found = fit(SHRINKING, call, KEYS, peaks, learned)
     assert found.sizes.tolist() == pytest.approx([12, 40], rel=1e-3)
-    swapped = fit(SHRINKING, call, KEYS, peaks, {"s": learned["s"].flip(0)})
-    assert swapped.sizes.tolist() != pytest.approx([12, 40], rel=0.5)
+    exchanged = fit(SHRINKING, call, KEYS, peaks, {"s": learned["s"].flip(0)})
+    assert exchanged.sizes.tolist() != pytest.approx([12, 40], rel=0.5)
 
 
 def test_what_no_law_fits_has_a_large_error() -> None:
@@ -161,7 +161,7 @@ def test_tables_of_a_group() -> None:
     rows += rows_of(
         "ssmax", lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4)), seeds=2, learned={"s": [0.3]}
     )
-    # What was swapped in learned nothing: its s is its default.
+    # A substitute at inference learned nothing: its s is its default.
     s = 0.168
     rows += rows_of(
         "ssmax->ssmax(b=0)", lambda n: 1 / (1 + (n - 1) * n ** (-s * 9)), learned={"s": [0.3]}

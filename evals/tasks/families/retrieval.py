@@ -20,7 +20,7 @@ import attnzoo
 from commandline.variants import VariantCall
 from evals.measures import heads
 from evals.measures.metrics import weight_metrics
-from evals.task import Figures, Look, Measure, Metric, Preset, Published, Task
+from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Task
 from evals.task import Settings as Base
 
 CLASSES = 10
@@ -171,8 +171,8 @@ class Retrieval(Task):
     sizes: tuple[int, int]
     presets: Mapping[str, Preset]
     published: Published | None = None
-    looked_at: int = 256
-    trained: float | None = 0.95
+    head_sequences: int = 256
+    trained_score: float | None = 0.95
     positions: tuple[str, ...] = ("none",)
     metrics: tuple[Metric, ...] = METRICS
     splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
@@ -197,7 +197,7 @@ class Retrieval(Task):
     def loss(self, model: Model, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch.items(), batch.query), batch.label)
 
-    def measure(self, model: Model, batch: Batch, look: Look) -> Measure:
+    def measure(self, model: Model, batch: Batch, look: HeadSample) -> Measure:
         """q, k and v are computed once for all variants.
 
         Logits come from attention in fp32 as it is trained; the weights that the other metrics are
@@ -209,8 +209,8 @@ class Retrieval(Task):
         target, label = batch.target, batch.label
         order = batch.closeness.topk(min(BEST_KEYS, batch.classes.shape[1]), dim=-1).indices
 
-        def figures(swap: VariantCall | None) -> Figures:
-            attention = model.attention if swap is None else heads.fixed(swap, 1, model)
+        def figures(substitute: VariantCall | None) -> BatchResult:
+            attention = model.attention if substitute is None else heads.fixed(substitute, 1, model)
             logits = model.decode(attention(q, k, v, scale=model.scale))
             own = heads.own_parameters(attention)
             weights = attnzoo.attention_weights(
@@ -224,6 +224,6 @@ class Retrieval(Task):
             if look.sequences:
                 seen = heads.measure(attention, *exact, {"scale": model.scale}, look)
                 curves |= {f"head_{name}": rows for name, rows in seen.items()}
-            return Figures(found, curves)
+            return BatchResult(found, curves)
 
         return figures

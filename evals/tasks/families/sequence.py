@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attnzoo.nn import Transformer
 from commandline.variants import VariantCall
-from evals.measures.heads import Watch, swapped
-from evals.task import Figures, Look, Measure, Metric, Preset, Published, Task
+from evals.measures.heads import Watch, substituted
+from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Task
 from evals.task import Settings as Base
 
 POSITIONS = ("none", "rope", "p-rope", "alibi")
@@ -61,7 +61,7 @@ class Batch:
 
 
 # (logits (S, V) where the batch asks, the batch) -> figures.
-Read = Callable[[Tensor, Batch], Figures]
+Read = Callable[[Tensor, Batch], BatchResult]
 # (seed, split, length, start, stop, settings) -> those sequences.
 Draw = Callable[[int, str, int, int, int, Any], Batch]
 
@@ -72,10 +72,10 @@ def right(logits: Tensor, batch: Batch) -> Tensor:
     return hit + 0 * logits.double().sum(dim=-1)
 
 
-def answers(logits: Tensor, batch: Batch) -> Figures:
+def answers(logits: Tensor, batch: Batch) -> BatchResult:
     """Accuracy and loss over all that is asked."""
     loss = F.cross_entropy(logits.double(), batch.answers[batch.asked], reduction="none")
-    return Figures({"accuracy": right(logits, batch), "loss": loss})
+    return BatchResult({"accuracy": right(logits, batch), "loss": loss})
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Sequence(Task):
     text: Callable[[], str] | None = None
     metrics: tuple[Metric, ...] = (ACCURACY, LOSS)
     splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
-    looked_at: int = 32
-    trained: float | None = 0.95
+    head_sequences: int = 32
+    trained_score: float | None = 0.95
     positions: tuple[str, ...] = POSITIONS
     published: Published | None = None
 
@@ -139,17 +139,17 @@ class Sequence(Task):
             model.logits(model.states(batch.tokens)[asked]), batch.answers[asked]
         )
 
-    def measure(self, model: Transformer, batch: Batch, look: Look) -> Measure:
+    def measure(self, model: Transformer, batch: Batch, look: HeadSample) -> Measure:
         asked = batch.asked
 
-        def figures(swap: VariantCall | None) -> Figures:
+        def figures(substitute: VariantCall | None) -> BatchResult:
             with ExitStack() as stack:
-                stack.enter_context(swapped(model, swap))
+                stack.enter_context(substituted(model, substitute))
                 watch = stack.enter_context(Watch(model, look)) if look.sequences else None
                 states = model.states(batch.tokens)
             found = self.read(model.logits(states[asked]), batch)
             if watch is None:
                 return found
-            return Figures(found.metrics, found.curves | watch.curves())
+            return BatchResult(found.metrics, found.curves | watch.curves())
 
         return figures

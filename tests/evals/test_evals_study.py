@@ -20,7 +20,7 @@ from evals.__main__ import main
 from evals.harness import costs
 from evals.harness.options import Options
 from evals.harness.progress import Progress, clock
-from evals.harness.study import Place, Study, plan_study
+from evals.harness.study import RowSpec, Study, plan_study
 from evals.reporting.plots import length_axis, name_lines
 from evals.results.store import Folder, Rows, Shard
 from evals.tasks import TASKS
@@ -36,7 +36,7 @@ def study(*specs: str, **settings: object) -> Study:
 
 
 def key(of: Study, seed: int = 0, length: int = 16, positions: str = "none") -> str:
-    return of.row_key(Place(of.specs[0], positions, seed, length))
+    return of.row_key(RowSpec(of.specs[0], positions, seed, length))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_specs_are_read(text: str, train: str, test: str, params: dict, canonica
     assert (spec.train.name, spec.test.name, spec.test.params) == (train, test, params)
     assert str(spec) == canonical
     assert parse_spec(str(spec)) == spec
-    assert spec.is_swap == ("->" in canonical)
+    assert spec.is_substitution == ("->" in canonical)
 
 
 def test_a_list_is_split_outside_parentheses() -> None:
@@ -75,7 +75,7 @@ def test_specs_that_cannot_be_read_are_refused(text: str) -> None:
 
 REFUSED = {
     "unknown variant": (["--variants", "nosuch"], "unknown variant 'nosuch'; known: .*softmax"),
-    "unknown swap": (["--variants", "softmax->nosuch"], "unknown variant 'nosuch'"),
+    "unknown substitute": (["--variants", "softmax->nosuch"], "unknown variant 'nosuch'"),
     "unknown parameter": (["--variants", "ssmax(t=1)"], "no parameter 't'; it has: s, b"),
     "bad value": (["--variants", "entmax(alpha=9)"], "alpha must be"),
     "scale": (["--set", "scale=cube"], "scale must be sqrt or none, got 'cube'"),
@@ -166,19 +166,19 @@ def test_a_dry_run_makes_little_data_and_times_models_of_one_size_once(
     assert sum(split == "train" for _, split, _, _ in made) == 4
     text = capsys.readouterr().out
     assert "an estimate, from a training step" in text
-    needle, here = (plan_study(TASKS[t], Options(), {}).jobs({})[0] for t in ("needle", TASK.name))
+    needle, here = (plan_study(TASKS[t], Options(), {}).runs({})[0] for t in ("needle", TASK.name))
     assert costs.kind(needle) == costs.kind(here)  # equal models: timed once for both
 
 
 def test_a_key_changes_with_whatever_the_figures_depend_on() -> None:
     base = study("softmax")
-    swap = study("softmax->adaptive_temperature")
+    substitute = study("softmax->adaptive_temperature")
     keys = {
         key(base),
         key(base, seed=1),
         key(base, length=32),
         key(base, positions="rope"),
-        key(swap),
+        key(substitute),
         key(study("softmax", steps=7)),
         key(study("softmax", scale="none")),
         key(study("softmax", test_sequences=9)),
@@ -188,25 +188,25 @@ def test_a_key_changes_with_whatever_the_figures_depend_on() -> None:
     }
     assert len(keys) == 11
     train = base.specs[0].train
-    assert base.training_key(train, "none", 0) == swap.training_key(train, "none", 0)
+    assert base.training_key(train, "none", 0) == substitute.training_key(train, "none", 0)
     assert base.training_key(train, "none", 0) == study("softmax", test_sequences=9).training_key(
         train, "none", 0
     )
     # More seeds, lengths or variants leave a cell what it was.
-    wider = replace(base, specs=(*base.specs, *swap.specs), seeds=5, lengths=(16, 99))
+    wider = replace(base, specs=(*base.specs, *substitute.specs), seeds=5, lengths=(16, 99))
     assert key(wider) == key(base)
 
 
 def test_shards_together_are_the_whole() -> None:
     whole = replace(study("softmax", "ssmax", "softmax->log_n(train_length=16)"), seeds=3)
-    parts = [whole.jobs({}, Shard(index, 4)) for index in range(4)]
-    every = [job.training_key for job in whole.jobs({})]
-    assert len(every) == 6  # a swap rests on softmax's training
-    assert sorted(job.training_key for part in parts for job in part) == sorted(every)
+    parts = [whole.runs({}, Shard(index, 4)) for index in range(4)]
+    every = [run.training_key for run in whole.runs({})]
+    assert len(every) == 6  # a substitute rests on softmax's training
+    assert sorted(run.training_key for part in parts for run in part) == sorted(every)
     assert [len(part) for part in parts] == [2, 2, 1, 1]
     # What is done already does not move the rest to another shard.
     done = {key: {} for test in parts[0][0].tests.values() for key in test}
-    assert [j.training_key for j in whole.jobs(done, Shard(1, 4))] == [
+    assert [j.training_key for j in whole.runs(done, Shard(1, 4))] == [
         j.training_key for j in parts[1]
     ]
 
@@ -226,7 +226,7 @@ def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     planned = plan_study(TASKS[name], Options(preset=preset), {})
     assert planned.settings.train_longest in planned.lengths
     assert planned.seeds == {"smoke": 1}.get(preset, planned.seeds)
-    assert len({planned.row_key(place) for place in planned.places()}) == len([*planned.places()])
+    assert len({planned.row_key(row) for row in planned.row_specs()}) == len([*planned.row_specs()])
     assert {reason for reason in planned.left_out.values() if "alibi" not in reason} == set()
 
 
@@ -242,7 +242,7 @@ def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_re
     given = Options(preset="smoke", variants=["softmax", "cosformer"], positions=["rope", "alibi"])
     planned = plan_study(TASKS["mqar"], given, {})
     assert [(str(s), p) for s, p in planned.left_out] == [("cosformer(max_length=4096)", "alibi")]
-    assert len(list(planned.places())) == 3 * len(planned.lengths)
+    assert len(list(planned.row_specs())) == 3 * len(planned.lengths)
     with pytest.raises(UsageError, match="cosformer.*alibi"):
         plan_study(TASKS["mqar"], given.model_copy(update={"positions": ["alibi"]}), {})
 

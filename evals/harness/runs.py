@@ -1,4 +1,4 @@
-"""A job: one training with all that is tested on it, executed in any process."""
+"""A run: one training with all that is tested on it, executed in any process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from evals.tasks import TASKS
 
 
 @dataclass(frozen=True)
-class Job:
+class Run:
     """One training and, for each length, the rows to test on it.
 
-    tests[length] maps a row's key to the variant swapped in, None for the trained one.
+    tests[length] maps a row's key to the variant that substitutes, None for the trained one.
     """
 
     task: str
@@ -48,93 +48,93 @@ class Job:
 
 @dataclass(frozen=True)
 class Context:
-    """What all jobs of a run share. Finished trainings are kept in out/<task>/models."""
+    """What all runs of a run share. Finished trainings are kept in out/<task>/models."""
 
     device: str
     plugin: Path | None
     out: Path
 
-    def model(self, job: Job) -> Path:
+    def model(self, run: Run) -> Path:
         """The file of a finished training."""
-        return self.out / job.task / "models" / f"{job.training_key}.pt"
+        return self.out / run.task / "models" / f"{run.training_key}.pt"
 
 
-# What a worker says: ("stage", None | length, fraction of the job), ("loss", step, value),
-# ("rows", length, outcomes, facts of the training), ("failed", text), ("done",), and ("stopped",
+# What a worker says: ("stage", None | length, fraction of the run), ("loss", step, value),
+# ("rows", length, outcomes, training), ("failed", text), ("done",), and ("stopped",
 # text) where a file could not be written.
 Message = tuple[Any, ...]
 Emit = Callable[[Message], None]
-NO_FACTS: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what was never trained
+NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what was never trained
 
 
-# -------------------------------------------------------------------------------- inside a job
+# -------------------------------------------------------------------------------- inside a run
 
 
-def obtain_model(job: Job, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
-    """The trained model, from the folder if it is there, and the facts of its training."""
-    task, path = TASKS[job.task], context.model(job)
+def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
+    """The trained model, from the folder if it is there, and what is known of its training."""
+    task, path = TASKS[run.task], context.model(run)
     if path.exists():
-        model = task.build(job.variant, job.positions, job.settings).to(context.device)
+        model = task.build(run.variant, run.positions, run.settings).to(context.device)
         try:
             saved = torch.load(path, map_location=context.device, weights_only=True)
             model.load_state_dict(saved["state"])
-            return model.eval(), saved["facts"]
+            return model.eval(), saved["training"]
         except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
             if is_out_of_memory(error):
                 raise
             print(f"{path} cannot be read, and is trained again", file=sys.stderr)
     began = time.process_time()
-    share = _training_share(job)
+    share = _training_share(run)
 
     def report(step: int, loss: float, fraction: float) -> None:
         emit(("stage", None, fraction * share))
         emit(("loss", step, loss))
 
-    model = train(task, job.variant, job.positions, job.seed, job.settings, context.device, report)
-    facts = {"train_cpu_seconds": time.process_time() - began, "learned": learned(model)}
+    model = train(task, run.variant, run.positions, run.seed, run.settings, context.device, report)
+    training = {"train_cpu_seconds": time.process_time() - began, "learned": learned(model)}
     buffer = BytesIO()
-    torch.save({"state": model.state_dict(), "facts": facts}, buffer)
+    torch.save({"state": model.state_dict(), "training": training}, buffer)
     write_whole(path, buffer.getvalue())
-    return model, facts
+    return model, training
 
 
-def _work(job: Job) -> tuple[float, dict[int, float]]:
+def _work(run: Run) -> tuple[float, dict[int, float]]:
     """Estimated work, in items through the network: of training, and of each length's tests."""
-    task, settings = TASKS[job.task], job.settings
+    task, settings = TASKS[run.task], run.settings
     middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
     training = 3.0 * settings.steps * settings.share(middle) * middle
-    tests = {n: float(len(task.splits) * settings.sequences(n) * task.tokens(n)) for n in job.tests}
+    tests = {n: float(len(task.splits) * settings.sequences(n) * task.tokens(n)) for n in run.tests}
     return training, tests
 
 
-def _training_share(job: Job) -> float:
-    training, testing = _work(job)
-    return training / (training + sum(testing.values()))
+def _training_share(run: Run) -> float:
+    train_work, test_work = _work(run)
+    return train_work / (train_work + sum(test_work.values()))
 
 
-def execute(job: Job, context: Context, emit: Emit) -> None:
+def execute(run: Run, context: Context, emit: Emit) -> None:
     """Train or load, then test one length after the other; every result goes to ``emit``."""
-    training, testing = _work(job)
-    total, done = training + sum(testing.values()), training
+    train_work, test_work = _work(run)
+    total, done = train_work + sum(test_work.values()), train_work
     emit(("stage", None, 0.0))
     try:
-        model, facts = obtain_model(job, context, emit)
+        model, training = obtain_model(run, context, emit)
     except (NotFinite, MemoryError, RuntimeError) as error:
         if not isinstance(error, NotFinite) and not is_out_of_memory(error):
             raise
         status = "nan" if isinstance(error, NotFinite) else "oom"
         failure = Outcome(status, f"training: {error}".splitlines()[0])
-        for length, tests in job.tests.items():
-            emit(("rows", length, dict.fromkeys(tests, failure), NO_FACTS))
+        for length, tests in run.tests.items():
+            emit(("rows", length, dict.fromkeys(tests, failure), NOT_TRAINED))
         return
-    for length, tests in job.tests.items():
+    for length, tests in run.tests.items():
 
         def progress(fraction: float, length: int = length, done: float = done) -> None:
-            emit(("stage", length, (done + fraction * testing[length]) / total))
+            emit(("stage", length, (done + fraction * test_work[length]) / total))
 
         progress(0.0)
         outcomes = evaluate(
-            TASKS[job.task], model, tests, job.seed, length, job.settings, context.device, progress
+            TASKS[run.task], model, tests, run.seed, length, run.settings, context.device, progress
         )
-        emit(("rows", length, outcomes, facts))
-        done += testing[length]
+        emit(("rows", length, outcomes, training))
+        done += test_work[length]

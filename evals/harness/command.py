@@ -15,11 +15,11 @@ from commandline.checkout import commit
 from commandline.errors import UsageError
 from commandline.variants import Spec
 from evals.harness import costs
-from evals.harness.jobs import Context, Job
 from evals.harness.loggers import Logger, open_loggers
 from evals.harness.options import Options
 from evals.harness.pool import Pool, default_workers, run_here, worker_devices
 from evals.harness.progress import Progress
+from evals.harness.runs import Context, Run
 from evals.harness.study import Study, load_plugins, plan_study
 from evals.measures.metrics import Outcome
 from evals.results.store import Folder, Row
@@ -29,7 +29,7 @@ from evals.task import NOTES, Task
 Show = Callable[[list[Row], Path, str], None]
 
 
-class Run:
+class Studies:
     """Several tasks' studies, executed by one pool of workers.
 
     Each task has its own folder of rows and models in ``out``; what a worker says becomes a row
@@ -40,10 +40,10 @@ class Run:
         self.options, self.out = options, out
         self.studies = {study.task.name: study for study in studies}
         self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
-        self.jobs = [
-            job
+        self.runs = [
+            run
             for name, study in self.studies.items()
-            for job in study.jobs(self.folders[name].by_key, options.shard, options.retry_failed)
+            for run in study.runs(self.folders[name].by_key, options.shard, options.retry_failed)
         ]
         self.loggers: list[Logger] = []
 
@@ -52,20 +52,22 @@ class Run:
         given = self.options.workers
         return default_workers(self.options.device) if given is None else given
 
-    # ---- what the jobs say
+    # ---- what the runs say
 
-    def row(self, job: Job, key: str, length: int, outcome: Outcome, facts: dict[str, Any]) -> None:
-        study = self.studies[job.task]
-        row = _row(study, job, key, length, outcome, facts)
-        self.folders[job.task].append(row)
+    def row(
+        self, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
+    ) -> None:
+        study = self.studies[run.task]
+        row = _row(study, run, key, length, outcome, training)
+        self.folders[run.task].append(row)
         for logger in self.loggers:
             for name, value in outcome.metrics.items():
-                logger.scalar(f"{job.task}/{row['variant']}/{job.positions}/seed{job.seed}",
+                logger.scalar(f"{run.task}/{row['variant']}/{run.positions}/seed{run.seed}",
                               f"test/{name}", value, length)  # fmt: skip
 
-    def loss(self, job: Job, step: int, value: float) -> None:
+    def loss(self, run: Run, step: int, value: float) -> None:
         for logger in self.loggers:
-            name = f"{job.task}/{job.variant}/{job.positions}/seed{job.seed}"
+            name = f"{run.task}/{run.variant}/{run.positions}/seed{run.seed}"
             logger.scalar(name, "train/loss", value, step)
 
     # ---- the run
@@ -73,12 +75,12 @@ class Run:
     def show_plan(self) -> None:
         """What is to be done, and what is left out."""
         for name, study in self.studies.items():
-            total = sum(1 for _ in study.places())
+            total = sum(1 for _ in study.row_specs())
             there = len(study.rows(self.folders[name].by_key))
-            mine = [job for job in self.jobs if job.task == name]
+            mine = [run for run in self.runs if run.task == name]
             context = Context(self.options.device, None, self.out)
-            trainings = sum(not context.model(job).exists() for job in mine)
-            missing = sum(len(tests) for job in mine for tests in job.tests.values())
+            trainings = sum(not context.model(run).exists() for run in mine)
+            missing = sum(len(tests) for run in mine for tests in run.tests.values())
             print(f"{name}: {len(study.specs)} variants × {len(study.positions)} positions × "
                   f"{study.seeds} seeds × {len(study.lengths)} lengths = {total} rows, {there} of "
                   f"them there already")  # fmt: skip
@@ -94,19 +96,19 @@ class Run:
         print(NOTES[self.options.preset], flush=True)
 
     def execute(self) -> list[str]:
-        """Run the jobs; what failed, in words."""
-        if not self.jobs:
+        """Execute the runs and return a text for each failure."""
+        if not self.runs:
             return []
         context = Context(self.options.device, self.options.plugin, self.out)
         self.loggers = open_loggers(self.options.log, self.out)
         self.out.mkdir(parents=True, exist_ok=True)  # here, and not after a training
-        progress = Progress(len(self.jobs))
+        progress = Progress(len(self.runs))
         try:
             if self.workers == 0:
-                return run_here(self.jobs, context, self, progress)
-            devices = worker_devices(self.options.device, min(self.workers, len(self.jobs)))
+                return run_here(self.runs, context, self, progress)
+            devices = worker_devices(self.options.device, min(self.workers, len(self.runs)))
             contexts = [replace(context, device=device) for device in devices]
-            return Pool(contexts, self, progress).run(self.jobs)
+            return Pool(contexts, self, progress).run(self.runs)
         finally:
             progress.close()
             for logger in self.loggers:
@@ -117,7 +119,7 @@ class Run:
         lacks = {}
         for name, study in self.studies.items():
             self.folders[name] = Folder(self.out / name, self.options.shard)
-            total = sum(1 for _ in study.places())
+            total = sum(1 for _ in study.row_specs())
             if left := total - len(study.rows(self.folders[name].by_key)):
                 lacks[name] = left
         return lacks
@@ -138,27 +140,27 @@ class Run:
 
 
 def _row(
-    study: Study, job: Job, key: str, length: int, outcome: Outcome, facts: dict[str, Any]
+    study: Study, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
 ) -> Row:
     """What is stored of one (variant, positions, seed, length)."""
-    swapped = job.tests[length][key]
+    substitute = run.tests[length][key]
     settings = study.settings
     return {
         "key": key,
         "task": study.task.name,
-        "variant": str(job.variant) if swapped is None else f"{job.variant}->{swapped}",
-        "positions": job.positions,
-        "seed": job.seed,
+        "variant": str(run.variant) if substitute is None else f"{run.variant}->{substitute}",
+        "positions": run.positions,
+        "seed": run.seed,
         "length": length,
         "status": outcome.status,
         "message": outcome.message,
         "metrics": outcome.metrics,
         "curves": outcome.curves,
-        "learned": facts["learned"] if swapped is None else {},
+        "learned": training["learned"] if substitute is None else {},
         "chance": study.task.chance(settings),
         "sequences": settings.sequences(length),
         "settings": settings.identity(),
-        "version": study.version(Spec(job.variant, swapped or job.variant)),
+        "version": study.version(Spec(run.variant, substitute or run.variant)),
         "schedule": settings.schedule,
         "data": study.task.data(),
         "device": study.device,
@@ -166,33 +168,33 @@ def _row(
         "attnzoo": version("attnzoo"),
         "commit": commit() or "unknown",
         "cpu_seconds": round(outcome.cpu_seconds, 3),
-        "train_cpu_seconds": round(facts["train_cpu_seconds"], 3),
-        "training": job.training_key,
+        "train_cpu_seconds": round(training["train_cpu_seconds"], 3),
+        "training": run.training_key,
     }
 
 
-def run(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, show: Show) -> int:
-    """Run tasks and show their rows; the exit status."""
+def run_tasks(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, show: Show) -> int:
+    """Run tasks, show their rows, and return the exit status."""
     shared = next(iter(options.values()))
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out must be a folder, got {str(out)!r}")
     plugins = load_plugins(shared.plugin)
     studies = [plan_study(task, options[task.name], plugins) for task in tasks]
-    this = Run(studies, shared, out)
-    this.show_plan()
+    every = Studies(studies, shared, out)
+    every.show_plan()
     if shared.dry_run:
-        costs.show(this.jobs, shared.device, this.workers)
+        costs.show(every.runs, shared.device, every.workers)
         return 0
-    failures = this.execute()
+    failures = every.execute()
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
-    lacks = this.missing()
+    lacks = every.missing()
     if lacks and shared.shard.count > 1 and not failures:
         left = ", ".join(f"{name} {count}" for name, count in lacks.items())
         print(f"rows are missing, of other shards or failed ({left}): results are written by the "
               "run that finds all of them")  # fmt: skip
         return 0
-    rows, others = this.rows(), this.other_rows()
+    rows, others = every.rows(), every.other_rows()
     if rows:
         note = NOTES[shared.preset]
         if others:

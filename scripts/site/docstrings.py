@@ -1,0 +1,101 @@
+"""Docstrings for Sphinx: plain text of formulas is kept, and links point at public names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from docutils.nodes import reference
+from sphinx.domains.python import PythonDomain
+from sphinx.pycode import ModuleAnalyzer
+
+import attnzoo
+from attnzoo import nn
+
+EXPORTED = {
+    **{name: f"attnzoo.{name}" for name in attnzoo.__all__},
+    **{name: f"attnzoo.nn.{name}" for name in nn.__all__},
+}
+CODE = re.compile(r"(``.+?``|`[^`]+`)")
+# |q| is no substitution, * no emphasis, and x_ no target.
+MARKUP = re.compile(r"(\||(?<![\w*])\*+(?=\w)|(?<=\w)\*+|(?<=[\w\])])_(?!\w))")
+
+
+def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Escape what reStructuredText would take for markup, outside of code and tables."""
+    if what in ("attribute", "property") and lines:
+        lines[0] = lines[0].replace(": ", " – ")  # napoleon takes the words before it for a type
+    inside = False
+    for i, line in enumerate(lines):
+        if line.lstrip().startswith((">>>", "...")):
+            inside = True
+        elif not line.strip():
+            inside = False
+        if inside or re.match(r"\s*=+  =", line):
+            continue
+        line = re.sub(r"^Attributes besides .*:$", "Attributes:", line)
+        # Several names for one text: Sphinx takes the last word for the name.
+        line = re.sub(r"^\s+\w+(?:, \w+)+(?=: )", lambda m: m[0].replace(", ", ","), line)
+        parts = CODE.split(line)
+        parts[::2] = [MARKUP.sub(lambda m: "".join("\\" + c for c in m[0]), x) for x in parts[::2]]
+        lines[i] = "".join(parts)
+
+
+def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """A name in a signature is that of the module which defines it: link to the public one."""
+    target = node.get("reftarget", "")
+    public = EXPORTED.get(target.rsplit(".", 1)[-1])
+    if node.get("refdomain") != "py" or public in (None, target):
+        return None
+    found = env.domains["py"].objects.get(public)
+    if found is None:
+        return None
+    uri = app.builder.get_relative_uri(node.get("refdoc", env.docname), found.docname)
+    return reference("", "", contnode, internal=True, refuri=f"{uri}#{found.node_id}")
+
+
+def readable(
+    app: Any,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Make defaults short that Sphinx cannot read or that fill the page."""
+    if signature is not None:
+        signature = re.sub(r"<function ((?:[\w.]|<\w+>)+)[^<>]*>", shortened, signature)
+        # Instances among the defaults, such as a tuple of metrics.
+        instance = r"[A-Z]\w*\((?:[^()]|\([^()]*\))*\)(?:, )?"
+        signature = re.sub(rf"\((?:{instance})+\)", "(...)", signature)
+        signature = signature.replace("<factory>", "...")
+    return signature, returns
+
+
+def shortened(function: re.Match[str]) -> str:
+    name = function[1].rsplit(".", 1)[-1]
+    return "..." if name == "<lambda>" else name
+
+
+def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[..., None]:
+    """Each overload would repeat the whole signature; the implementation's says the same."""
+
+    def run(self: ModuleAnalyzer) -> None:
+        analyze(self)
+        self.overloads = {}
+
+    return run
+
+
+def setup(app: Any) -> dict[str, bool]:
+    ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
+    directive: Any = PythonDomain.directives["class"]
+    for field in directive.doc_field_types:
+        field.label = {"variable": "Attributes"}.get(field.name, field.label)
+    app.connect("autodoc-process-signature", readable)
+    # Before napoleon, whose own markup is not to be escaped.
+    app.connect("autodoc-process-docstring", escape, priority=400)
+    app.connect("missing-reference", find)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,124 @@
+"""Two pictures of a variant: the weights of one row, and the largest weight as the row grows."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import attnzoo
+
+BASELINE = "softmax"
+ROW, LARGEST_LOGIT = 64, 4.0
+LENGTHS = [2**i for i in range(3, 17)]
+LEAD = 8.0
+# Required parameters suit so many keys: what depends on the distance of two keys is then flat.
+LONGEST = 2**20
+
+matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the fonts of the page
+matplotlib.rcParams["svg.hashsalt"] = "attnzoo"  # the same ids in each build
+
+
+@dataclass(frozen=True)
+class Colors:
+    ink: str
+    grid: str
+    baseline: str
+    variant: str
+
+
+# Drawn once; the dark picture is the light one with other colors.
+LIGHT = Colors(ink="#323638", grid="#d9dde0", baseline="#7d8590", variant="#0a6f87")
+DARK = Colors(ink="#ced6dd", grid="#3a4149", baseline="#99a2ac", variant="#3fc5dd")
+
+
+def darkened(svg: str) -> str:
+    for name in vars(LIGHT):
+        svg = svg.replace(getattr(LIGHT, name), getattr(DARK, name))
+    return svg
+
+
+def weights(name: str, logits: Tensor) -> Tensor:
+    """The weights of one row with these logits."""
+    params = required(attnzoo.get_variant(name), LONGEST)
+    q, k = torch.ones(1, 1, 1, 1, dtype=logits.dtype), logits.view(1, 1, -1, 1)
+    return attnzoo.attention_weights(q, k, k, name, scale=1.0, **params).flatten()
+
+
+def required(variant: attnzoo.Variant, keys: int) -> dict[str, Any]:
+    """The parameters without a default, from the variant's example."""
+    example = {} if variant.example is None else variant.example(keys)
+    return {p.name: example[p.name] for p in variant.params if p.default is attnzoo.REQUIRED}
+
+
+def row_plot(name: str) -> str:
+    """Weights against logits."""
+    logits = torch.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, ROW, dtype=torch.float64)
+    figure, axes = frame("logit", f"weight, of {ROW} keys")
+    if name != BASELINE:
+        draw(axes, logits.tolist(), weights(BASELINE, logits).tolist(), BASELINE)
+    draw(axes, logits.tolist(), weights(name, logits).tolist(), name)
+    axes.set_xlim(-LARGEST_LOGIT, LARGEST_LOGIT)
+    axes.set_ylim(bottom=0)
+    return svg_of(figure, axes, legend="upper left")
+
+
+def growth_plot(name: str) -> str:
+    """The weight of a key that leads n − 1 others, against n."""
+    noise = torch.randn(
+        LENGTHS[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    noise[0] = LEAD
+
+    def leading(which: str) -> list[float]:
+        return [weights(which, noise[:n])[0].item() for n in LENGTHS]
+
+    figure, axes = frame("number of keys n", "largest weight")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    if name != BASELINE:
+        draw(axes, LENGTHS, leading(BASELINE), BASELINE)
+    found = leading(name)
+    draw(axes, LENGTHS, found, name)
+    axes.set_xticks(LENGTHS[1::4])
+    axes.set_ylim(min(1e-3, 0.5 * min(found)), max(1.5, 1.5 * max(found)))
+    return svg_of(figure, axes, legend="lower left")
+
+
+def frame(x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(4.6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    return figure, axes
+
+
+def draw(axes: Axes, x: Sequence[float], y: Sequence[float], name: str) -> None:
+    # The baseline is dashed and above: where both agree, both can be seen.
+    color, style, order = (LIGHT.variant, "-", 2)
+    if name == BASELINE:
+        color, style, order = (LIGHT.baseline, "--", 3)
+    axes.plot(x, y, style, color=color, zorder=order, linewidth=2, label=name)
+    axes.plot(x, y, "o", color=color, zorder=order, markersize=3)
+
+
+def svg_of(figure: Figure, axes: Axes, legend: Literal["upper left", "lower left"]) -> str:
+    axes.grid(color=LIGHT.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=LIGHT.ink, which="both")
+    for text in (axes.xaxis.label, axes.yaxis.label):
+        text.set_color(LIGHT.ink)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(LIGHT.ink)
+    axes.legend(loc=legend, frameon=False, labelcolor=LIGHT.ink)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return out.getvalue()

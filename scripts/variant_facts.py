@@ -1,0 +1,92 @@
+"""Facts about a variant as text for tables and pages: forms, cost, formula, docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+
+import attnzoo
+from benchmarks.harness.cases import Case
+
+# Of the example's parameters, and of a linear cost: a common length and head dimension.
+LENGTH, HEAD_DIM = 1024, 64
+# The paragraphs of a variant's module docstring, in this order.
+SECTIONS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Notes")
+ESCAPED = re.compile(r"[\\*$|\[\]{}#~^]|(?<!\w)_|_(?!\w)")  # what Markdown would take for markup
+Form = attnzoo.Pairwise | attnzoo.Linear
+
+
+def forms_of(name: str) -> list[Form]:
+    """The forms that the variant offers with the parameters of its example."""
+    case = Case.parse(name, LENGTH)
+    return [form for form in (case.pairwise, case.linear) if form is not None]
+
+
+def cost(form: Form) -> str:
+    """Multiplications per head for N queries and keys of dimension D."""
+    if isinstance(form, attnzoo.Linear):
+        return f"N·F·D, F = {form.size(HEAD_DIM)} at D = {HEAD_DIM}"
+    if form.normalize == "threshold":
+        return "N²·D, and a threshold solved per row"
+    if form.normalize == "select":
+        return "N²·D, and a selection per row"
+    if isinstance(form.gain, attnzoo.FromStatistics):
+        return "N²·D, keys read twice"
+    return "N²·D"
+
+
+def default(param: attnzoo.Param) -> str:
+    if param.default is attnzoo.REQUIRED:
+        return "required"
+    return f"{param.default:.3g}" if isinstance(param.default, float) else str(param.default)
+
+
+def linked(text: str) -> str:
+    """The text with a link for each arXiv number."""
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def typeset(formula: str) -> str:
+    """The formula with its subscripts and superscripts in HTML.
+
+    >>> typeset("w_ij = [x − τ_i]_+^{1/α}, train_length > 0")
+    'w<sub>ij</sub> = [x − τ<sub>i</sub>]<sub>+</sub><sup>1/α</sup>, train_length &gt; 0'
+    """
+    text = formula.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"\^(?:\{([^}]*)\}|([-−]?\w+(?:\.\d+)?))", _raised, text)
+    # A name as train_length is no variable with a subscript.
+    return re.sub(
+        r"(?:(?<=\W\w)|(?<=^\w)|(?<=[\])|])|(?<=\w)(?=_\d))_(?:\{([^}]*)\}|(\d[\d.]*|\w+|\+))",
+        lambda m: f"<sub>{m[1] or m[2]}</sub>",
+        text,
+    )
+
+
+def prose(text: str) -> str:
+    """A docstring's paragraphs in Markdown, in which its characters stay what they are.
+
+    >>> print(prose("e^2 * ``a_b``, see arXiv:1706.03762 [1]"))
+    e<sup>2</sup> \\* `a_b`, see [arXiv:1706.03762](https://arxiv.org/abs/1706.03762) \\[1\\]
+    """
+    parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
+    parts[::2] = [ESCAPED.sub(r"\\\g<0>", typeset(part)) for part in parts[::2]]
+    parts[1::2] = [f"`{part.strip('`')}`" for part in parts[1::2]]
+    return linked("".join(parts))
+
+
+def _raised(m: re.Match[str]) -> str:
+    return f"<sup>{m[1] or m[2]}</sup>"
+
+
+def module_of(variant: attnzoo.Variant) -> str:
+    return variant.weights.__module__
+
+
+def docstring(variant: attnzoo.Variant) -> tuple[str, dict[str, str]]:
+    """The summary and the sections of the docstring of the variant's file."""
+    text = inspect.cleandoc(sys.modules[module_of(variant)].__doc__ or "")
+    heads = "|".join(SECTIONS)
+    summary, *parts = re.split(rf"^({heads}):[ \n]", text, flags=re.MULTILINE)
+    sections = {head: inspect.cleandoc(body) for head, body in zip(parts[::2], parts[1::2])}
+    return " ".join(summary.split()).removeprefix(f"{variant.name}: "), sections

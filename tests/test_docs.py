@@ -1,0 +1,231 @@
+"""What README, CONTRIBUTING and docs/ show is true: code runs, commands, files and links exist.
+
+A new page is tested without a change here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import attnzoo
+from attnzoo import nn
+from attnzoo.integrations import transformers
+from helpers.pages import (
+    PAGES,
+    README,
+    Block,
+    Command,
+    anchors,
+    bare_options,
+    commands,
+    links,
+    make_targets,
+    make_variables,
+    name_of,
+    python_blocks,
+    text_of,
+)
+from scripts import tables
+from scripts.site import pages as variant_pages
+
+ROOT = tables.ROOT
+TEXTS = {path: text_of(path) for path in PAGES}
+# The changelog names what existed once; its links and tables are tested all the same.
+CURRENT = [path for path in PAGES if path.name != "CHANGELOG.md"]
+ALL_TEXT = "\n".join(TEXTS[path] for path in CURRENT)
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the blocks in order, in a process of their own; warnings are errors."""
+    code = [f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]"]
+    for block in blocks:
+        if block.file is not None:  # Triton reads the source of a kernel from a file
+            (folder / block.file).write_text(block.text)
+        else:  # a traceback then names the line of the page
+            text = "\n" * block.line + block.text
+            code.append(f"exec(compile({text!r}, {page!r}, 'exec'))")
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(code)],
+        cwd=folder, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def with_code() -> list[object]:
+    """Pages with Python in them; those that import transformers take seconds."""
+    found = [path for path in PAGES if python_blocks(TEXTS[path])]
+    slow = {path for path in found if "transformers" in TEXTS[path]}
+    return [
+        pytest.param(path, id=name_of(path), marks=[pytest.mark.slow] if path in slow else [])
+        for path in found
+    ]
+
+
+@pytest.mark.parametrize("path", with_code())
+def test_code_runs_in_order(path: Path, tmp_path: Path) -> None:
+    done = run_blocks(python_blocks(TEXTS[path]), name_of(path), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_code_of_variant_pages_runs(tmp_path: Path) -> None:
+    texts = [variant_pages.page(name) for name in attnzoo.list_variants()]
+    blocks = [block for text in texts for block in python_blocks(text)]
+    assert len(blocks) == len(texts)
+    done = run_blocks(blocks, "variant pages", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_is_short() -> None:
+    assert len(TEXTS[README].splitlines()) <= 130
+
+
+def test_first_example_of_readme_has_at_most_five_lines() -> None:
+    first = python_blocks(TEXTS[README])[0].text
+    assert sum(1 for line in first.splitlines() if line.strip() and line[0] != "#") <= 5
+
+
+def evaluated() -> list[object]:
+    """Commands of pages that train a variant or run a task from a file of the same page."""
+    return [
+        pytest.param(path, words, file, id=f"{name_of(path)}-{file}")
+        for path in CURRENT
+        for words, file in re.findall(
+            r"^python -m (evals (?!laws|ranks)[a-z-]+ .*--plugin (\w+\.py).*)$",
+            TEXTS[path],
+            re.MULTILINE,
+        )
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "words", "file"), evaluated())
+def test_a_file_of_a_page_is_evaluated(path: Path, words: str, file: str, tmp_path: Path) -> None:
+    write_files(TEXTS[path], tmp_path)
+    name = Path(file).stem
+    few = "--steps 2 --set test_sequences=4 --set test_least=4 --workers 0".split()
+    few += ["--out", str(tmp_path / "out")]
+    few += [] if "--variants" in words else ["--variants", f"softmax,{name}"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words.replace(file, str(tmp_path / file)).split(), *few],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(rf"^{name}\b.* \d+\.\d+", done.stdout, re.MULTILINE)
+    assert len(rows) >= (8 if words.startswith("evals all") else 0)
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def write_files(text: str, folder: Path) -> None:
+    for block in python_blocks(text):
+        if block.file is not None:
+            (folder / block.file).write_text(block.text)
+
+
+@cache
+def help_of(module: str, words: tuple[str, ...]) -> tuple[object, str]:
+    """The exit status of the command with --help, and what it prints."""
+    name = f"{module}.__main__" if (ROOT / module).is_dir() else module
+    main = importlib.import_module(name).main
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            main([*words, "--help"])
+        except SystemExit as stop:
+            return stop.code, printed.getvalue()
+    return None, printed.getvalue()
+
+
+def is_ours(module: str) -> bool:
+    return (ROOT / module.split(".")[0]).is_dir()
+
+
+COMMANDS = sorted(commands(ALL_TEXT), key=str)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join((c.module, *c.words)))
+def test_command_and_its_options_exist(command: Command, tmp_path: Path) -> None:
+    if not is_ours(command.module):
+        assert importlib.util.find_spec(command.module) is not None
+        return
+    status, text = help_of(command.module, command.words)
+    if status != 0 and command.plugin is not None:  # a command that the file registers
+        write_files(ALL_TEXT, tmp_path)
+        arguments = [*command.words, "--plugin", str(tmp_path / command.plugin), "--help"]
+        done = subprocess.run(
+            [sys.executable, "-m", command.module, *arguments],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        status, text = done.returncode, done.stdout + done.stderr
+    assert status == 0, text
+    assert [option for option in command.options if option not in options_in(text)] == []
+
+
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z][\w-]*", text))
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=name_of)
+def test_options_in_the_text_exist(path: Path) -> None:
+    texts = [help_of(c.module, c.words)[1] for c in COMMANDS if is_ours(c.module)]
+    known = set().union(*map(options_in, texts))
+    assert bare_options(TEXTS[path]) - known == set()
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=name_of)
+def test_make_targets_and_variables_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+    variables = set(re.findall(r"^([A-Z]+) \?=", MAKEFILE, re.MULTILINE))
+    assert make_targets(TEXTS[path]) <= targets
+    assert make_variables(TEXTS[path]) <= variables
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_and_files_exist(path: Path) -> None:
+    for link in links(TEXTS[path]):
+        file, _, anchor = link.partition("#")
+        target = path if not file else (path.parent / file).resolve()
+        generated = target.parent.name == "variants" and target.stem in attnzoo.list_variants()
+        assert target.exists() or generated, f"{name_of(path)}: {link}"
+        if anchor and target.suffix in (".md", ".ipynb") and not generated:
+            assert anchor in anchors(text_of(target)), f"{name_of(path)}: {link}"
+
+
+@pytest.mark.parametrize("path", list(tables.pages()), ids=name_of)
+def test_generated_tables_are_up_to_date(path: Path) -> None:
+    assert tables.rendered(path) == path.read_text(), "run `make tables`"
+
+
+def test_every_generated_table_is_shown() -> None:
+    shown = {match["name"] for text in TEXTS.values() for match in tables.BLOCK.finditer(text)}
+    assert shown == set(tables.BLOCKS)
+
+
+def test_every_page_is_in_the_contents() -> None:
+    folder = ROOT / "docs"
+    listed = set()
+    for path in folder.rglob("*.md"):
+        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", path.read_text(), re.M | re.S):
+            names = [re.sub(r".*<(.+)>", r"\1", n) for n in tree.split("\n") if n and n[0] != ":"]
+            listed |= {file for n in names for file in path.parent.glob(f"{n}.*")}
+    assert {p for p in PAGES if p.is_relative_to(folder)} <= listed | {folder / "index.md"}
+
+
+@pytest.mark.parametrize(
+    ("module", "page"),
+    [(attnzoo, "attention variants nn"), (nn, "nn"), (transformers, "transformers")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_public_name_is_in_the_reference(module: object, page: str) -> None:
+    text = "\n".join((ROOT / "docs" / "api" / f"{name}.md").read_text() for name in page.split())
+    described = set(re.findall(r"^\.\. (?:auto\w+|data|module):: (?:attnzoo\.)?(\w+)", text, re.M))
+    assert set(module.__all__) - described == set()  # pyright: ignore[reportAttributeAccessIssue]

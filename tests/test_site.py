@@ -1,0 +1,223 @@
+"""The documentation site: it builds without a warning, loads nothing from the network, and works in
+a browser, on a desktop and on a phone, light and dark."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from filelock import FileLock
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+import attnzoo
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+    "disable-component-update disable-sync disable-dev-shm-usage window-size=1280,900"
+).split()
+WIDTHS = {"desktop": 1280, "phone": 390}
+# One page of each kind; every other page is only tested for horizontal scrolling.
+LOOKED_AT = ("index.html", "variants/index.html", "api/attention.html", "results.html")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; the workers of one test run share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if base.name.startswith("popen-") else base) / "site"
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "html" / "index.html").exists():
+            command = f"{sys.executable} -m sphinx -W --keep-going -q -b html -d {folder}/trees"
+            # Notebooks are executed anew by `make docs` and by their own test.
+            command += f" -D nb_execution_cache_path={ROOT}/docs/_build/.jupyter_cache"
+            done = subprocess.run(
+                [*command.split(), str(ROOT / "docs"), str(folder / "html")],
+                cwd=ROOT, capture_output=True, text=True,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+class Loaded(HTMLParser):
+    """What a browser loads for a page: sources, style sheets, icons."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        names = ["src", "srcset", "data", "poster"] + (["href"] if tag == "link" else [])
+        self.found += [given[name] or "" for name in names if name in given and tag != "a"]
+
+
+def pages(site: Path) -> list[str]:
+    """All pages, relative to the site; what the theme leaves in its own folder is none."""
+    found = (path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    return sorted(name for name in found if not name.startswith("_static/"))
+
+
+def test_nothing_is_loaded_from_the_network(site: Path) -> None:
+    remote = re.compile(r"(https?:)?//")
+    for name in pages(site):
+        found = Loaded((site / name).read_text()).found
+        assert found
+        assert [x for x in found if remote.match(x)] == [], name
+    for path in site.rglob("*.css"):
+        sources = re.findall(r"(?:url\(|@import )['\"]?([^'\")]+)", path.read_text())
+        assert [x for x in sources if remote.match(x)] == [], path
+
+
+def test_every_variant_has_a_page_with_its_plots(site: Path) -> None:
+    for name in attnzoo.list_variants():
+        text = (site / "variants" / f"{name}.html").read_text()
+        assert 'class="formula"' in text
+        assert {"parameters", "cost-and-backends"} <= set(re.findall(r'<section id="(.*?)"', text))
+        assert len(re.findall(rf'src="\.\./_images/{name}-\w+(?:-dark)?\.svg"', text)) == 4
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    """The site on a local server: from disk, a browser does not let the search read pages."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(executable_path=DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def resize(browser: webdriver.Chrome, width: int) -> None:
+    metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def errors(browser: webdriver.Chrome) -> list[str]:
+    return [x["message"] for x in browser.get_log("browser") if x["level"] in ("SEVERE", "WARNING")]
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_no_page_scrolls_sideways_or_reports_an_error(
+    site: Path, address: str, browser: webdriver.Chrome, width: int
+) -> None:
+    resize(browser, width)
+    for name in pages(site):
+        browser.get(address + name)
+        found = browser.execute_script("return document.documentElement.scrollWidth")
+        assert found <= width, name
+        assert errors(browser) == [], name
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_can_be_read_in_both_themes(
+    address: str, browser: webdriver.Chrome, theme: str
+) -> None:
+    """The contrast of text with the page is at least 4.5, and one picture of each pair is shown."""
+    browser.get(f"{address}index.html")
+    browser.execute_script("localStorage.setItem('mode', arguments[0])", theme)
+    variant = f"variants/{attnzoo.list_variants()[0]}.html"
+    for name in (*LOOKED_AT, variant):
+        browser.get(address + name)
+        chosen = browser.find_element(By.TAG_NAME, "html").get_attribute("data-theme")
+        assert chosen == theme
+        for query in ("article p", "article a", "article code", "article h1", "nav a", "td", "dt"):
+            for element in browser.find_elements(By.CSS_SELECTOR, query)[:3]:
+                if element.is_displayed() and element.text:
+                    colors = browser.execute_script(COLORS, element)
+                    assert contrast(*colors) >= 4.5, (name, query, element.text, colors)
+    shown = browser.find_elements(By.CSS_SELECTOR, ".plots img")
+    assert sum(element.is_displayed() for element in shown) == 2
+
+
+# The color of an element, and the first opaque background below it.
+COLORS = """
+const own = getComputedStyle(arguments[0]).color;
+for (let at = arguments[0]; at; at = at.parentElement) {
+  const below = getComputedStyle(at).backgroundColor;
+  if (!/, 0\\)$/.test(below)) return [own, below];
+}
+return [own, getComputedStyle(document.body).backgroundColor];
+"""
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast ratio of WCAG between two CSS colors."""
+
+    def luminance(color: str) -> float:
+        parts = [float(x) / 255 for x in re.findall(r"[\d.]+", color)[:3]]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_wide_tables_scroll_in_their_box(address: str, browser: webdriver.Chrome) -> None:
+    resize(browser, WIDTHS["phone"])
+    browser.get(f"{address}variants/index.html")
+    box = browser.find_element(By.CSS_SELECTOR, ".pst-scrollable-table-container")
+    inner, outer = (browser.execute_script(f"return arguments[0].{x}", box)
+                    for x in ("scrollWidth", "clientWidth"))  # fmt: skip
+    assert inner > outer
+
+
+def test_search_finds_pages(address: str, browser: webdriver.Chrome) -> None:
+    browser.get(f"{address}index.html")
+    browser.find_element(By.TAG_NAME, "body").send_keys(Keys.CONTROL, "k")
+    field = browser.switch_to.active_element
+    field.send_keys("entmax", Keys.ENTER)
+    WebDriverWait(browser, 10).until(
+        lambda b: b.find_elements(By.CSS_SELECTOR, "#search-results li a")
+    )
+    found = browser.find_elements(By.CSS_SELECTOR, "#search-results li a")
+    assert any("variants/entmax.html" in (a.get_attribute("href") or "") for a in found)
+    assert errors(browser) == []
+
+
+def test_formulas_are_drawn(address: str, browser: webdriver.Chrome) -> None:
+    """MathML takes room: a browser that cannot draw it shows nothing or a line of letters."""
+    browser.get(f"{address}variants/index.html")
+    drawn = browser.find_elements(By.TAG_NAME, "math")
+    assert drawn
+    assert all(element.size["height"] > 8 and element.size["width"] > 4 for element in drawn)

@@ -1,0 +1,97 @@
+"""Generated tables of README and docs/: blocks are filled, the text around them is kept."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attnzoo
+from commandline.errors import UsageError
+from scripts import tables, variant_facts
+from scripts.kernels_table import kernels_table
+
+
+def page(folder: Path, text: str) -> Path:
+    path = folder / "page.md"
+    path.write_text(text)
+    return path
+
+
+def test_blocks_are_filled_and_the_text_around_them_is_kept(tmp_path: Path) -> None:
+    blocks = [f"<!-- {name}: begin -->\noutdated\n<!-- {name}: end -->\n" for name in tables.BLOCKS]
+    path = page(tmp_path, "first\n" + "between\n".join(blocks) + "last\n")
+    new = tables.rendered(path)
+    assert new.startswith("first\n<!-- variants: begin -->\n| variant |")
+    assert "|\n<!-- variants: end -->\nbetween\n<!-- tasks: begin -->\n- `max-retrieval`" in new
+    assert new.endswith("<!-- kernels: end -->\nlast\n")
+    assert "outdated" not in new
+    path.write_text(new)
+    assert tables.rendered(path) == new
+
+
+def test_a_page_without_blocks_stays_as_it_is(tmp_path: Path) -> None:
+    assert tables.rendered(page(tmp_path, "# Title\n")) == "# Title\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- tasks: begin -->\n", "each `begin` needs an `end`"),
+        ("<!-- tasks: end -->\n<!-- tasks: begin -->\n", "each `begin` needs an `end`"),
+        ("<!-- cats: begin -->\n<!-- cats: end -->\n", "unknown table cats; known: variants"),
+    ],
+)
+def test_wrong_blocks_raise(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        tables.rendered(page(tmp_path, text))
+
+
+def test_examples_of_docstrings() -> None:
+    found = doctest.testmod(variant_facts)
+    assert (found.failed, found.attempted) == (0, 2)
+
+
+def test_every_variant_has_a_row_with_its_use() -> None:
+    table = tables.variants_table(tables.ROOT / "README.md").splitlines()
+    assert [line.split("`")[1] for line in table[2:]] == attnzoo.list_variants()
+    assert all(line.count(" | ") == 3 and not line.endswith("|  |") for line in table)
+    linked = tables.variants_table(tables.ROOT / "docs" / "variants" / "index.md")
+    assert "[`softmax`](softmax.md)" in linked
+
+
+def results(device: str = "NVIDIA Test", date: str = "2026-01-31", tflops: float = 410.0) -> Any:
+    spread = {"median": 0.9, "lower": 0.8, "upper": 1.0, "count": 10}
+    measured = {
+        "name": "ssmax", "kind": "variant", "direction": "forward", "head_dim": 64, "causal": True,
+        "length": 16384, "batch": 4, "heads": 16, "dtype": "bfloat16", "inputs": "iid",
+        "figures": {"tflops": tflops}, "ratios": {"sdpa flash": spread},
+    }  # fmt: skip
+    baseline = {**measured, "name": "sdpa flash", "kind": "baseline", "ratios": {}}
+    other = {**measured, "inputs": "block-sparse", "figures": {"tflops": 1.0}}
+    untimed = {**measured, "name": "taylor", "figures": {}}
+    where = {"device": device, "date": date, "torch": "2.11.0", "packages": {"triton": "3.6.0"}}
+    return {"environment": where, "rows": [measured, baseline, other, untimed]}
+
+
+def test_kernels_table_is_made_from_the_newest_results(tmp_path: Path) -> None:
+    assert kernels_table(tmp_path) == "No GPU has been measured yet.\n"
+    for name, document in {
+        "b": results(date="2026-01-30", tflops=1.0),
+        "a": results(),
+        "c": results(device="Another"),
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    first, second = kernels_table(tmp_path).split("NVIDIA Test")
+    assert first.startswith("Another, torch 2.11.0, Triton 3.6.0, 2026-01-31: TFLOP/s, causal,")
+    lines = second.splitlines()
+    assert "N = 16384, B = 4, H = 16" in lines[0]
+    assert (
+        lines[2]
+        == "|  | forward, D = 64 | backward, D = 64 | forward, D = 128 | backward, D = 128 |"
+    )
+    assert lines[4] == "| `ssmax` | 410 (0.90, –) | – | – | – |"
+    assert lines[5] == "| sdpa flash | 410 | – | – | – |"
