@@ -14,7 +14,7 @@ from evals.harness.command import run_tasks
 from evals.harness.options import add_arguments, gather
 from evals.harness.study import load_plugins
 from evals.pretrained import sharpness
-from evals.reporting import artifacts, compare, laws
+from evals.reporting import artifacts, compare, export, laws
 from evals.tasks import TASKS
 from evals.theory import ranks
 
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     words = "the page to write (default: report.html in the first DIR)"
     page.add_argument("--out", type=Path, metavar="FILE", help=words)
     add_plugin(page)
+    export.add_parser(commands)
     versus = commands.add_parser("compare", help="print what B gained on A, paired by seed")
     versus.add_argument("a", type=Path, metavar="A", help="a results folder")
     versus.add_argument("b", type=Path, metavar="B", help="the results folder to compare with A")
@@ -76,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "report":
             load_plugins(given.plugin)
             return artifacts.main(given.folders, given.out)
+        if given.command == export.NAME:
+            load_plugins(given.plugin)
+            return export.main(given)
         if given.command == "compare":
             return compare.main(given.a, given.b, given.fail_below)
         names = list(TASKS) if given.command == ALL else [given.command]

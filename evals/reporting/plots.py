@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import cycle
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
@@ -29,18 +30,36 @@ _MARKERS = "osD^vP*X<>"
 _FAINT = 1e-3  # the darkest colour of the heat map is a weight of this or less
 _MAP = "cividis"
 _NAMED = 8  # columns of a heat map that are all named, and whose cells hold their values
+_DPI = 150
 GRID = {"color": "#dddddd", "linewidth": 0.6}
 
 
-def png(figure: Figure, dpi: int = 150) -> bytes:
+def png(figure: Figure) -> bytes:
     """The figure as the bytes of a PNG file."""
-    figure.set_dpi(dpi)
+    figure.set_dpi(_DPI)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     # Few colours: a third of the bytes, which count where a report holds dozens of figures.
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     buffer = io.BytesIO()
     image.quantize(256, dither=Image.Dither.NONE).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as an SVG file with its text as text; the same figure gives the same bytes."""
+    return _vector(figure, "svg", {"Date": None})
+
+
+def pdf(figure: Figure) -> bytes:
+    """The figure as a PDF file with embedded TrueType fonts; the same figure, the same bytes."""
+    return _vector(figure, "pdf", {"CreationDate": None})
+
+
+def _vector(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
+    buffer = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attnzoo", "pdf.fonttype": 42}):
+        figure.savefig(buffer, format=kind, dpi=_DPI, metadata=metadata)
     return buffer.getvalue()
 
 

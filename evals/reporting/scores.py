@@ -28,7 +28,7 @@ class Value(NamedTuple):
     error: float | None = None
     low: float | None = None
     high: float | None = None
-    count: int = 0
+    seeds: int = 0
     failed: str = ""
 
 
@@ -74,7 +74,7 @@ class Scores:
         interval = "" if self.seeds == 1 else " (95 % bootstrap interval)"
         chance = "" if self.chance is None else f", {self.chance_text}"
         return (
-            f"{name}: {self.metric.title}. {seeds}{interval} by eval length n. "
+            f"{name}: {self.metric.title}, by eval length n. {seeds}{interval}. "
             f"Train length n = {self.train_length}{chance}."
         )
 

@@ -186,7 +186,7 @@ def test_the_readmes_table_is_the_summary(tmp_path: Path) -> None:
     assert scores_table(tmp_path) == "Nothing has been measured yet.\n"
     (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(rows)))
     text = scores_table(tmp_path)
-    assert "**max-retrieval**: Accuracy, %. Mean of 2 seeds (95 % bootstrap interval) by " in text
+    assert "**max-retrieval**: Accuracy, %, by eval length n. Mean of 2 seeds (95 % " in text
     assert "Train length n = 16, chance 10 %." in text
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert lines == [
