@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commandline.table import markdown
 from evals.reporting.scores import KEPT, Line, Scores, Value, of_summary
-from evals.reporting.tables import PARTIAL
+from evals.reporting.tables import PARTIAL, chance_text
 from evals.results.summary import UNTRAINED
 from evals.tasks import TASKS
 
@@ -39,6 +39,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     found = summary_scores(folder, task)
     if found is None:
         return NONE_YET
+    chance = found.chance or 0.0
     name = found.metric.title.split(":")[0].lower().replace(", %", " (%)")
     header = (
         "variant",
@@ -48,7 +49,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     )
     rows = [header, *(_overview_row(found, line) for line in found.lines)]
     notes = [
-        f"`{task}`, mean of {found.seeds} seeds, {found.chance_text}.",
+        f"`{task}`, mean of {found.seeds} seeds, chance {chance_text(found.metric, chance)}.",
         f"Effective length: the longest n up to which the score stays above {100 * KEPT:g} % of "
         f"its value at the train length; — for variants with {UNTRAINED}.",
         *(f"{note}." for note in found.notes() if "interval" not in note),

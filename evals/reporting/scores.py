@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from commandline.errors import UsageError
-from evals.reporting.tables import mark_lines
+from evals.reporting.tables import chance_text, mark_lines
 from evals.results.summary import Group, Point
 from evals.task import Metric, Task
 from evals.tasks import TASKS
@@ -72,19 +72,12 @@ class Scores:
         name = f"{self.task.name} ({self.apart})" if self.apart else self.task.name
         seeds = "One seed" if self.seeds == 1 else f"Mean of {self.seeds} seeds"
         interval = "" if self.seeds == 1 else " (95 % bootstrap interval)"
-        chance = "" if self.chance is None else f", {self.chance_text}"
+        chance = self.chance
+        guessing = "" if chance is None else f", chance {chance_text(self.metric, chance)}"
         return (
             f"{name}: {self.metric.title}, by eval length n. {seeds}{interval}. "
-            f"Train length n = {self.train_length}{chance}."
+            f"Train length n = {self.train_length}{guessing}."
         )
-
-    @property
-    def chance_text(self) -> str:
-        """Such as "chance 10 %"; empty for a metric other than the score."""
-        if self.chance is None:
-            return ""
-        percent = " %" if self.metric.factor == 100 else ""
-        return f"chance {self.metric.factor * self.chance:.3g}{percent}"
 
     def notes(self) -> list[str]:
         """A line for each mark that occurs."""

@@ -1,4 +1,4 @@
-"""The tables that both the console and the report show."""
+"""The tables of the console and the report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mark_lines(
 def _by_length(
     group: Group, title: str, cell: Callable[[Point], str], skip: tuple[str, ...] = ()
 ) -> Table:
-    header = ["n", *(str(length) for length in group.lengths)]
+    header = ["variant", *(f"n = {length}" for length in group.lengths)]
     rows = [
         [group.name(series), *(cell(point) for point in group.of(series))]
         for series in group.series
@@ -76,19 +76,17 @@ def _cell(metric: Metric) -> Callable[[Point], str]:
     return cell
 
 
-def chance_text(group: Group) -> str:
-    """The score of blind guessing, as the score is shown."""
-    score = group.task.score
-    return f"{score.factor * group.chance:.{score.digits}f}{' %' * (score.factor == 100)}"
+def chance_text(metric: Metric, chance: float) -> str:
+    """The score of blind guessing with its unit, such as "10 %"."""
+    return f"{metric.factor * chance:.3g}{' %' * (metric.factor == 100)}"
 
 
 def score_tables(group: Group) -> list[Table]:
-    """The score, its bootstrap intervals, published figures, and differences to softmax."""
+    """The score, its intervals, the published scores, and the differences from softmax."""
     score = group.task.score
     over = "mean ± standard error over seeds" if len(group.seeds) > 1 else "one seed"
-    tables = [
-        _by_length(group, f"{score.title} ({over}; chance {chance_text(group)})", _cell(score))
-    ]
+    chance = chance_text(score, group.chance)
+    tables = [_by_length(group, f"{score.title} ({over}; chance {chance})", _cell(score))]
     if len(group.seeds) > 1:
         tables.append(_by_length(group, f"{score.title}: 95 % bootstrap interval over seeds",
                                  lambda point: _span(point, score)))  # fmt: skip
@@ -96,7 +94,7 @@ def score_tables(group: Group) -> list[Table]:
         tables.append(beside)
     variants = {series.variant for series in group.series}
     if BASELINE in variants and len(variants) > 1:
-        title = f"{score.title}, minus softmax (paired by seed)"
+        title = f"{score.title}: difference from softmax, paired by seed"
         tables.append(
             _by_length(group, title, lambda point: _difference(point, score), skip=(BASELINE,))
         )
@@ -114,8 +112,12 @@ def _difference(point: Point, score: Metric) -> str:
 
 
 class Cell(NamedTuple):
-    """A figure of the leaderboard: as text, as the number that it is sorted by, and as the percent
-    of its cell that is filled; None without a score, and without a percentage."""
+    """A cell of the leaderboard.
+
+    text: the score; span: its interval. value: the number that the column is sorted by, None
+    without a score. percent: how much of the cell is coloured, None if the score is not a
+    percentage.
+    """
 
     point: Point
     text: str
@@ -135,7 +137,7 @@ class Line(NamedTuple):
 class Leaderboard(NamedTuple):
     """Series by their score at the longest length, the best first, failed ones last.
 
-    columns: each length, and how far it is from training's; order: as ``aria-sort`` says it.
+    columns: each length, and its relation to the train length. order: the value of ``aria-sort``.
     """
 
     columns: list[tuple[int, str]]
@@ -145,7 +147,7 @@ class Leaderboard(NamedTuple):
 
 
 def leaderboard(group: Group) -> Leaderboard:
-    """The scores of a group, as the report shows them first."""
+    """The first table of the report: the scores of a group."""
     score = group.task.score
     lines = [
         Line(one.label, group.name(one), [_score_cell(point, score) for point in group.of(one)])
@@ -167,8 +169,8 @@ def leaderboard(group: Group) -> Leaderboard:
 def _distance(group: Group, length: int) -> str:
     longest = group.settings["train_longest"]
     if length == longest:
-        return "in distribution"
-    return "in training" if length < longest else f"× {length / longest:.3g}"
+        return "train length"
+    return "seen in training" if length < longest else f"{length / longest:.3g} × train"
 
 
 def _score_cell(point: Point, score: Metric) -> Cell:
@@ -183,12 +185,12 @@ def _score_cell(point: Point, score: Metric) -> Cell:
 
 
 def more_tables(group: Group) -> list[Table]:
-    """The metrics beside the score: why it is what it is."""
+    """A table for each metric other than the score."""
     return [_by_length(group, m.title, _cell(m)) for m in group.task.metrics[1:]]
 
 
 def learned_table(group: Group) -> Table | None:
-    """What the variants learned: the mean over heads and seeds, and the range."""
+    """The learned parameters of the variants, or None if there are none."""
     rows = []
     for series in group.series:
         found: dict[str, list[float]] = {}
@@ -196,8 +198,8 @@ def learned_table(group: Group) -> Table | None:
             for name, values in row["learned"].items():
                 found.setdefault(name, []).extend(values)
         rows += [[series.label, name, _spread(values, 3)] for name, values in found.items()]
-    title = "What was learned, mean (range) over heads and seeds"
-    return Table(title, ["", "parameter", "value"], rows) if rows else None
+    title = "Learned parameters: mean (range) over heads and seeds"
+    return Table(title, ["variant", "parameter", "value"], rows) if rows else None
 
 
 def _spread(values: list[float], digits: int = 1) -> str:
@@ -209,23 +211,25 @@ def _spread(values: list[float], digits: int = 1) -> str:
 
 
 def cost_table(group: Group) -> Table:
-    """CPU seconds per cell; a substitute rests on the training of its first variant."""
+    """CPU seconds of training and evaluation. A substitution shares the training of the variant
+    that it replaces."""
     rows = []
     for series in group.series:
         training: dict[int, float] = {}
-        testing: dict[int, float] = {}
+        evaluation: dict[int, float] = {}
         for row in (row for point in group.of(series) for row in point.rows):
             seed = row["seed"]
             training[seed] = max(training.get(seed, 0.0), row["train_cpu_seconds"])
-            testing[seed] = testing.get(seed, 0.0) + row["cpu_seconds"]
+            evaluation[seed] = evaluation.get(seed, 0.0) + row["cpu_seconds"]
         shared = "->" in series.variant
         spent = "shared" if shared else _spread(list(training.values()))
-        rows.append([series.label, spent, _spread(list(testing.values()))])
-    return Table("CPU seconds per cell, mean (range) over seeds", ["", "training", "tests"], rows)
+        rows.append([series.label, spent, _spread(list(evaluation.values()))])
+    title = "CPU time of a run: mean (range) over seeds"
+    return Table(title, ["variant", "training, s", "evaluation, s"], rows)
 
 
 def _published_table(group: Group) -> Table | None:
-    """Ours beside the published figures, where variants and lengths are the same."""
+    """The scores here and the published ones of the same variants and lengths."""
     published, score = group.task.published, group.task.score
     assert published is not None
     lengths = [n for n in group.lengths if n in published.lengths]
@@ -241,4 +245,4 @@ def _published_table(group: Group) -> Table | None:
             rows += [[f"{variant}, here", *ours], [f"{variant}, paper", *theirs]]
     if not rows or not lengths:
         return None
-    return Table(published.title, ["n", *map(str, lengths)], rows)
+    return Table(published.title, ["variant", *(f"n = {n}" for n in lengths)], rows)
