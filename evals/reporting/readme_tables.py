@@ -60,12 +60,10 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
 def _overview_row(found: Scores, line: Line) -> tuple[str, ...]:
     values = dict(zip(found.lengths, line.values, strict=True))
     ends = (values.get(found.train_length, Value()), line.values[-1])
-    effective = found.effective_length(line)
-    at_least = "≥ " if effective == found.lengths[-1] else ""
     return (
         _label(line, found.seeds),
         *("—" if value.mean is None else found.shown(value.mean) for value in ends),
-        "—" if effective is None else f"{at_least}{effective}",
+        found.effective_text(line),
     )
 
 

@@ -15,12 +15,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from commandline.table import Table
+from evals.reporting.leaderboard import Leaderboard, leaderboard
 from evals.reporting.pictures import Picture
+from evals.reporting.scores import KEPT
 from evals.reporting.tables import (
-    Leaderboard,
     chance_text,
     cost_table,
-    leaderboard,
     learned_table,
     legend,
     more_tables,
@@ -118,11 +118,15 @@ class Section:
         means = "One seed, so there are no intervals."
         if seeds > 1:
             means = f"Large numbers: mean over {seeds} seeds; small: its 95 % bootstrap interval."
+        effective = (
+            f" Effective length: the longest n up to which the score stays above {100 * KEPT:g} % "
+            "of its value at the train length."
+        )
         return (
             f"{score.title}, by variant and eval length n. "
             f"{means} {better} is better; blind guessing reaches "
             f"{chance_text(score, self.group.chance)}. Click on a column to sort by it, on a score "
-            "to see its rows."
+            f"to see its rows.{effective * self.board.has_effective}"
         )
 
     def cell_ident(self, point: Point) -> str:

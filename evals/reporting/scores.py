@@ -106,6 +106,13 @@ class Scores:
             longest = length
         return longest
 
+    def effective_text(self, line: Line) -> str:
+        """The effective length, with "≥" if the score stays above 85 % at all lengths."""
+        length = self.effective_length(line)
+        if length is None:
+            return "—"
+        return f"≥ {length}" if length == self.lengths[-1] else str(length)
+
 
 def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None) -> Scores:
     """The scores of a group of rows, at these lengths (default: at all)."""

@@ -163,12 +163,14 @@ def test_page_loads_nothing_from_elsewhere(page: Page) -> None:
 
 def test_leaderboard_is_sorted_by_the_longest_length(page: Page) -> None:
     head, *lines, chance = page.boards[0]
-    assert head == ["variant", "n = 16train length", "n = 644 × train", "n = 25616 × train"]
+    assert head[:3] == ["variant", "n = 16train length", "n = 644 × train"]
+    assert head[3:] == ["n = 25616 × train", "effective length"]
     assert [line[0].split(" †")[0] for line in lines] == RANKED
     assert [line[0] for line in lines if "†" in line[0]] == [f"{EVIL} † 2/2"]
-    assert lines[0] == ["ssmax", "98.097.0 … 99.0", "89.0*", "80.079.0 … 81.0"]
-    assert lines[-1][-1] == "nan"
-    assert chance == ["chance", "10.0", "10.0", "10.0"]
+    assert lines[0] == ["ssmax", "98.097.0 … 99.0", "89.0*", "80.079.0 … 81.0", "64"]
+    assert lines[-1][-2:] == ["nan", "16"]
+    assert [line[-1] for line in lines if "†" in line[0]] == ["—"]  # not trained
+    assert chance == ["chance", "10.0", "10.0", "10.0", ""]
 
 
 def test_leaderboard_of_a_loss_is_sorted_ascending(page: Page) -> None:
