@@ -1,4 +1,4 @@
-"""Limits of the machine: slow denormal numbers, and errors that mean out of memory."""
+"""Handling of slow denormal numbers and of out-of-memory errors."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ mean over rows and sequences:
     weight_sum  Σ w
     range       δ = max z − min z
     bound       min(1, e^δ / n), the largest weight that softmax can give to a key at this δ
-    alignment   ρ, the mean cosine between the keys of two tokens
+    alignment   ρ, the mean cosine between keys of different tokens
     strength    β / log n with β = scale · |q| · mean |k|, to compare with the critical gain
     jacobian    2-norm of ∂w/∂z in the last row of a few sequences; only if n is at most 256 and
                 the weights are a function of z alone

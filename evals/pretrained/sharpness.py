@@ -75,7 +75,7 @@ def main(given: argparse.Namespace) -> int:
     for spec in specs:
         if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
             known = ", ".join(attnzoo.list_variants())
-            raise UsageError(f"--variants must be of {known}, got {spec}")
+            raise UsageError(f"--variants must be among {known}, got {spec}")
     if given.samples < 1:
         raise UsageError(f"--samples must be an int >= 1, got {given.samples}")
     tokens, model = read(given.model, given.text)

@@ -127,7 +127,7 @@ def _writes_one_file(given: argparse.Namespace) -> bool:
         UsageError: the arguments do not go together.
     """
     if wrong := [kind for kind in given.figures if kind not in FIGURES]:
-        raise UsageError(f"--figures must be of {', '.join(FIGURES)}, got {', '.join(wrong)}")
+        raise UsageError(f"--figures must be among {', '.join(FIGURES)}, got {', '.join(wrong)}")
     if given.format is None and not given.figures:
         raise UsageError("export needs --format or --figures")
     out: Path | None = given.out
@@ -150,12 +150,11 @@ def _check_chosen(
     known = dict.fromkeys(metric.name for group in found for metric in group.task.metrics)
     for name in metrics or ():
         if name not in (*known, ALL):
-            raise UsageError(f"--metric must be of {', '.join(known)} or {ALL}, got {name!r}")
+            raise UsageError(f"--metric must be among {', '.join(known)} or {ALL}, got {name!r}")
     there = sorted({length for group in found for length in group.lengths})
     if missing := [length for length in lengths or () if length not in there]:
-        raise UsageError(
-            f"--lengths must be of {', '.join(map(str, there))}, got {', '.join(map(str, missing))}"
-        )
+        known, given = (", ".join(map(str, lengths)) for lengths in (there, missing))
+        raise UsageError(f"--lengths must be among {known}, got {given}")
 
 
 def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
@@ -165,7 +164,7 @@ def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
 
 
 def _named(found: Sequence[Group]) -> Iterator[tuple[str, Group]]:
-    """Groups with the start of their file names: the task, numbered where it has several."""
+    """Each group with the start of its file names: the task, numbered if it has several groups."""
     count: dict[str, int] = {}
     for group in found:
         name = re.sub(r"[^\w.-]+", "-", group.task.name)

@@ -129,7 +129,7 @@ class Section:
             f"to see its rows.{effective * self.board.has_effective}"
         )
 
-    def cell_ident(self, point: Point) -> str:
+    def point_ident(self, point: Point) -> str:
         """The id of the first row of a point, the target of its link in the leaderboard."""
         return f"{self.ident}-{self.group.series.index(point.series)}-{point.length}"
 
@@ -143,7 +143,7 @@ class Section:
         """The cells of each row, with an id for the first row of each point."""
         metrics = [metric.name for metric in self.group.task.metrics]
         for point in self.group.points.values():
-            ident = self.cell_ident(point)
+            ident = self.point_ident(point)
             for row in sorted(point.rows, key=lambda row: row["seed"]):
                 start = [row[name] for name in ("variant", "positions", "length", "seed", "status")]
                 found = row["metrics"]

@@ -68,7 +68,7 @@ class Scores:
 
     @property
     def title(self) -> str:
-        """What the table shows, in sentences."""
+        """A description of the table in sentences."""
         name = f"{self.task.name} ({self.apart})" if self.apart else self.task.name
         seeds = "One seed" if self.seeds == 1 else f"Mean of {self.seeds} seeds"
         interval = "" if self.seeds == 1 else " (95 % bootstrap interval)"
@@ -147,7 +147,7 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
     task, first = TASKS[name], summary[0]
     if len(several := {line.get("settings") or "" for line in summary}) > 1:
         raise UsageError(
-            f"the summary of {name} has several settings: {'; '.join(sorted(several))}"
+            f"the summary of {name} must have one setting, got {'; '.join(sorted(several))}"
         )
     lengths = sorted({int(line["length"]) for line in summary})
     lines = []

@@ -26,10 +26,10 @@ class Law:
     Attributes:
         variant: its name.
         params: its parameters.
-        fixed: (n, Δ) to the largest weight with a fixed gap, exact.
-        shrinking: (n, κ) to the largest weight with a shrinking gap, the leading term for n → ∞.
-        holds: (n, κ) to whether n is large enough for ``shrinking``.
-        uniform: n ≥ 2 to ‖∂w/∂z‖₂ at n scores of 0, exact.
+        fixed: function of (n, Δ), the exact largest weight with a fixed gap.
+        shrinking: function of (n, κ), the leading term for n → ∞ with a shrinking gap.
+        holds: function of (n, κ), whether n is large enough for ``shrinking``.
+        uniform: function of n ≥ 2, the exact ‖∂w/∂z‖₂ at n scores of 0.
     """
 
     variant: str

@@ -95,7 +95,7 @@ class Fit:
     Attributes:
         gap: the kind of scores.
         sizes: (C,), the fitted κ or Δ; NaN if fewer than two lengths have a weight above 0.
-        errors: (C,), the RMS error of log weight; NaN likewise.
+        errors: (C,), the RMS error of log weight; NaN in the same cases.
         below: (C,), whether the smallest size of the grid fits as well: sizes is an upper bound.
         above: (C,), whether the largest size of the grid fits as well: sizes is a lower bound.
     """

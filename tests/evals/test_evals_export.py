@@ -77,7 +77,7 @@ def test_rows_and_their_summary_give_the_same_scores() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two seeds that differ by two points, and a failed one."""
+    """Two variants, two lengths and two seeds two points apart. One result failed."""
     found = [
         row(variant, value + 0.02 * seed, seed=seed, length=length)
         for variant, values in {"softmax": (0.96, 0.5), "ssmax(s=0.4)": (0.9, 0.6)}.items()
@@ -222,9 +222,9 @@ def test_several_settings_of_a_task_have_files_of_their_own(tmp_path: Path) -> N
     [
         ((), "export needs --format or --figures"),
         (("--figures", "png"), "--figures needs --out DIR, got no --out"),
-        (("--figures", "gif", "--out", "x"), "--figures must be of png, svg, pdf, got gif"),
-        (("--format", "csv", "--metric", "no"), "--metric must be of accuracy, hit_rate, "),
-        (("--format", "csv", "--lengths", "7"), "--lengths must be of 16, 64, got 7"),
+        (("--figures", "gif", "--out", "x"), "--figures must be among png, svg, pdf, got gif"),
+        (("--format", "csv", "--metric", "no"), "--metric must be among accuracy, hit_rate, "),
+        (("--format", "csv", "--lengths", "7"), "--lengths must be among 16, 64, got 7"),
         (("--format", "csv", "--out", "x.tex"), "--out must end in .csv with --format csv, got "),
         (("--format", "csv", "--out", "there.txt"), "--out must be a folder or a .csv, .tex, .md "),
     ],

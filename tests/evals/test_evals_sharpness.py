@@ -89,8 +89,8 @@ def test_pieces_are_spread_over_the_text() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--variants", "softmaxx"], "--variants must be of adaptive_temperature, "),
-        (["--variants", "softmax->ssmax"], "--variants must be of adaptive_temperature, "),
+        (["--variants", "softmaxx"], "--variants must be among adaptive_temperature, "),
+        (["--variants", "softmax->ssmax"], "--variants must be among adaptive_temperature, "),
         (["--variants", "cosformer"], "requires the parameter 'max_length'"),
         (["--lengths", "16,1024"], "must be from 2 to 512"),
         (["--lengths", "1"], "must be from 2 to 512"),

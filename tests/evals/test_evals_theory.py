@@ -161,7 +161,7 @@ def test_tables_show_fits_and_bounds() -> None:
     rows += rows_of(
         "ssmax", lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4)), seeds=2, learned={"s": [0.3]}
     )
-    # A substitute at inference learned nothing: its s is its default.
+    # A substitution at inference has no learned parameters: s has its default.
     s = 0.168
     rows += rows_of(
         "ssmax->ssmax(b=0)", lambda n: 1 / (1 + (n - 1) * n ** (-s * 9)), learned={"s": [0.3]}
