@@ -19,10 +19,10 @@ from evals.harness.training import evaluate, train
 from evals.measures.heads import Watch, learned, substituted
 from evals.task import HeadSample
 from evals.tasks import TASKS, flip_flop, language_model, mqar
-from evals.tasks.families.sequence import Batch, Sequence, Settings
+from evals.tasks.families.sequence import Batch, SequenceTask, Settings
 from evals.tasks.language_model import DIGITS, corpus
 
-SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, Sequence)}
+SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, SequenceTask)}
 SMOKE = {name: task.presets["smoke"].settings for name, task in SEQUENCES.items()}
 
 
@@ -146,10 +146,10 @@ def test_a_sequence_depends_on_seed_split_length_and_index_only() -> None:
 @pytest.mark.parametrize(
     ("name", "length", "message"),
     [
-        ("mqar", 30, "multiples of 4"),
-        ("mqar", 1024, "no more than 128 pairs"),
-        ("flip-flop", 7, "even numbers from 4 on, got 7"),
-        ("language-model", 20, "at least 44, got 20"),
+        ("mqar", 30, "multiple of density = 4"),
+        ("mqar", 1024, "at most 128 pairs"),
+        ("flip-flop", 7, "an even int >= 4, got 7"),
+        ("language-model", 20, ">= 44, got 20"),
     ],
 )
 def test_lengths_that_a_task_cannot_have_are_refused(name: str, length: int, message: str) -> None:
@@ -198,7 +198,9 @@ SPLITS = [
 def test_an_oracle_scores_everything_and_one_mistake_is_seen(name: str, split: str) -> None:
     task, batch = SEQUENCES[name], drawn(name, split, 20)
     solved = [answer for row in batch.tokens.tolist() for answer in solve(name, row)]
-    logits = torch.nn.functional.one_hot(torch.tensor(solved), task.vocabulary(SMOKE[name])) * 30.0
+    size = task.vocabulary_size(SMOKE[name])
+    logits = torch.nn.functional.one_hot(torch.tensor(solved), size) * 30.0
+
     found = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
     hits = {k: v for k, v in found.items() if k != "loss"}
     assert set(hits.values()) == {1.0}
@@ -222,7 +224,7 @@ def test_a_blind_guess_scores_chance(name: str, split: str) -> None:
         "language-model": (ord("0"), ord("9") + 1),
     }.get(name, (0, 32))
     blind = torch.randint(*guesses, (asked,), generator=torch.Generator().manual_seed(0))
-    logits = torch.nn.functional.one_hot(blind, task.vocabulary(settings)).double()
+    logits = torch.nn.functional.one_hot(blind, task.vocabulary_size(settings)).double()
     found = {k: v.double() for k, v in task.read(logits, batch).metrics.items()}
     score = found["digits" if name == "language-model" else "accuracy"]
     chance = 1 / (guesses[1] - guesses[0])
@@ -281,10 +283,10 @@ def test_training_is_reproducible_and_asks_only_where_an_answer_is() -> None:
 
 def test_a_step_has_as_many_tokens_at_every_length_and_lengths_grow() -> None:
     settings = replace(TINY, steps=10, batch=8, train_longest=16, curriculum=0.5)
-    assert [settings.share(n) for n in (4, 8, 16)] == [32, 16, 8]
-    assert replace(settings, fill=False).share(4) == 8
-    assert settings.ceilings() == [4, 6, 8, 10, 12, 16, 16, 16, 16, 16]
-    assert replace(settings, curriculum=0.0).ceilings() == [16] * 10
+    assert [settings.batch_size(n) for n in (4, 8, 16)] == [32, 16, 8]
+    assert replace(settings, fill=False).batch_size(4) == 8
+    assert settings.longest_per_step() == [4, 6, 8, 10, 12, 16, 16, 16, 16, 16]
+    assert replace(settings, curriculum=0.0).longest_per_step() == [16] * 10
 
 
 @pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi"])
