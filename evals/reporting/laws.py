@@ -133,12 +133,13 @@ def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Ta
     slopes = [growth(lengths, values) for values in columns.values()]
     slopes.append(growth(list(norms), list(norms.values())))
     rows.append(["growth", *("—" if slope is None else f"{slope:.3f}" for slope in slopes)])
-    title = (
-        f"{variant}: measured only, no closed form. Δ: largest weight with one key at Δ, the "
-        "others at 0; κ: largest weight with keys at κ(j + ½)/n; Jacobian norm: ‖∂w/∂z‖₂ at n "
-        "scores of 0; growth: exponent of n between the two largest n"
+    note = (
+        "Δ: largest weight with one key at Δ, the others at 0. κ: largest weight with keys at\n"
+        "κ(j + ½)/n. Jacobian norm: ‖∂w/∂z‖₂ at n scores of 0. Growth: exponent of n between the\n"
+        "two largest n."
     )
-    return Table(title, ["n", *columns, "Jacobian norm"], rows)
+    title = f"{variant}: measured only, no closed form"
+    return Table(title, ["n", *columns, "Jacobian norm"], rows, note)
 
 
 def _print_measured(variant: VariantCall) -> None:

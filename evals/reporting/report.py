@@ -27,7 +27,7 @@ from evals.reporting.tables import (
     score_tables,
 )
 from evals.results.rows import Row
-from evals.results.summary import Group, Point, mixtures
+from evals.results.summary import UNTRAINED, Group, Point, mixtures
 from evals.theory import trained_heads as theory
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -120,7 +120,7 @@ class Section:
             means = f"Large numbers: mean over {seeds} seeds; small: its 95 % bootstrap interval."
         effective = (
             f" Effective length: the longest n up to which the score stays above {100 * KEPT:g} % "
-            "of its value at the train length."
+            f"of its value at the train length; — for variants with {UNTRAINED}."
         )
         return (
             f"{score.title}, by variant and eval length n. "

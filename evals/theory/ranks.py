@@ -83,12 +83,12 @@ def attention_table(
             continue
         logs = [_text(log_rank(matrix)) for matrix in matrices]
         rows.append([str(variant), *logs, *(str(rank(matrix)) for matrix in matrices)])
-    title = (
-        f"Ranks of the attention matrix A ({tokens} × {tokens}) and of log A, of Gaussian Q, K "
-        f"with d = {width}, not causal; bound for log A of softmax: d + 1 = {width + 1}; "
-        f"— if a weight is 0 (tolerance {TOLERANCE})"
+    note = (
+        f"A is {tokens} × {tokens}, from Gaussian Q and K with d = {width}, not causal. For softmax "
+        f"the rank of log A\nis at most d + 1 = {width + 1}. —: a weight is 0 or the variant is "
+        f"unsupported. Tolerance: {TOLERANCE}."
     )
-    return Table(title, header, rows)
+    return Table("Ranks of the attention matrix A and of log A", header, rows, note)
 
 
 # ---------------------------------------------------------------------------------- mixtures
@@ -135,17 +135,17 @@ def mixture_table(
     if sizes == (HIDDEN, VOCABULARY, CONTEXTS):
         rows.append(["published", *map(str, PUBLISHED)])
     hidden, vocabulary, contexts = sizes
-    title = (
-        f"Rank of log A for a mixture of K softmaxes: H = {hidden} hidden numbers, {vocabulary} "
-        f"words, {contexts} contexts; h and the logits of π ~ N(0, 1); bound for K = 1: "
-        f"H + 2 = {hidden + 2} (tolerance {TOLERANCE})"
+    note = (
+        f"H = {hidden} hidden numbers, {vocabulary} words, {contexts} contexts; h and the logits of "
+        f"π ~ N(0, 1).\nFor K = 1 the rank is at most H + 2 = {hidden + 2}. Tolerance: {TOLERANCE}."
     )
-    return Table(title, ["dtype, initialization", *(f"K={k}" for k in MIXED)], rows)
+    header = ["dtype, initialization", *(f"K={k}" for k in MIXED)]
+    return Table("Rank of log A for a mixture of K softmaxes", header, rows, note)
 
 
 NOTE = (
-    "These ranks depend on dtype, initialization and tolerance. The published ranks are comparable "
-    "only with the same three, which are not known. In every case one softmax stays at or below "
+    "These ranks depend on dtype, initialization and tolerance. The published ranks are comparable\n"
+    "only with the same three, which are not known. In every case one softmax stays at or below\n"
     "H + 2, and a mixture exceeds it."
 )
 

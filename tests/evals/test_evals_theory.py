@@ -285,7 +285,7 @@ def test_unsupported_variant_is_named() -> None:
 
 def test_mixture_exceeds_the_bound_of_one_softmax() -> None:
     table = ranks.mixture_table(sizes=(3, 40, 60))
-    assert "H + 2 = 5" in table.title
+    assert "H + 2 = 5" in table.note
     for line in table.rows:
         assert int(line[1]) <= 5
         assert int(line[2]) > 5
