@@ -84,9 +84,9 @@ def attention_table(
         logs = [_text(log_rank(matrix)) for matrix in matrices]
         rows.append([str(variant), *logs, *(str(rank(matrix)) for matrix in matrices)])
     note = (
-        f"A is {tokens} × {tokens}, from Gaussian Q and K with d = {width}, not causal. For softmax "
-        f"the rank of log A\nis at most d + 1 = {width + 1}. —: a weight is 0 or the variant is "
-        f"unsupported. Tolerance: {TOLERANCE}."
+        f"A is {tokens} × {tokens}, from Gaussian Q and K with d = {width}, not causal.\n"
+        f"For softmax the rank of log A is at most d + 1 = {width + 1}. —: a weight is 0, or the\n"
+        f"variant is unsupported. Tolerance: {TOLERANCE}."
     )
     return Table("Ranks of the attention matrix A and of log A", header, rows, note)
 
@@ -136,17 +136,18 @@ def mixture_table(
         rows.append(["published", *map(str, PUBLISHED)])
     hidden, vocabulary, contexts = sizes
     note = (
-        f"H = {hidden} hidden numbers, {vocabulary} words, {contexts} contexts; h and the logits of "
-        f"π ~ N(0, 1).\nFor K = 1 the rank is at most H + 2 = {hidden + 2}. Tolerance: {TOLERANCE}."
+        f"H = {hidden} hidden numbers, {vocabulary} words, {contexts} contexts; h and the logits\n"
+        f"of π ~ N(0, 1). For K = 1 the rank is at most H + 2 = {hidden + 2}.\n"
+        f"Tolerance: {TOLERANCE}."
     )
     header = ["dtype, initialization", *(f"K={k}" for k in MIXED)]
     return Table("Rank of log A for a mixture of K softmaxes", header, rows, note)
 
 
 NOTE = (
-    "These ranks depend on dtype, initialization and tolerance. The published ranks are comparable\n"
-    "only with the same three, which are not known. In every case one softmax stays at or below\n"
-    "H + 2, and a mixture exceeds it."
+    "These ranks depend on dtype, initialization and tolerance. The published ranks are\n"
+    "comparable only with the same three, which are not known. In every case one softmax stays\n"
+    "at or below H + 2, and a mixture exceeds it."
 )
 
 
