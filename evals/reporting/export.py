@@ -62,7 +62,7 @@ FORMATS = {
     "latex": (".tex", lambda tables: "\n".join(map(latex_table, tables))),
     "markdown": (".md", lambda tables: "\n".join(map(markdown_table, tables))),
 }
-FIGURES = {"png": plots.png, "svg": plots.svg, "pdf": plots.pdf}
+FIGURES = {"png": lambda figure: plots.png(figure, dpi=300), "svg": plots.svg, "pdf": plots.pdf}
 
 
 def _names(text: str) -> list[str]:

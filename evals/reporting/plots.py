@@ -34,9 +34,9 @@ _DPI = 150
 GRID = {"color": "#dddddd", "linewidth": 0.6}
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Figure, dpi: int = _DPI) -> bytes:
     """The figure as the bytes of a PNG file."""
-    figure.set_dpi(_DPI)
+    figure.set_dpi(dpi)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     # With 256 colours a file has a third of the bytes; a report embeds dozens of figures.

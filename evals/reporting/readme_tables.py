@@ -40,6 +40,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     if found is None:
         return NONE_YET
     chance = found.chance or 0.0
+    seeds = "one seed" if found.seeds == 1 else f"mean of {found.seeds} seeds"
     name = found.metric.title.split(":")[0].lower().replace(", %", " (%)")
     header = (
         "variant",
@@ -49,7 +50,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     )
     rows = [header, *(_overview_row(found, line) for line in found.lines)]
     notes = [
-        f"`{task}`, mean of {found.seeds} seeds, chance {chance_text(found.metric, chance)}.",
+        f"`{task}`, {seeds}, chance {chance_text(found.metric, chance)}.",
         f"Effective length: the longest n up to which the score stays above {100 * KEPT:g} % of "
         f"its value at the train length; — for variants with {UNTRAINED}.",
         *(f"{note}." for note in found.notes() if "interval" not in note),
@@ -84,7 +85,7 @@ def markdown_table(found: Scores) -> str:
     ]
     name = found.task.name
     title = found.title.replace(name, f"**{name}**", 1)
-    notes = " ".join(f"{note}." for note in found.notes())
+    notes = " ".join(f"{note}." for note in found.notes()).replace(f"{PARTIAL} ", f"\\{PARTIAL} ")
     table = markdown([header, *body], right=True)
     return f"{title} Training: {found.schedule}.\n\n{table}" + (f"\n{notes}\n" if notes else "")
 
