@@ -48,21 +48,21 @@ class Row:
 
 
 def add_parser(commands: Any) -> None:
-    short = "measure the attention of a pretrained model as its input grows"
+    short = "Measure the attention of a pretrained model as its input grows"
     parser = commands.add_parser(NAME, help=short, description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="PATH_OR_NAME",
-        help="load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
-    add("--text", type=Path, required=True, metavar="FILE", help="read this UTF-8 text")
+        help="Load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
+    add("--text", type=Path, required=True, metavar="FILE", help="Read this UTF-8 text")
     add("--variants", type=split_list, default=split_list(DEFAULT), metavar="a,b(x=1)",
-        help=f"substitute these variants without training (default: {DEFAULT})")  # fmt: skip
+        help=f"Substitute these variants without training (default: {DEFAULT})")  # fmt: skip
     add("--lengths", type=numbers, metavar="N,N,…",
-        help="measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the "
+        help="Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the "
         "model)")  # fmt: skip
     add("--samples", type=int, default=4, metavar="N",
-        help="read N pieces of the text at each length (default: 4)")  # fmt: skip
+        help="Read N pieces of the text at each length (default: 4)")  # fmt: skip
     add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
-        help=f"write {NAME}.csv and {NAME}.png to DIR (default: results/{NAME})")  # fmt: skip
+        help=f"Write {NAME}.csv and {NAME}.png to DIR (default: results/{NAME})")  # fmt: skip
     add_plugin(parser)
 
 

@@ -70,19 +70,19 @@ def _names(text: str) -> list[str]:
 
 
 def add_parser(commands: Any) -> None:
-    short = "write tables and figures of results for a paper"
-    parser = commands.add_parser(NAME, help=short, description=f"{short}.".capitalize())
+    short = "Write tables and figures of results for a paper"
+    parser = commands.add_parser(NAME, help=short, description=f"{short}.")
     add = parser.add_argument
-    add("folders", type=Path, nargs="+", metavar="DIR", help="a results folder")
-    add("--format", choices=FORMATS, help="write tables in this format")
+    add("folders", type=Path, nargs="+", metavar="DIR", help="Read results from DIR")
+    add("--format", choices=FORMATS, help="Write tables in this format")
     add("--figures", type=_names, default=[], metavar=",".join(FIGURES),
-        help="draw the figures of the report in these formats; needs --out DIR")  # fmt: skip
+        help="Draw the figures of the report in these formats; needs --out DIR")  # fmt: skip
     add("--metric", type=_names, metavar="NAME,NAME,…",
-        help=f"export these metrics, or {ALL} (default: the score of each task)")  # fmt: skip
+        help=f"Export these metrics, or {ALL} (default: the score of each task)")  # fmt: skip
     add("--lengths", type=numbers, metavar="N,N,…",
-        help="show only these eval lengths in the tables")  # fmt: skip
+        help="Show only these eval lengths in the tables")  # fmt: skip
     add("--out", type=Path, metavar="FILE-OR-DIR",
-        help="write all tables to this .csv, .tex or .md file, or each table and figure to a file "
+        help="Write all tables to this .csv, .tex or .md file, or each table and figure to a file "
         "in this folder (default: print the tables)")  # fmt: skip
     add_plugin(parser)
 
