@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.commands: dict[str, Parser] = {}
+        self.commands: Mapping[str, argparse.ArgumentParser] = {}
 
     def add_subparsers(self, **kwargs: Any) -> Any:
         """As argparse has it, and keep the parsers by name."""
@@ -30,7 +30,9 @@ class Parser(argparse.ArgumentParser):
         self.commands = action.choices
         return action
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]: argparse overloads it
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """Parse all arguments; end the program if one is unknown."""
         words = list(sys.argv[1:] if args is None else args)
         given, unknown = self.parse_known_args(words, namespace)
