@@ -99,7 +99,7 @@ def _test(
 
 
 def _line_and_square(n: int, first: float, m: int, last: float) -> tuple[float, float]:
-    """a, b >= 0 with a·n + b·n² = first and a·m + b·m² = last, as far as they exist."""
+    """a, b >= 0 with a·n + b·n² = first and a·m + b·m² = last, if such exist."""
     if m <= n:
         return first / n, 0.0
     b = max(0.0, (last / m - first / n) / (m - n))

@@ -112,7 +112,7 @@ class Options(BaseModel):
     steps: Count = Field(None, title="N", description="Train for N steps")
     settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
         {}, title="NAME=VALUE",
-        description="Change a setting of the task (repeatable); an unknown NAME lists all",
+        description="Change a setting of the task (repeatable); an unknown NAME lists them",
     )  # fmt: skip
     plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
     workers: Annotated[int | None, Read(int)] = Field(
@@ -210,8 +210,10 @@ def settings_of(task: str) -> set[str]:
 
 def no_setting(task: str, name: str, known: Collection[str]) -> str:
     """The error message for an unknown setting."""
-    hint = did_you_mean(name, known) or f"; it has: {', '.join(sorted(known))}"
-    return f"{task} has no setting {name!r}{hint}"
+    hint = did_you_mean(name, known)
+    return f"{task} has no setting {name!r}{hint}{' It' if hint else '; it'} has: " + ", ".join(
+        sorted(known)
+    )
 
 
 def _of_task(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:

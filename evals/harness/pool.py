@@ -49,7 +49,7 @@ def _work_loop(pipe: Connection, context: Context) -> None:
                 load_plugin(context.plugin, need_variant=False)
             while (run := pipe.recv()) is not None:
                 try:
-                    execute(run, context, pipe.send)
+                    status = execute(run, context, pipe.send)
                 except (BrokenPipeError, EOFError):
                     raise
                 except NotWritten as error:  # the next run could not be written either
@@ -57,7 +57,7 @@ def _work_loop(pipe: Connection, context: Context) -> None:
                 except Exception:  # one failed run must not end the others
                     pipe.send(("failed", traceback.format_exc()))
                 else:
-                    pipe.send(("done",))
+                    pipe.send(("done", status))
     except (BrokenPipeError, EOFError, ConnectionResetError):
         sys.exit(1)
 
@@ -173,8 +173,8 @@ class Pool:
             case ("failed", text):
                 self._fail(_failure(run, text))
                 worker.run = None
-            case ("done",):
-                self.progress.finish(str(run))
+            case ("done", status):
+                self.progress.finish(str(run), status)
                 worker.run = None
 
     def _fail(self, failure: Failure) -> None:
@@ -216,14 +216,14 @@ def execute_here(
     for run in runs:
         try:
             with lean_arithmetic():
-                execute(run, context, partial(_forward, listener, progress, run))
+                status = execute(run, context, partial(_forward, listener, progress, run))
         except NotWritten:
             raise
         except Exception:  # one failed run must not end the others
             failures.append(_failure(run, traceback.format_exc()))
             progress.finish(str(run), "failed")
         else:
-            progress.finish(str(run))
+            progress.finish(str(run), status)
     return failures
 
 

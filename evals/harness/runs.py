@@ -61,8 +61,8 @@ class Context:
 
 
 # Messages of a run: ("stage", None | length, fraction of the run), ("loss", step, value) and
-# ("rows", length, outcomes, training). A worker ends a run with ("done",), ("failed", traceback)
-# or, if a file could not be written, ("stopped", text).
+# ("rows", length, outcomes, training). A worker ends a run with ("done", status), ("failed",
+# traceback) or, if a file could not be written, ("stopped", text).
 Message = tuple[Any, ...]
 Emit = Callable[[Message], None]
 NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}
@@ -110,8 +110,11 @@ def _training_share(run: Run) -> float:
     return train_work / (train_work + sum(test_work.values()))
 
 
-def execute(run: Run, context: Context, emit: Emit) -> None:
-    """Train or load the model, then evaluate length by length; ``emit`` takes the results."""
+def execute(run: Run, context: Context, emit: Emit) -> str:
+    """Train or load the model, then evaluate length by length; ``emit`` takes the results.
+
+    Returns "done", or why the training failed.
+    """
     train_work, test_work = _work(run)
     total, done = train_work + sum(test_work.values()), train_work
     emit(("stage", None, 0.0))
@@ -125,7 +128,7 @@ def execute(run: Run, context: Context, emit: Emit) -> None:
         failure = Outcome(status, f"training: {reason}")
         for length, tests in run.tests.items():
             emit(("rows", length, dict.fromkeys(tests, failure), NOT_TRAINED))
-        return
+        return f"failed ({status})"
     for length, tests in run.tests.items():
 
         def progress(fraction: float, length: int = length, done: float = done) -> None:
@@ -137,3 +140,4 @@ def execute(run: Run, context: Context, emit: Emit) -> None:
         )
         emit(("rows", length, outcomes, training))
         done += test_work[length]
+    return "done"

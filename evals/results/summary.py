@@ -202,8 +202,8 @@ def _series(row: Row) -> Series:
 
 
 def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """The latest row of each (series, length, seed), of each series' latest version only, and a
-    text for each series of which rows are left out."""
+    """The latest row of each (series, length, seed) in the latest version of its series, and a
+    text for each series with rows left out."""
     version = {_series(row): row["version"] for row in rows}
     same = [row for row in rows if row["version"] == version[_series(row)]]
     found = {(_series(row), row["length"], row["seed"]): row for row in same}
@@ -264,16 +264,17 @@ def _point(
 
 
 def failures(group: Group) -> list[str]:
-    """A text for each failed or missing result."""
-    found = []
+    """A text for each reason why results of a series failed or are missing."""
+    found: dict[tuple[Series, str, int], list[int]] = {}
     for point in group.points.values():
         for status, seeds in point.failures.items():
             reason = "; ".join(point.messages) if status != "missing" else "no result"
-            where = f"{point.series.label}, n = {point.length}"
-            found.append(
-                f"failed: {where}: {reason or status} ({seeds} of {len(group.seeds)} seeds)"
-            )
-    return found
+            found.setdefault((point.series, reason or status, seeds), []).append(point.length)
+    return [
+        f"failed: {series.label}, n = {', '.join(map(str, lengths))}: {reason} "
+        f"({seeds} of {len(group.seeds)} seeds)"
+        for (series, reason, seeds), lengths in found.items()
+    ]
 
 
 def mixtures(groups: Sequence[Group]) -> list[str]:

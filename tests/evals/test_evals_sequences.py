@@ -333,7 +333,7 @@ def test_head_metrics_by_hand() -> None:
     assert found["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
     assert found["head_entropy"] == pytest.approx(-(p * p.log()).sum().item() / math.log(3))
     assert found["head_range"] == pytest.approx(3)
-    assert found["head_bound"] == 1  # e³ / 3, of 1
+    assert found["head_bound"] == 1  # min(1, e³ / 3)
     assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
     jacobian = torch.diag(p) - torch.outer(p, p)
     assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
