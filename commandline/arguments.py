@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-MOST = 2**31  # a larger number is a typing error
+MOST = 2**31  # a larger number is a typo
 
 
 class Parser(argparse.ArgumentParser):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from commandline.variants import VariantCall
 
-# Larger settings are typing errors.
+# A larger setting is a typo.
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 
 

@@ -10,7 +10,7 @@ from evals.tasks import TASKS
 
 Row = dict[str, Any]
 Whole = Annotated[int, Field(ge=0)]
-Figures = dict[str, float]
+Numbers = dict[str, float]
 Lists = dict[str, list[float]]
 
 
@@ -38,7 +38,7 @@ class Fields(BaseModel):
     sequences: Whole
     status: Literal["ok", "nan", "oom"]
     message: str
-    metrics: Figures
+    metrics: Numbers
     curves: Lists
     learned: Lists
     chance: float

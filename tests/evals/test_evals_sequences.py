@@ -87,14 +87,16 @@ def test_flip_flop_splits_have_their_share_of_ignored_bits(split: str, ignored: 
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [("copy", lambda s: s), ("reverse", lambda s: s[::-1]), ("sort", sorted)],
 )
-def test_copy_reverse_and_sort_by_hand(name: str, said: Callable[[list[int]], list[int]]) -> None:
+def test_copy_reverse_and_sort_by_hand(
+    name: str, expected: Callable[[list[int]], list[int]]
+) -> None:
     symbols = [choice(word, 32) for word in words(1, 2, 5, 0, 5)]
     batch = SEQUENCES[name].batch(1, "test", 5, 0, 1, SMOKE[name])
-    assert batch.tokens[0].tolist() == [*symbols, 32, *said(symbols)]
-    assert batch.answers[0].tolist() == [*[-1] * 5, *said(symbols), -1]
+    assert batch.tokens[0].tolist() == [*symbols, 32, *expected(symbols)]
+    assert batch.answers[0].tolist() == [*[-1] * 5, *expected(symbols), -1]
     assert SEQUENCES[name].tokens(5) == 11
 
 
@@ -235,10 +237,10 @@ def test_a_blind_guess_scores_chance(name: str, split: str) -> None:
 
 def test_uniform_logits_cost_eight_bits_per_byte() -> None:
     task, batch = SEQUENCES["language-model"], drawn("language-model", "test", 8)
-    figures = task.read(torch.zeros(int(batch.asked.sum()), 256), batch)
-    assert figures.metrics["bits"].mean().item() == pytest.approx(8)
-    assert figures.metrics["bits_last"].mean().item() == pytest.approx(8)
-    assert figures.curves["bits_by_position"].shape == (8, 16)
+    found = task.read(torch.zeros(int(batch.asked.sum()), 256), batch)
+    assert found.metrics["bits"].mean().item() == pytest.approx(8)
+    assert found.metrics["bits_last"].mean().item() == pytest.approx(8)
+    assert found.curves["bits_by_position"].shape == (8, 16)
     assert task.chance(SMOKE["language-model"]) == 8
 
 
@@ -246,8 +248,8 @@ def test_exact_match_needs_every_symbol() -> None:
     batch = drawn("copy", "test", 3)
     logits = torch.nn.functional.one_hot(batch.answers[batch.asked], 33).double()
     logits[5] = 0  # one symbol of the first sequence
-    figures = SEQUENCES["copy"].read(logits, batch)
-    assert figures.metrics["exact"].tolist() == [0, 1, 1]
+    found = SEQUENCES["copy"].read(logits, batch)
+    assert found.metrics["exact"].tolist() == [0, 1, 1]
     logits[-1] = math.nan
     assert SEQUENCES["copy"].read(logits, batch).metrics["exact"].isnan().any()
 
