@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         self.commands: Mapping[str, argparse.ArgumentParser] = {}
 
     def add_subparsers(self, **kwargs: Any) -> Any:
-        """As argparse has it, and keep the parsers by name."""
+        """Add subcommands and keep their parsers by name in ``commands``."""
         action = super().add_subparsers(**kwargs)
         self.commands = action.choices
         return action
