@@ -221,7 +221,7 @@ def test_eval_tasks_import_only_the_core_dependencies() -> None:
         "evals",
         *sys.stdlib_module_names,
     }
-    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "harness" / "jobs.py"]:
+    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "harness" / "runs.py"]:
         assert {name.split(".")[0] for name in at_import(path)} <= known, path
 
 
