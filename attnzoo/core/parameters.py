@@ -126,8 +126,8 @@ def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | N
         return
     value = value.detach()
     held = value if dtype is None else value.to(dtype)
-    # One synchronization in the usual case: a finite sum implies finite entries. An infinite sum
-    # does not imply an infinite entry, so entries are then checked one by one.
+    # Usually one sum is enough, because a finite sum implies finite entries. If the sum is not
+    # finite, the entries may still be, so each one is checked below.
     if math.isfinite(held.sum().item()) and (param.check is None or bool(param.check(value).all())):
         return
     good = held.isfinite()

@@ -65,7 +65,7 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
         return known
     owner = _owner(name)
     if owner == str(file) and name in sys.modules:
-        raise ValueError(f"plugin {file} must be loaded before it is imported in another way")
+        raise ValueError(f"plugin must not be imported before load_plugin loads it, got {file}")
     if owner not in (None, str(file)):
         raise ValueError(
             f"plugin {file} must have a free module name, {name!r} is taken by {owner}"

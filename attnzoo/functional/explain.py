@@ -39,7 +39,7 @@ class Plan:
         for backend, form, reason, note in self.candidates:
             chosen = reason is None and backend == self.chosen and not seen
             seen = seen or chosen
-            text = reason or ("chosen" if chosen else "able") + note
+            text = reason or ("chosen" if chosen else "supported") + note
             lines.append(f"  {backend:<12} {form.kind:<11} {text}")
         return "\n".join(lines)
 

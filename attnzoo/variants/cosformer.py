@@ -32,7 +32,7 @@ def unsupported(call: Call, max_length: int) -> str | None:
             "cosformer has no additive score: attn_mask must be bool (True = attend) and alibi None"
         )
     if call.scale <= 0:
-        return f"cosformer takes any scale above 0, got {call.scale}"
+        return f"cosformer: scale must be above 0, got {call.scale}"
     longest = max(
         call.queries, call.query_origin + call.queries, call.keys, call.key_origin + call.keys
     )

@@ -1,4 +1,4 @@
-"""log_n: softmax with the fixed gain log n / log train_length.
+"""log_n: softmax with the gain log n / log train_length, without learned parameters.
 
 Formula:
     w_i = softmax(log n_i / log(train_length) · z_i),  n_i = number of keys visible to query i
@@ -7,7 +7,7 @@ Effect: Rows with more than train_length visible keys become sharper than in sof
 fewer become flatter. As n grows, a key that leads all others by more than log(train_length) tends
 to weight 1. A row with one visible key has gain 0 and weight 1.
 
-Initial values: train_length = 512 (Su). The variant has no learned parameter.
+Initial values: train_length = 512 (Su 2021).
 
 Source: Chiang & Cholak 2022, arXiv:2202.12172 (gain log n); Su 2021, kexue.fm/archives/8823
 (divided by the logarithm of the training length).
@@ -45,7 +45,10 @@ def forms(call: Call, train_length: float) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="log_n",
     formula="softmax(log n / log train_length · z)",
-    use="Extend a trained softmax model without training; costs SmolLM2-135M 0.12 nats.",
+    use=(
+        "Extend a trained softmax model without training; costs SmolLM2-135M 0.12 nats within its "
+        "own length."
+    ),
     paper="Chiang & Cholak 2022, arXiv:2202.12172; Su 2021",
     weights=weights,
     params=(

@@ -37,10 +37,7 @@ from attnzoo.core.forms import Form, Linear, NoForm, Pairwise, Param, Variant
 
 def unsupported(call: Call, order: int) -> str | None:
     if call.has_bias:
-        return (
-            "taylor's weight does not vanish at −∞, so attn_mask must be bool (True = attend) "
-            "and alibi None"
-        )
+        return "taylor does not vanish at −∞: attn_mask must be bool (True = attend) and alibi None"
     return None
 
 

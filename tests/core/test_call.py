@@ -1,4 +1,4 @@
-"""What a row sees: positions, masks, windows, segments and n_i, against loops in Python."""
+"""Visible keys and their counts n_i, against loops in Python."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from helpers.cases import params_of, rand
 SHAPES = (1, 1), (5, 5), (1, 6), (4, 7), (7, 4), (6, 1)
 
 
-def facts(queries: int, keys: int, heads: int = 2, **options: Any) -> Call:
+def make_call(queries: int, keys: int, heads: int = 2, **options: Any) -> Call:
     q, k = torch.zeros(2, heads, queries, 4), torch.zeros(2, heads, keys, 4)
     return check_call(q, k, k, **options)
 
 
-def seen_by_hand(call: Call, **options: Any) -> Tensor:
-    """visible[b, h, i, j], from the words of the contract, one entry after the other."""
+def visible_by_hand(call: Call, **options: Any) -> Tensor:
+    """visible[b, h, i, j], entry by entry from the contract."""
     shape = (call.batch, call.heads, call.queries, call.keys)
     visible = torch.zeros(shape, dtype=torch.bool)
     window, mask = options.get("window"), options.get("attn_mask")
@@ -34,7 +34,7 @@ def seen_by_hand(call: Call, **options: Any) -> Tensor:
         see = True
         if options.get("is_causal"):
             see = see and j <= position
-        if isinstance(window, int):  # W keys: the row's own and W − 1 before it
+        if isinstance(window, int):  # W keys: the query's own and W − 1 before it
             see = see and position - j < window
         elif window is not None:
             see = see and position - window[0] <= j <= position + window[1]
@@ -56,10 +56,10 @@ def options_for(queries: int, keys: int) -> list[dict[str, Any]]:
         {},
         {"attn_mask": mask},
         {"attn_mask": mask[:1, :1]},
-        {"attn_mask": mask[:, :1, :1]},  # of keys, one per batch
-        {"attn_mask": mask[:, :, :1]},  # of keys, one per head
-        {"attn_mask": mask[0, 0, 0]},  # of keys, one for all
-        {"attn_mask": mask[0, 0, :, :1]},  # of whole rows
+        {"attn_mask": mask[:, :1, :1]},  # key mask per batch
+        {"attn_mask": mask[:, :, :1]},  # key mask per head
+        {"attn_mask": mask[0, 0, 0]},  # one key mask for all
+        {"attn_mask": mask[0, 0, :, :1]},  # hides whole rows
         {"attn_mask": floats.masked_fill(floats < -0.3, float("-inf"))},
         segments,
         {**segments, "attn_mask": mask[:, :, :1]},
@@ -72,15 +72,14 @@ def options_for(queries: int, keys: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_visible_keys_and_their_counts(shape: tuple[int, int]) -> None:
+def test_visible_keys_and_counts(shape: tuple[int, int]) -> None:
     for options in options_for(*shape):
-        call = facts(*shape, **options)
-        expected = seen_by_hand(call, **options)
+        call = make_call(*shape, **options)
+        expected = visible_by_hand(call, **options)
         assert torch.equal(call.visible.expand(expected.shape), expected), options
         counts = call.counts.expand(expected.shape[:3])
         assert torch.equal(counts, expected.sum(-1).float()), options
         assert call.counts.dtype == torch.float32
-        # What `tiled` masks: the complement, listed by columns.
         hidden = torch.zeros_like(expected)
         for columns, where in call.hidden():
             hidden[..., columns] |= where
@@ -88,15 +87,15 @@ def test_visible_keys_and_their_counts(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (4, 7), (7, 4)], ids=str)
-def test_a_block_of_a_call_sees_what_the_call_sees(shape: tuple[int, int]) -> None:
+def test_block_sees_the_same_keys_as_the_call(shape: tuple[int, int]) -> None:
     for options in options_for(*shape):
-        call = facts(*shape, **options)
-        whole = seen_by_hand(call, **options)
+        call = make_call(*shape, **options)
+        whole = visible_by_hand(call, **options)
         for rows in (slice(0, 2), slice(2, 4), slice(3, 4)):
             part, keys = call.block(slice(1, 2), slice(0, 2), rows)
             expected = whole[1:2, :, rows, keys]
             assert torch.equal(part.visible.expand(expected.shape), expected), options
-            # Nothing visible lies beyond its keys, so that its counts are those of the row.
+            # No visible key is outside of the block's range, so its counts are those of the rows.
             assert int(expected.sum()) == int(whole[1:2, :, rows].sum())
             _ = call.counts
             part, _ = call.block(slice(1, 2), slice(0, 2), rows)
@@ -105,7 +104,7 @@ def test_a_block_of_a_call_sees_what_the_call_sees(shape: tuple[int, int]) -> No
 
 
 def test_counts_of_long_calls_take_linear_memory() -> None:
-    """65 536² entries would be 4 GiB as bools: counted in O(N) all the same."""
+    """65 536² bools would take 4 GiB."""
     n = 65536
     ids = (torch.arange(n) // 1000)[None]
     q = torch.zeros(1, 1, n, 1)
@@ -118,8 +117,8 @@ def test_counts_of_long_calls_take_linear_memory() -> None:
     assert torch.equal(windowed.counts.flatten(), torch.arange(1, n + 1).clamp(max=4096).float())
 
 
-def test_a_mask_with_one_query_is_a_key_mask_by_shape_alone() -> None:
-    """However equal the rows of a dense mask are, it stays dense; linear forms tell them apart."""
+def test_key_mask_is_recognized_by_its_shape() -> None:
+    """A dense mask with equal rows is not a key mask; linear forms support key masks only."""
     q = rand(1, 2, 6, 4)
     keys = torch.tensor([True, True, False, True, True, False])
     dense = keys.expand(6, 6).clone()
@@ -132,8 +131,8 @@ def test_a_mask_with_one_query_is_a_key_mask_by_shape_alone() -> None:
         attnzoo.attention(q, q, q, "taylor", attn_mask=dense, backend="linear")
 
 
-def test_causality_is_bottom_right() -> None:
-    """Nk > Nq: the last row sees all keys. Nq > Nk: the first rows see none."""
+def test_causality_is_aligned_bottom_right() -> None:
+    """If Nk > Nq, the last query sees all keys; if Nq > Nk, the first queries see none."""
     q, k = rand(1, 1, 2, 4), rand(1, 1, 5, 4)
     w = attnzoo.attention_weights(q, k, k, is_causal=True)[0, 0]
     assert torch.equal(w != 0, torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool())
@@ -141,7 +140,7 @@ def test_causality_is_bottom_right() -> None:
     assert torch.equal(w != 0, torch.tensor([[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]).bool())
 
 
-def test_mask_and_causality_hold_together() -> None:
+def test_mask_and_causality_both_apply() -> None:
     q = rand(1, 1, 4, 4)
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 0]]).bool()
     for backend in ("eager", "tiled"):
@@ -151,7 +150,7 @@ def test_mask_and_causality_hold_together() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_window_counts_the_rows_own_key(backend: str) -> None:
+def test_window_includes_the_query_s_own_key(backend: str) -> None:
     q = rand(1, 1, 5, 4)
     v = torch.eye(5, dtype=torch.float64)[None, None]
     own = attnzoo.attention(q, q, v, is_causal=True, window=1, backend=backend)
@@ -163,7 +162,7 @@ def test_window_counts_the_rows_own_key(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_bias_comes_after_the_gain(backend: str) -> None:
+def test_bias_is_added_after_the_gain(backend: str) -> None:
     """ssmax with s = 2: softmax(2 log n z + mask − slope |i − j|)."""
     q, k = rand(1, 2, 4, 6, seed=1), rand(1, 2, 7, 6, seed=2)
     mask, slopes = rand(4, 7, seed=3), torch.tensor([0.5, 0.125]).double()
@@ -178,8 +177,8 @@ def test_bias_comes_after_the_gain(backend: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["ssmax", "log_n", "sigmoid", "asentmax"])
-def test_every_finite_entry_of_a_float_mask_counts(variant: str) -> None:
-    """−1e4 hides a key from a softmax, but not from n: only −inf does."""
+def test_finite_mask_entries_count_as_visible(variant: str) -> None:
+    """−1e4 removes a key from a softmax but not from n; only −inf does both."""
     q, k = rand(1, 1, 3, 6, seed=1), rand(1, 1, 8, 6, seed=2)
     low = torch.zeros(8, dtype=torch.float64)
     low[5:] = -1e4
@@ -196,8 +195,8 @@ def test_every_finite_entry_of_a_float_mask_counts(variant: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", ["softmax", "ssmax", "sigmoid", "entmax", "cosformer"])
-def test_segments_are_calls_of_their_own(variant: str, backend: str) -> None:
-    """Packed sequences give what each gives alone, counts and causality included."""
+def test_segments_equal_separate_calls(variant: str, backend: str) -> None:
+    """Packed sequences give the outputs of separate calls, including counts and causality."""
     q, k, v = (rand(1, 2, 12, 6, seed=i) for i in range(3))
     ids = torch.tensor([[4, 4, 4, 4, 4, -1, -1, -1, 9, 9, 9, 9]])
     options = dict(is_causal=True, backend=backend, **params_of(variant, 12))
@@ -208,8 +207,8 @@ def test_segments_are_calls_of_their_own(variant: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled", "sdpa"])
-def test_groups_share_the_key_head_of_their_block(backend: str) -> None:
-    """Query heads 0, 1 use key head 0 and 2, 3 use 1, as torch's enable_gqa."""
+def test_groups_of_query_heads_share_a_key_head(backend: str) -> None:
+    """Query heads 0 and 1 use key head 0, heads 2 and 3 key head 1, as in torch."""
     q, k, v = rand(2, 4, 6, 8, seed=1), rand(2, 2, 6, 8, seed=2), rand(2, 2, 6, 8, seed=3)
     found = attnzoo.attention(q, k, v, enable_gqa=True, backend=backend)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)

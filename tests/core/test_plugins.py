@@ -1,4 +1,4 @@
-"""Plugins are loaded once, under their own name, from any folder, in every command."""
+"""Plugins are loaded once, under their own name, from any folder; all commands accept them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_file_imported_before_load_plugin_raises(
     (tmp_path / "imported_before.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("imported_before")
-    with pytest.raises(ValueError, match="must be loaded before it is imported"):
+    with pytest.raises(ValueError, match="must not be imported before load_plugin"):
         attnzoo.load_plugin(tmp_path / "imported_before.py")
     del sys.modules["imported_before"]
     assert attnzoo.load_plugin(tmp_path / "imported_before.py").variants == ()

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint around a call, on every backend that trains: the same gradients."""
+"""torch.utils.checkpoint around a call gives the same gradients, on every backend that trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Function = Callable[..., Tensor]
 
 
 def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Tensor]]:
-    """A call on that backend and no other, as a function of its leaves; and the leaves."""
+    """A call on this backend as a function of its leaves, and the leaves."""
     dtype = precise(backend)
     leaves = [rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3)]
     constant = (variant, backend) in CONSTANT_PARAMETERS
@@ -55,7 +55,7 @@ def gradients(function: Function, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     for x in leaves:
         x.grad = None
     out = function(*leaves)
-    # Not torch.autograd.grad, which a reentrant checkpoint refuses.
+    # A reentrant checkpoint does not support torch.autograd.grad.
     out.backward(rand(*out.shape, seed=9, dtype=out.dtype))
     return tuple(x.grad for x in leaves if x.grad is not None)
 
@@ -66,7 +66,7 @@ def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize(("variant", "backend"), TRAINED)
-def test_a_checkpoint_changes_no_gradient(variant: str, backend: str) -> None:
+def test_checkpoint_gives_the_same_gradients(variant: str, backend: str) -> None:
     run, leaves = call(variant, backend)
     agree(gradients(lambda *x: once(run, *x), leaves), gradients(run, leaves))
 
@@ -83,7 +83,7 @@ every_backend = pytest.mark.parametrize(("variant", "backend"), BACKENDS)
 
 
 @every_backend
-def test_a_checkpoint_in_a_checkpoint(variant: str, backend: str) -> None:
+def test_nested_checkpoint(variant: str, backend: str) -> None:
     run, leaves = call(variant, backend)
     agree(
         gradients(lambda *x: nested(run, *x), leaves), gradients(lambda *x: run(*x).sin(), leaves)
@@ -91,15 +91,15 @@ def test_a_checkpoint_in_a_checkpoint(variant: str, backend: str) -> None:
 
 
 @every_backend
-def test_a_reentrant_checkpoint(variant: str, backend: str) -> None:
+def test_reentrant_checkpoint(variant: str, backend: str) -> None:
     run, leaves = call(variant, backend)
     found = gradients(lambda *x: once(run, *x, use_reentrant=True), leaves)
     agree(found, gradients(run, leaves))
 
 
 @every_backend
-def test_a_checkpoint_under_autocast(variant: str, backend: str) -> None:
-    """The recomputation has the autocast of the forward, and the backward none."""
+def test_checkpoint_under_autocast(variant: str, backend: str) -> None:
+    """The recomputation uses the autocast of the forward; the backward uses none."""
     run, leaves = call(variant, backend)
     leaves = [x.detach().float().requires_grad_() for x in leaves]
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_under_autocast(variant: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["taylor", "adaptive_temperature"])
-def test_autocast_around_the_backward_of_tiled_changes_nothing(variant: str) -> None:
+def test_autocast_does_not_affect_the_backward_of_tiled(variant: str) -> None:
     options = {"differentiable": True} if variant == "adaptive_temperature" else {}
     run, leaves = call(variant, "tiled", **options)
     leaves = [x.detach().float().requires_grad_() for x in leaves]
@@ -129,15 +129,15 @@ def test_autocast_around_the_backward_of_tiled_changes_nothing(variant: str) -> 
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_the_statistics_of_a_gain_are_checkpointed_too() -> None:
+def test_nested_checkpoint_of_a_gain_from_statistics() -> None:
     run, leaves = call("adaptive_temperature", "tiled", differentiable=True)
     agree(
         gradients(lambda *x: nested(run, *x), leaves), gradients(lambda *x: run(*x).sin(), leaves)
     )
 
 
-def test_a_variant_without_a_form_is_checkpointed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks are checkpoints themselves."""
+def test_nested_checkpoint_of_a_variant_without_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tiled` checkpoints each of its blocks too."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(blocks, "ROWS", 4)
     monkeypatch.setitem(CASES, "halved", CASES["softmax"])
@@ -150,7 +150,7 @@ def test_a_variant_without_a_form_is_checkpointed_too(monkeypatch: pytest.Monkey
     )
 
 
-def test_dropout_is_drawn_again_as_it_was() -> None:
+def test_recomputed_dropout_is_the_same() -> None:
     run, leaves = call("softmax", "tiled", dropout_p=0.5)
     torch.manual_seed(1)
     expected = gradients(run, leaves)
@@ -158,7 +158,7 @@ def test_dropout_is_drawn_again_as_it_was() -> None:
     agree(gradients(lambda *x: once(run, *x), leaves), expected)
 
 
-# torch 2.13 traces an autograd.Function by making one, which torch itself warns about.
+# torch 2.13 instantiates an autograd.Function to trace it, and warns about that.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("variant", "backend", "options"),
@@ -172,7 +172,7 @@ def test_dropout_is_drawn_again_as_it_was() -> None:
         pytest.param("ssmax", "flash", {}, marks=[pytest.mark.slow, pytest.mark.interpreter]),
     ],
 )
-def test_a_compiled_checkpoint(variant: str, backend: str, options: dict[str, Any]) -> None:
+def test_compiled_checkpoint(variant: str, backend: str, options: dict[str, Any]) -> None:
     run, leaves = call(variant, backend, **options)
     torch.compiler.reset()
     compiled = torch.compile(lambda *x: once(run, *x), fullgraph=True, backend="aot_eager")
@@ -181,8 +181,8 @@ def test_a_compiled_checkpoint(variant: str, backend: str, options: dict[str, An
 
 @quiet
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_trainer_checkpoints_a_converted_model_that_reaches_tiled(tmp_path: Path) -> None:
-    """The length is one at which the calls of the model go to tiled, not to eager."""
+def test_trainer_checkpoints_a_converted_model_on_tiled(tmp_path: Path) -> None:
+    """At this length the model's calls run on tiled, not on eager."""
     length = 192
     ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in ids]

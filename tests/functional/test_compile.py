@@ -1,7 +1,7 @@
 """torch.compile(fullgraph=True): no graph break, and the results of eager mode.
 
-One compilation per (variant, backend), because they are slow: the options change from one variant
-to the next so that all of them are compiled somewhere.
+Compilations are slow, so there is one per (variant, backend). The options rotate over the variants;
+each option is compiled with some of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window pair and alibi": {"window": (3, 2), "alibi": torch.tensor([0.1, 0.2, 0.3, 0.4])},
     "lse": {"return_lse": True, "is_causal": True},
 }
-# What variants without an additive score take.
+# For variants without an additive score.
 NO_SCORE_OPTIONS = ("causal", "bool mask", "key mask and segments", "window")
 SPECIAL: dict[str, list[dict[str, Any]]] = {
     "sdpa": [{"is_causal": True}, OPTIONS["bool mask"], OPTIONS["float mask"]],
@@ -41,7 +41,7 @@ SPECIAL: dict[str, list[dict[str, Any]]] = {
 }
 
 
-# A linear form, a threshold and a sum with a learned sink; the others are slow.
+# A linear form, a threshold and a sum with a learned sink; the others are marked slow.
 QUICK = ("cosformer", "entmax", "sink")
 
 
@@ -68,7 +68,7 @@ def cells() -> Iterator[Any]:
 
 CELLS = list(cells())
 
-# torch 2.13 traces an autograd.Function by making one, which torch itself warns about.
+# torch 2.13 instantiates an autograd.Function to trace it, and warns about that.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
@@ -78,7 +78,7 @@ def fresh_compiler() -> None:
 
 
 def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[Tensor]:
-    """Outputs and gradients of q, k, v and what is learned."""
+    """Outputs, and gradients of q, k, v and the learned parameters."""
     leaves = [rand(2, 4, 9, 8, seed=i).float().requires_grad_() for i in range(3)]
     attend.zero_grad()
     out = function(*leaves, **options)
@@ -90,11 +90,13 @@ def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[T
 
 
 @pytest.mark.parametrize(("variant", "backend", "options"), CELLS)
-def test_compiles_whole_and_agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
+def test_compiles_without_graph_break_and_agrees(
+    variant: str, backend: str, options: dict[str, Any]
+) -> None:
     params = params_of(variant)
     names = tuple(CASES[variant].learned)
     if (variant, backend) == ("entmax", "eager"):
-        names = ()  # a definition that bisects α unrolls into 17 s of compilation
+        names = ()  # the bisection for a learned α takes 17 s to compile
     attend = Attention(variant, 4, learn=names, **params, **(learned(variant, 4) if names else {}))
     options = {**options, "backend": backend}
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -105,14 +107,14 @@ def test_compiles_whole_and_agrees(variant: str, backend: str, options: dict[str
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_every_option_is_compiled(backend: str) -> None:
+def test_every_option_is_compiled_somewhere(backend: str) -> None:
     compiled = {cell.id.split("-", 2)[2] for cell in CELLS if cell.values[1] == backend}
     assert compiled == set(OPTIONS)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "sdpa"])
-def test_other_lengths_and_scales_are_compiled_too(backend: str) -> None:
-    """At the second value torch makes a symbol of a number: nothing may mind."""
+def test_second_length_and_scale_compile(backend: str) -> None:
+    """At its second value a number becomes symbolic."""
     attend = Attention("softmax", 4, learn=())
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n, scale in ((9, 0.5), (12, 0.25)):
@@ -121,13 +123,13 @@ def test_other_lengths_and_scales_are_compiled_too(backend: str) -> None:
         assert torch.allclose(compiled(q, k, v, **options), attend(q, k, v, **options), atol=1e-6)
 
 
-LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # of two blocks of rows to four
+LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # two to four blocks of rows
 
 
 def graphs_over(
     lengths: tuple[int, ...], backend: str, variant: str, dynamic: bool | None = None, **params: Any
 ) -> int:
-    """How many graphs a call and its gradients are compiled to over these lengths."""
+    """The number of graphs compiled for a call and its gradients over these lengths."""
     names = tuple(CASES[variant].learned)
     attend = Attention(
         variant,
@@ -151,18 +153,18 @@ FEW_GRAPHS = [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v
 
 
 @pytest.mark.parametrize("variant", FEW_GRAPHS)
-def test_tiled_has_few_graphs_for_all_lengths(variant: str) -> None:
-    """One for the first length, then one for few scores and one for many: no blocks unrolled."""
+def test_tiled_compiles_few_graphs_for_all_lengths(variant: str) -> None:
+    """One graph for the first length, one for few scores and one for many."""
     assert graphs_over(LENGTHS, "tiled", variant) <= 3
 
 
 @pytest.mark.slow
-def test_differentiable_statistics_have_few_graphs_for_all_lengths() -> None:
+def test_differentiable_statistics_compile_few_graphs_for_all_lengths() -> None:
     assert graphs_over(LENGTHS, "tiled", "adaptive_temperature", differentiable=True) <= 3
 
 
 @pytest.mark.slow
-def test_the_definition_of_a_learned_alpha_has_two_graphs_for_all_lengths() -> None:
+def test_definition_with_learned_alpha_compiles_two_graphs_for_all_lengths() -> None:
     assert graphs_over((9, 12, 14, 20, 11, 31, 25, 13, 17), "eager", "entmax") == 2
 
 
@@ -174,12 +176,12 @@ def test_the_definition_of_a_learned_alpha_has_two_graphs_for_all_lengths() -> N
         pytest.param("adaptive_temperature", marks=pytest.mark.slow),
     ],
 )
-def test_sdpa_is_compiled_with_all_sizes_symbolic(variant: str) -> None:
+def test_sdpa_compiles_with_symbolic_sizes(variant: str) -> None:
     assert graphs_over((20, 31, 40), "sdpa", variant, dynamic=True) <= 2
 
 
-def test_few_graphs_hold_no_walk_over_blocks() -> None:
-    """The size of the graph is that of a call of one block."""
+def test_blocks_are_not_unrolled_into_the_graph() -> None:
+    """The graph of many blocks is as large as that of one block."""
 
     def nodes(n: int) -> int:
         counter = CompileCounterWithBackend("eager")
@@ -192,8 +194,8 @@ def test_few_graphs_hold_no_walk_over_blocks() -> None:
     assert nodes(900) == nodes(10)
 
 
-def test_a_linear_variant_is_compiled_at_a_second_length() -> None:
-    """Which backend is chosen depends on the work, a symbol at the second length."""
+def test_linear_variant_compiles_at_a_second_length() -> None:
+    """The choice of the backend depends on the work, which is symbolic at the second length."""
     attend = Attention("cosformer", 1, max_length=4096)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n in (1100, 1200):
@@ -202,7 +204,7 @@ def test_a_linear_variant_is_compiled_at_a_second_length() -> None:
 
 
 @pytest.mark.slow
-def test_another_order_of_taylor_is_compiled_too() -> None:
+def test_other_orders_of_taylor_compile() -> None:
     q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))
     compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="aot_eager")
     for order in (2, 4, 6):
@@ -232,7 +234,7 @@ def register(name: str, forms: Any) -> None:
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_activations_of_one_name_are_told_apart() -> None:
+def test_activations_with_the_same_name_are_distinguished() -> None:
     q, k, v = (rand(1, 2, 9, 4, seed=i).requires_grad_() for i in range(3))
     register("two", lambda call: (Pairwise(TWO, "sum"),))
     register("three", lambda call: (Pairwise(THREE, "sum"),))
@@ -248,7 +250,7 @@ def test_activations_of_one_name_are_told_apart() -> None:
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_an_activation_made_in_a_compiled_call_is_refused() -> None:
+def test_activation_created_in_a_compiled_call_raises() -> None:
     q, k, v = (rand(1, 2, 9, 4, seed=i).float() for i in range(3))
     register("made", lambda call: (Pairwise(fresh("made", 2.0), "sum"),))
     expected = (2 * q @ k.mT / 2).softmax(-1) @ v
@@ -259,8 +261,8 @@ def test_an_activation_made_in_a_compiled_call_is_refused() -> None:
         compiled(q, k, v, "made", backend="tiled")
 
 
-def test_other_parameters_are_compiled_too() -> None:
-    """A model has the same variant with another number in another layer."""
+def test_other_parameters_compile() -> None:
+    """As in a model whose layers have the same variant with different numbers."""
     q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))
     for alpha in (1.3, 2.0):
         attend = Attention("entmax", 4, alpha=alpha)

@@ -1,4 +1,4 @@
-"""Dropout on the weights: unbiased, governed by torch's generator, and the same in backward."""
+"""Dropout on the weights: unbiased, drawn from torch's generator, and the same in backward."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def seeded(seed: int, *args: Any, **options: Any) -> Tensor:
 
 @both
 @every_variant
-def test_it_drops_whole_weights_and_scales_the_rest(variant: str, backend: str) -> None:
-    """With v the identity the output is the weights: each is 0, or its own value over 1 − p."""
+def test_each_weight_is_dropped_or_scaled(variant: str, backend: str) -> None:
+    """With v = identity the output is the weights: each is 0 or divided by 1 − p."""
     q, k, _ = qkv(n=40)
     eye = torch.eye(40, dtype=torch.float64).expand(2, 2, 40, 40)
     params = params_of(variant)
@@ -43,7 +43,7 @@ def test_it_drops_whole_weights_and_scales_the_rest(variant: str, backend: str) 
 
 
 @both
-def test_the_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None:
+def test_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None:
     q, k, v = qkv(n=8)
     exact = attnzoo.attention(q, k, v, backend=backend)
     runs = torch.stack([seeded(i, q, k, v, backend=backend, dropout_p=0.5) for i in range(600)])
@@ -53,7 +53,7 @@ def test_the_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None
 
 
 @both
-def test_the_generator_governs_the_draw(backend: str) -> None:
+def test_seed_determines_the_draw(backend: str) -> None:
     q, k, v = qkv()
     options = dict(backend=backend, dropout_p=0.5)
     first = seeded(1, q, k, v, **options)
@@ -65,7 +65,7 @@ def test_the_generator_governs_the_draw(backend: str) -> None:
 
 
 @both
-def test_nothing_is_drawn_at_zero(backend: str) -> None:
+def test_dropout_p_zero_draws_nothing(backend: str) -> None:
     q, k, v = qkv()
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -76,7 +76,7 @@ def test_nothing_is_drawn_at_zero(backend: str) -> None:
 
 @both
 @every_variant
-def test_gradients_are_those_of_the_mask_that_was_drawn(variant: str, backend: str) -> None:
+def test_gradients_use_the_mask_of_the_forward(variant: str, backend: str) -> None:
     named = {name: x.double() for name, x in learned(variant, 2).items()}
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_mask_that_was_drawn(variant: str, backend: s
     assert gradcheck(run, leaves, fast_mode=True)
 
 
-def test_backward_draws_what_forward_drew_whatever_was_drawn_between() -> None:
+def test_backward_draws_the_mask_of_the_forward_after_other_draws() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     do = rand(2, 2, 6, 6, seed=9)
     out = seeded(5, q, k, v, backend="tiled", dropout_p=0.5)
@@ -99,13 +99,11 @@ def test_backward_draws_what_forward_drew_whatever_was_drawn_between() -> None:
     state = torch.get_rng_state()
     for have, want in zip(torch.autograd.grad(out, (q, k, v), do), undisturbed, strict=True):
         assert torch.equal(have, want)
-    assert torch.equal(state, torch.get_rng_state())  # and leaves the generator alone
+    assert torch.equal(state, torch.get_rng_state())  # backward does not change the generator
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax", "topk"])
-def test_the_mask_does_not_depend_on_the_size_of_blocks(
-    variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mask_does_not_depend_on_block_sizes(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = rand(3, 4, 11, 6, seed=1), rand(3, 2, 13, 6, seed=2), rand(3, 2, 13, 6, seed=3)
     options = dict(enable_gqa=True, is_causal=True, dropout_p=0.5, backend="tiled")
     options.update(params_of(variant))
@@ -118,14 +116,14 @@ def test_the_mask_does_not_depend_on_the_size_of_blocks(
 
 
 def drawn(heads: int = 4, n: int = 200) -> Tensor:
-    """What tiled keeps of equal weights: bool (heads, n, n)."""
+    """Where `tiled` keeps a weight, for equal weights: bool (heads, n, n)."""
     zeros = torch.zeros(1, heads, n, 1)
     eye = torch.eye(n).expand(1, heads, n, n)
     return seeded(7, zeros, zeros, eye, backend="tiled", dropout_p=0.5)[0] != 0
 
 
-def test_rows_columns_and_heads_are_drawn_independently() -> None:
-    """Shares of ½, and no correlation between neighbours in any direction, nor of diagonals."""
+def test_rows_keys_and_heads_are_drawn_independently() -> None:
+    """Half of the weights are kept, without correlation between neighbours or diagonals."""
     kept = drawn().double() - 0.5
     n = kept[0].numel()
     limit = 5 / n**0.5
@@ -142,6 +140,6 @@ def test_rows_columns_and_heads_are_drawn_independently() -> None:
     }
     for name, products in pairs.items():
         assert abs(float(products.mean())) * 4 < 1.5 * limit, name
-    # Four corners of rectangles: a mask that is the exclusive or of a row's and a key's bit fails.
+    # Corners of rectangles detect a mask that is the XOR of one bit per row and one bit per key.
     corners = kept[0, 1:, 1:] * kept[0, :-1, 1:] * kept[0, 1:, :-1] * kept[0, :-1, :-1]
     assert abs(float(corners.mean())) * 16 < 1.5 * limit

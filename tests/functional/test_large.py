@@ -1,7 +1,7 @@
-"""A large call against fp64 on 128 of its rows: the first, the last and a random run.
+"""A large call against fp64 on 128 of its rows: the first ones, the last ones and some between.
 
-All 2048 rows are computed by the backend that is chosen for the size; dO is zero elsewhere, so that
-the gradients of keys and values are those of the 128 rows alone.
+The backend chosen for the size computes all 2048 rows. dO is zero for the other rows, so the
+gradients of keys and values are those of the 128 rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def results(out: Tensor, leaves: dict[str, Tensor], do: Tensor) -> dict[str, Ten
 def expected(
     variant: str, backend: str, inputs: Inputs
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The definition on the blocks of rows, which know their places and counts; and its bounds."""
+    """Results of the definition on the blocks of rows, and the error bounds."""
     leaves, arguments = inputs.arguments(torch.float64)
     whole = prepared(variant, backend, arguments, inputs, 1.0)
     call, form = replace(whole.call, whole_counts=whole.call.counts), whole.definition
@@ -62,7 +62,7 @@ def test_rows_of_a_large_call(variant: str, window: int | None) -> None:
     rest: dict[str, Any] = {"is_causal": True, "window": window, **params_of(variant, N)}
     leaves = {n: rand(1, HEADS, N, DIM, seed=i).float() for i, n in enumerate("qkv")}
     leaves.update(learned(variant, HEADS))
-    if attnzoo.get_variant(variant).positional:  # as in agreement.py: no row of 0/0
+    if attnzoo.get_variant(variant).positional:  # as in agreement.py: avoids rows of 0/0
         for name in "qk":
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
     do = torch.zeros(1, HEADS, N, DIM)

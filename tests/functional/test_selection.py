@@ -1,4 +1,4 @@
-"""Which backend runs: explain(), the rule of preference, and third-party variants."""
+"""Which backend runs: explain(), the order of preference, and user-defined variants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers.cases import VARIANTS, params_of, rand
 
 
 def tensors(n: int, d: int = 64, heads: int = 8, gradient: bool = False) -> list[Tensor]:
-    # Expanded from one number: explain() looks at shapes alone.
+    # Expanded from one number, because explain() reads shapes only.
     return [torch.zeros(1).expand(1, heads, n, d).requires_grad_(gradient) for _ in range(3)]
 
 
@@ -27,7 +27,7 @@ def chosen(variant: str, n: int, d: int = 64, gradient: bool = False, **options:
     return attnzoo.explain(*tensors(n, d, gradient=gradient), variant, **options).chosen
 
 
-def test_few_scores_are_run_by_definition() -> None:
+def test_few_scores_run_on_eager_or_sdpa() -> None:
     few = int((FEW_SCORES / 8) ** 0.5)
     for variant in VARIANTS:
         fused = variant in ("softmax", "ssmax", "log_n", "adaptive_temperature")
@@ -35,13 +35,13 @@ def test_few_scores_are_run_by_definition() -> None:
         assert chosen(variant, few + 1) != "eager"
 
 
-def test_a_pass_for_statistics_has_to_be_worth_it() -> None:
+def test_statistics_move_the_limit_for_eager() -> None:
     fewest = int((FEWEST_SCORES / 8) ** 0.5)
     assert chosen("adaptive_temperature", fewest) == "eager"
     assert chosen("adaptive_temperature", fewest + 1) == "sdpa"
 
 
-def test_softmax_and_gains_on_it_go_to_torch() -> None:
+def test_softmax_with_a_gain_runs_on_sdpa() -> None:
     for variant in ("softmax", "ssmax", "log_n", "adaptive_temperature"):
         assert chosen(variant, 1024, is_causal=True) == "sdpa"
         assert chosen(variant, 1024, is_causal=True, window=100) == "tiled"
@@ -49,26 +49,26 @@ def test_softmax_and_gains_on_it_go_to_torch() -> None:
         assert chosen(variant, 1024, is_causal=True) == "tiled"
 
 
-def test_linear_where_it_is_less_work() -> None:
-    """Able is not preferred: Taylor at D = 64 has 2145 features."""
+def test_linear_runs_if_it_is_less_work() -> None:
+    """A supported linear form may still be slower: taylor has 2145 features at D = 64."""
     for n, backend in ((1024, "tiled"), (4096, "tiled"), (8192, "tiled"), (65536, "linear")):
-        # Six times 2145 · 2 · 65 against 128 n.
+        # The work is 6 · 2145 · 2 · 65 against 128 n.
         assert chosen("taylor", n, d=64) == backend
         assert (128 * n > 6 * 2145 * 2 * 65) == (backend == "linear")
     assert chosen("taylor", 2048, d=64, is_causal=True) == "tiled"  # half of the keys
     assert chosen("taylor", 1024, d=16) == "linear"
     assert chosen("cosformer", 1024) == "linear"
-    assert chosen("cosformer", 1024, window=(5, 5)) == "tiled"  # linear objects
+    assert chosen("cosformer", 1024, window=(5, 5)) == "tiled"  # linear does not support it
 
 
-def test_the_choice_is_a_function_of_sizes_alone() -> None:
-    """Gradients and values do not sway it where no backend objects."""
+def test_choice_does_not_depend_on_gradients() -> None:
+    """All backends that are chosen here support gradients."""
     for variant in VARIANTS:
         for n in (64, 1024, 8192):
             assert chosen(variant, n) == chosen(variant, n, gradient=True)
 
 
-def test_preference_lists_every_candidate_once() -> None:
+def test_explain_lists_every_candidate_once() -> None:
     q, k, v = tensors(1024)
     for variant in VARIANTS:
         plan = attnzoo.explain(q, k, v, variant, **params_of(variant, 1024))
@@ -79,20 +79,20 @@ def test_preference_lists_every_candidate_once() -> None:
     assert preference((), attnzoo.core.arguments.check_call(q, k, v)) == []
 
 
-def test_the_table_of_reasons() -> None:
+def test_table_of_reasons() -> None:
     q, k, v = tensors(1024)
     text = str(attnzoo.explain(q, k, v, "taylor", is_causal=True, dropout_p=0.1))
     lines = text.splitlines()
     assert lines[0] == "taylor: tiled"
     rows = {tuple(line.split()[:2]): " ".join(line.split()[2:]) for line in lines[1:]}
     assert rows["tiled", "pairwise"] == "chosen"
-    assert rows["eager", "definition"] == "able"
+    assert rows["eager", "definition"] == "supported"
     assert rows["linear", "linear"] == "has no weights to drop"
     assert rows["sdpa", "pairwise"] == "carries softmax and row gains on it only"
     assert rows["flash", "pairwise"] == "has no dropout; tiled has"
 
 
-def test_explain_of_a_refusal_and_of_an_objection() -> None:
+def test_explain_of_unsupported_calls() -> None:
     q, k, v = tensors(64)
     plan = attnzoo.explain(q, k, v, "taylor", alibi=torch.zeros(8))
     assert plan.chosen is None
@@ -105,15 +105,13 @@ def test_explain_of_a_refusal_and_of_an_objection() -> None:
 
 
 def test_explain_runs_nothing() -> None:
-    """A terabyte of scores, explained at once."""
+    """The scores of this call would take a terabyte."""
     assert chosen("softmax", 10**6, return_lse=True) == "tiled"
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_named_backend_is_the_one_that_runs(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_backend_is_the_one_that_runs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     for name, known in list(BACKENDS.items()):
 
@@ -131,12 +129,12 @@ def test_a_named_backend_is_the_one_that_runs(
     assert ran[0] == attnzoo.explain(q, k, v, variant).chosen
 
 
-# ---- a third party's variant ------------------------------------------------------------------
+# ---- user-defined variants --------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Remove the variants that a test registers."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
 
@@ -157,7 +155,7 @@ RELU = attnzoo.Variant(
 )
 
 
-def test_a_variant_without_a_form_is_a_complete_citizen() -> None:
+def test_variant_without_forms_supports_all_arguments_and_gradients() -> None:
     attnzoo.register_variant(RELU)
     assert "relu" in attnzoo.list_variants()
     assert attnzoo.get_variant("relu") is RELU
@@ -193,7 +191,7 @@ def test_a_variant_without_a_form_is_a_complete_citizen() -> None:
 def test_tiled_differentiates_a_definition_in_small_blocks(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its blocks are checkpointed: mask, slopes and parameters get their gradients too."""
+    """Blocks are checkpointed; mask, slopes and parameters get gradients too."""
     from attnzoo.backends.tiled import blocks
 
     monkeypatch.setattr(blocks, "SCORES", 40)
@@ -213,13 +211,13 @@ def test_tiled_differentiates_a_definition_in_small_blocks(
     assert gradcheck(run, [x.requires_grad_() for x in leaves], fast_mode=True)
 
 
-def test_a_large_call_of_a_definition_is_tiled() -> None:
+def test_large_call_of_a_variant_without_forms_runs_on_tiled() -> None:
     attnzoo.register_variant(RELU)
     assert attnzoo.explain(*tensors(32), "relu").chosen == "eager"
     assert attnzoo.explain(*tensors(1024), "relu").chosen == "tiled"
 
 
-def test_a_definition_returns_lse_if_it_has_scores() -> None:
+def test_variant_with_scores_supports_return_lse() -> None:
     def scores(q: Tensor, k: Tensor, call: Any) -> Tensor:
         return 2 * call.scores(q, k) + call.bias
 
@@ -234,7 +232,7 @@ def test_a_definition_returns_lse_if_it_has_scores() -> None:
         assert torch.allclose(lse, expected)
 
 
-def test_the_module_finds_a_third_party_variant() -> None:
+def test_module_learns_a_user_defined_variant() -> None:
     attnzoo.register_variant(RELU)
     module = attnzoo.nn.Attention("relu", 2)
     assert module.p.tolist() == [1.0, 1.0]
@@ -244,5 +242,4 @@ def test_the_module_finds_a_third_party_variant() -> None:
 
 
 def test_registering_does_not_leak_between_tests() -> None:
-    """All tests above registered: nothing of it is left."""
     assert attnzoo.list_variants() == VARIANTS

@@ -1,7 +1,7 @@
-"""Which backend runs on a GPU, on a machine without one: fake tensors have a device and no memory.
+"""Which backend is chosen on a GPU, tested without one, and that CPUs do not get GPU kernels.
 
-A torch without CUDA can fake little beyond the choice, so what runs is shown on the device "meta".
-And where `flash` must not run: by itself on a CPU, and by name without the interpreter.
+Fake tensors have a CUDA device and no memory. A torch without CUDA cannot run a backend on them, so
+tests that run one use the device "meta".
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def chosen(variant: str, tensors: list[Tensor] | None = None, **options: Any) ->
 
 @pytest.mark.usefixtures("fake")
 class TestChoice:
-    def test_plain_softmax_and_gains_on_it_are_torchs(self) -> None:
+    def test_softmax_with_a_gain_runs_on_sdpa(self) -> None:
         for variant in FUSED:
             assert chosen(variant) == chosen(variant, is_causal=True) == "sdpa"
 
-    def test_what_torch_cannot_carry_is_for_the_kernels(self) -> None:
+    def test_options_that_sdpa_does_not_support_run_on_flash(self) -> None:
         for options in (
             {"window": 100, "is_causal": True},
             {"window": (5, 5)},
@@ -79,28 +79,28 @@ class TestChoice:
         for variant in FUSED:
             assert chosen(variant, qkv(value_dim=128)) == "flash"
 
-    def test_what_torch_would_do_densely_is_for_the_kernels(self) -> None:
-        """Its fused kernels take no groups of heads in fp32, and nothing in fp64."""
+    def test_calls_that_torch_does_not_fuse_do_not_run_on_sdpa(self) -> None:
+        """Torch's fused kernels do not support GQA in fp32, nor fp64."""
         for dtype, backend in ((torch.float32, "flash"), (torch.bfloat16, "sdpa")):
             assert chosen("softmax", qkv(kv_heads=2, dtype=dtype), enable_gqa=True) == backend
         assert chosen("softmax", qkv(dtype=torch.float64)) == "tiled"
 
-    def test_other_normalizers_are_for_the_kernels(self) -> None:
+    def test_other_pairwise_variants_run_on_flash(self) -> None:
         for variant in PAIRWISE:
             assert chosen(variant) == chosen(variant, is_causal=True, window=64) == "flash"
 
-    def test_short_calls_too(self) -> None:
-        """The definition is for few scores on a CPU: on a GPU its launches cost more."""
+    def test_short_calls_run_on_flash(self) -> None:
+        """Unlike on a CPU, where the definition is faster for few scores."""
         for variant in (*PAIRWISE, "adaptive_temperature"):
             assert chosen(variant, qkv(n=16)) == "flash"
 
-    def test_statistics_of_rows_are_taken_in_a_kernel(self) -> None:
+    def test_gain_from_statistics_runs_on_flash(self) -> None:
         assert chosen("adaptive_temperature") == "flash"
         exact = plan("adaptive_temperature", differentiable=True)
         assert exact.chosen == "tiled"
         assert "takes the gain as a constant" in str(exact)
 
-    def test_what_the_kernels_refuse_is_tiled_and_said(self) -> None:
+    def test_calls_that_flash_does_not_support_run_on_tiled(self) -> None:
         for variant, tensors, options, reason in (
             ("topk", None, {}, "selects no keys"),
             ("sink", None, {"dropout_p": 0.1}, "has no dropout"),
@@ -108,18 +108,18 @@ class TestChoice:
             ("sink", qkv(d=264), {}, "head dimensions up to 256"),
             ("taylor", None, {"order": 6}, "taylor6 names no Triton function"),
         ):
-            refused = plan(variant, tensors, **options)
-            assert refused.chosen == "tiled"
-            assert reason in str(refused)
+            found = plan(variant, tensors, **options)
+            assert found.chosen == "tiled"
+            assert reason in str(found)
 
-    def test_a_linear_form_runs_where_it_is_less_work(self) -> None:
+    def test_linear_form_runs_if_it_is_less_work(self) -> None:
         assert chosen("cosformer") == "flash_linear"
         assert chosen("taylor") == "flash"
         assert chosen("taylor", qkv(d=16)) == "flash_linear"
         assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
         assert chosen("taylor", qkv(n=2**17)) == "linear"  # 2145 features are not held in memory
 
-    def test_few_rows_against_many_keys_are_decoded(self) -> None:
+    def test_few_queries_against_many_keys_run_on_decode(self) -> None:
         def step(queries: int, keys: int = 4096, **kind: Any) -> list[Tensor]:
             return qkv(n=keys, queries=queries, **{"gradient": False, **kind})
 
@@ -127,11 +127,11 @@ class TestChoice:
             for queries in (1, 16):
                 tensors = step(queries, kv_heads=2)
                 assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
-        # 17 queries of 4 heads are more rows than a tile has; few keys are not worth a split.
+        # 17 queries of 4 heads do not fit into a tile; few keys are not split.
         assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
         assert chosen("sink", step(1, 512)) == "flash"
         assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
-        # Torch splits keys too: its one launch comes first as long as launches count.
+        # Below 4096 keys torch's fused softmax, which splits keys too, comes first.
         assert chosen("softmax", step(1, 2048)) == "sdpa"
         assert chosen("sink", step(1, 2048)) == "decode"
         assert chosen("adaptive_temperature", step(1, 2048)) == "decode"
@@ -141,7 +141,7 @@ class TestChoice:
         assert chosen("topk", step(1)) == "tiled"
 
     @pytest.mark.parametrize("variant", ["cosformer", "taylor"])
-    def test_the_state_is_walked_by_the_kernels_but_for_single_tokens(self, variant: str) -> None:
+    def test_linear_attention_uses_kernels_except_for_single_tokens(self, variant: str) -> None:
         for n, d, dtype, name in (
             (2048, 16, torch.bfloat16, "flash_linear"),
             (1, 16, torch.bfloat16, "linear"),
@@ -157,7 +157,7 @@ class TestChoice:
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
-    """The choice for a call on "meta" that says it is on a GPU: fake masks cannot be indexed."""
+    """The choice for meta tensors with a CUDA device in the call; fake masks cannot be indexed."""
     shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
@@ -166,7 +166,7 @@ def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
     return next(c.backend for c in found if c.reason is None)
 
 
-def test_masks_and_segments_choose_too() -> None:
+def test_choice_with_masks_and_segments() -> None:
     ids = torch.zeros(2, 256, dtype=torch.long, device="meta")
     keys = torch.ones(2, 1, 1, 256, dtype=torch.bool, device="meta")
     learned = torch.zeros(256, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -178,7 +178,7 @@ def test_masks_and_segments_choose_too() -> None:
     assert first_able("softmax", attn_mask=learned) == "tiled"
 
 
-def test_a_learned_alpha_is_tiled_and_a_given_one_is_not() -> None:
+def test_learned_alpha_runs_on_tiled_and_a_constant_one_on_flash() -> None:
     for gradient, backend in ((True, "tiled"), (False, "flash")):
         alpha = torch.full((8,), 1.5, device="meta", requires_grad=gradient)
         assert first_able("entmax", alpha=alpha) == backend
@@ -186,8 +186,8 @@ def test_a_learned_alpha_is_tiled_and_a_given_one_is_not() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("variant", FLASH)
-def test_shapes_dtypes_and_strides_without_memory(variant: str) -> None:
-    """A layer that holds its heads in its rows gets its output, and its gradients, as such."""
+def test_shapes_dtypes_and_strides_on_meta(variant: str) -> None:
+    """For (B, N, H, D) storage the output and the gradients have the same storage order."""
     shapes = (2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 48)
     kind = {"dtype": torch.float16, "device": "meta", "requires_grad": True}
     leaves = [torch.empty(shape, **kind) for shape in shapes]
@@ -211,7 +211,7 @@ def test_shapes_dtypes_and_strides_without_memory(variant: str) -> None:
 
 @pytest.mark.parametrize("n", [16, 1024])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_on_a_cpu_the_kernels_are_never_chosen(variant: str, n: int) -> None:
+def test_kernels_are_not_chosen_on_a_cpu(variant: str, n: int) -> None:
     q, k, v = (torch.zeros(1).expand(1, 8, n, 64) for _ in range(3))
     params = params_of(variant, n)
     for options in ({}, {"is_causal": True, "window": 7}):
@@ -220,8 +220,8 @@ def test_on_a_cpu_the_kernels_are_never_chosen(variant: str, n: int) -> None:
         )  # fmt: skip
 
 
-def in_a_fresh_process(code: str) -> str:
-    """What it prints, in a process without the interpreter."""
+def output_of(code: str) -> str:
+    """The output of a new process without Triton's interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -231,19 +231,19 @@ def in_a_fresh_process(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_without_the_interpreter_a_cpu_is_refused_in_words() -> None:
-    said = in_a_fresh_process(
+def test_flash_on_a_cpu_without_the_interpreter_raises() -> None:
+    text = output_of(
         "import torch, attnzoo; q = torch.zeros(1, 1, 4, 8)\n"
         "try: attnzoo.attention(q, q, q, 'sink', backend='flash')\n"
         "except ValueError as error: print(error)"
     )
-    assert "backend 'flash' cannot run 'sink' here" in said
-    assert "needs a CUDA device, or Triton's interpreter; these tensors are on cpu" in said
+    assert "backend 'flash' cannot run 'sink' here" in text
+    assert "needs a CUDA device, or Triton's interpreter; these tensors are on cpu" in text
 
 
-def test_a_call_on_a_cpu_loads_no_triton() -> None:
-    """Each variant by the backend that is chosen, few scores and many, forward and backward."""
-    said = in_a_fresh_process(
+def test_call_on_a_cpu_does_not_import_triton() -> None:
+    """Every variant with few and many scores, forward and backward."""
+    text = output_of(
         "import sys, torch, attnzoo\n"
         "required = {'cosformer': {'max_length': 256}, 'topk': {'top_k': 5}}\n"
         "for n in (8, 256):\n"
@@ -253,10 +253,10 @@ def test_a_call_on_a_cpu_loads_no_triton() -> None:
         "        attnzoo.attention(q, q, q, name, is_causal=True, **options).sum().backward()\n"
         "print([name for name in sys.modules if name.split('.')[0] == 'triton'])"
     )
-    assert said == "[]"
+    assert text == "[]"
 
 
-def test_without_triton_flash_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_without_triton_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnzoo.backends.triton.flash.backend.find_spec", lambda name: None)
     q, k, v = rand(3, 1, 2, 8, 8, dtype=torch.float32).unbind()
     with pytest.raises(ValueError, match=r"needs Triton: pip install 'attnzoo\[gpu\]'"):

@@ -1,4 +1,4 @@
-"""The contract of DESIGN section 4, for every variant that the registry knows."""
+"""The contract of a call (masks, counts, empty rows, extremes) for every shipped variant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# A prefix of each length is a call of its own, and decode runs several kernels for it.
+# Slow: decode launches several kernels for each prefix length.
 PREFIX_PAIRS = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
     if pair.values[1] == "decode" and pair.values[0] != "softmax"
@@ -35,13 +35,13 @@ def qkv(queries: int = 7, keys: int = 7, seed: int = 0, dtype: Any = torch.float
 
 
 def leaves_of(variant: str, backend: str) -> dict[str, Tensor]:
-    """Learned parameters, with a gradient where the backend gives one."""
+    """Learned parameters; they require a gradient if the backend supports it."""
     gradient = (variant, backend) not in CONSTANT_PARAMETERS
     return {name: x.requires_grad_(gradient) for name, x in learned(variant, 2).items()}
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Up to the order in which numbers of size 1 are added."""
+    """Equality up to the rounding of sums of numbers of size 1."""
     return torch.allclose(a, b, rtol=0, atol=1e-12 if a.dtype == torch.float64 else 5e-6)
 
 
@@ -49,10 +49,10 @@ def gradients_of(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])
 
 
-# ---- every variant is documented, and has its row in the table of cases ------------------------
+# ---- documentation ----------------------------------------------------------------------------
 
 
-def test_every_variant_has_its_case() -> None:
+def test_every_variant_has_a_test_case() -> None:
     assert set(CASES) == set(VARIANTS) == set(VARIANT_BACKENDS)
 
 
@@ -105,22 +105,22 @@ def test_fields_for_tables_are_filled(variant: str) -> None:
         assert ("(B, H, Nq)" in param.doc) == param.per_token
 
 
-def test_what_is_learned_by_the_cases_are_the_row_parameters() -> None:
+def test_test_cases_learn_all_parameters_per_head() -> None:
     for name, case in CASES.items():
-        rows = {p.name for p in attnzoo.get_variant(name).params if p.kind == "per_head"}
-        assert set(case.learned) == rows, name
+        per_head = {p.name for p in attnzoo.get_variant(name).params if p.kind == "per_head"}
+        assert set(case.learned) == per_head, name
         per_token = any(p.per_token for p in attnzoo.get_variant(name).params)
         assert case.per_token == per_token, name
 
 
-def test_unknown_variant_lists_the_known_ones() -> None:
+def test_unknown_variant_error_lists_the_known_ones() -> None:
     q, k, v = qkv()
     with pytest.raises(ValueError, match="'softmaxx'.*known: .*entmax.*softmax.*topk"):
         attnzoo.attention(q, k, v, "softmaxx")
 
 
 @every_variant
-def test_unknown_parameter_lists_the_known_ones(variant: str) -> None:
+def test_unknown_parameter_error_lists_the_known_ones(variant: str) -> None:
     q, k, v = qkv()
     names = [param.name for param in attnzoo.get_variant(variant).params] or ["none"]
     with pytest.raises(TypeError, match=f"'nonsense'.*{names[-1]}"):
@@ -143,10 +143,10 @@ def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
 
 
 @every_variant
-def test_rows_sum_to_one_where_normalized(variant: str) -> None:
+def test_rows_sum_to_one_if_normalized(variant: str) -> None:
     q, k, v = qkv(queries=9)  # causal with Nq > Nk: two rows see nothing
     sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant)).sum(-1)
-    if variant == "cosformer":  # a row whose products are all 0 is 0 too
+    if variant == "cosformer":  # its rows without a positive product are 0
         products = (q.relu() @ k.relu().transpose(-1, -2)).tril(-2).sum(-1)
         assert torch.allclose(sums, (products > 0).double())
         return
@@ -158,7 +158,7 @@ def test_rows_sum_to_one_where_normalized(variant: str) -> None:
 
 
 @every_variant
-def test_a_variant_has_a_state_where_it_has_a_linear_form(variant: str) -> None:
+def test_has_state_says_whether_there_is_a_linear_form(variant: str) -> None:
     found, (q, k, v) = attnzoo.get_variant(variant), qkv()
     defaults = {param.name: param.default for param in found.params}
     for setting in ({}, learned(variant, 2), *CASES[variant].settings):
@@ -178,8 +178,8 @@ def test_output_is_weights_times_values(variant: str) -> None:
 
 
 @pytest.mark.parametrize(("variant", "backend"), PREFIX_PAIRS)
-def test_a_prefix_keeps_its_outputs(variant: str, backend: str) -> None:
-    """Appending keys and queries under causality changes no earlier output."""
+def test_prefix_keeps_its_outputs(variant: str, backend: str) -> None:
+    """Appending tokens under causality does not change earlier outputs."""
     q, k, v = qkv(queries=32, keys=32, dtype=precise(backend))
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
     whole = attnzoo.attention(q, k, v, variant, **options)
@@ -189,7 +189,7 @@ def test_a_prefix_keeps_its_outputs(variant: str, backend: str) -> None:
 
 
 @every_pair
-def test_decoding_a_token_is_the_last_row(variant: str, backend: str) -> None:
+def test_last_query_alone_gives_the_last_row(variant: str, backend: str) -> None:
     q, k, v = qkv(queries=12, keys=12, dtype=precise(backend))
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
     whole = attnzoo.attention(q, k, v, variant, **options)
@@ -198,7 +198,7 @@ def test_decoding_a_token_is_the_last_row(variant: str, backend: str) -> None:
 
 
 @every_pair
-def test_the_order_of_keys_does_not_matter(variant: str, backend: str) -> None:
+def test_order_of_keys_matters_only_if_positional(variant: str, backend: str) -> None:
     q, k, v = qkv(dtype=precise(backend))
     order = torch.tensor([3, 0, 6, 5, 1, 4, 2])
     mask = rand(1, 1, 1, 7, seed=9) > -0.5
@@ -210,7 +210,7 @@ def test_the_order_of_keys_does_not_matter(variant: str, backend: str) -> None:
 
 
 @every_pair
-def test_inputs_are_left_as_they_are(variant: str, backend: str) -> None:
+def test_inputs_are_not_modified(variant: str, backend: str) -> None:
     q, k, v = qkv(dtype=torch.float32)
     before = [x.clone() for x in (q, k, v)]
     attnzoo.attention(q, k, v, variant, backend=backend, **params_of(variant))
@@ -218,8 +218,8 @@ def test_inputs_are_left_as_they_are(variant: str, backend: str) -> None:
 
 
 @every_pair
-def test_the_default_dtype_does_not_matter(variant: str, backend: str) -> None:
-    """A bool times a Python float takes it, which fp64 code must not notice."""
+def test_default_dtype_does_not_matter(variant: str, backend: str) -> None:
+    """A bool tensor times a Python float has the default dtype, also in fp64 code."""
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
     q, k, v = qkv(dtype=precise(backend))
     before = attnzoo.attention(q, k, v, variant, **options)
@@ -231,11 +231,11 @@ def test_the_default_dtype_does_not_matter(variant: str, backend: str) -> None:
     assert torch.equal(before, after)
 
 
-# ---- rows with no key and with one ------------------------------------------------------------
+# ---- rows with no or one visible key ----------------------------------------------------------
 
 
 @every_trained_pair
-def test_rows_without_keys_are_zero_and_send_no_gradient(variant: str, backend: str) -> None:
+def test_rows_without_keys_are_zero_with_zero_gradient(variant: str, backend: str) -> None:
     q, k, v = qkv(dtype=torch.float32)
     mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
     mask[1] = False  # all rows of the second batch see nothing
@@ -250,7 +250,7 @@ def test_rows_without_keys_are_zero_and_send_no_gradient(variant: str, backend: 
         assert bool(gradient.isfinite().all())
     for gradient in gradients[:3]:
         assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))
-    # No row of the second batch alone says anything about a parameter.
+    # The second batch alone gives no gradient to a parameter.
     q, k, v = (x[1:] for x in leaves)
     out = attnzoo.attention(
         q, k, v, variant, attn_mask=mask[1:], backend=backend, **{**params_of(variant), **params}
@@ -264,7 +264,7 @@ def test_rows_without_keys_are_zero_and_send_no_gradient(variant: str, backend: 
 @pytest.mark.parametrize("float_mask", [False, True])
 @every_variant
 def test_one_empty_row_among_others(variant: str, float_mask: bool, backend: str) -> None:
-    """An empty row leaves the other rows and their gradients as they are without it."""
+    """An empty row does not change the other rows and their gradients."""
     if float_mask and variant in NO_SCORE:
         q, k, v = qkv()
         with pytest.raises(ValueError, match="bool"):
@@ -298,8 +298,8 @@ def test_one_empty_row_among_others(variant: str, float_mask: bool, backend: str
 
 
 @every_trained_pair
-def test_a_row_with_one_key(variant: str, backend: str) -> None:
-    """The first causal row: weight 1 where normalized, and finite gradients (log n is 0 there)."""
+def test_row_with_one_key(variant: str, backend: str) -> None:
+    """The first causal row has weight 1 if normalized, and finite gradients (log n = 0)."""
     q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
     params = leaves_of(variant, backend)
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
@@ -309,7 +309,7 @@ def test_a_row_with_one_key(variant: str, backend: str) -> None:
     gradients = gradients_of(out[:, :, 0].sum(), [q, k, v, *params.values()])
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     if attnzoo.get_variant(variant).normalized:
-        # One key has weight 1 whatever its score is.
+        # The weight is 1 for any score.
         for gradient in (*gradients[:2], *gradients[3:]):
             assert float(gradient.abs().max()) < 1e-5
 
@@ -327,7 +327,7 @@ EXTREME = {
 @pytest.mark.parametrize("kind", EXTREME)
 @every_trained_pair
 def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> None:
-    """In fp32: outputs and gradients are finite, and outputs are those of fp64."""
+    """In fp32, outputs and gradients are finite, and outputs agree with fp64."""
     z = EXTREME[kind](rand(1, 2, 6, 9, seed=3, dtype=torch.float32))
     # D = 9 and unit vectors as keys: the scores are the queries.
     q, k = z, torch.eye(9).expand(1, 2, 9, 9)
@@ -350,6 +350,6 @@ def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> No
         **params_of(variant),
         **{name: x.detach().double() for name, x in params.items()},
     )
-    # A score of 1e4 carries an error of 1e-3 in fp32.
+    # A score of 1e4 has an error of 1e-3 in fp32.
     tolerance = 1e-2 if "1e4" in kind else 1e-4
     assert torch.allclose(out.double(), exact @ v.double(), rtol=0, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Scales and gains of 0 or below, and scores that are NaN or infinite, in every backend."""
+"""Scales and gains <= 0, and NaN or infinite scores, on every backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.coverage_table import FORWARD_ONLY, PAIRS, precise
 
 N = 12
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# Those whose scores take a gain, which may be negative.
+# Variants with a learned gain, which may be negative.
 GAINS = {
     "ssmax": {"s": torch.tensor([-0.4, 0.0]), "b": torch.tensor([-0.5, 0.0])},
     "asentmax": {
@@ -46,7 +46,7 @@ def results(
 
 
 def agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
-    """Output and gradients are those of the definition in fp64."""
+    """Assert that output and gradients equal those of the definition in fp64."""
     inputs = qkv(precise(backend))
     found = results(variant, backend, inputs, options)
     exact = results(variant, "eager", [x.double() for x in inputs], options)
@@ -55,8 +55,7 @@ def agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
         assert torch.allclose(have.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def takes(variant: str, backend: str, options: dict[str, Any]) -> bool:
-    """The variant has a meaning for these arguments, and the backend takes them."""
+def supported(variant: str, backend: str, options: dict[str, Any]) -> bool:
     plan = attnzoo.explain(*qkv(precise(backend)), variant, backend=backend, **options)
     return plan.chosen is not None
 
@@ -66,13 +65,13 @@ def takes(variant: str, backend: str, options: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("mask", MASKS)
 @every_pair
-def test_a_scale_that_is_negative_or_zero(variant: str, backend: str, mask: str) -> None:
+def test_scale_may_be_negative_or_zero(variant: str, backend: str, mask: str) -> None:
     for scale in (-0.7, 0.0):
         options = {**MASKS[mask], "scale": scale, **params_of(variant)}
         if variant in ONE_SIGN:
-            with pytest.raises(ValueError, match="any scale above 0"):
+            with pytest.raises(ValueError, match="scale must be above 0"):
                 attnzoo.attention(*qkv(torch.float32), variant, backend=backend, **options)
-        elif takes(variant, backend, options):
+        elif supported(variant, backend, options):
             agrees(variant, backend, options)
 
 
@@ -80,7 +79,7 @@ def test_a_scale_that_is_negative_or_zero(variant: str, backend: str, mask: str)
 @pytest.mark.parametrize(
     ("variant", "backend"), [pair for pair in PAIRS if pair.values[0] in GAINS]
 )
-def test_a_gain_that_is_negative_or_zero(variant: str, backend: str, mask: str) -> None:
+def test_gain_may_be_negative_or_zero(variant: str, backend: str, mask: str) -> None:
     agrees(variant, backend, {**MASKS[mask], "scale": -0.4, **GAINS[variant]})
 
 
@@ -88,8 +87,8 @@ ANY_SCALE = pytest.mark.parametrize("variant", [x for x in CASES if x not in ONE
 
 
 @ANY_SCALE
-def test_a_negative_scale_by_default(variant: str) -> None:
-    """Whatever backend is chosen; long enough that few scores are no reason to choose."""
+def test_negative_scale_equals_negated_queries(variant: str) -> None:
+    """With the backend that is chosen for many scores."""
     q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
     options = {"is_causal": True, **params_of(variant)}
     out = attnzoo.attention(q, k, v, variant, scale=-0.7, **options)
@@ -97,7 +96,7 @@ def test_a_negative_scale_by_default(variant: str) -> None:
 
 
 @ANY_SCALE
-def test_a_scale_below_what_fp32_can_tell_is_zero(variant: str) -> None:
+def test_scale_below_the_smallest_fp32_number_is_zero(variant: str) -> None:
     q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
     options = {"is_causal": True, **params_of(variant)}
     zero = attnzoo.attention(q, k, v, variant, scale=0.0, **options)
@@ -124,9 +123,9 @@ def spoil(x: Tensor, head: int, token: int, value: float) -> Tensor:
 
 
 def only_these_are_nan(out: Tensor, clean: Tensor, rows: Tensor) -> bool:
-    """NaN throughout the rows (bool [B, H, Nq]), and the others as they are without it.
+    """Whether exactly these rows (bool [B, H, Nq]) are NaN and the others are unchanged.
 
-    Up to rounding: rows are solved for a threshold together, until the last one is solved.
+    The others may differ by rounding, because a threshold is solved for all rows together.
     """
     atol = 1e-12 if out.dtype == torch.float64 else 1e-6
     others = torch.allclose(out[~rows], clean[~rows], rtol=0, atol=atol)
@@ -135,7 +134,7 @@ def only_these_are_nan(out: Tensor, clean: Tensor, rows: Tensor) -> bool:
 
 @every_setting
 def test_nan_in_gives_nan_out(variant: str, backend: str, params: dict[str, Any]) -> None:
-    """In the row of the query that is NaN, and in every row that sees a key that is."""
+    """In the row of a NaN query, and in every row that sees a NaN key."""
     q, k, v = qkv(precise(backend))
     options = {"is_causal": True, "backend": backend, **params}
     clean = attnzoo.attention(q, k, v, variant, **options)
@@ -153,7 +152,7 @@ def test_nan_in_gives_nan_out(variant: str, backend: str, params: dict[str, Any]
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "tiled"])
 @pytest.mark.parametrize("keys", [1, 3, 17])
 def test_nan_in_gives_nan_out_at_any_length(keys: int, backend: str) -> None:
-    """Vectors of torch's fused CPU kernel and their remainders treat NaN differently."""
+    """Torch's fused CPU kernel treats NaN differently in full vectors and in remainders."""
     mask = torch.ones(keys, keys, dtype=torch.bool).tril()
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         q, k, v = (rand(1, 2, keys, 8, seed=seed).to(dtype) for seed in (1, 2, 3))
@@ -174,7 +173,7 @@ def test_nan_in_gives_nan_out_at_any_length(keys: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "tiled"])
-def test_a_key_that_is_hidden_spoils_no_row(backend: str) -> None:
+def test_hidden_nan_key_changes_no_row(backend: str) -> None:
     q, k, v = qkv(torch.float32)
     for mask in (torch.arange(N).view(1, 1, 1, N) != 3, torch.arange(N).expand(1, 1, N, N) != 3):
         clean = attnzoo.attention(q, k, v, attn_mask=mask, backend=backend)
@@ -183,7 +182,7 @@ def test_a_key_that_is_hidden_spoils_no_row(backend: str) -> None:
             assert torch.equal(
                 attnzoo.attention(q, hidden, v, attn_mask=mask, backend=backend), clean
             )
-    # A row without any key is 0, whatever its query is.
+    # A row without visible keys is 0, even if its query is NaN.
     mask = torch.ones(1, 1, N, N, dtype=torch.bool)
     mask[:, :, 4] = False
     out = attnzoo.attention(spoil(q, 0, 4, torch.nan), k, v, attn_mask=mask, backend=backend)
@@ -191,10 +190,10 @@ def test_a_key_that_is_hidden_spoils_no_row(backend: str) -> None:
 
 
 @every_setting
-def test_an_infinite_score_raises_nothing(
+def test_infinite_score_gives_nan_and_no_error(
     variant: str, backend: str, params: dict[str, Any]
 ) -> None:
-    """Weights with a normalizer are ∞/∞ = NaN, as torch's softmax has it; σ(∞) is 1."""
+    """With a normalizer ∞/∞ = NaN, as in torch's softmax; sigmoid has σ(∞) = 1."""
     q, k, v = (x.abs() + 0.5 for x in qkv(precise(backend)))
     options = {"is_causal": True, "backend": backend, **params}
     out = attnzoo.attention(q, spoil(k, 1, 5, torch.inf), v, variant, **options)
@@ -222,8 +221,8 @@ kernels = pytest.mark.parametrize(
 
 
 @kernels
-def test_lse_of_a_row_at_the_least_float(backend: str) -> None:
-    """Beside it no score has a digit; in the units of the kernels, log2 e, it is no float."""
+def test_lse_of_a_row_at_the_lowest_float(backend: str) -> None:
+    """Scores vanish beside it, and times log2(e), the kernels' unit, it overflows."""
     q, k, v = qkv(torch.float32)
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST
@@ -237,7 +236,7 @@ def test_lse_of_a_row_at_the_least_float(backend: str) -> None:
 
 
 @pytest.mark.interpreter
-def test_gradients_of_lse_with_a_row_at_the_least_float() -> None:
+def test_gradients_of_lse_with_a_row_at_the_lowest_float() -> None:
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST
     found = []
@@ -257,8 +256,8 @@ def test_gradients_of_lse_with_a_row_at_the_least_float() -> None:
 
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_the_entropy_of_a_row_at_the_least_float(backend: str, differentiable: bool) -> None:
-    """33 equal scores: the logarithm of their sum is no power of two, and has no digit beside."""
+def test_entropy_of_a_row_at_the_lowest_float(backend: str, differentiable: bool) -> None:
+    """33 equal scores: log 33 is lost to rounding beside the mask."""
     q, k, v = (rand(1, 2, 33, 8, seed=i, dtype=torch.float32) for i in (1, 2, 3))
     mask = torch.zeros(1, 1, 33, 33)
     mask[:, :, 7] = LEAST
@@ -276,7 +275,7 @@ def test_the_entropy_of_a_row_at_the_least_float(backend: str, differentiable: b
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", CASES)
-def test_a_mask_without_queries(variant: str, backend: str) -> None:
+def test_mask_without_queries(variant: str, backend: str) -> None:
     for keys in (0, 1, 5):
         for mask_keys in {1, keys}:
             q, k, v = (rand(2, 2, n, 8, seed=n).float().requires_grad_() for n in (0, keys, keys))
@@ -295,7 +294,7 @@ def test_a_mask_without_queries(variant: str, backend: str) -> None:
 def test_long_orthogonal_queries_and_keys_in_linear_time(
     is_causal: bool, dtype: torch.dtype
 ) -> None:
-    """|q||k| is 10⁴ times q·k: the sums of products of features have lost that many digits."""
+    """|q||k| is 10⁴ times q·k, so sums of feature products cancel by that factor."""
     turn = torch.linalg.qr(rand(16, 16, seed=4)).Q
     half = torch.arange(16) < 8
     q, k, v = (rand(1, 2, 1024, 16, seed=seed) for seed in (1, 2, 3))

@@ -1,4 +1,4 @@
-"""Gradients: of the function, of any order or refused, of any leaf alone."""
+"""Gradients: against finite differences, of second order, and of single leaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def qkv(queries: int = 7, keys: int = 7) -> list[Tensor]:
 def differentiable(variant: str, per_token: bool = False) -> tuple[list[Tensor], Any]:
     """Leaves, and a function of them that runs the variant: causal, GQA, with an empty row.
 
-    Float mask and slopes are among the leaves where the variant has an additive score.
+    Float mask and slopes are among the leaves if the variant supports them.
     """
     q, k, v = rand(2, 4, 5, 3, seed=1), rand(2, 2, 4, 3, seed=2), rand(2, 2, 4, 3, seed=3)
     named = learned(variant, 4, token_shape=(2, 5) if per_token else None)
@@ -44,12 +44,12 @@ def differentiable(variant: str, per_token: bool = False) -> tuple[list[Tensor],
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("lse", [False, True])
 @every_variant
-def test_gradients_are_those_of_the_function(variant: str, backend: str, lse: bool) -> None:
+def test_gradients_match_finite_differences(variant: str, backend: str, lse: bool) -> None:
     leaves, run = differentiable(variant)
 
     def function(*inputs: Tensor) -> Any:
         result = run(*inputs, backend=backend, return_lse=lse)
-        # lse of the empty first row is −inf, which no difference quotient takes.
+        # The lse of the empty first row is −inf, which has no finite difference.
         return (result[0], result[1][:, :, 1:]) if lse else result
 
     if lse and variant in NO_LSE:
@@ -70,7 +70,7 @@ def test_gradients_of_parameters_per_token(variant: str, backend: str) -> None:
     ("variant", "backend"),
     [(v, b) for v in VARIANTS for b in ("sdpa", "linear") if VARIANT_BACKENDS[v][b] is RUNS],
 )
-def test_gradients_through_the_special_backends(variant: str, backend: str) -> None:
+def test_gradients_on_sdpa_and_linear(variant: str, backend: str) -> None:
     q, k, v = qkv(queries=4, keys=4)
     named = {name: x.double() for name, x in learned(variant, 2).items()}
 
@@ -79,14 +79,14 @@ def test_gradients_through_the_special_backends(variant: str, backend: str) -> N
         return attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
 
     leaves = [x.requires_grad_() for x in (q, k, v, *named.values())]
-    if variant == "adaptive_temperature":  # its β is frozen: see the test below
+    if variant == "adaptive_temperature":  # no gradient through β: see the test below
         leaves = [q.detach(), k.detach(), v]
     assert gradcheck(run, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled", "sdpa"])
-def test_adaptive_temperature_freezes_its_temperature(backend: str) -> None:
-    """By default the derivative is that of softmax(β z) with β a number."""
+def test_adaptive_temperature_has_no_gradient_through_beta_by_default(backend: str) -> None:
+    """The gradient is that of softmax(β z) with a constant β."""
     q, k, v = (x.requires_grad_() for x in qkv(queries=1, keys=30))
     do = rand(2, 2, 1, 6, seed=8)
     out = attnzoo.attention(q, k, v, "adaptive_temperature", backend=backend)
@@ -96,7 +96,7 @@ def test_adaptive_temperature_freezes_its_temperature(backend: str) -> None:
     z = q @ k.transpose(-1, -2) / 6**0.5
     p = z.softmax(-1)
     temperature = beta(-(p * p.log()).sum(-1, keepdim=True)).detach()
-    assert bool((temperature > 1.2).all())  # 30 keys: it is at work
+    assert bool((temperature > 1.2).all())  # 30 keys: β is above 1
     frozen = torch.autograd.grad((temperature * z).softmax(-1) @ v, (q, k, v), do)
     for have, want in zip(found, frozen, strict=True):
         assert torch.allclose(have, want)
@@ -113,14 +113,14 @@ def test_second_derivatives_on_eager(variant: str) -> None:
 
 
 @every_variant
-def test_second_derivatives_on_tiled_are_refused_and_point_to_eager(variant: str) -> None:
-    """Never zeros in silence."""
+def test_second_derivatives_on_tiled_raise_and_name_eager(variant: str) -> None:
+    """They must not be zeros without an error."""
     leaves, run = differentiable(variant)
 
     def twice() -> None:
         loss = run(*leaves, backend="tiled").square().sum()
         first = torch.autograd.grad(loss, leaves[0], create_graph=True)
-        # As torch.autograd.functional.hessian does: an edge that is missing reads as a zero.
+        # As in torch.autograd.functional.hessian, where a missing edge counts as zero.
         torch.autograd.grad(first[0].square().sum(), leaves[1], allow_unused=True)
 
     with pytest.raises(RuntimeError, match="eager"):
@@ -132,7 +132,7 @@ def test_second_derivatives_on_tiled_are_refused_and_point_to_eager(variant: str
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @every_variant
-def test_any_leaf_alone_gets_the_gradient_it_gets_among_others(variant: str, backend: str) -> None:
+def test_single_leaf_gets_the_same_gradient(variant: str, backend: str) -> None:
     leaves, run = differentiable(variant)
     do = rand(2, 4, 5, 3, seed=9)
     together = torch.autograd.grad(run(*leaves, backend=backend), leaves, do)
@@ -144,8 +144,8 @@ def test_any_leaf_alone_gets_the_gradient_it_gets_among_others(variant: str, bac
 
 
 @pytest.mark.parametrize(("variant", "backend"), TRAINED)
-def test_backward_twice_gives_the_same_twice(variant: str, backend: str) -> None:
-    """Nothing saved is changed by its use."""
+def test_second_backward_gives_the_same_gradients(variant: str, backend: str) -> None:
+    """The backward does not modify saved tensors."""
     leaves = [x.to(precise(backend)).requires_grad_() for x in qkv()]
     out = attnzoo.attention(*leaves, variant, is_causal=True, backend=backend, **params_of(variant))
     do = rand(*out.shape, seed=9, dtype=out.dtype)
@@ -156,8 +156,8 @@ def test_backward_twice_gives_the_same_twice(variant: str, backend: str) -> None
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", [name for name, case in CASES.items() if case.learned])
-def test_parameters_without_a_dimension(variant: str, backend: str) -> None:
-    """One number for all heads: as the same number per head, and the sum of its gradients."""
+def test_zero_dim_parameter_equals_the_same_number_per_head(variant: str, backend: str) -> None:
+    """Its gradient is the sum over heads."""
     q, k, v = qkv()
     one = {name: x[0].double().requires_grad_() for name, x in learned(variant, 2).items()}
     per_head = {name: x.detach().repeat(2).requires_grad_() for name, x in one.items()}
@@ -175,7 +175,7 @@ def test_parameters_without_a_dimension(variant: str, backend: str) -> None:
 
 
 @every_variant
-def test_gradients_of_the_weights_themselves(variant: str) -> None:
+def test_gradients_of_attention_weights(variant: str) -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     w = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant))
     out = attnzoo.attention(q, k, v, variant, is_causal=True, **params_of(variant))

@@ -1,4 +1,4 @@
-"""Each variant against a value from its paper, its authors' algorithm, or a sheet of paper."""
+"""Each variant against a value from its paper, its authors' code, or a hand calculation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = ["eager", "tiled"]
 
 
 def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: Any) -> Tensor:
-    """The weights (R, n) that scores (R, n) get: keys are unit vectors, so q is the scores."""
+    """The weights (R, n) for scores (R, n); keys are unit vectors, so q is the scores."""
     n = scores.shape[-1]
     eye = torch.eye(n, dtype=scores.dtype)[None, None]
     return attnzoo.attention(
@@ -29,8 +29,8 @@ def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: A
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if CASES[v].paper.weights])
-def test_value_of_the_case(variant: str) -> None:
-    """One row, D = 1 and q = 1, so that the keys are the scores; on every backend that takes it."""
+def test_weights_of_the_paper_example(variant: str) -> None:
+    """On every backend that supports it; D = 1 and q = 1, so the keys are the scores."""
     paper = CASES[variant].paper
     k = torch.tensor(paper.scores, dtype=torch.float64)[None, None, :, None]
     v = torch.eye(len(paper.scores), dtype=torch.float64)[None, None]
@@ -46,7 +46,7 @@ def test_value_of_the_case(variant: str) -> None:
         assert torch.allclose(found, expected, rtol=0, atol=paper.accuracy), backend
 
 
-def test_softmax_is_torch_s() -> None:
+def test_softmax_equals_scaled_dot_product_attention() -> None:
     q, k, v = (rand(2, 4, 9, 8, seed=i).requires_grad_() for i in range(3))
     do = rand(2, 4, 9, 8, seed=3)
     for options in ({}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": rand(9, 9, seed=4)}):
@@ -77,10 +77,10 @@ def test_ssmax_figure_1(n: int, ssmax: float, softmax: float) -> None:
         )
 
 
-def test_log_n_changes_nothing_at_the_training_length() -> None:
+def test_log_n_equals_softmax_at_the_train_length() -> None:
     scores = rand(3, 512)
     assert torch.allclose(weights_of(scores, "log_n"), scores.softmax(-1))
-    # Twice the logarithm, twice the temperature; train_length = e is the plain log n.
+    # Half the logarithm of train_length gives twice the gain; train_length = e gives log n.
     assert torch.allclose(
         weights_of(scores, "log_n", train_length=512**0.5), (2 * scores).softmax(-1)
     )
@@ -89,7 +89,7 @@ def test_log_n_changes_nothing_at_the_training_length() -> None:
 
 
 def test_adaptive_temperature_by_hand() -> None:
-    """Half of the mass on one of 100 keys: H = log 2 + ½ log 99 = 2.99071 nats.
+    """Half of the weight on one of 100 keys: H = log 2 + ½ log 99 = 2.99071 nats.
 
     Horner: −0.037·H = −0.110656; (+0.481)·H = 1.107577; (−2.3)·H = −3.566205;
     (+4.917)·H = 4.039694; −1.791 = 2.248694 = β.
@@ -102,8 +102,8 @@ def test_adaptive_temperature_by_hand() -> None:
         assert torch.allclose(w[0, :99], (1 - w[0, -1]) / 99)
 
 
-def test_adaptive_temperature_works_between_0_85_and_5_95_nats() -> None:
-    """REFERENCE: β > 1 there only, at most 2.421, at 4.41."""
+def test_adaptive_temperature_beta_exceeds_one_between_0_85_and_5_95_nats() -> None:
+    """β is at most 2.421, at H = 4.41."""
     entropy = torch.arange(0, 9, 0.01, dtype=torch.float64)
     above = entropy[beta(entropy) > 1]
     assert float(above.min()) == pytest.approx(0.85, abs=0.01)
@@ -111,12 +111,12 @@ def test_adaptive_temperature_works_between_0_85_and_5_95_nats() -> None:
     assert bool((beta(entropy) >= 1).all())
     assert float(beta(entropy).max()) == pytest.approx(2.421, abs=5e-4)
     assert float(entropy[beta(entropy).argmax()]) == pytest.approx(4.41, abs=0.01)
-    # Beyond e^5.95 = 384 equally likely keys nothing is left of it.
+    # With more than e^5.95 = 384 equally likely keys it equals softmax.
     flat = 1e-3 * rand(1, 500)
     assert torch.equal(weights_of(flat, "adaptive_temperature"), weights_of(flat, "softmax"))
 
 
-def test_adaptive_temperature_sharpens_by_its_temperature() -> None:
+def test_adaptive_temperature_multiplies_scores_by_beta() -> None:
     scores = torch.cat([rand(4, 80, seed=1), 3 * rand(4, 80, seed=2), 0.1 * rand(4, 80, seed=3)])
     p = scores.softmax(-1)
     entropy = -(p * p.log()).sum(-1)
@@ -132,7 +132,7 @@ def test_adaptive_temperature_sharpens_by_its_temperature() -> None:
 
 
 def grads(function: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Value, and gradients for a fixed random upstream gradient."""
+    """The value, and the gradients for a fixed random upstream gradient."""
     leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
     out = function(*leaves)
     return (out, *torch.autograd.grad(out, leaves, rand(*out.shape, seed=77, dtype=out.dtype)))
@@ -174,7 +174,7 @@ def test_entmax15_against_the_package(kind: str, backend: str) -> None:
 def test_entmax_against_the_package_and_its_gradient_to_alpha(
     kind: str, alpha: float, backend: str
 ) -> None:
-    """The package bisects; its dα is Correia et al.'s closed formula."""
+    """The package solves by bisection and has dα in closed form (Correia et al.)."""
     scores = SCORES[kind]()
 
     def theirs(s: Tensor, a: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_entmax_against_the_package_and_its_gradient_to_alpha(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_entmax_takes_an_alpha_per_head(backend: str) -> None:
+def test_entmax_with_alpha_per_head(backend: str) -> None:
     q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))
     alpha = torch.tensor([1.2, 1.5, 2.0], dtype=torch.float64)
 
@@ -214,7 +214,7 @@ def test_entmax_tends_to_softmax(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
-    """entmax-1.5 of (δ + β (log n_i)^γ) z, n_i = 1 … 9 by causality; at n = 1 the gain is δ."""
+    """entmax-1.5 of (δ + β (log n_i)^γ) z with causal n_i = 1 … 9; the gain is δ at n = 1."""
     q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))
     shape = (2, 3, 9) if per_token else (3,)
     values = [rand(*shape, seed=4).abs(), rand(*shape, seed=5), 1 + 0.1 * rand(*shape, seed=6)]
@@ -254,12 +254,12 @@ def test_sigmoid_by_hand(backend: str) -> None:
     agree(grads(ours, scores, bias), grads(lambda s, b: 1 / (1 + (-s - b).exp()), scores, bias))
     counted = weights_of(scores, "sigmoid", backend)
     assert torch.allclose(counted, 1 / (1 + 20 * (-scores).exp()))
-    constant = weights_of(scores, "sigmoid", backend, bias=-math.log(20))  # the authors' way
+    constant = weights_of(scores, "sigmoid", backend, bias=-math.log(20))  # as the authors do
     assert torch.allclose(counted, constant)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sink_is_softmax_times_a_sigmoid_gate_on_lse(backend: str) -> None:
+def test_sink_equals_softmax_times_sigmoid_of_lse_minus_b(backend: str) -> None:
     q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))
     b = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
 
@@ -274,7 +274,7 @@ def test_sink_is_softmax_times_a_sigmoid_gate_on_lse(backend: str) -> None:
 
 
 def cosformer_by_hand(q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool) -> Tensor:
-    """Equation 10 of the paper, one pair after the other."""
+    """Equation 10 of the paper, pair by pair."""
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
     for i in range(q.shape[2]):
         total = torch.zeros(q.shape[:2], dtype=q.dtype)
@@ -289,15 +289,15 @@ def cosformer_by_hand(q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_cosformer_is_its_pairwise_definition(causal: bool, backend: str) -> None:
+def test_cosformer_equals_its_pairwise_definition(causal: bool, backend: str) -> None:
     q, k, v = (rand(1, 2, 6, 4, seed=i) for i in range(3))
     out = attnzoo.attention(q, k, v, "cosformer", max_length=9, is_causal=causal, backend=backend)
     assert torch.allclose(out, cosformer_by_hand(q, k, v, 9, causal))
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
-def test_cosformer_does_not_see_scales(backend: str) -> None:
-    """Of a query, of all keys, or of the call: no clamp of the denominator spoils it."""
+def test_cosformer_is_invariant_to_scales(backend: str) -> None:
+    """Scales of a query, of all keys, or of the call; the denominator is not clamped."""
     q, k, v = (rand(1, 2, 6, 4, seed=i) for i in range(3))
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 10.0, 1e3, 1e6], dtype=torch.float64)[:, None]
     options = dict(max_length=16, backend=backend, is_causal=True)
@@ -320,7 +320,7 @@ def test_cosformer_rows_of_zeros_are_zero_on_every_backend() -> None:
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_taylor_is_its_pairwise_definition(causal: bool, backend: str) -> None:
+def test_taylor_equals_its_pairwise_definition(causal: bool, backend: str) -> None:
     scores = 2 * rand(8, 8)
     w = 1 + scores + scores**2 / 2
     assert bool((w >= 0.5).all())
@@ -329,7 +329,7 @@ def test_taylor_is_its_pairwise_definition(causal: bool, backend: str) -> None:
     assert torch.allclose(found, w / w.sum(-1, keepdim=True))
 
 
-def test_taylor_of_higher_order_nears_softmax() -> None:
+def test_taylor_of_higher_order_approaches_softmax() -> None:
     scores = rand(8, 20)
     errors = [
         float((weights_of(scores, "taylor", "tiled", order=p) - scores.softmax(-1)).abs().max())
@@ -339,8 +339,8 @@ def test_taylor_of_higher_order_nears_softmax() -> None:
     assert errors[-1] < 1e-5
 
 
-def test_taylor_packs_each_product_once() -> None:
-    """REFERENCE: 153 features at D = 16, 2145 at 64, and ψ(q)·ψ(k) = 1 + q·k + (q·k)²/2."""
+def test_taylor_features_hold_each_product_once() -> None:
+    """153 features at D = 16, 2145 at D = 64, and ψ(q)·ψ(k) = 1 + q·k + (q·k)²/2."""
     q, k = rand(5, 16, seed=1), rand(5, 16, seed=2)
     found = attnzoo.get_variant("taylor").forms(None, order=2)
     form = next(form for form in found if isinstance(form, attnzoo.Linear))
@@ -352,7 +352,7 @@ def test_taylor_packs_each_product_once() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_topk_keeps_the_lowest_index_of_equals(backend: str) -> None:
+def test_topk_keeps_the_lowest_index_of_equal_scores(backend: str) -> None:
     scores = torch.tensor([[1.0, 2, 1, 1, 0], [0, 0, 0, 0, 0], [-1, -2, -3, -4, -5]]).double()
     e = math.e
     expected = torch.tensor(
@@ -363,7 +363,7 @@ def test_topk_keeps_the_lowest_index_of_equals(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_topk_counts_visible_keys_only_and_keeps_all_of_a_few(backend: str) -> None:
+def test_topk_selects_among_visible_keys_and_keeps_all_if_fewer(backend: str) -> None:
     scores = torch.tensor([[9.0, 1, 2, 3, 4]]).double()
     mask = torch.tensor([[False, True, True, False, True]])
     found = weights_of(scores, "topk", backend, top_k=2, attn_mask=mask)
@@ -375,7 +375,7 @@ def test_topk_counts_visible_keys_only_and_keeps_all_of_a_few(backend: str) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_topk_sends_no_gradient_to_what_it_drops(backend: str) -> None:
+def test_topk_dropped_keys_get_no_gradient(backend: str) -> None:
     scores = rand(5, 12)
     dropped = torch.ones_like(scores).scatter(-1, scores.topk(4).indices, 0.0) == 1
     out, gradient = grads(lambda s: weights_of(s, "topk", backend, top_k=4), scores)
