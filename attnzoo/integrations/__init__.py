@@ -1,1 +1,1 @@
-"""attnzoo inside other libraries: a module for each, loaded by those who use it."""
+"""attnzoo inside other libraries: one module per library, imported on demand."""

@@ -1,9 +1,10 @@
-"""Modules that own a variant's learned parameters, and what they decode with."""
+"""Modules that own the learned parameters of variants, and caches for decoding."""
 
-from attnzoo.nn.attention import Attention, parameter_groups
+from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import attend
 from attnzoo.nn.multihead import MultiheadAttention, replace
+from attnzoo.nn.optimizer import parameter_groups
 from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
 

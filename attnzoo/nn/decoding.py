@@ -1,19 +1,20 @@
-"""attend(): attention of the next tokens of a sequence, from what a cache holds of those before."""
+"""attend(): attention of the next tokens of a sequence to all tokens so far, with a cache."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
+from attnzoo.core.arguments import Segments, Window
 from attnzoo.core.checks import check_dense, is_number, plain, shown
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention
 from attnzoo.functional.linear_attention import linear_attention
-from attnzoo.nn.cache import Cache, KVCache, StateCache, check_constant, check_heads_first
+from attnzoo.nn.cache import Cache, KVCache, StateCache, check_four_dims, check_no_grad
 
-# Keywords of `attention` that a state has no use for, and what they are when they say nothing.
-NEUTRAL = {
+# Keywords of `attention` that a StateCache does not support, with their defaults.
+STATE_DEFAULTS = {
     "window": None,
     "alibi": None,
     "segment_ids": None,
@@ -23,51 +24,94 @@ NEUTRAL = {
 }
 
 
-def attend(cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any) -> Any:
-    """Attention of the next tokens to all so far, these included, which the cache then holds.
+class AttentionKeywords(TypedDict, total=False):
+    """The keywords of `attnzoo.attention` that modules pass on, without return_lse."""
 
-    Gives what ``attention(..., is_causal=True)`` over all tokens so far gives for these queries:
-    the counts n_i, positions, windows and sinks are those of the whole sequence. Differentiable
-    with a `StateCache`, whose variant, scale and parameters are those of its first call.
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    window: Window
+    alibi: Tensor | None
+    segment_ids: Segments
+    dropout_p: float
+    backend: str | None
+
+
+@overload
+def attend(
+    cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, *,
+    return_lse: Literal[False] = False, **arguments: Any,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attend(
+    cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, *,
+    return_lse: Literal[True], **arguments: Any,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attend(
+    cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, *,
+    return_lse: bool, **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def attend(
+    cache: Cache, q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the next tokens to all tokens so far; appends the next tokens to the cache.
+
+    Equals ``attention(..., is_causal=True)`` over the whole sequence at the next tokens' rows:
+    counts n_i, positions, windows and sinks are those of the whole sequence.
 
     Args:
-        cache: a `KVCache`, or a `StateCache` for what `attnzoo.linear_attention` takes.
-        q: (B, H, N, D), k: (B, Hkv, N, D), v: (B, Hkv, N, Dv), the next N tokens.
-        variant, **arguments: as for `attnzoo.attention`; a mask is over all keys so far, these
-            included.
+        cache: a `KVCache`, or a `StateCache` for variants that `attnzoo.linear_attention` accepts.
+        q: queries of the next N tokens, (B, H, N, D).
+        k: keys of the next N tokens, (B, Hkv, N, D).
+        v: values of the next N tokens, (B, Hkv, N, Dv).
+        variant: a name from `attnzoo.list_variants`.
+        **arguments: keywords of `attnzoo.attention` and parameters of the variant. A mask covers
+            all keys so far, the next tokens included. A `StateCache` requires the variant, scale
+            and parameters of its first call, and only supports key masks.
+
+    Returns:
+        The output (B, H, N, Dv); with ``return_lse`` (output, lse (B, H, N)).
 
     Raises:
-        ValueError, TypeError: naming the argument; the cache is then as it was.
+        ValueError, TypeError: an argument is wrong; the cache is left unchanged.
 
     Example:
         >>> import torch, attnzoo
         >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
-        >>> whole = attnzoo.attention(q, k, v, "ssmax", is_causal=True)
+        >>> full = attnzoo.attention(q, k, v, "ssmax", is_causal=True)
         >>> cache = attnzoo.nn.KVCache(max_length=16)
         >>> _ = attnzoo.nn.attend(cache, q[:, :, :9], k[:, :, :9], v[:, :, :9], "ssmax")
         >>> last = attnzoo.nn.attend(cache, q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], "ssmax")
-        >>> torch.allclose(last, whole[:, :, 9:], atol=1e-6), cache.length
+        >>> torch.allclose(last, full[:, :, 9:], atol=1e-6), cache.length
         (True, 10)
+
+    Notes:
+        A `StateCache` is differentiable. A `KVCache` is not: use ``torch.no_grad()``.
     """
     if not isinstance(cache, Cache):
-        raise TypeError(f"cache must be from new_cache(); got {type(cache).__name__}")
-    if arguments.pop("is_causal", True) is not True:
-        raise ValueError("is_causal must be True with a cache: later tokens are not there yet")
+        raise TypeError(f"cache must be a KVCache or a StateCache, got {type(cache).__name__}")
+    causal = arguments.pop("is_causal", True)
+    if causal is not True:
+        raise ValueError(f"is_causal must be True with a cache, got {shown(causal)}")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_heads_first(name, x)
+        check_four_dims(name, x)
     if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must hold the same tokens, got {q.shape[2]} and {k.shape[2]}")
+        raise ValueError(
+            f"q and k must hold the same number of tokens, got {q.shape[2]} and {k.shape[2]}"
+        )
     _check_mask(arguments.get("attn_mask"), cache.length + k.shape[2])
     if isinstance(cache, StateCache):
-        return _from_state(cache, q, k, v, variant, arguments)
-    return _from_keys(cache, q, k, v, variant, arguments)
+        return _attend_to_state(cache, q, k, v, variant, arguments)
+    return _attend_to_keys(cache, q, k, v, variant, arguments)
 
 
-def _from_keys(
+def _attend_to_keys(
     cache: KVCache, q: Tensor, k: Tensor, v: Tensor, variant: str, arguments: dict[str, Any]
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     for name, x in {"q": q, **arguments}.items():
-        check_constant(name, x)
+        check_no_grad(name, x)
     before = cache.length
     keys, values = cache.update(k, v)
     try:
@@ -77,14 +121,15 @@ def _from_keys(
         raise
 
 
-def _from_state(
+def _attend_to_state(
     cache: StateCache, q: Tensor, k: Tensor, v: Tensor, variant: str, arguments: dict[str, Any]
 ) -> Tensor:
-    for name, nothing in NEUTRAL.items():
-        value = plain(arguments.pop(name, nothing))
-        known = isinstance(value, bool) or is_number(value)  # of others != may be no bool
-        if value is not None and (not known or value != nothing):
-            raise ValueError(f"{name} must be {nothing} with a state of keys, got {shown(value)}")
+    for name, default in STATE_DEFAULTS.items():
+        value = plain(arguments.pop(name, default))
+        # Other types may not return a bool from !=.
+        comparable = isinstance(value, bool) or is_number(value)
+        if value is not None and (not comparable or value != default):
+            raise ValueError(f"{name} must be {default} with a StateCache, got {shown(value)}")
     made_by = {"variant": variant, "scale": None}
     made_by |= {n: x for n, x in arguments.items() if not isinstance(x, Tensor)}
     if cache.state is not None:
@@ -98,24 +143,24 @@ def _from_state(
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """What no call takes is left to `linear_attention`, which raises."""
+    """Compares the scale and parameters of two calls; `linear_attention` checks unknown names."""
     names = ["variant", "scale", *(param.name for param in get_variant(now["variant"]).params)]
     names += [name for name in before if name != "enable_gqa"]
     for name in dict.fromkeys(names):
         if now.get(name) != before.get(name):
             raise ValueError(
-                f"{name} must be that of the state, {before.get(name)!r}, got "
+                f"{name} must be {before.get(name)!r} as in the first call of this StateCache, got "
                 f"{shown(now.get(name))}"
             )
 
 
 def _check_mask(mask: Tensor | None, length: int) -> None:
-    """One entry per key so far: a mask of one would be taken for all of them."""
+    """The last dimension must be the number of keys so far: 1 would broadcast to all of them."""
     if mask is None:
         return
     check_dense("attn_mask", mask)
     if mask.dim() == 0 or mask.shape[-1] != length:
         raise ValueError(
-            f"attn_mask must be over all {length} keys so far, the new ones included, got "
+            f"attn_mask must cover all {length} keys so far, the next tokens included, got "
             f"{tuple(mask.shape)}"
         )

@@ -1,41 +1,48 @@
-"""MultiheadAttention: torch's own layer with any variant; and replace(), which puts it in place."""
+"""MultiheadAttention: torch's layer with any variant; replace() puts it into a model."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_probability, check_sizes
-from attnzoo.nn.attention import Attention, check_heads, check_module
+from attnzoo.nn.attention import Attention
+from attnzoo.nn.checks import check_heads, check_module
+from attnzoo.nn.decoding import AttentionKeywords
+from attnzoo.nn.masks import attended_keys, both_masks
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class MultiheadAttention(nn.Module):
     """`torch.nn.MultiheadAttention` with the weights of a variant.
 
-    Constructor, arguments, outputs and state_dict are torch's, so that a checkpoint of it loads;
-    what the variant learns comes on top, under ``attend``. With ``variant="softmax"`` outputs and
-    gradients are the same.
+    Constructor, forward and state_dict are those of torch's layer, so its checkpoints load. The
+    learned parameters of the variant are added under ``attend``. With ``variant="softmax"`` outputs
+    and gradients equal torch's.
 
     Args:
-        embed_dim: E. num_heads: H. dropout: of the weights, in training.
-        bias: of the projections. add_bias_kv: one learned key and value more.
-        add_zero_attn: one key and value of zeros more.
-        kdim, vdim: of keys and values as they come; None is E.
+        embed_dim: number of features of queries and outputs, E.
+        num_heads: number of query heads, H.
+        dropout: dropout probability of the weights, in training.
+        bias: whether the projections have a bias.
+        add_bias_kv: append one learned key and value.
+        add_zero_attn: append one key and value of zeros.
+        kdim: number of features of ``key``; None is E.
+        vdim: number of features of ``value``; None is E.
         batch_first: (B, N, E) instead of (N, B, E).
+        device: device of the parameters.
+        dtype: dtype of the projections.
         variant: a name from `attnzoo.list_variants`.
-        num_kv_heads: heads of keys and values, of which H is a multiple; None is H.
-        learn, **params: as for `Attention`.
-
-    Shapes:
-        forward(query (L, B, E), key (S, B, kdim), value (S, B, vdim)) -> (output (L, B, E), weights
-        (B, L, S), or (B, H, L, S) with ``average_attn_weights=False``, or None); with batch_first
-        (B, L, E) and so on; without a batch (L, E) and so on.
+        num_kv_heads: number of key and value heads, a divisor of H; None is H.
+        learn: names of the variant's parameters to learn, as for `Attention`.
+        **params: parameters of the variant, as for `Attention`.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an argument is wrong; the message names it.
 
     Example:
         >>> import torch
@@ -46,15 +53,15 @@ class MultiheadAttention(nn.Module):
         >>> out.shape, weights.shape
         (torch.Size([2, 10, 64]), torch.Size([2, 10, 10]))
 
-    Masks are torch's: of a bool mask True is *blocked* here (in `attnzoo.attention` True attends).
+    Notes:
+        Masks follow torch: True in a bool mask means *blocked*. (In `attnzoo.attention` True means
+        attend.)
 
-    Differs: a row whose keys are all blocked is the output's bias, not NaN. ``is_causal`` may stand
-    alone and is then the mask; beside a mask it is the hint that the mask is causal, and where
-    queries and keys are as many, and no weights are asked for, it is taken at its word. Torch's
-    fused path for encoders is not taken.
+        Differences from torch: a query whose keys are all blocked gives the output bias, not NaN.
+        ``is_causal=True`` works without a mask. Torch's fused encoder path is not used.
     """
 
-    # Asked for by torch's encoder layers before they hand their weights to a fused softmax.
+    # Torch's encoder layers read this before they use a fused softmax; False prevents that.
     _qkv_same_embed_dim = False
 
     def __init__(
@@ -92,23 +99,23 @@ class MultiheadAttention(nn.Module):
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         width = kv_heads * self.head_dim
 
-        def empty(*shape: int, wanted: bool = True) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(shape, **kind)) if wanted else None
+        def empty(*shape: int, create: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, **kind)) if create else None
 
         packed = self.kdim == self.vdim == embed_dim
-        self.in_proj_weight = empty(embed_dim + 2 * width, embed_dim, wanted=packed)
-        self.q_proj_weight = empty(embed_dim, embed_dim, wanted=not packed)
-        self.k_proj_weight = empty(width, self.kdim, wanted=not packed)
-        self.v_proj_weight = empty(width, self.vdim, wanted=not packed)
-        self.in_proj_bias = empty(embed_dim + 2 * width, wanted=bias)
+        self.in_proj_weight = empty(embed_dim + 2 * width, embed_dim, create=packed)
+        self.q_proj_weight = empty(embed_dim, embed_dim, create=not packed)
+        self.k_proj_weight = empty(width, self.kdim, create=not packed)
+        self.v_proj_weight = empty(width, self.vdim, create=not packed)
+        self.in_proj_bias = empty(embed_dim + 2 * width, create=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **kind)
-        self.bias_k = empty(1, 1, width, wanted=add_bias_kv)
-        self.bias_v = empty(1, 1, width, wanted=add_bias_kv)
+        self.bias_k = empty(1, 1, width, create=add_bias_kv)
+        self.bias_v = empty(1, 1, width, create=add_bias_kv)
         self.attend = Attention(variant, num_heads, learn=learn, **params).to(device=device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch draws them; those of the variant stay as they are."""
+        """Draws the projections as torch does. The variant's parameters do not change."""
         for weight in self._weights():
             nn.init.xavier_uniform_(weight)
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -119,42 +126,47 @@ class MultiheadAttention(nn.Module):
                 nn.init.xavier_normal_(bias)
 
     def _weights(self) -> list[nn.Parameter]:
-        """The projections in, in one or in three."""
+        """The input projections: one packed weight or three."""
         found = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         return [weight for weight in found if weight is not None]
 
     @classmethod
     def of(cls, layer: nn.MultiheadAttention, variant: str, **options: Any) -> MultiheadAttention:
-        """With the parameters of a layer of torch's: the same ones, not copies.
+        """A layer that shares its parameters with a layer of torch.
+
+        Args:
+            layer: the layer to take over. Its parameters are used, not copied.
+            variant: a name from `attnzoo.list_variants`.
+            **options: ``learn`` and parameters of the variant, as for `Attention`.
 
         Raises:
-            ValueError: if the layer has hooks, or other parameters than torch gives it.
+            ValueError: the layer has hooks, or is pruned or parametrized.
         """
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise ValueError("layer has hooks, which would be lost: remove them first")
-        own = cls(
+        new = cls(
             layer.embed_dim, layer.num_heads, layer.dropout, layer.in_proj_bias is not None,
             layer.bias_k is not None, bool(layer.add_zero_attn), layer.kdim, layer.vdim,
             bool(layer.batch_first), device="meta", variant=variant, **options,
         )  # fmt: skip
         weight = layer.out_proj.weight
-        # What the variant learns has values of its own, and is made where the weights are.
-        own.attend = Attention(variant, layer.num_heads, **options).to(device=weight.device)
-        own_names = {name for name, _ in own.named_parameters() if not name.startswith("attend.")}
-        if (names := {name for name, _ in layer.named_parameters()}) != own_names:
+        # Made again: on meta the variant's parameters have no values.
+        new.attend = Attention(variant, layer.num_heads, **options).to(device=weight.device)
+        expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
+        if (names := {name for name, _ in layer.named_parameters()}) != expected:
             raise ValueError(
-                f"layer has parameters {sorted(names)} where torch's has {sorted(own_names)}: what "
-                "is pruned or parametrized cannot be replaced"
+                f"layer must have the parameters {sorted(expected)}, got {sorted(names)}: "
+                "pruned or parametrized layers cannot be replaced"
             )
         for name, parameter in layer.named_parameters():
             module, _, leaf = name.rpartition(".")
-            setattr(own.get_submodule(module), leaf, parameter)
-        return own.train(layer.training)
+            setattr(new.get_submodule(module), leaf, parameter)
+        return new.train(layer.training)
 
     def new_attend(self, variant: str, **options: Any) -> Attention:
-        """Another variant for this layer, not yet put into it: ``layer.attend = ...`` does that."""
-        made = Attention(variant, self.num_heads, **options).to(device=self.out_proj.weight.device)
-        return made.train(self.training)
+        """An `Attention` of another variant for this layer; assign it to ``layer.attend``."""
+        new = Attention(variant, self.num_heads, **options).to(device=self.out_proj.weight.device)
+        return new.train(self.training)
 
     def forward(
         self,
@@ -167,15 +179,26 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(output, weights or None); see the class.
+        """Attention of the queries to the keys, as in torch.
 
         Args:
-            query, key, value: (L, B, E), (S, B, kdim), (S, B, vdim), or as batch_first says.
-            key_padding_mask: (B, S), or (S,) without a batch; bool, True = blocked, or float.
-            need_weights: return the weights, which are then made in memory.
-            attn_mask: (L, S) or (B·H, L, S); bool, True = blocked, or float, added to the scores.
-            average_attn_weights: over the heads.
-            is_causal: see the class.
+            query: (L, B, E); with batch_first (B, L, E); without a batch (L, E).
+            key: (S, B, kdim), or in the same way.
+            value: (S, B, vdim), or in the same way.
+            key_padding_mask: (B, S), or (S,) without a batch. Bool: True = blocked. Float: added to
+                the scores.
+            need_weights: return the weights, which costs memory for all of them.
+            attn_mask: (L, S) or (B·H, L, S). Bool: True = blocked. Float: added to the scores.
+            average_attn_weights: average the weights over the heads.
+            is_causal: causal attention. With ``attn_mask``, a hint that the mask is causal. It then
+                replaces the mask if L = S, no key is appended and need_weights is False.
+
+        Returns:
+            (output, weights). The output has the layout of ``query``. The weights are (B, L, S), or
+            (B, H, L, S) with ``average_attn_weights=False``, or None without ``need_weights``.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the message names it.
         """
         tensors = query, key, value
         flags = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
@@ -193,14 +216,17 @@ class MultiheadAttention(nn.Module):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         if need_weights and attn_mask is not None:
-            is_causal = False  # as in torch, whose weights come of the mask and not of the hint
+            is_causal = False  # torch computes the weights from the mask, not from the hint
         mask, causal = self._masks(key_padding_mask, attn_mask, is_causal, q, k)
         k, v = self._extended(k, v)
-        options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
+        options: AttentionKeywords = {"attn_mask": mask, "is_causal": causal}
         options["enable_gqa"] = self.num_kv_heads != self.num_heads
         options["dropout_p"] = self.dropout if self.training else 0.0
-        found = self.attend(q, k, v, need_weights=need_weights, **options)
-        out, weights = found if need_weights else (found, None)
+        weights = None
+        if need_weights:
+            out, weights = self.attend(q, k, v, need_weights=True, **options)
+        else:
+            out = self.attend(q, k, v, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
@@ -208,8 +234,33 @@ class MultiheadAttention(nn.Module):
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
 
+    if TYPE_CHECKING:
+        # torch types Module.__call__ as (...) -> Any, which would hide the result's type.
+        @overload
+        def __call__(
+            self, query: Tensor, key: Tensor, value: Tensor,
+            key_padding_mask: Tensor | None = None, need_weights: Literal[True] = True,
+            attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+            is_causal: bool = False,
+        ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, query: Tensor, key: Tensor, value: Tensor,
+            key_padding_mask: Tensor | None = None, *, need_weights: Literal[False],
+            attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+            is_causal: bool = False,
+        ) -> tuple[Tensor, None]: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, query: Tensor, key: Tensor, value: Tensor,
+            key_padding_mask: Tensor | None = None, need_weights: bool = True,
+            attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+            is_causal: bool = False,
+        ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+        def __call__(self, *args: Any, **keywords: Any) -> Any: ...
+
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether there is a batch."""
+        """Checks the inputs; returns whether they have a batch dimension."""
         given = {"query": query, "key": key, "value": value}
         for name, x in given.items():
             check_dense(name, x)
@@ -224,7 +275,7 @@ class MultiheadAttention(nn.Module):
         return query.dim() == 3
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, L, E] to heads, [B, H, L, D]."""
+        """Projects [B, L, E] to heads, [B, H, L, D]."""
         width = self.num_kv_heads * self.head_dim
         sizes = [self.embed_dim, width, width]
         weights = self._weights()
@@ -236,7 +287,7 @@ class MultiheadAttention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """With the learned key and value, then with those of zeros."""
+        """Appends the learned key and value, then those of zeros."""
         if self.bias_k is not None and self.bias_v is not None:
             biases = (b.view(1, -1, 1, self.head_dim) for b in (self.bias_k, self.bias_v))
             k, v = (
@@ -250,79 +301,48 @@ class MultiheadAttention(nn.Module):
     def _masks(
         self, padding: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor
     ) -> tuple[Tensor | None, bool]:
-        """One mask for `attnzoo.attention`, and whether it is causal besides."""
+        """attn_mask and is_causal for `attnzoo.attention`."""
         (batch, _, length, _), keys = q.shape, k.shape[2]
         extra = (self.bias_k is not None) + self.add_zero_attn
         if is_causal and not extra and (mask is None or length == keys):
             mask = None
         elif is_causal:
             is_causal = False
-            if mask is None:  # the keys that are added at the end are no later ones
+            if mask is None:  # all queries see the appended keys
                 mask = torch.ones(length, keys, dtype=torch.bool, device=q.device)
                 mask = mask.triu(1 + keys - length)
         shapes = [(length, keys), (batch * self.num_heads, length, keys)]
-        padding = _attended("key_padding_mask", padding, [(batch, keys)], extra)
-        mask = _attended("attn_mask", mask, shapes, extra)
+        padding = attended_keys("key_padding_mask", padding, [(batch, keys)], extra)
+        mask = attended_keys("attn_mask", mask, shapes, extra)
         if padding is not None:
             padding = padding[:, None, None]
         if mask is not None:
             mask = mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask[None, None]
-        return _joined(padding, mask), is_causal
+        return both_masks(padding, mask), is_causal
 
 
-def _attended(
-    name: str, mask: Tensor | None, shapes: list[tuple[int, ...]], extra: int
-) -> Tensor | None:
-    """With True where a key is attended, and ``extra`` keys more that all see; or to be added."""
-    if mask is None:
-        return None
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"{name} must be bool (True = blocked) or float, got {mask.dtype}")
-    if tuple(mask.shape) not in shapes:
-        allowed = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must have shape {allowed}, got {tuple(mask.shape)}")
-    if mask.dtype == torch.bool:
-        return F.pad(~mask, (0, extra), value=True)
-    # Torch's encoder layers make floats of bool masks before they hand them on; no graph can look.
-    if not torch.compiler.is_compiling():
-        blocked = mask == float("-inf")
-        if bool((blocked | (mask == 0)).all()):
-            return F.pad(~blocked, (0, extra), value=True)
-    return F.pad(mask, (0, extra))
-
-
-def _joined(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Both at once."""
-    if a is None or b is None:
-        return b if a is None else a
-    if a.dtype == b.dtype == torch.bool:
-        return a & b
-    if torch.bool not in (a.dtype, b.dtype):
-        return a + b
-    seen, added = (a, b) if a.dtype == torch.bool else (b, a)
-    return torch.where(seen, added, float("-inf"))
-
-
+@overload
+def replace(model: nn.MultiheadAttention, variant: str, **options: Any) -> MultiheadAttention: ...
+@overload
+def replace(model: ModuleT, variant: str, **options: Any) -> ModuleT: ...
 def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
-    """Puts a `MultiheadAttention` in the place of each `torch.nn.MultiheadAttention` of a model.
+    """Replaces each `torch.nn.MultiheadAttention` of a model by a `MultiheadAttention`, in place.
 
-    The layers keep their parameters, the same tensors, so an optimizer may know them already; what
-    the variant learns is new, under ``attend`` of each. A layer that is a `MultiheadAttention`
-    already stays, and gets the variant: called again, ``replace`` exchanges the variant and forgets
-    what the former one has learned. Torch's encoder stops to use its fused path, which would go
-    past the layer.
+    The new layers share the parameters of the old ones, so an existing optimizer stays valid. The
+    parameters that the variant learns are new, under each layer's ``attend``. A layer that is a
+    `MultiheadAttention` already only gets the new variant; what its former variant learned is lost.
 
     Args:
-        model: changed in place.
+        model: the model to change.
         variant: a name from `attnzoo.list_variants`.
         **options: ``learn`` and parameters of the variant, as for `Attention`.
 
     Returns:
-        The model; or the new layer, if the model is itself a `torch.nn.MultiheadAttention`.
+        The model; or the new layer if the model is itself a `torch.nn.MultiheadAttention`.
 
     Raises:
-        ValueError, TypeError: naming the argument; also for a model without such a layer. Nothing
-            was changed then.
+        ValueError, TypeError: an argument is wrong, or the model has no such layer. The model is
+            left unchanged.
 
     Example:
         >>> import torch
@@ -335,21 +355,21 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
     """
     check_module("model", model)
-    found = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
-    own = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
-    if not found and not own:
+    theirs = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
+    ours = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
+    if not theirs and not ours:
         raise ValueError(f"model has no torch.nn.MultiheadAttention: {type(model).__name__}")
-    attends = [layer.new_attend(variant, **options) for layer in own]
+    attends = [layer.new_attend(variant, **options) for layer in ours]
     new: dict[Any, nn.Module] = {
-        layer: MultiheadAttention.of(layer, variant, **options) for layer in found
+        layer: MultiheadAttention.of(layer, variant, **options) for layer in theirs
     }
-    for layer, attend in zip(own, attends):
+    for layer, attend in zip(ours, attends):
         layer.attend = attend
     for module in list(model.modules()):
-        for name, child in list(module._modules.items()):  # named_children leaves out repetitions
+        for name, child in list(module._modules.items()):  # named_children skips shared ones
             if child in new:
                 setattr(module, name, new[child])
         if isinstance(module, nn.TransformerEncoder):
-            # It would hand on nested tensors, which only its fused path reads.
+            # Only torch's fused path, which would bypass the new layers, reads nested tensors.
             module.enable_nested_tensor = module.use_nested_tensor = False
     return new.get(model, model)

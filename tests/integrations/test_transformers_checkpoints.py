@@ -1,4 +1,4 @@
-"""Converted models are saved and loaded: variants, layers, learned values; specs half known."""
+"""Saving and loading of converted models: variants, layers, learned values, invalid specs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print(tokens[0].tolist())
 
 @pytest.fixture
 def propagated(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What transformers warns of."""
+    """The log of transformers' warnings."""
     logging.set_verbosity_warning()
     logging.enable_propagation()
     yield caplog
@@ -55,8 +55,7 @@ def propagated(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("shards", [pytest.param("1GB", marks=pytest.mark.slow), "20KB"])
-def test_trained_saved_and_loaded_in_a_fresh_process(tmp_path: Path, shards: str) -> None:
-    """The same tokens."""
+def test_model_loaded_in_another_process_generates_the_same(tmp_path: Path, shards: str) -> None:
     model = convert(llama(), "ssmax", layers=[0])
     convert(model, "asentmax", layers=[1], delta=0.9).train()
     optimizer = torch.optim.AdamW(attnzoo.nn.parameter_groups(model, 0.1), lr=1e-2)
@@ -76,13 +75,13 @@ def test_trained_saved_and_loaded_in_a_fresh_process(tmp_path: Path, shards: str
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1]) == expected[0].tolist()
-    again = from_pretrained(AutoModelForCausalLM, tmp_path)
+    loaded = from_pretrained(AutoModelForCausalLM, tmp_path)
     for name, x in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], x), name
-    assert again.model.layers[1].self_attn.attnzoo.delta == 0.9
+        assert torch.equal(loaded.state_dict()[name], x), name
+    assert loaded.model.layers[1].self_attn.attnzoo.delta == 0.9
 
 
-def test_a_base_model_loads_what_a_head_was_saved_on(tmp_path: Path) -> None:
+def test_base_model_loads_from_a_checkpoint_with_a_head(tmp_path: Path) -> None:
     model = convert(llama(), "ssmax")
     with torch.no_grad():
         model.model.layers[0].self_attn.attnzoo.s.fill_(0.77)
@@ -92,7 +91,7 @@ def test_a_base_model_loads_what_a_head_was_saved_on(tmp_path: Path) -> None:
     assert torch.allclose(base(ids())[0], model.model(ids())[0], atol=1e-6)
 
 
-def test_what_a_checkpoint_does_not_hold_has_its_initial_value(tmp_path: Path) -> None:
+def test_missing_parameters_get_initial_values(tmp_path: Path) -> None:
     model = convert(llama(), "ssmax", s=0.4)
     config = model.config
     revert(model).save_pretrained(tmp_path)
@@ -101,38 +100,38 @@ def test_what_a_checkpoint_does_not_hold_has_its_initial_value(tmp_path: Path) -
     convert(model, "ssmax", s=0.4)
     written["attnzoo"] = config.attnzoo
     (tmp_path / "config.json").write_text(json.dumps(written))
-    again = from_pretrained(AutoModelForCausalLM, tmp_path)
-    assert torch.equal(again.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.4))
+    loaded = from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert torch.equal(loaded.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.4))
     made = from_config(AutoModelForCausalLM, config)
     assert torch.equal(made.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.4))
     assert made.config._attn_implementation == "attnzoo"
 
 
-def test_tensors_that_are_given_are_each_layers_own(tmp_path: Path) -> None:
-    """Fixed ones are saved once per layer; what is handed in as a Parameter stays learned."""
+def test_tensor_parameters_are_copied_per_layer(tmp_path: Path) -> None:
+    """Fixed tensors are saved once per layer; a given Parameter stays learned after loading."""
     model = convert(llama(), "entmax", layers=[0], alpha=torch.tensor([1.2, 1.3, 1.4, 1.5]))
     convert(model, "ssmax", layers=[1], b=torch.nn.Parameter(torch.full((4,), 0.2)))
     convert(model, "entmax", layers=[0], alpha=torch.tensor([1.2, 1.3, 1.4, 1.6]))
     model.save_pretrained(tmp_path)
-    again = from_pretrained(AutoModelForCausalLM, tmp_path)
-    first, second = (layer.self_attn.attnzoo for layer in again.model.layers)
+    loaded = from_pretrained(AutoModelForCausalLM, tmp_path)
+    first, second = (layer.self_attn.attnzoo for layer in loaded.model.layers)
     assert torch.equal(first.alpha, torch.tensor([1.2, 1.3, 1.4, 1.6]))
     assert {name for name, _ in second.named_parameters()} == {"s", "b"}
-    assert torch.equal(again(ids()).logits, model.eval()(ids()).logits)
+    assert torch.equal(loaded(ids()).logits, model.eval()(ids()).logits)
 
 
-def test_what_a_config_says_of_another_model_is_not_believed(tmp_path: Path) -> None:
-    """Two models that were made from one config object share it."""
+def test_entries_of_another_model_with_the_same_config_are_ignored(tmp_path: Path) -> None:
+    """Two models made from one config object share it."""
     plain, converted = llama(), llama()
     converted.config = plain.config
     convert(converted, "ssmax", layers=[0])
-    with pytest.raises(ValueError, match="model was not converted"):
+    with pytest.raises(ValueError, match="model must be a converted model"):
         revert(plain)
     convert(plain, "entmax", layers=[1])
     assert list(plain.config.attnzoo["layers"]) == ["model.layers.1.self_attn"]
     plain.save_pretrained(tmp_path)
-    again = from_pretrained(AutoModelForCausalLM, tmp_path)
-    assert "attnzoo" not in again.model.layers[0].self_attn._modules
+    loaded = from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert "attnzoo" not in loaded.model.layers[0].self_attn._modules
 
 
 # ---- transformers' own loader -----------------------------------------------------------------
@@ -146,7 +145,7 @@ every_loader = pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
 
 
 def trained() -> LlamaForCausalLM:
-    """Two variants, whose learned values are not the initial ones; one value is fixed."""
+    """A model with two variants whose learned values differ from the initial values."""
     model = convert(llama(num_hidden_layers=3), "ssmax", layers=[0], b=torch.full((4,), 0.1))
     convert(model, "entmax", layers=[2], learn=("alpha",))
     with torch.no_grad():
@@ -156,43 +155,43 @@ def trained() -> LlamaForCausalLM:
 
 
 @every_loader
-def test_each_loader_loads_the_variants(load: Any, tmp_path: Path, propagated: Any) -> None:
-    """With what they have learned, layer by layer, and no report of unknown or missing values."""
+def test_each_loader_restores_the_variants(load: Any, tmp_path: Path, propagated: Any) -> None:
+    """With their learned values, and without warnings of missing or unexpected keys."""
     model = trained()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    again, info = load(tmp_path, output_loading_info=True)
+    loaded, info = load(tmp_path, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert propagated.text == ""
-    assert again.state_dict().keys() == model.state_dict().keys()
-    assert torch.equal(again(ids()).logits, model(ids()).logits)
-    again.save_pretrained(tmp_path / "again")
-    assert torch.equal(load(tmp_path / "again")(ids()).logits, model(ids()).logits)
-    assert torch.equal(revert(again)(ids()).logits, revert(model)(ids()).logits)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+    loaded.save_pretrained(tmp_path / "second")
+    assert torch.equal(load(tmp_path / "second")(ids()).logits, model(ids()).logits)
+    assert torch.equal(revert(loaded)(ids()).logits, revert(model)(ids()).logits)
 
 
 @every_loader
 def test_learned_values_are_loaded_in_fp32(load: Any, tmp_path: Path) -> None:
     model = convert(llama().bfloat16(), "ssmax", s=0.1717)
     model.save_pretrained(tmp_path)
-    again = load(tmp_path)
-    assert (again.dtype, again.lm_head.weight.dtype) == (torch.bfloat16, torch.bfloat16)
-    assert torch.equal(again.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.1717))
+    loaded = load(tmp_path)
+    assert (loaded.dtype, loaded.lm_head.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(loaded.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.1717))
 
 
 @every_loader
-def test_values_that_are_missing_are_initial_ones(load: Any, tmp_path: Path) -> None:
-    """A checkpoint of the plain model, under a config that was converted afterwards."""
+def test_missing_values_are_initial_values(load: Any, tmp_path: Path) -> None:
+    """A checkpoint of the original model with the config of a converted one."""
     llama().save_pretrained(tmp_path)
     converted = convert(llama(), "entmax", alpha=1.3, learn=("alpha",), layers=[0])
     convert(converted, "ssmax", layers=[1], s=torch.tensor([0.1, 0.2, 0.3, 0.4]))
     converted.config.save_pretrained(tmp_path)
-    again = load(tmp_path)
+    loaded = load(tmp_path)
     for name, x in converted.state_dict().items():
-        assert torch.equal(again.state_dict()[name], x), name
+        assert torch.equal(loaded.state_dict()[name], x), name
 
 
-def test_other_ways_to_make_a_model_of_its_config() -> None:
-    """The class itself, and from_config; the entry is not of the class's name."""
+def test_classes_and_from_config_apply_the_configured_variants() -> None:
+    """Also for a base model, whose module names have no prefix."""
     config = convert(llama(), "ssmax", layers=[1], s=0.3).config
     for make in (LlamaForCausalLM, LlamaModel, AutoModel.from_config):
         model = make(config)
@@ -201,8 +200,8 @@ def test_other_ways_to_make_a_model_of_its_config() -> None:
         assert "attnzoo" not in base.layers[0].self_attn._modules
 
 
-def test_models_of_several_parts(tmp_path: Path) -> None:
-    """Their weights have other names in a checkpoint; and a part may be made of its own config."""
+def test_models_with_sub_models(tmp_path: Path) -> None:
+    """Their checkpoints rename weights, and a sub-model can be loaded from its own config."""
     text = LlamaConfig(**GQA)
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
@@ -214,31 +213,33 @@ def test_models_of_several_parts(tmp_path: Path) -> None:
     layer = model.model.language_model.layers[1].self_attn
     layer.attnzoo.s.data += 0.1
     model.save_pretrained(tmp_path)
-    again = LlavaForConditionalGeneration.from_pretrained(tmp_path)
-    assert torch.equal(again.model.language_model.layers[1].self_attn.attnzoo.s, layer.attnzoo.s)
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(loaded.model.language_model.layers[1].self_attn.attnzoo.s, layer.attnzoo.s)
     with torch.no_grad():
-        assert torch.allclose(again(ids()).logits, model(ids()).logits, atol=1e-6)
-    alone = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))  # takes the text part
+        assert torch.allclose(loaded(ids()).logits, model(ids()).logits, atol=1e-6)
+    alone = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))  # uses the text config
     assert torch.equal(alone.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.7))
-    revert(again)
-    assert not hasattr(again.config.text_config, "attnzoo")
-    assert again.config.text_config._attn_implementation == "sdpa"
+    revert(loaded)
+    assert not hasattr(loaded.config.text_config, "attnzoo")
+    assert loaded.config.text_config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("asked", ["sdpa", "eager"])
+@pytest.mark.parametrize("requested", ["sdpa", "eager"])
 @every_loader
-def test_softmax_has_to_be_asked_for_afterwards(load: Any, asked: str, tmp_path: Path) -> None:
+def test_loading_with_another_implementation_raises(
+    load: Any, requested: str, tmp_path: Path
+) -> None:
     convert(llama(), "ssmax", s=1.0).save_pretrained(tmp_path)
-    message = f"attn_implementation is '{asked}', but config.attnzoo gives variants to 2 layers"
+    message = f"attn_implementation must be 'attnzoo'.* of 2 layers .*, got '{requested}'"
     with pytest.raises(ValueError, match=message):
-        load(tmp_path, attn_implementation=asked)
+        load(tmp_path, attn_implementation=requested)
     model = load(tmp_path)
-    model.set_attn_implementation(asked)
+    model.set_attn_implementation(requested)
     assert torch.allclose(model(ids()).logits, llama()(ids()).logits, atol=1e-6)
 
 
-def test_a_process_without_attnzoo_cannot_load_it(tmp_path: Path) -> None:
-    """It would compute softmax."""
+def test_process_without_attnzoo_cannot_load_a_converted_model(tmp_path: Path) -> None:
+    """Otherwise it would silently compute softmax."""
     convert(llama(), "ssmax", s=1.0).save_pretrained(tmp_path / "converted")
     revert(convert(llama(), "ssmax", s=1.0)).save_pretrained(tmp_path / "reverted")
     code = (
@@ -254,24 +255,24 @@ def test_a_process_without_attnzoo_cannot_load_it(tmp_path: Path) -> None:
     assert done.stdout.strip().endswith("False")
 
 
-def test_file_variants(tmp_path: Path) -> None:
-    """Of transformers: model.fp16.safetensors."""
+def test_file_variants_of_transformers(tmp_path: Path) -> None:
+    """The file is model.fp16.safetensors."""
     model = trained()
     model.save_pretrained(tmp_path, variant="fp16")
-    again = from_pretrained(AutoModelForCausalLM, tmp_path, variant="fp16")
-    assert torch.equal(again(ids()).logits, model(ids()).logits)
+    loaded = from_pretrained(AutoModelForCausalLM, tmp_path, variant="fp16")
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
 
 
-# ---- specs half known -------------------------------------------------------------------------
+# ---- invalid specs ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (None, "config has no 'attnzoo'"),
-        ({"version": 2}, "is of version 2, this attnzoo knows up to 1"),
-        ({"version": None}, "no version"),
-        ({"layers": {}}, "no layers"),
+        (None, "config must be of a converted model, got one without 'attnzoo'"),
+        ({"version": 2}, "must be of version 1 or older, got 2"),
+        ({"version": None}, "must have a version"),
+        ({"layers": {}}, "must have layers"),
         ({"layers": {"model.layers.0.self_attn": {"variant": "ssmax"}}}, "has no num_heads"),
         (
             {"layers": {"x": {"variant": "ssmax", "num_heads": 4, "params": {}, "new": 1}}},
@@ -283,7 +284,7 @@ def test_file_variants(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_half_known_specs_are_refused(change: dict[str, Any] | None, message: str) -> None:
+def test_invalid_specs_raise(change: dict[str, Any] | None, message: str) -> None:
     config = convert(llama(), "ssmax").config
     config.attnzoo = None if change is None else {**config.attnzoo, **change}
     with pytest.raises(ValueError, match=message):
@@ -292,7 +293,7 @@ def test_half_known_specs_are_refused(change: dict[str, Any] | None, message: st
 
 @pytest.mark.slow
 def test_two_ranks_agree_with_one() -> None:
-    """FSDP2, and tensor parallelism over heads: outputs and gradients of what is learned."""
+    """Outputs and gradients of learned parameters under FSDP2 and tensor parallelism over heads."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -305,15 +306,15 @@ def test_two_ranks_agree_with_one() -> None:
         ) for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    assert all("agreed" in text for text in said)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    assert all("agreed" in text for text in outputs)
 
 
-def test_heads_that_ranks_do_not_divide() -> None:
+def test_shard_heads_with_indivisible_heads_raises() -> None:
     class Mesh:
         def size(self) -> int:
             return 3

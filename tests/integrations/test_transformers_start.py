@@ -1,4 +1,4 @@
-"""How a converted model begins: at the model's own attention, or with calibrated values."""
+"""Initial values of a converted model: start="identity" and calibrate."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def scale(model: LlamaForCausalLM) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [llama, bert])
 @pytest.mark.parametrize("variant", SOFTMAX)
-def test_it_starts_as_what_the_model_was(variant: str, make: Any) -> None:
-    """Left-padded."""
+def test_identity_start_keeps_the_outputs(variant: str, make: Any) -> None:
+    """With left padding."""
     model = convert(make(), variant, start="identity")
     assert torch.allclose(outputs(model), outputs(make()), atol=1e-6)
 
 
-def test_the_variants_that_can() -> None:
+def test_variants_with_an_identity_start() -> None:
     assert set(SOFTMAX) == {"softmax", "ssmax", "sink"}
 
 
-def test_all_that_makes_it_softmax_is_learned() -> None:
-    """ssmax's b too, which is fixed by default: without it, s alone would have to leave 0."""
+def test_identity_start_learns_all_identity_parameters() -> None:
+    """Also ssmax's b, which is fixed by default."""
     model = convert(llama(), "ssmax", start="identity")
     attend = model.model.layers[0].self_attn.attnzoo
     assert {name for name, _ in attend.named_parameters()} == {"s", "b"}
@@ -50,18 +50,20 @@ def test_all_that_makes_it_softmax_is_learned() -> None:
     assert torch.allclose(outputs(fixed), outputs(llama()), atol=1e-6)
 
 
-def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
+def test_identity_start_is_saved_and_loaded(tmp_path: Any) -> None:
     model = convert(llama(), "ssmax", start="identity")
     model.save_pretrained(tmp_path)
-    again = from_pretrained(LlamaForCausalLM, tmp_path)
-    assert {name for name, _ in again.named_parameters() if name.endswith(".b")} != set()
-    assert torch.equal(outputs(again), outputs(model))
+    loaded = from_pretrained(LlamaForCausalLM, tmp_path)
+    assert {name for name, _ in loaded.named_parameters() if name.endswith(".b")} != set()
+    assert torch.equal(outputs(loaded), outputs(model))
 
 
 @pytest.mark.parametrize("variant", OTHERS)
-def test_variants_that_cannot_be_softmax_say_so(variant: str) -> None:
+def test_identity_start_of_other_variants_raises(variant: str) -> None:
     model = llama()
-    with pytest.raises(ValueError, match=f"'{variant}' softmax, so it cannot start at the model's"):
+    with pytest.raises(
+        ValueError, match=f"start must be None: no parameters make '{variant}' equal"
+    ):
         convert(model, variant, start="identity", **params_of(variant))
     assert not hasattr(model.config, "attnzoo")
 
@@ -70,12 +72,12 @@ def test_variants_that_cannot_be_softmax_say_so(variant: str) -> None:
     ("options", "message"),
     [
         ({"start": "zero"}, "start must be 'identity' or None, got 'zero'"),
-        ({"start": "identity", "s": 0.1}, "start='identity' sets s: leave it out"),
-        ({"start": "identity", "calibrate": ids()}, "give calibrate or start, not both"),
-        ({"inputs": ids(), "calibrate": ids()}, "give calibrate or inputs, not both"),
+        ({"start": "identity", "s": 0.1}, "s must not be given: start='identity' sets it"),
+        ({"start": "identity", "calibrate": ids()}, "start must be None when calibrate is given"),
+        ({"inputs": ids(), "calibrate": ids()}, "inputs must be None when calibrate is given"),
     ],
 )
-def test_contradictions(options: dict[str, Any], message: str) -> None:
+def test_contradictory_arguments_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert(llama(), "ssmax", **options)
 
@@ -96,18 +98,18 @@ def test_contradictions(options: dict[str, Any], message: str) -> None:
     ids=["tensor", "one sequence", "dict", "encoding", "list", "list of both"],
 )
 @pytest.mark.parametrize("name", ["calibrate", "inputs"])
-def test_inputs_in_all_their_forms(name: str, batch: Any) -> None:
+def test_inputs_of_all_accepted_types(name: str, batch: Any) -> None:
     model = convert(llama(), "ssmax", **{name: batch})
     log_n = torch.arange(1, 41).float().log().mean()
     expected = 1 / log_n if name == "calibrate" else torch.tensor(0.168)
     assert torch.allclose(scale(model), expected.expand(4))
 
 
-def test_the_mean_is_over_the_rows_of_all_batches() -> None:
+def test_calibrate_averages_over_the_rows_of_all_batches() -> None:
     batches = [{"input_ids": ids(12), "attention_mask": left_padding()}, ids(30)]
-    found = scale(convert(llama(), "ssmax", calibrate=batches))
+    actual = scale(convert(llama(), "ssmax", calibrate=batches))
     log_n = torch.cat([torch.arange(1, n + 1).float().log() for n in (12, 8, 30, 30)])
-    assert torch.allclose(found, 1 / log_n.mean().expand(4))
+    assert torch.allclose(actual, 1 / log_n.mean().expand(4))
 
 
 @pytest.mark.parametrize(
@@ -116,14 +118,18 @@ def test_the_mean_is_over_the_rows_of_all_batches() -> None:
         (
             "text",
             TypeError,
-            "must be a tensor of input_ids, a mapping .*, or a list of these; got str",
+            "must be a tensor of input_ids, a mapping .*, or a list of these, got str",
         ),
         ([[1, 2], [3, 4]], TypeError, "got list of list"),
-        ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor, got list; a tokenizer"),
+        (
+            {"input_ids": [[1, 2]]},
+            TypeError,
+            "input_ids must be a tensor, got list; call the tokenizer",
+        ),
         ([], ValueError, "must hold at least one batch, got none"),
-        (ids(1), ValueError, "give sequences of more than one token"),
+        (ids(1), ValueError, "must hold sequences of more than one token"),
     ],
 )
-def test_inputs_that_are_none(batch: Any, error: type[Exception], message: str) -> None:
+def test_wrong_inputs_raise(batch: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"calibrate.*{message}"):
         convert(llama(), "ssmax", calibrate=batch)

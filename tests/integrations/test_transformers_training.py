@@ -16,8 +16,8 @@ from helpers.hf_models import ids, llama, quiet
 pytestmark = [quiet, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
-def test_trainer_takes_groups_without_decay_of_scales(tmp_path: Path) -> None:
-    """With a decay that would take everything at once, the scales stay where the loss puts them."""
+def test_trainer_with_parameter_groups_does_not_decay_scales(tmp_path: Path) -> None:
+    """The weight decay is so large that a decayed scale would move by far more than 1e-2."""
     model = convert(llama(), "ssmax", s=0.5)
     optimizer = torch.optim.SGD(parameter_groups(model, weight_decay=100.0), lr=1e-3)
     arguments = TrainingArguments(
@@ -40,8 +40,8 @@ class MyTrainer(TrainerMixin, Trainer):
 
 
 @pytest.mark.parametrize("variant", ["ssmax", "entmax"])
-def test_a_trainer_with_the_mixin_decays_all_but_scales(variant: str, tmp_path: Path) -> None:
-    """Without gradients all that an optimizer does is to decay."""
+def test_trainer_mixin_decays_all_but_scales_and_norms(variant: str, tmp_path: Path) -> None:
+    """With zero gradients the optimizer only applies weight decay."""
     learn = {"ssmax": ("s", "b"), "entmax": ("alpha",)}[variant]
     model = convert(llama(), variant, learn=learn)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -52,14 +52,14 @@ def test_a_trainer_with_the_mixin_decays_all_but_scales(variant: str, tmp_path: 
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    still = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    unchanged = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
     scales = {name for name in before if ".attnzoo." in name}
     assert len(scales) == 2 * len(learn)
-    assert still == scales | {name for name in before if "norm" in name}
+    assert unchanged == scales | {name for name in before if "norm" in name}
 
 
-def test_a_trainer_with_the_mixin_trains(tmp_path: Path) -> None:
-    """With a decay that would take everything at once, the scales stay where the loss puts them."""
+def test_trainer_mixin_trains(tmp_path: Path) -> None:
+    """The weight decay is so large that a decayed scale would move by far more than 1e-2."""
     model = convert(llama(), "ssmax", s=0.5)
     arguments = TrainingArguments(
         str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
@@ -76,7 +76,7 @@ def test_a_trainer_with_the_mixin_trains(tmp_path: Path) -> None:
         assert torch.allclose(s, torch.full((4,), 0.5), atol=1e-2)
 
 
-def test_peft_trains_and_saves_what_the_variant_learns(tmp_path: Path) -> None:
+def test_peft_trains_and_saves_learned_parameters(tmp_path: Path) -> None:
     model = convert(llama(), "ssmax")
     config = LoraConfig(target_modules=["q_proj"], modules_to_save=["attnzoo"], r=2)
     adapted = get_peft_model(model, config)
@@ -89,7 +89,7 @@ def test_peft_trains_and_saves_what_the_variant_learns(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     adapted.eval().save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(convert(llama(), "ssmax"), tmp_path).eval()
+    loaded = PeftModel.from_pretrained(convert(llama(), "ssmax"), tmp_path).eval()
     with torch.no_grad():
-        assert torch.equal(again(ids()).logits, adapted(ids()).logits)
-        assert not torch.allclose(again(ids()).logits, convert(llama(), "ssmax")(ids()).logits)
+        assert torch.equal(loaded(ids()).logits, adapted(ids()).logits)
+        assert not torch.allclose(loaded(ids()).logits, convert(llama(), "ssmax")(ids()).logits)

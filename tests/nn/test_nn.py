@@ -1,4 +1,4 @@
-"""attnzoo.nn.Attention: what it owns, saves, shows and refuses; autocast and compile."""
+"""attnzoo.nn.Attention: parameters, state dict, repr, autocast and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def module(variant: str, **options: Any) -> Attention:
 
 
 def learning(variant: str) -> Attention:
-    """All that the variant can learn is learned, from the values of the cases."""
+    """A module that learns all parameters that the variant can learn."""
     return module(variant, learn=tuple(CASES[variant].learned), **learned(variant, 4))
 
 
@@ -43,7 +43,7 @@ LEARNED = {
 
 
 @every_variant
-def test_what_is_learned_by_default_and_from_where(variant: str) -> None:
+def test_default_learned_parameters_and_initial_values(variant: str) -> None:
     found = {name: p.tolist() for name, p in module(variant).named_parameters()}
     expected = LEARNED.get(variant, {})
     assert set(found) == set(expected)
@@ -52,7 +52,7 @@ def test_what_is_learned_by_default_and_from_where(variant: str) -> None:
 
 
 @every_variant
-def test_all_that_can_be_learned_is_learned_per_head_and_gets_gradients(variant: str) -> None:
+def test_learned_parameters_are_per_head_and_get_gradients(variant: str) -> None:
     attend = learning(variant)
     parameters = list(attend.parameters())
     assert len(parameters) == len(CASES[variant].learned)
@@ -70,7 +70,7 @@ def test_all_that_can_be_learned_is_learned_per_head_and_gets_gradients(variant:
 
 
 @every_variant
-def test_learning_nothing(variant: str) -> None:
+def test_learn_nothing(variant: str) -> None:
     attend = module(variant, learn=())
     assert list(attend.parameters()) == []
     q, k, v = qkv()
@@ -84,14 +84,14 @@ def test_given_values_are_initial_values() -> None:
     attend = Attention("ssmax", 2, s=start, b=0.5, learn=("s",))
     assert attend.b == 0.5
     attend.s.data += 1
-    assert start.tolist() == pytest.approx([0.1, 0.2])  # a copy
+    assert start.tolist() == pytest.approx([0.1, 0.2])  # unchanged, the module has a copy
     fixed = Attention("ssmax", 2, s=start, learn=())
     assert [name for name, _ in fixed.named_buffers()] == ["s"]
     assert "s" in fixed.state_dict()
 
 
 def test_initial_values_are_fp32_whatever_the_default_dtype() -> None:
-    torch.set_default_dtype(torch.bfloat16)  # as while a large model is loaded
+    torch.set_default_dtype(torch.bfloat16)  # as transformers does while it loads a model
     try:
         attend = Attention("ssmax", 4)
     finally:
@@ -102,8 +102,7 @@ def test_initial_values_are_fp32_whatever_the_default_dtype() -> None:
 
 @pytest.mark.parametrize("raw", [-1e4, -100.0, -50.0, -20.0, 0.0, 20.0, 50.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_learned_alpha_stays_inside(raw: float, dtype: torch.dtype) -> None:
-    """Wherever an optimizer drives it, and in whatever dtype the module is."""
+def test_learned_alpha_stays_inside_its_range(raw: float, dtype: torch.dtype) -> None:
     attend = Attention("entmax", 4, learn=("alpha",)).to(dtype)
     with torch.no_grad():
         next(attend.parameters()).fill_(raw)
@@ -117,8 +116,7 @@ def test_a_learned_alpha_stays_inside(raw: float, dtype: torch.dtype) -> None:
         assert bool(leaf.grad.isfinite().all())
 
 
-def test_alpha_moves_when_trained() -> None:
-    """Towards 2 if the target is sparser: the gradient passes the parametrization."""
+def test_alpha_moves_towards_two_for_a_sparser_target() -> None:
     attend = Attention("entmax", 4, learn=("alpha",))
     q, k, v = qkv()
     target = attnzoo.attention(q, k, v, "sparsemax")
@@ -130,8 +128,8 @@ def test_alpha_moves_when_trained() -> None:
     assert bool((attend.alpha > 1.75).all())
 
 
-def test_a_bf16_module_computes_its_gain_in_fp32() -> None:
-    """`.to(bf16)` rounds the scale itself once, but neither log n nor the gain."""
+def test_bf16_module_computes_its_gain_in_fp32() -> None:
+    """`.to(bf16)` rounds the scale, but neither log n nor the gain."""
     attend = Attention("ssmax", 4).to(torch.bfloat16)
     assert attend.s.dtype == torch.bfloat16
     q, k, v = qkv(n=200, dtype=torch.bfloat16)
@@ -143,7 +141,7 @@ def test_a_bf16_module_computes_its_gain_in_fp32() -> None:
     assert torch.equal(attend(q, k, v), attnzoo.attention(q, k, v, "ssmax", s=rounded))
 
 
-# ---- a good citizen of torch ------------------------------------------------------------------
+# ---- state dict, copies, pickling, repr, autocast, meta ----------------------------------------
 
 
 @every_variant
@@ -159,7 +157,7 @@ def test_state_dict_round_trip(variant: str) -> None:
 
 
 @every_variant
-def test_deepcopy_is_equal_and_apart(variant: str) -> None:
+def test_deepcopy_is_equal_and_independent(variant: str) -> None:
     one = learning(variant)
     two = copy.deepcopy(one)
     q, k, v = qkv()
@@ -174,7 +172,7 @@ def test_deepcopy_is_equal_and_apart(variant: str) -> None:
 
 
 @every_variant
-def test_a_whole_module_is_pickled(variant: str) -> None:
+def test_module_can_be_pickled(variant: str) -> None:
     one = learning(variant)
     file = io.BytesIO()
     torch.save(one, file)
@@ -186,8 +184,8 @@ def test_a_whole_module_is_pickled(variant: str) -> None:
         assert torch.equal(two(q, k, v), one(q, k, v))
 
 
-def test_a_bounded_parameter_is_saved_under_the_name_it_always_had() -> None:
-    """Checkpoints hold what the sigmoid is taken of, in the layout of torch's parametrizations."""
+def test_bounded_parameter_has_torchs_parametrization_name_in_checkpoints() -> None:
+    """Checkpoints hold the argument of the sigmoid."""
     attend = Attention("entmax", 4, learn=("alpha",))
     raw = {"parametrizations.alpha.original": torch.tensor([-1.0, 0.0, 1.0, 2.0])}
     assert attend.state_dict().keys() == raw.keys()
@@ -204,8 +202,7 @@ def test_a_bounded_parameter_is_saved_under_the_name_it_always_had() -> None:
 
 
 @every_variant
-def test_reset_parameters_gives_initial_values(variant: str) -> None:
-    """After ``to_empty`` too, as models are made that are too large for one device."""
+def test_reset_parameters_restores_initial_values(variant: str) -> None:
     one = module(variant, learn=tuple(CASES[variant].learned), **learned(variant, 4))
     expected = {name: x.clone() for name, x in one.state_dict().items()}
     for x in one.state_dict().values():
@@ -236,7 +233,7 @@ def test_extra_repr_is_readable() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "tiled", None])
 @every_variant
-def test_autocast_does_what_it_does_to_torch_s_attention(variant: str, backend: str | None) -> None:
+def test_autocast_equals_torchs_attention(variant: str, backend: str | None) -> None:
     attend = learning(variant)
     q, k, v = qkv()
     with torch.autocast("cpu", torch.bfloat16):
@@ -244,7 +241,7 @@ def test_autocast_does_what_it_does_to_torch_s_attention(variant: str, backend: 
         out = attend(q, k, v, is_causal=True, backend=backend)
         mixed = attend(q.bfloat16(), k, v, is_causal=True, backend=backend)
     assert out.dtype == mixed.dtype == like.dtype == torch.bfloat16
-    # Only the inputs are rounded: what follows is in fp32, as ever.
+    # Autocast only rounds the inputs; the computation stays in fp32.
     low = [x.bfloat16() for x in (q, k, v)]
     assert torch.equal(out, attend(*low, is_causal=True, backend=backend))
     with torch.autocast("cpu", torch.bfloat16):
@@ -265,8 +262,7 @@ def test_autocast_with_a_float_mask_and_slopes() -> None:
     assert torch.equal(out, attnzoo.attention(*low, attn_mask=mask, alibi=slopes, backend="tiled"))
 
 
-def test_the_module_can_be_made_on_meta() -> None:
-    """As large models are, before their weights are loaded. Initial values are known there too."""
+def test_module_made_on_meta_gets_its_initial_values() -> None:
     for variant, learn in (("ssmax", None), ("entmax", ("alpha",)), ("sink", None)):
         with torch.device("meta"):
             attend = Attention(variant, 4, learn=learn)
@@ -280,7 +276,7 @@ def test_the_module_can_be_made_on_meta() -> None:
 # ---- keywords and errors ----------------------------------------------------------------------
 
 
-def test_forward_takes_the_keywords_of_attention() -> None:
+def test_forward_accepts_the_keywords_of_attention() -> None:
     attend = Attention("ssmax", 4, s=0.3)
     q, k, v = qkv()
     k, v = k[:, :2], v[:, :2]
@@ -295,16 +291,16 @@ def test_forward_takes_the_keywords_of_attention() -> None:
         backend="tiled",
         return_lse=True,
     )
-    found = attend(q, k, v, **options)
+    outputs = attend(q, k, v, **options)
     expected = attnzoo.attention(q, k, v, "ssmax", s=attend.s, **options)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
-def test_errors() -> None:
+def test_wrong_arguments_raise() -> None:
     with pytest.raises(ValueError, match="unknown variant 'softmaxx'"):
         Attention("softmaxx", 4)
     for heads in (0, -1, 2.0, True, None):
-        words = f"num_heads must be an int of at least 1, got {heads}"
+        words = f"num_heads must be an int .* 1, got {heads}"
         with pytest.raises(ValueError, match=words):
             Attention("softmax", heads)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'ssmax' has no parameter 'alpha'; it has: s, b"):
@@ -315,11 +311,11 @@ def test_errors() -> None:
         Attention("ssmax", 4, learn="s")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"learn must name each parameter once.*\('s', 's'\)"):
         Attention("ssmax", 4, learn=("s", "s"))
-    with pytest.raises(ValueError, match="'ssmax' can learn s, b; got 'c'"):
+    with pytest.raises(ValueError, match=r"learnable .* 'ssmax' \(s, b\), got 'c'"):
         Attention("ssmax", 4, learn=("c",))
-    with pytest.raises(ValueError, match="'topk' can learn none; got 'top_k'"):
+    with pytest.raises(ValueError, match=r"learnable .* 'topk' \(none\), got 'top_k'"):
         Attention("topk", 4, top_k=3, learn=("top_k",))
-    with pytest.raises(ValueError, match="sigmoid's bias an initial value"):
+    with pytest.raises(ValueError, match="sigmoid's bias needs an initial value"):
         Attention("sigmoid", 4, learn=("bias",))
     with pytest.raises(ValueError, match=r"ssmax's s must have shape \(\) or \(4,\), got \(3,\)"):
         Attention("ssmax", 4, s=torch.ones(3))
@@ -333,7 +329,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"num_heads=4 heads, got \(2, 3, 7, 8\)"):
         Attention("softmax", 4)(q, k, v)
     q, k, v = qkv()
-    with pytest.raises(TypeError, match="s belongs to the module"):
+    with pytest.raises(TypeError, match="s must not be passed to forward"):
         Attention("ssmax", 4)(q, k, v, s=0.3)
     with pytest.raises(TypeError, match="has no parameter 'beta'"):
         Attention("ssmax", 4)(q, k, v, beta=0.3)

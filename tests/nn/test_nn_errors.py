@@ -1,4 +1,4 @@
-"""Modules and caches refuse what is wrong, by the name of the argument."""
+"""Errors of modules and caches name the wrong argument."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPARSE = X.to_sparse()
 
 
 def nested(*shapes: tuple[int, ...]) -> Tensor:
-    with warnings.catch_warnings():  # torch says that nested tensors may change
+    with warnings.catch_warnings():  # torch warns that nested tensors are a prototype
         warnings.simplefilter("ignore", UserWarning)
         return torch.nested.nested_tensor([torch.ones(shape) for shape in shapes])
 
@@ -49,7 +49,7 @@ def decode(cache: KVCache | StateCache, q: Any = X, k: Any = X, v: Any = X, **op
     return attend(cache, q, k, v, "taylor", **options)
 
 
-def held(cache: KVCache | StateCache) -> Any:
+def filled(cache: KVCache | StateCache) -> Any:
     decode(cache)
     return cache
 
@@ -94,7 +94,7 @@ MODULES: list[Row] = [
     (lambda: forward(SPARSE), TypeError, "q must be a dense tensor, got a torch.sparse_coo one"),
     (lambda: forward(need_weights="no"), TypeError, "need_weights must be a bool, got 'no'"),
     (lambda: forward(need_weights=1), TypeError, "need_weights must be a bool, got 1"),
-    (lambda: forward(variant="softmax"), TypeError, "variant belongs to the module"),
+    (lambda: forward(variant="softmax"), TypeError, "variant must not be passed to forward"),
     (lambda: ssmax().new_cache(10**400), ValueError, "max_length must fit an int64.*got 1000"),
     (lambda: Taylor(8, 2, bias="x"), TypeError, "bias must be a bool, got 'x'"),  # type: ignore
     (lambda: multihead(bias="x"), TypeError, "bias must be a bool, got 'x'"),
@@ -108,12 +108,16 @@ MODULES: list[Row] = [
     (lambda: project(X[0], is_causal="x"), TypeError, "is_causal must be a bool, got 'x'"),
     (lambda: project(X[0], average_attn_weights=0), TypeError, "average_attn_weights must be a b"),
     (lambda: project(X[0], attn_mask=ROW), TypeError, "attn_mask must be a dense tensor, got a n"),
-    (lambda: transformer(None), TypeError, r"variant must be a name .*or 1 of them, got None"),
+    (lambda: transformer(None), TypeError, r"variant must be a name .*or a list of 1, got None"),
     (lambda: transformer([3]), ValueError, r"variant must hold names or pairs .*got 3"),
     (lambda: transformer(rope_base="x"), TypeError, r"rope_base must be a number from 1.*got 'x'"),
     (lambda: transformer(rope_share="x"), TypeError, r"rope_share must be a number .*got 'x'"),
     (lambda: transformer(dropout="x"), TypeError, r"dropout must be .*\[0, 1\), got 'x'"),
-    (lambda: transformer()(TOKENS.to("meta")), ValueError, "tokens must .*on cpu.*got a meta"),
+    (
+        lambda: transformer()(TOKENS.to("meta")),
+        ValueError,
+        "tokens must be on cpu like the model, got a meta",
+    ),
     (
         lambda: transformer()(nested((3,), (2,)).long()),
         TypeError,
@@ -129,7 +133,7 @@ MODULES: list[Row] = [
         (
             lambda decay=decay: parameter_groups(nn.Linear(2, 2), decay),  # type: ignore[arg-type]
             error,
-            f"weight_decay must be a finite number of at least 0, got {words}",
+            f"weight_decay must be a finite number >= 0, got {words}",
         )
         for decay, error, words in (
             ("x", TypeError, "'x'"),
@@ -159,19 +163,22 @@ CACHES: list[Row] = [
             ValueError,
             words,
         )
-        for make in (lambda: held(KVCache(8)), lambda: held(StateCache()))
+        for make in (lambda: filled(KVCache(8)), lambda: filled(StateCache()))
         for index, words in (
-            (torch.zeros(2, dtype=torch.long, device="meta"), "index must be on cpu, .*got meta"),
+            (
+                torch.zeros(2, dtype=torch.long, device="meta"),
+                "index must be on the cache's device cpu, got meta",
+            ),
             (torch.zeros(0, dtype=torch.long), "index must name at least one sequence, got none"),
         )
     ),
     (
         lambda: decode(StateCache(), dropout_p=torch.ones(2)),
         ValueError,
-        r"dropout_p must be 0.0 with a state of keys, got a tensor of shape \(2,\)",
+        r"dropout_p must be 0.0 with a StateCache, got a tensor of shape \(2,\)",
     ),
     (
-        lambda: decode(held(StateCache()), causal=True),
+        lambda: decode(filled(StateCache()), causal=True),
         TypeError,
         "'taylor' has no parameter 'causal'; it has: order; did you mean 'is_causal'",
     ),
@@ -179,20 +186,20 @@ CACHES: list[Row] = [
 
 
 @pytest.mark.parametrize("row", MODULES + CACHES, ids=lambda row: row[2][:40])
-def test_one_clear_error(row: Row) -> None:
+def test_wrong_argument_raises(row: Row) -> None:
     call, error, words = row
     with pytest.raises(error, match=words):
         call()
 
 
 @pytest.mark.parametrize("value", [10**400, -1, 1, "x", None], ids=["huge", "-1", "1", "x", "None"])
-def test_dropout_of_weights_is_checked_as_without_them(value: Any) -> None:
+def test_dropout_p_is_checked_with_and_without_weights(value: Any) -> None:
     for need_weights in (True, False):
         with pytest.raises((TypeError, ValueError), match=r"dropout_p must be a number in \[0, 1"):
             forward(need_weights=need_weights, dropout_p=value)
 
 
-def test_dropout_of_weights_is_in_output_and_weights() -> None:
+def test_dropout_applies_to_output_and_returned_weights() -> None:
     out, weights = forward(need_weights=True, dropout_p=0.5)
     assert torch.allclose(out, weights @ X)
     kept = weights[weights > 0]
@@ -200,7 +207,6 @@ def test_dropout_of_weights_is_in_output_and_weights() -> None:
     assert torch.allclose(kept, torch.tensor(2 / 3))
 
 
-def test_numbers_of_torchs_own_layer_stay_flags() -> None:
-    """Torch takes any truth for them."""
+def test_truthy_flags_of_torchs_layer_become_bools() -> None:
     layer = nn.MultiheadAttention(8, 2, batch_first=1)  # type: ignore[arg-type]
     assert MultiheadAttention.of(layer, "ssmax").batch_first is True

@@ -1,4 +1,4 @@
-"""attnzoo.nn.Transformer: positions, variants per layer, caches, and that it learns."""
+"""attnzoo.nn.Transformer: position encodings, variants per layer, caches, training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def model(variant: Any = "softmax", positions: str = "rope", **options: Any) -> 
     return made.eval()
 
 
-def able(variant: str, positions: str) -> bool:
+def supported(variant: str, positions: str) -> bool:
     return positions != "alibi" or variant not in NO_SCORE
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_with_caches_as_without(variant: str, positions: str) -> None:
-    if not able(variant, positions):
+def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
+    if not supported(variant, positions):
         with pytest.raises(ValueError, match="alibi None"):
             model(variant, positions, **params_of(variant))(tokens())
         return
@@ -47,8 +47,8 @@ def test_with_caches_as_without(variant: str, positions: str) -> None:
 
 
 @pytest.mark.parametrize("positions", ["rope", "p-rope", "alibi"])
-def test_padding_on_the_left_changes_nothing(positions: str) -> None:
-    """These tell distances only. (Without any, counts do, which are those of visible keys.)"""
+def test_left_padding_does_not_change_the_logits(positions: str) -> None:
+    """These encodings depend on distances only."""
     made, real = model("ssmax", positions), tokens()
     padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), real], dim=1)
     mask = (torch.arange(19) >= 5).expand(2, 1, 1, 19)
@@ -56,46 +56,46 @@ def test_padding_on_the_left_changes_nothing(positions: str) -> None:
         assert torch.allclose(made(padded, attn_mask=mask)[:, 5:], made(real), atol=1e-4)
 
 
-def test_rotations_are_about_distances() -> None:
+def test_rope_scores_depend_on_distances_only() -> None:
     from attnzoo.nn.transformer import _rotate
 
     made = model(rope_base=100.0)
     q, k = torch.randn(2, 1, 1, 1, 8).double().unbind()
 
     def score(i: int, j: int) -> float:
-        turns = [made._turns(at, torch.zeros(1, 1, dtype=torch.long)) for at in (i, j)]
-        return float((_rotate(q, turns[0]) * _rotate(k, turns[1])).sum())
+        rotations = [made._rotation(at, torch.zeros(1, 1, dtype=torch.long)) for at in (i, j)]
+        return float((_rotate(q, rotations[0]) * _rotate(k, rotations[1])).sum())
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-4)
-    # By hand: of D = 8 the first pair, numbers 0 and 4, turns by one radian a token.
+    # With D = 8, features 0 and 4 are the first pair, which turns by one radian per token.
     x = torch.zeros(1, 1, 1, 8)
     x[..., 0] = 1.0
-    turned = _rotate(x, made._turns(1, torch.zeros(1, 1, dtype=torch.long)))[0, 0, 0]
+    turned = _rotate(x, made._rotation(1, torch.zeros(1, 1, dtype=torch.long)))[0, 0, 0]
     assert turned[[0, 4]].tolist() == pytest.approx([0.5403, 0.8415], abs=1e-4)
 
 
-def test_p_rope_lies_between_rope_and_none() -> None:
+def test_p_rope_with_share_0_or_1_is_none_or_rope() -> None:
     with torch.no_grad():
         shares = {share: model(positions="p-rope", rope_share=share)(tokens()) for share in (0, 1)}
         assert torch.equal(shares[0], model(positions="none")(tokens()))
         assert torch.equal(shares[1], model(positions="rope")(tokens()))
-    assert model(positions="p-rope").rotated == 3  # of the 4 pairs of D = 8
+    assert model(positions="p-rope").rotated_pairs == 3  # of the 4 pairs of D = 8
 
 
-def test_a_window_and_a_variant_for_each_layer() -> None:
+def test_window_and_one_variant_per_layer() -> None:
     made = model([("entmax", {"alpha": 1.3}), "ssmax"], window=4)
     found = [m.variant for m in made.modules() if isinstance(m, Attention)]
     assert found == ["entmax", "ssmax"]
     with torch.no_grad():
         one, two = tokens(), tokens()
         two[:, 0] = (one[:, 0] + 1) % 20
-        # Two layers of 4 keys reach 6 tokens back.
+        # Two layers with a window of 4 keys reach 6 tokens back.
         same = (made(one) == made(two)).all(-1).all(0)
     assert same.tolist() == [False] * 7 + [True] * 7
 
 
-def test_a_layer_decodes_with_a_state_where_it_has_one() -> None:
+def test_new_caches_are_states_where_possible() -> None:
     made = model([("cosformer", {"max_length": 32}), "ssmax"])
     assert [type(cache) for cache in made.new_caches(32)] == [StateCache, KVCache]
     made = model([("cosformer", {"max_length": 32}), "taylor"], window=4)
@@ -103,8 +103,7 @@ def test_a_layer_decodes_with_a_state_where_it_has_one() -> None:
 
 
 @pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
-def test_it_learns(variant: str) -> None:
-    """A cycle of tokens, from chance to certainty."""
+def test_training_on_a_cycle_of_tokens_lowers_the_loss(variant: str) -> None:
     made = model(variant, dropout=0.0, **params_of(variant, 32)).train()
     optimizer = torch.optim.AdamW(made.parameters(), 3e-3)
     cycle = torch.arange(24).remainder(7).expand(4, 24) + torch.arange(4)[:, None]
@@ -126,33 +125,39 @@ def test_it_learns(variant: str) -> None:
         ({"positions": "sine"}, ValueError, "positions must be one of rope, p-rope, alibi, none"),
         ({"embed_dim": 30}, ValueError, "embed_dim=30 is not a multiple of num_heads=4"),
         ({"num_kv_heads": 3}, ValueError, "num_heads=4 is not a multiple of num_kv_heads=3"),
-        ({"embed_dim": 12}, ValueError, "needs an even head dimension, 3"),
-        ({"depth": 0}, ValueError, "depth must be an int of at least 1, got 0"),
-        ({"window": 0}, ValueError, "window must be an int of at least 1, got 0"),
+        ({"embed_dim": 12}, ValueError, "needs an even head dimension, got 12 // 4 = 3"),
+        ({"depth": 0}, ValueError, "depth must be an int .* 1, got 0"),
+        ({"window": 0}, ValueError, "window must be an int .* 1, got 0"),
         ({"dropout": 1.0}, ValueError, r"dropout must be a number in \[0, 1\)"),
         ({"rope_share": 2}, ValueError, r"rope_share must be from 0 to 1, got 2"),
         ({"rope_base": 0}, ValueError, "rope_base must be from 1 to .*, got 0"),
         ({"rope_base": float("nan")}, ValueError, "rope_base must be from 1 to .*, got nan"),
         ({"rope_base": 10**400}, ValueError, "rope_base must be from 1 to "),
-        ({"variant": ["ssmax"]}, ValueError, "variant must be one name, or 2 of them, got 1"),
-        ({"variant": ["ssmax"] * 2, "s": 1.0}, TypeError, "give pairs"),
+        (
+            {"variant": ["ssmax"]},
+            ValueError,
+            "variant must be one name or a list .* per layer, 2, got 1",
+        ),
+        ({"variant": ["ssmax"] * 2, "s": 1.0}, TypeError, "s must be given in pairs"),
         ({"variant": "cosformer"}, TypeError, "max_length"),
         ({"variant": "nonsense"}, ValueError, "'nonsense'"),
     ],
 )
-def test_bad_arguments(options: dict[str, Any], error: type, message: str) -> None:
+def test_wrong_arguments_raise(options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         Transformer(20, **{**SIZES, **options})
 
 
-def test_bad_calls() -> None:
+def test_wrong_forward_arguments_raise() -> None:
     made = model()
     with pytest.raises(ValueError, match=r"tokens must be int \(B, N\), got torch.float32"):
         made(torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"tokens must be an int tensor \(B, N\), got list"):
         made([[1, 2]])
     for wrong in (-1, 20):
-        with pytest.raises(ValueError, match=f"tokens must be from 0 to 19, .*, got {wrong}"):
+        with pytest.raises(
+            ValueError, match=f"tokens must be from 0 to vocab_size - 1 = 19, got {wrong}"
+        ):
             made(torch.tensor([[3, wrong, 4]]))
-    with pytest.raises(ValueError, match="caches must be one per layer, 2, got 1"):
+    with pytest.raises(ValueError, match="caches must hold 2, one per layer, got 1"):
         made(tokens(), caches=made.new_caches(8)[:1])

@@ -1,4 +1,4 @@
-"""Hugging Face models with attnzoo's attention: convert, train, save, load, and back.
+"""Hugging Face models with attnzoo's attention: convert, train, save, load and revert.
 
 >>> import torch, transformers
 >>> from attnzoo.integrations.transformers import convert
@@ -14,12 +14,14 @@ torch.Size([1, 5, 99])
 from importlib import metadata
 from importlib.util import find_spec
 
-_LEAST = 5
+_OLDEST = 5
 if find_spec("transformers") is None:
-    raise ImportError("attnzoo.integrations.transformers: pip install 'attnzoo[hf]'")
-if int((_found := metadata.version("transformers")).split(".")[0]) < _LEAST:
     raise ImportError(
-        f"attnzoo.integrations.transformers needs transformers {_LEAST} or later, found {_found}"
+        "attnzoo.integrations.transformers needs transformers: pip install 'attnzoo[hf]'"
+    )
+if int((_found := metadata.version("transformers")).split(".")[0]) < _OLDEST:
+    raise ImportError(
+        f"attnzoo.integrations.transformers needs transformers {_OLDEST} or later, found {_found}"
     )
 
 from attnzoo.integrations.transformers.checkpoint import (  # noqa: E402

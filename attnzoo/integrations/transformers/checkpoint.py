@@ -1,10 +1,10 @@
-"""Converted models are loaded again: by transformers' own loader, from_pretrained(), from_config().
+"""Loading of converted models: from_pretrained(), from_config() and transformers' own loaders.
 
-What is registered with transformers here: a model whose config has an attnzoo entry gets its
-variants when it is made, before its weights are loaded. So each loader of transformers finds the
-learned values of a checkpoint as it finds all others. The saved config names "attnzoo" as the
-attention implementation: a process that has not imported this package cannot load the checkpoint
-and compute softmax, because transformers does not know that name and raises.
+`register` patches transformers: a model whose config has an attnzoo entry gets its variants when it
+is constructed, before its weights are loaded. Every loader of transformers therefore loads the
+learned values like all other weights. The saved config names "attnzoo" as attention implementation.
+Transformers raises for this name in a process that has not imported this package, so the checkpoint
+is never silently computed with softmax.
 """
 
 from __future__ import annotations
@@ -20,78 +20,86 @@ from torch import nn
 from attnzoo.integrations.transformers.convert import (
     VERSION,
     attach,
-    describe,
-    spellings,
+    possible_names,
+    write_spec,
 )
 from attnzoo.integrations.transformers.interface import NAME
 from attnzoo.nn import Attention
 
-WHERE = (
+# Arguments of from_pretrained that select the files, also needed to load the config.
+LOCATION = (
     "revision", "cache_dir", "token", "subfolder", "local_files_only", "force_download", "proxies",
 )  # fmt: skip
+# Required keys of a layer's entry in the spec.
 ENTRY = {"variant": str, "num_heads": int, "params": dict}
 
 
 def from_config(auto_class: Any, config: Any) -> Any:
-    """A model with new weights, converted as ``config.attnzoo`` says.
+    """A model with new weights and the variants of a converted model's config.
 
     Args:
-        auto_class: `transformers.AutoModelForCausalLM`, say, or a model's own class.
-        config: of a converted model.
+        auto_class: a class of transformers, e.g. `AutoModelForCausalLM` or `LlamaForCausalLM`.
+        config: the config of a converted model.
+
+    Returns:
+        The converted model.
 
     Raises:
-        ValueError: if the config says nothing of attnzoo, or what this version does not know.
+        ValueError: the config has no attnzoo entry, or one that this version does not support.
     """
-    checked(config)
+    check_spec(config)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
-    return _complete(make(copy.deepcopy(config), attn_implementation=NAME))
+    return _check_complete(make(copy.deepcopy(config), attn_implementation=NAME))
 
 
 def from_pretrained(auto_class: Any, path: Any, **kwargs: Any) -> Any:
-    """A converted model as `save_pretrained` has written it: variants, layers, learned values.
+    """Loads a converted model from `save_pretrained`: variants, layers and learned values.
 
-    The class's own from_pretrained does this too, once this package is imported. This function
-    raises for a checkpoint that is not of a converted model. A value that the checkpoint does not
-    hold is its documented initial value.
+    The class's own from_pretrained does the same once this package is imported. This function also
+    raises if the checkpoint is not of a converted model. Learned parameters that are missing in the
+    checkpoint get their initial values.
 
     Args:
-        auto_class: `transformers.AutoModelForCausalLM`, say, or a model's own class.
-        path: a folder, or a name on the hub.
-        **kwargs: for the class's own from_pretrained.
+        auto_class: a class of transformers, e.g. `AutoModelForCausalLM` or `LlamaForCausalLM`.
+        path: a folder, or a name on the Hugging Face hub.
+        **kwargs: arguments of the class's own from_pretrained.
+
+    Returns:
+        The converted model; with ``output_loading_info=True`` a pair (model, info).
 
     Raises:
-        ValueError: if its config says nothing of attnzoo, or what this version does not know.
+        ValueError: the config has no attnzoo entry, or one that this version does not support.
     """
     from transformers import AutoConfig
 
-    where = {name: kwargs[name] for name in WHERE if name in kwargs}
+    location = {name: kwargs[name] for name in LOCATION if name in kwargs}
     config = kwargs.get("config")
     if config is None or isinstance(config, (str, os.PathLike)):
-        config = AutoConfig.from_pretrained(config or path, **where)
-    checked(config)
-    found = auto_class.from_pretrained(path, **{"attn_implementation": NAME, **kwargs})
-    _complete(found[0] if kwargs.get("output_loading_info") else found)
-    return found
+        config = AutoConfig.from_pretrained(config or path, **location)
+    check_spec(config)
+    loaded = auto_class.from_pretrained(path, **{"attn_implementation": NAME, **kwargs})
+    _check_complete(loaded[0] if kwargs.get("output_loading_info") else loaded)
+    return loaded
 
 
-def checked(config: Any) -> dict[str, Any]:
-    """The spec of a config, if all of it is known."""
+def check_spec(config: Any) -> dict[str, Any]:
+    """The attnzoo entry of a config, after checking it."""
     spec = getattr(config, NAME, None)
     if not spec:
         raise ValueError(
-            f"config has no {NAME!r}: it is not of a converted model. Load it with its own class "
-            "and convert() it"
+            f"config must be of a converted model, got one without {NAME!r}: load the model with "
+            "its own class and call convert()"
         )
     version = spec.get("version") if isinstance(spec, dict) else None
     if not isinstance(version, int) or version < 1:
-        raise ValueError(f"config.{NAME}: no version in {spec!r}")
+        raise ValueError(f"config.{NAME} must have a version >= 1, got {spec!r}")
     if version > VERSION:
         raise ValueError(
-            f"config.{NAME} is of version {version}, this attnzoo knows up to {VERSION}: upgrade it"
+            f"config.{NAME} must be of version {VERSION} or older, got {version}: upgrade attnzoo"
         )
     layers = spec.get("layers")
     if not isinstance(layers, dict) or not layers:
-        raise ValueError(f"config.{NAME}: no layers in {spec!r}")
+        raise ValueError(f"config.{NAME} must have layers, got {spec!r}")
     for name, entry in layers.items():
         for key, kind in ENTRY.items():
             if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
@@ -102,31 +110,31 @@ def checked(config: Any) -> dict[str, Any]:
 
 
 def attach_configured(model: Any) -> None:
-    """Gives the layers that the model's config names their variants, with initial values."""
+    """Adds the variants of the model's config to its layers, with initial values."""
     if getattr(model.config, NAME, None) is None:
         return
-    spec = checked(model.config)
+    spec = check_spec(model.config)
     entries = {}
     for name, entry in spec["layers"].items():
-        # A part of the model, made before the whole, need not have all of them.
-        entries |= {n: entry for n in spellings(model, name) if _has(model, n)}
+        # A sub-model, which is constructed before the whole model, may have only some of them.
+        entries |= {n: entry for n in possible_names(model, name) if _has(model, n)}
     if not entries:
         return
-    asked = model.config._attn_implementation
-    if asked != NAME:
+    requested = model.config._attn_implementation
+    if requested != NAME:
         raise ValueError(
-            f"attn_implementation is {asked!r}, but config.{NAME} gives variants to "
-            f"{len(entries)} layers of {type(model).__name__}: pass attn_implementation={NAME!r}; "
-            f"for softmax call revert(model) or model.set_attn_implementation({asked!r}) afterwards"
+            f"attn_implementation must be {NAME!r}, because config.{NAME} sets the variants of "
+            f"{len(entries)} layers of {type(model).__name__}, got {requested!r}: for softmax call "
+            f"revert(model) or model.set_attn_implementation({requested!r}) after loading"
         )
-    with torch.device("cpu"):  # initial values are kept also where the model is on meta
-        made = {
+    with torch.device("cpu"):  # initial values are needed even if the model is on meta
+        children = {
             name: _attention(entry)
             for name, entry in entries.items()
             if NAME not in model.get_submodule(name)._modules
         }
-    attach(model, made, loading=True)
-    describe(model.config, spec)
+    attach(model, children, loading=True)
+    write_spec(model.config, spec)
 
 
 def _attention(entry: dict[str, Any]) -> Attention:
@@ -145,16 +153,16 @@ def _has(model: Any, name: str) -> bool:
     return True
 
 
-def _complete(model: Any) -> Any:
-    """The model, if it has all layers that its config names."""
-    for name in checked(model.config)["layers"]:
-        if not any(_has(model, f"{n}.{NAME}") for n in spellings(model, name)):
+def _check_complete(model: Any) -> Any:
+    """The model; raises if it lacks a layer that its config names."""
+    for name in check_spec(model.config)["layers"]:
+        if not any(_has(model, f"{n}.{NAME}") for n in possible_names(model, name)):
             raise ValueError(f"config.{NAME}: {type(model).__name__} has no module {name!r}")
     return model
 
 
 def register() -> None:
-    """Once, when the package is imported. Transformers offers no hook for either of the two."""
+    """Patches transformers, once, at import: it has no hooks for these two steps."""
     from transformers import PreTrainedModel
 
     post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
@@ -166,12 +174,14 @@ def register() -> None:
 
     @wraps(initialize)
     def with_initial_values(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # Called for each module of which a checkpoint lacks something; what it has, has this mark.
+        # Called for modules with missing weights; loaded tensors have _is_hf_initialized set.
         if not isinstance(module, Attention):
             return initialize(self, module, *args, **kwargs)
         if not getattr(module, "_is_hf_initialized", False):
-            held = module.held().items()
-            module.reset_parameters(n for n, x in held if not getattr(x, "_is_hf_initialized", 0))
+            tensors = module.parameter_tensors().items()
+            module.reset_parameters(
+                n for n, x in tensors if not getattr(x, "_is_hf_initialized", False)
+            )
             module._is_hf_initialized = True
 
     PreTrainedModel.post_init = with_variants

@@ -1,8 +1,8 @@
-"""What transformers calls: one attention function and one mask function, both named "attnzoo".
+"""The attention function and the mask function that transformers calls, both named "attnzoo".
 
-A mask that is proven to be causality (or nothing) and padding is handed over as a mask of keys,
-(B, 1, 1, keys in use), in uint8, which no other mask of transformers has; causality comes with it.
-All others are dense bool masks, as transformers makes them, which say everything by themselves.
+If a mask is padding alone, or padding and causality, it becomes a key mask (B, 1, 1, keys in use),
+and causality is passed as is_causal. The dtype uint8 marks such a mask: transformers has no other
+uint8 masks. All other masks are transformers' own dense bool masks, with causality in them.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ from attnzoo.nn import Attention
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # other versions tell each layer what is wanted
+except ImportError:  # versions that pass output_attentions to each layer
     _active_collector = None
 
 NAME = "attnzoo"
-# What changes the meaning of attention, and is not done here.
-REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache")
+# Keywords of other attention functions that attnzoo does not implement.
+UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache")
 
 
-class Seen(NamedTuple):
-    """An attention module that was called, with the query heads and log n, the mean over rows."""
+class ObservedCall(NamedTuple):
+    """A call of an attention module: number of query heads, mean of log n over rows, and rows."""
 
     module: nn.Module
     heads: int
     log_n: float
     rows: int
 
-    def and_(self, other: Seen) -> Seen:
-        """Of both calls."""
+    def merge(self, other: ObservedCall) -> ObservedCall:
+        """One entry for two calls of the same module."""
         rows = self.rows + other.rows
         log_n = (self.log_n * self.rows + other.log_n * other.rows) / max(rows, 1)
         return self._replace(log_n=log_n, rows=rows)
 
 
-_seen: ContextVar[list[Seen] | None] = ContextVar("attnzoo_seen", default=None)
+_observed: ContextVar[list[ObservedCall] | None] = ContextVar("attnzoo_observed", default=None)
 
 
 @contextmanager
-def watched() -> Iterator[list[Seen]]:
-    """All that is called inside, in order."""
-    found: list[Seen] = []
-    token = _seen.set(found)
+def observe_calls() -> Iterator[list[ObservedCall]]:
+    """Collects all attention calls inside the context, in order."""
+    calls: list[ObservedCall] = []
+    token = _observed.set(calls)
     try:
-        yield found
+        yield calls
     finally:
-        _seen.reset(token)
+        _observed.reset(token)
 
 
 def attend(
@@ -79,17 +79,17 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """query (B, H, Nq, D), key and value (B, Hkv, Nk, D) -> (output (B, Nq, H, D), weights)."""
-    for name in REFUSED:
+    for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            who = type(module).__name__
-            raise ValueError(f"attnzoo has no {name}, and {who} asks for one")
+            raise ValueError(f"attnzoo does not support {name}, which {type(module).__name__} uses")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    own = module._modules.get(NAME)
-    variant = _variant(own)
+    child = module._modules.get(NAME)
+    variant = _variant(child)
     if not causal and query.shape[2] != key.shape[2] and variant and variant.positional:
         raise ValueError(
-            f"{variant.name} cannot be {type(module).__name__}'s: {query.shape[2]} queries have "
-            f"no distances from {key.shape[2]} keys of another sequence"
+            f"{variant.name} does not support the cross-attention of {type(module).__name__}: "
+            f"distances between {query.shape[2]} queries and {key.shape[2]} keys of another "
+            "sequence are undefined"
         )
     mask, causal, used = _mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
     key, value = key[:, :, :used], value[:, :, :used]
@@ -97,26 +97,26 @@ def attend(
         "attn_mask": mask, "is_causal": causal, "scale": scaling, "dropout_p": dropout,
         "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
-    seen = None if torch.compiler.is_compiling() else _seen.get()
-    if seen is not None:
-        seen.append(Seen(module, query.shape[1], *_log_n(query, key, value, options)))
-    wanted = _weights_wanted(kwargs)
-    if own is None and not wanted:  # a layer that keeps its own attention
+    calls = None if torch.compiler.is_compiling() else _observed.get()
+    if calls is not None:
+        calls.append(ObservedCall(module, query.shape[1], *_log_n(query, key, value, options)))
+    need_weights = _need_weights(kwargs)
+    if child is None and not need_weights:  # a layer that was not converted
         return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
-    own = own or Attention("softmax", query.shape[1])
-    found = own(query, key, value, need_weights=bool(wanted), **options)
-    out, weights = found if wanted else (found, None)
+    child = child or Attention("softmax", query.shape[1])
+    result: Any = child(query, key, value, need_weights=need_weights, **options)
+    out, weights = result if need_weights else (result, None)
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _variant(own: nn.Module | None) -> Variant | None:
-    """Also of what PEFT has wrapped."""
-    name = None if own is None else getattr(own, "variant", None)
+def _variant(child: nn.Module | None) -> Variant | None:
+    """The variant of a converted layer, also if PEFT has wrapped the child."""
+    name = None if child is None else getattr(child, "variant", None)
     return None if name is None else get_variant(name)
 
 
-def _weights_wanted(kwargs: dict[str, Any]) -> bool:
-    """As the call says; or as what will collect them, where a model keeps that from its layers."""
+def _need_weights(kwargs: dict[str, Any]) -> bool:
+    """Whether to return weights. Some models only tell the collector of outputs, not the layers."""
     if kwargs.get("output_attentions") is not None:
         return bool(kwargs["output_attentions"])
     collected = None if _active_collector is None else _active_collector.get()
@@ -126,21 +126,21 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
 def _mask(
     mask: Tensor | None, causal: bool, queries: int, keys: int
 ) -> tuple[Tensor | None, bool, int]:
-    """attn_mask, is_causal, and how many of the keys there are are in use."""
+    """attn_mask, is_causal, and the number of keys in use."""
     if mask is None:
-        # Without one a causal call begins its sequence: a static cache has room behind it.
+        # A causal call without a mask starts a sequence; further keys of a static cache are unused.
         return None, causal and queries > 1, queries if causal else keys
     if mask.dtype == torch.uint8:
         return mask.view(torch.bool), causal and queries > 1, mask.shape[-1]
     if mask.is_floating_point() and not torch.compiler.is_compiling():
-        # Models fill with the least number where they mean that a key is not to be seen.
+        # Models hide keys with the most negative finite number instead of -inf.
         hidden = mask <= torch.finfo(mask.dtype).min / 2
         mask = ~hidden if bool((hidden | (mask == 0)).all()) else mask
     return mask, False, keys
 
 
 def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:
-    """The mean over rows that see a key, as SSMax and others count, and how many rows those are."""
+    """The mean of log n over all rows with a visible key, and the number of these rows."""
     call = check_call(query, key, value, **options)
     counts = call.counts.expand(call.batch, call.heads, call.queries).float()
     counts = counts[counts > 0]
@@ -157,17 +157,17 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """A mask of keys where that is all there is to say, else transformers' own dense one."""
+    """A key mask where that is enough, else transformers' own dense mask."""
     causal = mask_function is causal_mask_function
-    proven = causal or mask_function is bidirectional_mask_function
-    # A static cache says where it stands in a tensor, which a graph cannot look into.
+    simple = causal or mask_function is bidirectional_mask_function
+    # A static cache keeps its length in a tensor, whose value a compiled graph cannot read.
     unknown = isinstance(q_offset, Tensor) and torch.compiler.is_compiling()
-    if not proven or kv_offset != 0 or (causal and unknown):
+    if not simple or kv_offset != 0 or (causal and unknown):
         if causal and unknown:
-            _refuse_positions(kwargs.get("config"))
+            _check_not_positional(kwargs.get("config"))
         for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
             kwargs[name] = False
-        make: Any = sdpa_mask  # whose q_offset may be a tensor, whatever it says
+        make: Any = sdpa_mask  # accepts a tensor q_offset, but its annotation does not say so
         return make(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **kwargs,
@@ -181,14 +181,14 @@ def make_mask(
     return torch.ones(batch_size, 1, 1, used, dtype=torch.uint8, device=kwargs.get("device", "cpu"))
 
 
-def _refuse_positions(config: Any) -> None:
-    """In a compiled step of a static cache no key says how far back it stands."""
+def _check_not_positional(config: Any) -> None:
+    """Raises for variants that need distances, which a compiled static cache does not provide."""
     layers = (getattr(config, NAME, None) or {}).get("layers", {})
     for name, layer in layers.items():
         if get_variant(layer["variant"]).positional:
             raise ValueError(
-                f"{layer['variant']} ({name}) cannot decode from a compiled static cache, whose "
-                "keys have room behind them: use a dynamic cache"
+                f"{layer['variant']} ({name}) does not support a compiled static cache: use a "
+                "dynamic cache"
             )
 
 

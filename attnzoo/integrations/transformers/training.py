@@ -1,4 +1,4 @@
-"""TrainerMixin: what transformers' Trainer needs to train a converted model."""
+"""TrainerMixin: keeps a converted model's learned scales out of a Trainer's weight decay."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ else:
 
 
 class TrainerMixin(_Base):
-    """Keeps what variants learn out of a Trainer's weight decay.
+    """Excludes the learned parameters of variants from a Trainer's weight decay.
 
-    Zero is not neutral for a scale or a sink, so decay towards it is no prior. Trainer itself
-    leaves out biases and norms only.
+    Put it before any trainer class that has `get_decay_parameter_names`, e.g. `Trainer` or
+    `Seq2SeqTrainer`.
 
     Example:
         >>> import transformers
@@ -26,14 +26,17 @@ class TrainerMixin(_Base):
         >>> class Trainer(TrainerMixin, transformers.Trainer):
         ...     pass
 
-    Goes before any class of trainers that has `get_decay_parameter_names`, `Seq2SeqTrainer` too.
+    Notes:
+        Zero is not a neutral value for a scale or a sink, so decay towards zero is a wrong prior.
+        Trainer itself only excludes biases and norms.
     """
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        own = {
+        """Names of the parameters with weight decay."""
+        learned = {
             f"{prefix}.{name}"
             for prefix, module in model.named_modules()
             if isinstance(module, Attention)
             for name, _ in module.named_parameters()
         }
-        return [name for name in super().get_decay_parameter_names(model) if name not in own]
+        return [name for name in super().get_decay_parameter_names(model) if name not in learned]

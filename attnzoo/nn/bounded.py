@@ -1,0 +1,35 @@
+"""Bounded: a learned value that stays inside an interval."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Bounded(nn.Module):
+    """A learned fp32 tensor inside (low, high), at least a thousandth of the width from either end.
+
+    The optimizer sees ``original``; the value is low + width · sigmoid(original).
+    """
+
+    def __init__(self, name: str, low: float, high: float, start: Tensor) -> None:
+        super().__init__()
+        self.name = name
+        margin = (high - low) * 1e-3
+        self.low, self.width = low + margin, high - low - 2 * margin
+        self.original = nn.Parameter(self.inverse(start))
+
+    def forward(self) -> Tensor:
+        raw = self.original
+        raw = raw if raw.dtype == torch.float64 else raw.float()
+        return self.low + self.width * raw.sigmoid()
+
+    def inverse(self, value: Tensor) -> Tensor:
+        """The ``original`` that gives this value."""
+        high = self.low + self.width
+        if not value.is_meta and not bool(((value > self.low) & (value < high)).all()):
+            raise ValueError(
+                f"{self.name} must start inside ({self.low:g}, {high:g}) to be learned, got "
+                f"{value.tolist()}"
+            )
+        return ((value - self.low) / self.width).logit()

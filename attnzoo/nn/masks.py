@@ -1,0 +1,40 @@
+"""Masks of torch.nn.MultiheadAttention (True = blocked) as masks of attnzoo (True = attend)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def attended_keys(
+    name: str, mask: Tensor | None, shapes: list[tuple[int, ...]], extra: int
+) -> Tensor | None:
+    """A mask in attnzoo's convention (True = attend), with ``extra`` visible keys appended."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool (True = blocked) or float, got {mask.dtype}")
+    if tuple(mask.shape) not in shapes:
+        allowed = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must have shape {allowed}, got {tuple(mask.shape)}")
+    if mask.dtype == torch.bool:
+        return F.pad(~mask, (0, extra), value=True)
+    # Torch's encoder layers turn bool masks into floats; a compiled graph cannot read the values.
+    if not torch.compiler.is_compiling():
+        blocked = mask == float("-inf")
+        if bool((blocked | (mask == 0)).all()):
+            return F.pad(~blocked, (0, extra), value=True)
+    return F.pad(mask, (0, extra))
+
+
+def both_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """One mask that applies both."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a.dtype == b.dtype == torch.bool:
+        return a & b
+    if torch.bool not in (a.dtype, b.dtype):
+        return a + b
+    visible, bias = (a, b) if a.dtype == torch.bool else (b, a)
+    return torch.where(visible, bias, float("-inf"))

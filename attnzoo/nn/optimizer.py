@@ -1,0 +1,49 @@
+"""parameter_groups(): weight decay for a model, but not for what its variants learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from attnzoo.core.checks import is_finite, is_number, plain, shown
+from attnzoo.nn.attention import Attention
+from attnzoo.nn.checks import check_module
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: no weight decay for what the variants learn.
+
+    Args:
+        model: a module that contains `Attention` modules.
+        weight_decay: the weight decay of all other parameters, biases and norms included.
+
+    Returns:
+        Up to two groups, ``{"params": [...], "weight_decay": ...}``: the other parameters with
+        ``weight_decay``, the learned parameters of the variants with 0. Empty groups are left out.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from attnzoo.nn import Transformer, parameter_groups
+        >>> model = Transformer(99, embed_dim=32, num_heads=4, depth=2, variant="ssmax")
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3)
+        >>> [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups]
+        [(14, 0.1), (2, 0.0)]
+
+    Notes:
+        Zero is not a neutral value for a scale or a sink, so decay towards zero is a wrong prior.
+    """
+    check_module("model", model)
+    weight_decay = plain(weight_decay)
+    if not is_number(weight_decay):
+        raise TypeError(f"weight_decay must be a finite number >= 0, got {shown(weight_decay)}")
+    if not (weight_decay >= 0 and is_finite(weight_decay)):
+        raise ValueError(f"weight_decay must be a finite number >= 0, got {shown(weight_decay)}")
+    learned = [p for m in model.modules() if isinstance(m, Attention) for p in m.parameters()]
+    ids = {id(p) for p in learned}
+    others = [p for p in model.parameters() if id(p) not in ids]
+    groups = ((others, weight_decay), (list(dict.fromkeys(learned)), 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]

@@ -1,0 +1,93 @@
+"""Types of attnzoo.nn: a user script passes pyright in strict mode."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+USER = """
+from typing import assert_type
+
+import torch
+from torch import Tensor, nn
+
+import attnzoo
+from attnzoo.nn import Attention, Cache, KVCache, MultiheadAttention, StateCache, Taylor
+from attnzoo.nn import Transformer, attend, parameter_groups, replace
+
+pair = tuple[Tensor, Tensor]
+flag = len(attnzoo.list_variants()) > 1
+q, k, v = torch.randn(3, 1, 4, 16, 8).unbind()
+module = Attention("ssmax", num_heads=4, s=0.2)
+assert_type(module(q, k, v, is_causal=True, window=4), Tensor)
+assert_type(module(q, k, v, need_weights=True), pair)
+assert_type(module(q, k, v, return_lse=True), pair)
+assert_type(module(q, k, v, need_weights=flag), Tensor | pair)
+
+assert_type(module.new_cache(32), Cache)
+cache = KVCache(max_length=32)
+assert_type(module.new_cache(32, "keys"), KVCache)
+assert_type(Attention("taylor", 4).new_cache(32, "state"), StateCache)
+with torch.no_grad():
+    assert_type(module(q, k, v, cache=cache), Tensor)
+    assert_type(attend(cache, q, k, v, "ssmax", return_lse=True), pair)
+assert_type(cache.keys, Tensor | None)
+
+x = torch.randn(2, 10, 64)
+layer = MultiheadAttention(64, 4, batch_first=True, variant="entmax")
+assert_type(layer(x, x, x), pair)
+assert_type(layer(x, x, x, need_weights=False), tuple[Tensor, None])
+decoder = replace(nn.TransformerDecoder(nn.TransformerDecoderLayer(64, 4), 1), "ssmax")
+assert_type(decoder, nn.TransformerDecoder)
+assert_type(replace(nn.MultiheadAttention(64, 4), "ssmax"), MultiheadAttention)
+assert_type(Taylor(64, 4)(x, is_causal=True), Tensor)
+
+model = Transformer(100, embed_dim=64, num_heads=4, depth=2, variant="ssmax")
+logits = model(torch.randint(100, (1, 12)))
+assert_type(logits, Tensor)
+optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1))
+"""
+
+WRONG = """
+import torch
+
+from attnzoo.nn import Attention, Transformer
+
+q = torch.randn(1, 4, 16, 8)
+Attention("ssmax", 4)(q, q, q, need_weights=True).sum()
+Attention("ssmax", 4)(q, q, q, causal=True)
+Transformer(9, 8, 2, 1)(q, cache=None)
+"""
+
+
+def pyright(code: str, folder: Path) -> list[str]:
+    """The errors of pyright in strict mode, as "line: rule"."""
+    (folder / "user.py").write_text(code)
+    config = {"include": ["user.py"], "typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
+    done = subprocess.run([*command, "-p", str(folder)], capture_output=True, text=True)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    return [f"{d['range']['start']['line']}: {d.get('rule')}: {d['message']}" for d in found]
+
+
+def test_user_code_runs(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    runpy.run_path(str(tmp_path / "user.py"))
+
+
+@pytest.mark.slow
+def test_user_code_passes_pyright_strict(tmp_path: Path) -> None:
+    assert pyright(USER, tmp_path) == []
+
+
+@pytest.mark.slow
+def test_wrong_user_code_is_reported(tmp_path: Path) -> None:
+    assert {error.split(":")[0] for error in pyright(WRONG, tmp_path)} == {"6", "7", "8"}
