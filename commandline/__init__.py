@@ -1,1 +1,1 @@
-"""What the command lines of evals and benchmarks share."""
+"""Code that the command lines of evals and benchmarks share."""

@@ -1,32 +1,115 @@
-"""Types of command-line arguments, and arguments that several commands have."""
+"""The argument parser, argument types, and arguments that several commands share."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, NoReturn
 
-MOST = 2**31  # what is beyond is a slip
+MOST = 2**31  # a larger number is a typo
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line in the form "NAME must be X, got Y".
+
+    Subcommands made with ``add_subparsers`` are of this class too. An unknown option or command is
+    answered with the closest known one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands: Mapping[str, argparse.ArgumentParser] = {}
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        """Add subcommands and keep their parsers by name in ``commands``."""
+        action = super().add_subparsers(**kwargs)
+        self.commands = action.choices
+        return action
+
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]: argparse overloads it
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parse all arguments; end the program if one is unknown."""
+        words = list(sys.argv[1:] if args is None else args)
+        given, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            parser = next((self.commands[x] for x in words if x in self.commands), self)
+            known = re.findall(r"--[a-z][\w-]*", parser.format_usage())
+            parser.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        return given
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and the command that shows the help, and exit with 2."""
+        message = re.sub(r"^argument ([^:]+): (?=must )", r"\1 ", message)
+        message = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
+        found = re.match(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
+        if found is not None:
+            choices = found[3].replace("'", "").split(", ")
+            message = f"{found[1]} must be {either(choices)}, got {found[2]!r}"
+            message += did_you_mean(found[2], choices)
+        message = message.replace(": expected one argument", " needs a value")
+        message = re.sub(r": invalid (\w+) value: (.*)", r" must be of type \1, got \2", message)
+        self.exit(2, f"error: {message}\nFor help: {self.prog} --help\n")
+
+
+def either(choices: Collection[str]) -> str:
+    """The choices in a sentence.
+
+    >>> either(["a", "b", "c"])
+    'a, b or c'
+    """
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """The end of an error message that names the known word closest to this one, if one is.
+
+    >>> did_you_mean("smok", ["smoke", "quick"])
+    "; did you mean 'smoke'?"
+    """
+    found = get_close_matches(word.split("=")[0], known, 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
-    """``--plugin``, of every command in which a variant can be named; ``words`` end its help."""
-    words = f"a file that registers more variants{words}"
+    """Add ``--plugin`` to a command that takes variants; ``words`` end its help."""
+    words = f"Load a Python file that registers more variants{words}"
     parser.add_argument("--plugin", type=Path, metavar="FILE.py", help=words)
 
 
-def seed(text: str) -> int:
-    """A seed, for an argument parser: torch takes 64 bits, and some are made from several."""
-    if not (text.isascii() and text.isdecimal() and int(text) < 2**32):
-        raise argparse.ArgumentTypeError(f"{text!r}: a seed is an integer from 0 to 2³² − 1")
-    return int(text)
+def integer(low: int, high: int = MOST) -> Callable[[str], int]:
+    """The type of an argument: an int from low to high."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            bound = f">= {low}" if high == MOST else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be an int {bound}, got {text!r}")
+        return value
+
+    return read
+
+
+# torch takes 64 bits, but some seeds are made from several.
+seed = integer(0, 2**32 - 1)
 
 
 def numbers(text: str) -> list[int]:
-    """Positive integers with commas between them, for an argument parser."""
+    """The type of an argument: positive ints separated by commas."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
         values = [0]
     if not 0 < min(values) <= max(values) < MOST:
-        raise argparse.ArgumentTypeError(f"{text!r}: positive integers, as 16,64,256, are expected")
+        raise argparse.ArgumentTypeError(
+            f"must be positive ints separated by commas, such as 16,64,256, got {text!r}"
+        )
     return values

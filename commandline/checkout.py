@@ -1,4 +1,4 @@
-"""The commit of the checkout, which results name, and what other programs say."""
+"""The commit of the checkout, and the output of other programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def said(*command: str) -> str | None:
-    """What a program prints in the checkout; None where it fails or is not there."""
+    """The output of a program run in the checkout, or None if it fails or does not exist."""
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
@@ -18,7 +18,7 @@ def said(*command: str) -> str | None:
 
 @cache
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" where files differ from it; None outside of git."""
+    """The checkout's commit, with "-dirty" if files were changed; None outside of git."""
     head = said("git", "rev-parse", "--short=12", "HEAD")
     changed = head and said("git", "status", "--porcelain", "--untracked-files=no")
     return f"{head}-dirty" if changed else head

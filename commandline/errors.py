@@ -1,7 +1,7 @@
-"""The error that a command reports in one line."""
+"""The error that a command prints as one line."""
 
 from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """A setting that cannot be run; its text is the one line which the user reads."""
+    """Settings that cannot be run. The message is the one line that the user reads."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 class NotWritten(OSError):
-    """A file could not be written, as on a full disk; the text says which and why."""
+    """A file could not be written, for example because the disk is full."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"{path} could not be written: {error.strerror or error}")
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part.
+    """Write a file atomically: a reader sees the old content or the new, never a part.
 
     Raises:
-        NotWritten: and nothing of it is left.
+        NotWritten: the file could not be written; the old one is unchanged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,6 +26,6 @@ def write_whole(path: Path, data: str | bytes) -> None:
             temporary.write_bytes(data.encode() if isinstance(data, str) else data)
             os.replace(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)  # there only where something was raised
+            temporary.unlink(missing_ok=True)  # left over only after an error
     except OSError as error:
         raise NotWritten(path, error) from error

@@ -1,4 +1,4 @@
-"""Tables: for the console, and in Markdown."""
+"""Tables for the console and in Markdown."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is left-aligned, the others right-aligned.
+    """A table of texts. The first column is left-aligned, the others right-aligned.
 
-    ``note`` says how to read them.
+    ``note`` explains how to read it.
     """
 
     title: str
@@ -27,7 +27,7 @@ class Table:
 
 
 def aligned(cells: Sequence[str], widths: Sequence[int], left: Collection[int] = (0,)) -> str:
-    """A line of a table: the columns in ``left`` to the left, the others to the right."""
+    """A line of a table: the columns in ``left`` are left-aligned, the others right-aligned."""
     parts = [
         cell.ljust(width) if i in left else cell.rjust(width)
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
@@ -36,8 +36,8 @@ def aligned(cells: Sequence[str], widths: Sequence[int], left: Collection[int] =
 
 
 def markdown(rows: Sequence[Sequence[str]], right: bool = False) -> str:
-    """A table in Markdown; the first row is its head. ``right``: all but the first column are
-    right-aligned."""
+    """A table in Markdown. The first row is the header; ``right`` right-aligns all columns but the
+    first."""
     head, *body = rows
     rulers = ["---", *["---:" if right else "---"] * (len(head) - 1)]
     lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rulers, *body))

@@ -1,6 +1,6 @@
-"""Specs of variants: their text, what they lack, and plugins that register more.
+"""Variants on the command line, and plugins that register more.
 
-A spec is ``a(x=1)`` (train and test with a) or ``a->b(x=1)`` (train with a, test with b).
+A spec is ``a(x=1)`` (train and evaluate with a) or ``a->b(x=1)`` (train with a, evaluate with b).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class VariantCall:
         return f"{self.name}({inside})" if inside else self.name
 
     def identity(self) -> dict[str, object]:
-        """Name and parameters, the defaults included: a changed default is another cell."""
+        """Name and parameters with their defaults: a changed default gives another run."""
         defaults = {p.name: repr(p.default) for p in attnzoo.get_variant(self.name).params}
         given = {name: repr(value) for name, value in self.arguments}
         return {"name": self.name, "params": defaults | given, "given": sorted(given)}
@@ -40,7 +40,7 @@ class VariantCall:
 
 @dataclass(frozen=True)
 class Spec:
-    """Train with one variant, test with the same or another."""
+    """The variant to train with, and the variant to evaluate with."""
 
     train: VariantCall
     test: VariantCall
@@ -98,7 +98,7 @@ def _parse_call(text: str, whole: str) -> VariantCall:
 
 
 def parse_spec(text: str) -> Spec:
-    """The spec that a text names.
+    """Read one spec.
 
     >>> spec = parse_spec("softmax->log_n(train_length=16)")
     >>> spec.train.name, spec.test.params
@@ -112,7 +112,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def parse_specs(texts: list[str]) -> list[Spec]:
-    """Specs in their order; the same one twice is refused."""
+    """Read several specs, each of which may occur once."""
     specs = [parse_spec(text) for text in texts]
     for i, spec in enumerate(specs):
         if spec in specs[:i]:
@@ -120,16 +120,17 @@ def parse_specs(texts: list[str]) -> list[Spec]:
     return specs
 
 
-# ---------------------------------------------------------------------------------- what is lacked
+# ---------------------------------------------------------------------------------- defaults
 
 
 def complete(variant: VariantCall, longest: int) -> VariantCall:
-    """The variant with an example of what it requires and was not given.
+    """The variant with example values for required parameters that were not given.
 
-    ``longest``: the most keys of any call, so that calls of different lengths share a training.
+    ``longest`` is the largest number of keys in any call. It does not depend on the chosen
+    lengths, so that runs with different eval lengths share a training.
     """
     if variant.name not in attnzoo.list_variants():
-        return variant  # an error later, by name
+        return variant  # planning the study reports the unknown name
     found = attnzoo.get_variant(variant.name)
     example = {} if found.example is None else found.example(longest)
     missing = {
@@ -148,11 +149,12 @@ def names() -> list[str]:
 
 
 def every_variant(train_length: int) -> list[str]:
-    """A spec of each registered variant: trained, or put into a model trained with softmax."""
-    return [_as_meant(name, train_length) for name in names()]
+    """A spec of each registered variant: trained, or substituted into a model trained with softmax
+    if it is meant for inference only."""
+    return [_default_spec(name, train_length) for name in names()]
 
 
-def _as_meant(name: str, train_length: int) -> str:
+def _default_spec(name: str, train_length: int) -> str:
     found = attnzoo.get_variant(name)
     if not found.inference_only:
         return name
@@ -163,16 +165,16 @@ def _as_meant(name: str, train_length: int) -> str:
 # ------------------------------------------------------------------------------------- plugins
 
 
-def load_plugin(path: Path) -> attnzoo.Plugin:
-    """The plugin of ``--plugin FILE.py``.
+def load_plugin(path: Path, need_variant: bool = True) -> attnzoo.Plugin:
+    """Load the file given as ``--plugin FILE.py``.
 
     Raises:
-        UsageError: it cannot be loaded, or it registers no variant.
+        UsageError: the file cannot be loaded, or it registers no variant although it needs one.
     """
     try:
         plugin = attnzoo.load_plugin(path)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
-    if not plugin.variants:
+    if need_variant and not plugin.variants:
         raise UsageError(f"--plugin {path} registered no variant")
     return plugin

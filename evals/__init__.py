@@ -1,13 +1,37 @@
-"""Evals of attention normalizers: does it hold up as the length grows?
+"""Evals of attention variants: how well does each one work beyond the lengths it was trained on?
 
-A room imports those above it, and none below:
+The names below are what a plugin with a task of its own needs; see docs/evals.md.
 
-    task        what a task is: settings, presets, data, a model, what is measured
-    measures    what is measured on attention, and what a machine does to it
-    tasks       one file a task: its data (drawn by draws), presets, and family
-    results     what a row holds, where rows are kept, estimates over seeds
-    harness     options, the study of a task, its runs, who runs them, training, costs
+The packages import each other in this order only:
+
+    task        the interface of a task: settings, presets, data, model, metrics
+    measures    measurements on attention weights and heads
+    tasks       one file per task, and the families that share a model
+    results     result rows, their files, and statistics over seeds
+    harness     options, plugins, studies, runs, workers, training, cost estimates
     theory      closed forms, laws fitted to trained heads, ranks
-    reporting   tables, pictures, the page (its markup, style and script in template), commands
-    pretrained  how sharp pretrained models attend
+    reporting   tables, figures, the report, and commands that show results
+    pretrained  the attention of pretrained models
 """
+
+from evals.task import Metric, Preset
+from evals.tasks import draws, register_task
+from evals.tasks.families.retrieval import Batch as RetrievalBatch
+from evals.tasks.families.retrieval import RetrievalTask
+from evals.tasks.families.retrieval import Settings as RetrievalSettings
+from evals.tasks.families.sequence import Batch as SequenceBatch
+from evals.tasks.families.sequence import SequenceTask
+from evals.tasks.families.sequence import Settings as SequenceSettings
+
+__all__ = [
+    "Metric",
+    "Preset",
+    "RetrievalBatch",
+    "RetrievalSettings",
+    "RetrievalTask",
+    "SequenceBatch",
+    "SequenceSettings",
+    "SequenceTask",
+    "draws",
+    "register_task",
+]

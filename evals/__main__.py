@@ -1,4 +1,4 @@
-"""Evals of attention normalizers: tasks, reports of their results, laws, pretrained models."""
+"""Train small models with each attention variant on short inputs, evaluate them on longer ones."""
 
 from __future__ import annotations
 
@@ -8,98 +8,132 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commandline.arguments import add_plugin, seed
+from commandline.arguments import Parser, add_plugin, seed
 from commandline.errors import UsageError
 from evals.harness.command import run_tasks
 from evals.harness.options import add_arguments, gather
-from evals.harness.study import load_plugins
+from evals.harness.plugins import load, load_plugins
 from evals.pretrained import sharpness
-from evals.reporting import artifacts, compare, laws
+from evals.reporting import artifacts, compare, export, laws
 from evals.tasks import TASKS
 from evals.theory import ranks
 
 ALL = "all"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m evals", description=__doc__)
+    top = Parser(prog="python -m evals", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    words = "run every task, and write one report of all"
-    everything = commands.add_parser(ALL, help=words, description=f"{words}.".capitalize())
+    words = "Run all tasks and write one report"
+    everything = commands.add_parser(ALL, help=words, description=f"{words}.")
     add_arguments(everything)
-    words = f"also run {sharpness.NAME} on this pretrained model; needs --text"
+    words = f"Run {sharpness.NAME} on this pretrained model too; needs --text"
     everything.add_argument("--model", metavar="PATH_OR_NAME", help=words)
-    words = "the UTF-8 text that --model reads"
+    words = "Read this UTF-8 text with --model"
     everything.add_argument("--text", type=Path, metavar="FILE", help=words)
-    for name, task in TASKS.items():
-        short = task.about.split(";")[0].split(": ")[0].rstrip(".")
-        one = commands.add_parser(name, help=short.replace("%", "%%"), description=task.about)
-        add_arguments(one)
-    page = commands.add_parser("report", help="write one HTML page of the results in some folders")
-    page.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="a results folder")
-    words = "the page to write (default: report.html in the first DIR)"
+    words = "Write one HTML report of several results folders"
+    page = commands.add_parser("report", help=words, description=f"{words}.")
+    page.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="Read results from DIR")
+    words = "Write the report to FILE (default: report.html in the first DIR)"
     page.add_argument("--out", type=Path, metavar="FILE", help=words)
     add_plugin(page)
-    versus = commands.add_parser("compare", help="print what B gained on A, paired by seed")
-    versus.add_argument("a", type=Path, metavar="A", help="a results folder")
-    versus.add_argument("b", type=Path, metavar="B", help="the results folder to compare with A")
-    words = "exit with 1 if a gain is missing or below X points; -1 allows the loss of one point"
+    export.add_parser(commands)
+    words = "Print the gain of results B on results A, paired by seed"
+    versus = commands.add_parser("compare", help=words, description=f"{words}.")
+    versus.add_argument("a", type=Path, metavar="A", help="Read the first results from folder A")
+    versus.add_argument("b", type=Path, metavar="B", help="Read the second results from folder B")
+    words = "Exit with 1 if a gain is missing or below X; -1 allows a loss of one point"
     versus.add_argument("--fail-below", type=float, metavar="X", help=words)
-    words = "compare closed forms with measurement; exit with 1 if they deviate"
-    law = commands.add_parser("laws", help=words)
-    law.add_argument("--out", type=Path, metavar="DIR", help="folder for laws.csv and laws.png")
+    add_plugin(versus)
+    words = (
+        "Compare the largest weight of each variant with its formula; exit with 1 if they differ"
+    )
+    law = commands.add_parser("laws", help=words, description=f"{words}.")
+    law.add_argument("--out", type=Path, metavar="DIR", help="Write laws.csv and laws.png to DIR")
     add_plugin(law)
-    words = "print ranks of attention matrices and of mixtures of softmaxes"
-    rank = commands.add_parser("ranks", help=words)
-    rank.add_argument("--out", type=Path, metavar="DIR", help="folder for ranks.csv")
-    rank.add_argument("--seed", type=seed, default=0, help="seed of the matrices (default: 0)")
+    words = "Print ranks of attention matrices and of mixtures of softmaxes"
+    rank = commands.add_parser("ranks", help=words, description=f"{words}.")
+    rank.add_argument("--out", type=Path, metavar="DIR", help="Write ranks.csv to DIR")
+    words = "Draw the matrices with seed N (default: 0)"
+    rank.add_argument("--seed", type=seed, default=0, metavar="N", help=words)
     add_plugin(rank)
     sharpness.add_parser(commands)
+    for name, task in TASKS.items():
+        if name in top.commands:
+            raise UsageError(f"a task must not be named like a command, got {name!r}")
+        short = task.about.split(". ")[0].split(" (")[0].split(": ")[0].rstrip(".")
+        one = commands.add_parser(name, help=short.replace("%", "%%"), description=task.about)
+        add_arguments(one)
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 (something deviates or failed), 2 (refused)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without × or † still gets figures
-    given = parser().parse_args(arguments)
+def _load_plugin_first(arguments: Sequence[str]) -> None:
+    """Load the file of ``--plugin``, so that the parser has the tasks that it registers."""
+    early = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    early.add_argument("--plugin", type=Path)
     try:
-        if given.command == "laws":
-            return laws.command(given.out, given.plugin)
-        if given.command == "ranks":
-            load_plugins(given.plugin)
-            return ranks.main(given.out, given.seed)
-        if given.command == sharpness.NAME:
-            load_plugins(given.plugin)
-            return sharpness.main(given)
-        if given.command == "report":
-            load_plugins(given.plugin)
-            return artifacts.main(given.folders, given.out)
-        if given.command == "compare":
-            return compare.main(given.a, given.b, given.fail_below)
-        names = list(TASKS) if given.command == ALL else [given.command]
-        pretrained = [vars(given).pop(name, None) for name in ("model", "text")]
-        if pretrained.count(None) == 1:
-            raise UsageError("--model and --text go together")
-        if pretrained[1] is not None and not pretrained[1].is_file():
-            raise UsageError(f"--text: there is no file {pretrained[1]}")
-        options = gather(given, names)
-        shared = options[names[0]]
-        out = shared.out or Path("results") / shared.preset
-        status = run_tasks([TASKS[name] for name in names], options, out, artifacts.write_results)
-        if pretrained[0] is not None and not shared.dry_run:
-            model, text = map(str, pretrained)
-            line = [sharpness.NAME, "--model", model, "--text", text]
-            line += ["--out", str(out / sharpness.NAME)]
-            return max(status, sharpness.main(parser().parse_args(line)))
-        return status
-    except (UsageError, OSError) as refusal:  # a file that cannot be read or written, too
-        print(f"error: {refusal}", file=sys.stderr)
+        path = early.parse_known_args(list(arguments))[0].plugin
+    except argparse.ArgumentError:  # the real parser reports it
+        return
+    if path is not None:
+        load(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns 0, 1 (a failure or a deviation) or 2 (wrong usage)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for terminals without × or †
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        _load_plugin_first(arguments)
+        return _run(parser().parse_args(arguments or ["--help"]))
+    except (UsageError, OSError) as error:  # OSError: a file that cannot be read or written
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the rows so far are kept, the same command goes on", file=sys.stderr)
+        print("interrupted; the same command continues with the results so far", file=sys.stderr)
         return 130
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.command == "laws":
+        return laws.command(given.out, given.plugin)
+    if given.command == "ranks":
+        load_plugins(given.plugin)
+        return ranks.main(given.out, given.seed)
+    if given.command == sharpness.NAME:
+        load_plugins(given.plugin)
+        return sharpness.main(given)
+    if given.command == "report":
+        load_plugins(given.plugin)
+        return artifacts.main(given.folders, given.out)
+    if given.command == export.NAME:
+        load_plugins(given.plugin)
+        return export.main(given)
+    if given.command == "compare":
+        load_plugins(given.plugin)
+        return compare.main(given.a, given.b, given.fail_below)
+    names = list(TASKS) if given.command == ALL else [given.command]
+    pretrained = [vars(given).pop(name, None) for name in ("model", "text")]
+    if pretrained.count(None) == 1:
+        raise UsageError("--model and --text must be given together")
+    if pretrained[1] is not None and not pretrained[1].is_file():
+        raise UsageError(f"--text must be a file, got {str(pretrained[1])!r}")
+    options = gather(given, names)
+    shared = options[names[0]]
+    out = shared.out or Path("results") / shared.preset
+    for name in names.copy() if given.command == ALL else ():
+        if shared.preset not in TASKS[name].presets:
+            print(f"left out: {name} has no preset {shared.preset!r}")
+            names.remove(name)
+    status = run_tasks([TASKS[name] for name in names], options, out, artifacts.write_results)
+    if pretrained[0] is not None and not shared.dry_run:
+        model, text = map(str, pretrained)
+        line = [sharpness.NAME, "--model", model, "--text", text]
+        line += ["--out", str(out / sharpness.NAME)]
+        return max(status, sharpness.main(parser().parse_args(line)))
+    return status
 
 
 if __name__ == "__main__":

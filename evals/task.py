@@ -1,6 +1,7 @@
-"""What a task is: settings and presets, data, a model, and what is measured on it.
+"""The interface of a task: settings, presets, data, a model and metrics.
 
-Everything else (training, cells, workers, results, report) is the harness, and serves every task.
+Training, workers, results and reports are in `evals.harness` and `evals.reporting`; they are the
+same for every task.
 """
 
 from __future__ import annotations
@@ -15,17 +16,31 @@ from torch import Tensor, nn
 
 from commandline.variants import VariantCall
 
-MOST, MOST_LENGTH = 2**31, 2**22  # of a number among the settings: what is beyond is a slip
+# A larger setting is a typo.
+MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a cell depends on besides its variant, its positions, its seed and its length.
+    """Sizes of the training and of the evaluation; the base class of each family's settings.
 
-    Fields that begin with ``test_`` are of the evaluation, all others of the training. ``batch`` is
-    in sequences; with ``fill`` in sequences of the longest length, shorter ones come in as many
-    more. ``curriculum`` is the share of the steps in which the longest length grows up to
-    train_longest: a small model learns to look something up from short sequences first.
+    Fields that begin with ``test_`` belong to the evaluation and do not cause a new training.
+
+    Attributes:
+        steps: training steps.
+        batch: sequences per training step; with ``fill``, sequences of the longest length.
+        learning_rate: peak of the one-cycle schedule.
+        weight_decay: of AdamW; parameters of a variant are not decayed.
+        warmup: share of the steps in which the learning rate rises.
+        width: width of the model.
+        train_shortest, train_longest, train_stride: the lengths trained on. All sequences of a
+            step have the same length. ``train_longest`` is the train length of the results.
+        fill: take more sequences of a shorter length, so that every step has as many tokens.
+        curriculum: share of the steps in which the longest length grows up to train_longest.
+            Small models learn to look something up from short sequences first.
+        test_sequences: the most sequences evaluated at one length.
+        test_least: the fewest sequences evaluated at one length.
+        test_items: tokens or items evaluated at one length, within these two bounds.
     """
 
     steps: int
@@ -44,38 +59,41 @@ class Settings:
     test_items: int = 2**21
 
     def __post_init__(self) -> None:
-        """Raises ValueError where a number lies outside of what it may be."""
+        """Check the numbers; raises ValueError."""
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool):
-                most = MOST_LENGTH if name in ("train_shortest", "train_longest") else MOST
+                most = MAX_LENGTH if name in ("train_shortest", "train_longest") else MAX_SETTING
                 if not 1 <= value <= most:
-                    bound = "at least 1" if value < 1 else f"at most {most}"
+                    bound = ">= 1" if value < 1 else f"<= {most}"
                     raise ValueError(f"{name} must be {bound}, got {value}")
         for name, most in (("curriculum", 1.0), ("warmup", 1.0), ("weight_decay", math.inf)):
             value = getattr(self, name)
             if not 0 <= value <= most or math.isinf(value):
                 raise ValueError(f"{name} must be in [0, {most}], got {value}")
         if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
-        if self.train_longest < max(2, self.train_shortest):
-            raise ValueError(f"train_longest must be at least {max(2, self.train_shortest)}")
-        if (self.train_longest - self.train_shortest) % self.train_stride:
-            raise ValueError("train_stride must divide train_longest − train_shortest")
+            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}")
+        if self.train_longest < (least := max(2, self.train_shortest)):
+            raise ValueError(f"train_longest must be >= {least}, got {self.train_longest}")
+        if (room := self.train_longest - self.train_shortest) % self.train_stride:
+            raise ValueError(
+                f"train_stride must divide train_longest - train_shortest = {room}, "
+                f"got {self.train_stride}"
+            )
 
     @property
     def schedule(self) -> str:
-        """The schedule in words: it is printed with every result."""
+        """The training schedule in words, stored with every result."""
         grows = f", lengths grow over the first {self.curriculum:.0%}" if self.curriculum else ""
         return (
             f"one-cycle cosine, {self.steps} steps, peak {self.learning_rate:g}, "
             f"{self.warmup:.0%} warm-up{grows}"
         )
 
-    def share(self, length: int) -> int:
-        """How many sequences of a length a training step has."""
+    def batch_size(self, length: int) -> int:
+        """The number of sequences in a training step of this length."""
         return self.batch * self.train_longest // length if self.fill else self.batch
 
-    def ceilings(self) -> list[int]:
+    def longest_per_step(self) -> list[int]:
         """The longest length of each training step."""
         room = (self.train_longest - self.train_shortest) // self.train_stride
         grown = self.curriculum * self.steps
@@ -83,17 +101,17 @@ class Settings:
         return [self.train_shortest + int(room * part) * self.train_stride for part in parts]
 
     def sequences(self, length: int) -> int:
-        """How many sequences of a length are tested: test_items of items, within bounds."""
+        """The number of sequences evaluated at this length."""
         return min(self.test_sequences, max(self.test_least, self.test_items // length))
 
     def identity(self) -> dict[str, object]:
-        """What a training depends on."""
+        """The settings that a training depends on."""
         mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
         return {**mine, "dtype": "float32"}
 
 
-EVERY = ("every",)  # for variants: all that are registered, a plugin's too
-QUICK = (
+EVERY_VARIANT = ("every",)  # in a preset: all registered variants
+MAIN_VARIANTS = (
     "softmax",
     "softmax->adaptive_temperature",
     "ssmax",
@@ -105,38 +123,39 @@ QUICK = (
 )
 
 NOTES = {
-    "smoke": "smoke: only shows that everything runs; its figures mean nothing",
-    "quick": "quick: three seeds, short training; compare variants, not published figures",
-    "paper": "paper: the sizes of the literature; wants GPUs, or hours",
+    "smoke": "The smoke preset checks that everything runs. Its scores mean nothing.",
+    "quick": "The quick preset trains small models briefly. Compare variants with each other, not "
+    "with published figures.",
+    "paper": "The paper preset has the sizes of the literature.",
 }
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Variants, seeds, lengths, positions and settings under one name."""
+    """Defaults of a run under one name. Options of the command line replace them one by one."""
 
-    variants: tuple[str, ...]
-    seeds: int
     lengths: tuple[int, ...]
     settings: Any
+    variants: tuple[str, ...] = MAIN_VARIANTS
+    seeds: int = 1
     positions: tuple[str, ...] = ("none",)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a row; ``factor`` and ``digits`` are how tables show it."""
+    """A measured number; tables show ``factor`` times it with ``digits`` decimals."""
 
     name: str
     title: str
     factor: float = 1.0
     digits: int = 3
-    log: bool = False  # drawn on a log axis
+    log: bool = False  # plotted on a log axis
     lower_is_better: bool = False
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published table to print beside ours: the score by variant and length, as it is shown."""
+    """A published table to print beside the results: scores by variant and length, as shown."""
 
     title: str
     lengths: tuple[int, ...]
@@ -146,37 +165,41 @@ class Published:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Of one batch: metrics, each the mean of a tensor; curves, each the mean of (R, K) rows."""
+    """Measurements on one batch.
+
+    metrics: one value per sequence or per token; the mean is reported. curves: (R, K) values; the
+    mean over R is reported.
+    """
 
     metrics: dict[str, Tensor]
     curves: dict[str, Tensor] = field(default_factory=dict)
 
 
 class HeadSample(NamedTuple):
-    """Of how many sequences of a batch, the first ones, heads are measured and of how
-    many of these their Jacobians too."""
+    """The number of sequences of a batch, from its start, whose heads are measured, and the number
+    of these whose Jacobians are measured too."""
 
     sequences: int
     jacobians: int
 
 
-# BatchResult with the attention as it was trained (None) or with another variant's in its place.
+# Measures one batch, with the trained variant (None) or with a substitute in its place.
 Measure = Callable[[VariantCall | None], BatchResult]
 
 
 class Task(ABC):
-    """A task. A subclass is a family, in `evals.tasks.families`, and is final.
+    """A task. Its subclasses in `evals.tasks.families` share a model; a task is an instance of one.
 
     Attributes:
-        name: on the command line.
-        about: what is asked, in a paragraph.
-        presets: by name; all have "smoke", "quick" and "paper".
-        positions: the position encodings that it can be crossed with.
-        metrics: what its rows hold; the first is the score.
-        splits: what is tested, a prefix of the metrics' names for each split of the data.
-        head_sequences: sequences of each length of which the heads are measured too.
-        trained: the score at training's longest length below which a cell counts as not trained.
-        published: figures of a paper.
+        name: its name on the command line.
+        about: one paragraph that explains it.
+        presets: `Preset` by name: "quick" (the default of the command line), "smoke", "paper".
+        positions: the position encodings that its model can have.
+        metrics: what is measured; the first one is the score.
+        splits: the data splits that are evaluated, by the prefix of their metrics' names.
+        head_sequences: the number of sequences per length on which heads are measured.
+        trained_score: the score at the train length below which a run counts as not trained.
+        published: a published table for comparison.
     """
 
     name: str
@@ -194,8 +217,8 @@ class Task(ABC):
         return self.metrics[0]
 
     @abstractmethod
-    def data(self) -> str:
-        """The version of its data and its model, part of every cell's identity."""
+    def data_version(self) -> str:
+        """The version of the data and the model. Results of two versions are never mixed."""
 
     @abstractmethod
     def chance(self, settings: Any) -> float:
@@ -213,12 +236,12 @@ class Task(ABC):
     def batch(
         self, seed: int, split: str, length: int, start: int, stop: int, settings: Any
     ) -> Any:
-        """Sequences start .. stop − 1 of (seed, split, length), with ``to(device)``."""
+        """Sequences start .. stop − 1 of (seed, split, length); the result has ``to(device)``."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """What training minimizes."""
+        """The training loss."""
 
     @abstractmethod
-    def measure(self, model: Any, batch: Any, look: HeadSample) -> Measure:
-        """Do what all variants share, and return what measures one of them."""
+    def measure(self, model: Any, batch: Any, sample: HeadSample) -> Measure:
+        """Compute what all variants share, and return a function that measures one variant."""

@@ -222,7 +222,7 @@ def test_evals_need_only_what_their_extra_names() -> None:
         "evals",
         *sys.stdlib_module_names,
     }
-    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "harness" / "jobs.py"]:
+    for path in [*(ROOT / "evals" / "tasks").glob("*.py"), ROOT / "evals" / "harness" / "runs.py"]:
         assert {name.split(".")[0] for name in at_import(path)} <= known, path
 
 

@@ -1,1 +1,1 @@
-"""Runs of a task: options, study, runs, workers, training, store."""
+"""Runs of tasks: options, plugins, studies, runs, workers, training, cost estimates."""

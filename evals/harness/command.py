@@ -1,4 +1,4 @@
-"""One run from options to results: check, plan, run what is missing, summarize, show."""
+"""Runs tasks from options to results: check, plan, execute what is missing, show the results."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from commandline.variants import Spec
 from evals.harness import costs
 from evals.harness.loggers import Logger, open_loggers
 from evals.harness.options import Options
-from evals.harness.pool import Pool, default_workers, run_here, worker_devices
-from evals.harness.progress import Progress
+from evals.harness.plugins import load_plugins
+from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
+from evals.harness.progress import Progress, counted
 from evals.harness.runs import Context, Run
-from evals.harness.study import Study, load_plugins, plan_study
+from evals.harness.study import Study, plan_study
 from evals.measures.metrics import Outcome
 from evals.results.store import Folder, Row
 from evals.task import NOTES, Task
 
-# (rows, the run's folder, a note on them): writes and prints what a run ends with.
-Show = Callable[[list[Row], Path, str], None]
+# (rows, results folder, note, verbose): writes and prints the results.
+Show = Callable[[list[Row], Path, str, bool], None]
 
 
 class Studies:
-    """Several tasks' studies, executed by one pool of workers.
+    """The studies of several tasks, executed by one pool of workers.
 
-    Each task has its own folder of rows and models in ``out``; what a worker says becomes a row
-    there, and goes to the loggers.
+    Each task has its own folder of rows and models in ``out``. The results of runs become rows
+    there and go to the loggers.
     """
 
     def __init__(self, studies: Sequence[Study], options: Options, out: Path) -> None:
@@ -52,11 +53,10 @@ class Studies:
         given = self.options.workers
         return default_workers(self.options.device) if given is None else given
 
-    # ---- what the runs say
-
     def row(
         self, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
     ) -> None:
+        """Store and log a result of a run."""
         study = self.studies[run.task]
         row = _row(study, run, key, length, outcome, training)
         self.folders[run.task].append(row)
@@ -66,56 +66,61 @@ class Studies:
                               f"test/{name}", value, length)  # fmt: skip
 
     def loss(self, run: Run, step: int, value: float) -> None:
+        """Log a training loss of a run."""
         for logger in self.loggers:
             name = f"{run.task}/{run.variant}/{run.positions}/seed{run.seed}"
             logger.scalar(name, "train/loss", value, step)
 
-    # ---- the run
-
     def show_plan(self) -> None:
-        """What is to be done, and what is left out."""
+        """Print what will be executed and what is left out."""
+        shard, verbose = self.options.shard, self.options.verbose
+        part = f" in shard {shard.index} of {shard.count}" if shard.count > 1 else ""
         for name, study in self.studies.items():
             total = sum(1 for _ in study.row_specs())
-            there = len(study.rows(self.folders[name].by_key))
+            found = len(study.rows(self.folders[name].by_key))
             mine = [run for run in self.runs if run.task == name]
-            context = Context(self.options.device, None, self.out)
-            trainings = sum(not context.model(run).exists() for run in mine)
-            missing = sum(len(tests) for run in mine for tests in run.tests.values())
-            print(f"{name}: {len(study.specs)} variants × {len(study.positions)} positions × "
-                  f"{study.seeds} seeds × {len(study.lengths)} lengths = {total} rows, {there} of "
-                  f"them there already")  # fmt: skip
-            print(f"  positions: {', '.join(study.positions)}; schedule: {study.settings.schedule}")
-            shard = self.options.shard
-            part = f" (shard {shard.index} of {shard.count})" if shard.count > 1 else ""
-            print(f"  to do{part}: {trainings} trainings, {missing} rows on {self.workers} "
-                  f"worker(s), in {self.out / name}")  # fmt: skip
+            plain = study.positions == ("none",)
+            encodings = "" if plain else f", position encoding {' and '.join(study.positions)}"
+            print(f"{name}: {counted(len(study.specs), 'variant')}, {counted(study.seeds, 'seed')}"
+                  f"{encodings}, train length "
+                  f"{study.settings.train_longest}, eval lengths up to {max(study.lengths)}: "
+                  f"{counted(len(mine), 'run')} to do{part}")  # fmt: skip
+            if found:
+                print(f"  {found} of {total} results are already in {self.out / name}")
+            if verbose:
+                context = Context(self.options.device, None, self.out)
+                trainings = sum(not context.model(run).exists() for run in mine)
+                missing = sum(len(tests) for run in mine for tests in run.tests.values())
+                print(f"  eval lengths: {', '.join(map(str, study.lengths))}")
+                print(f"  schedule: {study.settings.schedule}")
+                print(f"  to do: {counted(trainings, 'training')} and {missing} of {total} results"
+                      f" on {counted(self.workers, 'worker')}, in {self.out / name}")  # fmt: skip
             for (spec, positions), reason in study.left_out.items():
-                print(f"  left out: {spec} with positions {positions}: {reason}")
+                print(f"  left out: {spec} with position encoding {positions}: {reason}")
             if damaged := self.folders[name].damaged:
-                print(f"  {damaged} unreadable line(s) of {name}'s rows skipped")
-        print(NOTES[self.options.preset], flush=True)
+                print(f"  warning: skipped {damaged} unreadable line(s) in {self.out / name}")
+        sys.stdout.flush()
 
-    def execute(self) -> list[str]:
-        """Execute the runs and return a text for each failure."""
+    def execute(self) -> list[Failure]:
+        """Execute the runs and return the failures."""
         if not self.runs:
             return []
         context = Context(self.options.device, self.options.plugin, self.out)
-        self.loggers = open_loggers(self.options.log, self.out)
-        self.out.mkdir(parents=True, exist_ok=True)  # here, and not after a training
-        progress = Progress(len(self.runs))
+        self.out.mkdir(parents=True, exist_ok=True)  # fail before a training, not after it
+        progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
             if self.workers == 0:
-                return run_here(self.runs, context, self, progress)
+                return execute_here(self.runs, context, self, progress)
             devices = worker_devices(self.options.device, min(self.workers, len(self.runs)))
             contexts = [replace(context, device=device) for device in devices]
-            return Pool(contexts, self, progress).run(self.runs)
+            return Pool(contexts, self, progress).execute(self.runs)
         finally:
             progress.close()
             for logger in self.loggers:
                 logger.close()
 
     def missing(self) -> dict[str, int]:
-        """How many rows each task still lacks, other shards' included."""
+        """The number of rows that each task still lacks, including those of other shards."""
         lacks = {}
         for name, study in self.studies.items():
             self.folders[name] = Folder(self.out / name, self.options.shard)
@@ -133,7 +138,7 @@ class Studies:
         ]
 
     def other_rows(self) -> list[Row]:
-        """The rows of these tasks that earlier runs with other options left in the folders."""
+        """The rows of these tasks that were made with other options."""
         mine = {row["key"] for row in self.rows()}
         folders = self.folders.values()
         return [row for at in folders for row in at.by_key.values() if row["key"] not in mine]
@@ -142,7 +147,7 @@ class Studies:
 def _row(
     study: Study, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
 ) -> Row:
-    """What is stored of one (variant, positions, seed, length)."""
+    """The row of one (variant, position encoding, seed, eval length)."""
     substitute = run.tests[length][key]
     settings = study.settings
     return {
@@ -162,7 +167,7 @@ def _row(
         "settings": settings.identity(),
         "version": study.version(Spec(run.variant, substitute or run.variant)),
         "schedule": settings.schedule,
-        "data": study.task.data(),
+        "data": study.task.data_version(),
         "device": study.device,
         "torch": torch.__version__,
         "attnzoo": version("attnzoo"),
@@ -179,26 +184,33 @@ def run_tasks(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, 
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out must be a folder, got {str(out)!r}")
     plugins = load_plugins(shared.plugin)
-    studies = [plan_study(task, options[task.name], plugins) for task in tasks]
-    every = Studies(studies, shared, out)
-    every.show_plan()
+    studies = Studies(
+        [plan_study(task, options[task.name], plugins) for task in tasks], shared, out
+    )
+    if studies.runs and not shared.dry_run:
+        studies.loggers = open_loggers(shared.log, out)
+    studies.show_plan()
     if shared.dry_run:
-        costs.show(every.runs, shared.device, every.workers)
+        costs.show(studies.runs, shared.device, studies.workers, shared.verbose)
         return 0
-    failures = every.execute()
+    failures = studies.execute()
     for failure in failures:
-        print(f"failed: {failure}", file=sys.stderr)
-    lacks = every.missing()
+        print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
+        if shared.verbose:
+            print(failure.traceback, file=sys.stderr)
+    if any(failure.traceback for failure in failures) and not shared.verbose:
+        print("Repeat the command with --verbose for the traceback.", file=sys.stderr)
+    lacks = studies.missing()
     if lacks and shared.shard.count > 1 and not failures:
-        left = ", ".join(f"{name} {count}" for name, count in lacks.items())
-        print(f"rows are missing, of other shards or failed ({left}): results are written by the "
-              "run that finds all of them")  # fmt: skip
+        left = ", ".join(f"{count} of {name}" for name, count in lacks.items())
+        print(f"This shard is done. Results of other shards are missing: {left}. The shard that "
+              "finishes last prints the scores and writes the report.")  # fmt: skip
         return 0
-    rows, others = every.rows(), every.other_rows()
+    rows, others = studies.rows(), studies.other_rows()
     if rows:
         note = NOTES[shared.preset]
         if others:
-            note += f" (of the last run; {len(others)} rows of earlier ones are shown, too)"
-        show([*others, *rows], out, note)  # where versions differ the last count
+            note += f" The folder also has {len(others)} results made with other options."
+        show([*others, *rows], out, note, shared.verbose)  # of several versions the last is shown
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

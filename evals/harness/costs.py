@@ -1,7 +1,8 @@
-"""What a run would cost: a training step and a few test sequences of each kind, timed here and now.
+"""Estimates the time of runs from a training step and a few test sequences, timed on this machine.
 
-A step is timed at the middle length of training. Tests are timed at two lengths n, and taken to
-cost a·n + b·n² per sequence at all others. Runs of models of one size share what was timed.
+A training step is timed at the middle train length. An evaluation is timed at two lengths n, and
+assumed to take a·n + b·n² seconds per sequence at the others. Runs with the same model size and
+variant share these timings.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ import torch
 from torch import nn
 
 from commandline.variants import VariantCall
+from evals.harness.progress import clock, counted
 from evals.harness.runs import Run
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
 from evals.task import HeadSample, Settings, Task
 from evals.tasks import TASKS
 
-TOKENS = 1024  # of the sequences that a test is timed on, unless one has more
-MOST_TOKENS = 2048  # of the longest of them: longer ones are extrapolated to
+TOKENS = 1024  # tokens per timed evaluation, at least one sequence
+MOST_TOKENS = 2048  # the longest timed sequence; longer ones are extrapolated
 
 
 class Timed(NamedTuple):
-    """Seconds of a training step, and of a test sequence of n keys: a·n + b·n², by variant."""
+    """Seconds of a training step, and (a, b) of a test sequence, by substituted variant."""
 
     step: float
     tests: dict[VariantCall | None, tuple[float, float]]
 
     def of(self, run: Run) -> float:
-        """An estimate of a whole run that has not begun."""
+        """The estimated seconds of a whole run."""
         task, settings = TASKS[run.task], run.settings
         total = self.step * settings.steps
         for length, tests in run.tests.items():
@@ -42,7 +44,7 @@ class Timed(NamedTuple):
 
 
 def kind(run: Run) -> tuple[object, ...]:
-    """What the cost of a run depends on: equal for tasks that differ in their data alone."""
+    """What the time of a run depends on; equal for tasks that differ only in their data."""
     task = TASKS[run.task]
     sizes = tuple(task.tokens(n) for n in (run.settings.train_longest, *run.tests))
     substitutes = tuple(
@@ -52,7 +54,7 @@ def kind(run: Run) -> tuple[object, ...]:
 
 
 def timed(run: Run, device: str) -> Timed:
-    """Time one kind of run."""
+    """Time a run's model."""
     task, settings = TASKS[run.task], run.settings
     model = task.build(run.variant, run.positions, settings).to(device)
     step = _seconds(lambda: _step(task, model, settings, device), device)
@@ -72,7 +74,7 @@ def timed(run: Run, device: str) -> Timed:
 def _step(task: Task, model: nn.Module, settings: Settings, device: str) -> None:
     length = settings.train_shortest + (settings.train_longest - settings.train_shortest) // 2
     length -= (length - settings.train_shortest) % settings.train_stride
-    batch = task.batch(0, "train", length, 0, settings.share(length), settings)
+    batch = task.batch(0, "train", length, 0, settings.batch_size(length), settings)
     task.loss(model, batch.to(device)).backward()
 
 
@@ -85,7 +87,7 @@ def _test(
     substitute: VariantCall | None,
     device: str,
 ) -> float:
-    """Seconds of a sequence, without a look at the heads."""
+    """Seconds per sequence, without measuring heads."""
     split = next(iter(task.splits.values()))
     count = max(1, TOKENS // task.tokens(length))
 
@@ -97,7 +99,7 @@ def _test(
 
 
 def _line_and_square(n: int, first: float, m: int, last: float) -> tuple[float, float]:
-    """a and b, neither below 0, with a·n + b·n² = first and a·m + b·m² = last where they exist."""
+    """a, b >= 0 with a·n + b·n² = first and a·m + b·m² = last, if such exist."""
     if m <= n:
         return first / n, 0.0
     b = max(0.0, (last / m - first / n) / (m - n))
@@ -106,7 +108,7 @@ def _line_and_square(n: int, first: float, m: int, last: float) -> tuple[float, 
 
 
 def _seconds(work: Callable[[], None], device: str) -> float:
-    """The second call's time, of the CPU or of the device: the first one also allocates."""
+    """Seconds of the second call, in CPU time or on the GPU; the first call also allocates."""
     on_cpu = device == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     work()
@@ -128,26 +130,30 @@ def _timed_if_it_fits(run: Run, device: str) -> Timed | None:
         return None
 
 
-def show(runs: Sequence[Run], device: str, workers: int) -> None:
-    """Print every run, and what all of them would take on so many workers."""
+def show(runs: Sequence[Run], device: str, workers: int, verbose: bool) -> None:
+    """Print the estimated time of each task, with ``verbose`` of each run, and of all together."""
     known: dict[tuple[object, ...], Timed | None] = {}
     device = "cuda:0" if device == "cuda" else device
-    total = 0.0
+    seconds: dict[str, list[float]] = {}
     for run in runs:
         if (of := kind(run)) not in known:
             with lean_arithmetic():
                 known[of] = _timed_if_it_fits(run, device)
             if device != "cpu":
                 torch.cuda.empty_cache()
-        found, rows = known[of], sum(map(len, run.tests.values()))
+        found = known[of]
+        if found is not None:
+            seconds.setdefault(run.task, []).append(found.of(run))
         if found is None:
-            print(f"  {run}: {rows} rows; memory runs out here, and they would say so")
-            continue
-        print(f"  {run}: {rows} rows, about {found.of(run):.0f} s", flush=True)
-        total += found.of(run)
+            print(f"  {run}: does not fit into memory here")
+        elif verbose:
+            rows = sum(map(len, run.tests.values()))
+            print(f"  {run}: {rows} results, about {found.of(run):.0f} s", flush=True)
     workers = max(1, min(workers, len(runs)))
+    for task, each in seconds.items():
+        print(f"{task}: {counted(len(each), 'run')}, about {clock(sum(each))} of computing time")
+    total = sum(map(sum, seconds.values())) / workers
     print(
-        f"about {total / workers / 60:.1f} minutes on {workers} worker(s): an estimate, from a "
-        "training step and a few test sequences of each kind timed here; models that are there "
-        "already cost less"
+        f"all together: about {clock(total)} (h:mm:ss or m:ss) on {counted(workers, 'worker')}, an "
+        "estimate from one training step and a few test sequences per model, timed here"
     )

@@ -1,6 +1,6 @@
-"""Loggers of a run, off by default: TensorBoard and Weights & Biases, each an extra.
+"""Optional loggers: TensorBoard and Weights & Biases.
 
-A run is one training with its tests: its loss by step, and each metric with the length as its step.
+A run logs its training loss by step, and each metric with the eval length as its step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from evals.harness.options import LoggerName
 
 
 class Logger(Protocol):
-    """Takes numbers until it is closed."""
+    """Logs numbers until it is closed."""
 
     def scalar(self, run: str, name: str, value: float, step: int) -> None: ...
 
@@ -23,7 +23,7 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """One folder of events per run, below ``out``/tensorboard."""
+    """Writes one folder of events per run, below ``out``/tensorboard."""
 
     def __init__(self, out: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -44,9 +44,9 @@ class TensorBoard:
 
 
 class Wandb:
-    """One wandb run for each of ours, in the project attnzoo-evals; its files below ``out``.
+    """Logs each run to the wandb project attnzoo-evals, with its files below ``out``.
 
-    A metric has its own axis (the length), as wandb's step must never fall.
+    Metrics have their own axis, the length, because wandb's step must not decrease.
     """
 
     def __init__(self, out: Path) -> None:
@@ -76,7 +76,7 @@ _KINDS: dict[LoggerName, Callable[[Path], Logger]] = {"tensorboard": TensorBoard
 
 
 def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
-    """The loggers by name.
+    """Open loggers by name.
 
     Raises:
         UsageError: a package is not installed.
@@ -86,10 +86,12 @@ def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
         try:
             found.append(_KINDS[name](out))
         except ImportError as error:
-            raise UsageError(f"--log {name}: {error}; install attnzoo[{name}]") from error
+            raise UsageError(
+                f"--log {name} needs a package: pip install 'attnzoo[{name}]' ({error})"
+            ) from error
     return found
 
 
 def _file_name(run: str) -> str:
-    """A run's name as a folder: what a file system may not take is replaced."""
+    """A run's name with the characters replaced that file systems do not accept."""
     return "".join(letter if letter.isalnum() or letter in "/_-.=," else "_" for letter in run)

@@ -1,7 +1,7 @@
-"""What a run is asked for: a TOML file, and the command line, which has the last word.
+"""The options of an eval, from a TOML file and the command line; the command line wins.
 
-`Options` is the one description of both: each field has its type and bounds, its words of help, and
-how the command line reads it.
+`Options` describes both: each field has a type, bounds, a help text, and a function that reads it
+on the command line.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import argparse
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from commandline.arguments import add_plugin, numbers
+from commandline.arguments import add_plugin, did_you_mean, numbers
 from commandline.errors import UsageError
 from commandline.variants import split_list
-from evals.results.rows import first
+from evals.results.rows import first_error
 from evals.results.store import WHOLE, Shard
-from evals.task import MOST, MOST_LENGTH
+from evals.task import MAX_LENGTH, MAX_SETTING
 from evals.tasks import TASKS
 
 PresetName = Literal["smoke", "quick", "paper"]
@@ -29,10 +29,10 @@ LoggerName = Literal["tensorboard", "wandb"]
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """A name and a value, read as TOML reads it, or as the text that it is."""
+    """Read NAME=VALUE; the value is read as TOML, or is text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
     try:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -40,20 +40,20 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _shard(text: str) -> Shard:
-    """I/N; "env" asks torchrun's RANK and WORLD_SIZE, then a SLURM array's."""
+    """Read I/N, or with "env" the rank and size that torchrun or a SLURM array has set."""
     local_rank = None
     if text == "env":
         local_rank = os.environ.get("LOCAL_RANK")
-        text = _of_environment()
+        text = _shard_from_environment()
     index, _, count = text.partition("/")
     decimal = all(part.isascii() and part.isdecimal() for part in (index, count))
     if not decimal or not int(index) < int(count):
-        raise argparse.ArgumentTypeError(f"expected I/N with 0 <= I < N, or env, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be I/N with 0 <= I < N, or env, got {text!r}")
     return Shard(int(index), int(count), None if local_rank is None else int(local_rank))
 
 
-def _of_environment() -> str:
-    """I/N of this process: torchrun's, or a SLURM array's, whose indices may begin and step."""
+def _shard_from_environment() -> str:
+    """I/N of this process; the indices of a SLURM array may start anywhere and have a step."""
     found = os.environ
     if "RANK" in found and "WORLD_SIZE" in found:
         return f"{found['RANK']}/{found['WORLD_SIZE']}"
@@ -62,7 +62,7 @@ def _of_environment() -> str:
         first, step = int(found.get(f"{array}MIN", 0)), int(found.get(f"{array}STEP", 1))
         return f"{(int(found[f'{array}ID']) - first) // step}/{found[f'{array}COUNT']}"
     raise argparse.ArgumentTypeError(
-        f"env: neither RANK and WORLD_SIZE nor {array}ID and {array}COUNT are set"
+        f"must be I/N, because neither RANK and WORLD_SIZE nor {array}ID and {array}COUNT are set"
     )
 
 
@@ -75,79 +75,82 @@ def _checked_shard(value: object) -> Shard:
 
 @dataclass(frozen=True)
 class Read:
-    """How the command line's text becomes a value of the type."""
+    """The function that reads a value on the command line."""
 
     function: Callable[[str], Any]
 
 
-Count = Annotated[int | None, Field(ge=1, le=MOST), Read(int)]
+Count = Annotated[int | None, Field(ge=1, le=MAX_SETTING), Read(int)]
 Words = Annotated[Sequence[str] | None, Field(min_length=1), Read(split_list)]
-Length = Annotated[int, Field(ge=2, le=MOST_LENGTH)]
+Length = Annotated[int, Field(ge=2, le=MAX_LENGTH)]
 
 
 class Options(BaseModel):
-    """None means what the preset says. settings are fields of the task's Settings.
+    """The options of an eval. None means the preset's value.
 
-    Of a field, title is the command line's word for its value, and description its help.
+    ``settings`` are fields of the task's Settings. Of a field, ``title`` is the placeholder in the
+    command line's help, and ``description`` the help text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    preset: PresetName = Field("quick", description="variants, lengths and sizes (default: quick)")
+    preset: PresetName = Field(
+        "quick", description="Choose variants, lengths and model size (default: quick)"
+    )
     variants: Words = Field(
         None, title="a,b(x=1),a->b",
-        description="variants with their parameters; a->b trains with a and tests with b",
+        description="Train and evaluate these; a->b trains a and substitutes b at inference",
     )  # fmt: skip
     positions: Words = Field(
-        None, title="none,rope,…", description="position encodings to cross the variants with"
+        None, title="none,rope,…", description="Combine each variant with these position encodings"
     )
-    seeds: Count = Field(None, title="N", description="use the seeds 0 to N - 1")
+    seeds: Count = Field(None, title="N", description="Train with the seeds 0 to N - 1")
     lengths: Annotated[Sequence[Length] | None, Read(numbers)] = Field(
         None, title="N,N,…", min_length=1,
-        description="lengths to test; the longest length of training is always added",
+        description="Evaluate at these lengths and at the train length",
     )  # fmt: skip
-    steps: Count = Field(None, title="N", description="the number of training steps")
+    steps: Count = Field(None, title="N", description="Train for N steps")
     settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
         {}, title="NAME=VALUE",
-        description="change a setting of the task; may be given several times",
+        description="Change a setting of the task (repeatable); an unknown NAME lists them",
     )  # fmt: skip
     plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
     workers: Annotated[int | None, Read(int)] = Field(
         None, title="N", ge=0,
-        description="the number of worker processes (default: one per core or GPU); 0 runs all in "
-        "this process",
+        description="Use N worker processes (default: one per core or GPU); 0 runs in this process",
     )  # fmt: skip
     shard: Annotated[Shard, BeforeValidator(_checked_shard), Read(_shard)] = Field(
         WHOLE, title="I/N",
-        description="run the I-th of N parts, counted from 0; env takes both numbers from torchrun "
-        "or a SLURM array, and under torchrun --device cuda is each process's own GPU",
+        description="Run part I of N, from 0 on; env takes both from torchrun or a SLURM array",
     )  # fmt: skip
     out: Annotated[Path | None, Read(Path)] = Field(
         None, title="DIR", strict=False,
-        description="the results folder (default: results/PRESET)",
+        description="Write results to DIR, or continue those in it (default: results/PRESET)",
     )  # fmt: skip
-    device: str = Field("cpu", description="cpu, cuda or cuda:N (default: cpu)")
+    device: str = Field(
+        "cpu", title="NAME", description="Run on cpu, cuda or cuda:N (default: cpu)"
+    )
     log: Annotated[Sequence[LoggerName], Read(split_list)] = Field(
         (), title="NAME,…",
-        description=f"also send losses and metrics to {', '.join(get_args(LoggerName))} "
-        "(default: none)",
+        description=f"Send losses and metrics to {', '.join(get_args(LoggerName))} too",
     )  # fmt: skip
-    retry_failed: bool = Field(False, description="run again what ended in NaN or without memory")
-    dry_run: bool = Field(
-        False, description="print what would be run and an estimate of its time, and run nothing"
+    retry_failed: bool = Field(False, description="Repeat runs that ended in NaN or out of memory")
+    verbose: bool = Field(
+        False, description="Print settings, all tables, times, keys and file names too"
     )
+    dry_run: bool = Field(False, description="Estimate the time of the runs, and run nothing")
 
 
-# Of one task; all others are of the run.
+# Options that a task's own table in the file may have.
 OF_A_TASK = ("variants", "positions", "seeds", "lengths", "steps", "settings")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options on a command line; what is not given stays away from the namespace."""
+    """Add the options to a parser; options that are not given are not in its namespace."""
     parser.argument_default = argparse.SUPPRESS
-    words = "a file of options by their names, as in the README"
+    words = "Read options from a TOML file; options of the command line replace them"
     parser.add_argument("--config", type=Path, metavar="FILE.toml", help=words)
-    add_plugin(parser)
+    add_plugin(parser, " or tasks")
     for name, field in Options.model_fields.items():
         flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
         if field.annotation is bool:
@@ -162,13 +165,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
-    """The options of each named task: what the file says, then the command line.
+    """The options of each named task: those of the file, replaced by those of the command line.
 
-    In the file, a table of a task's name holds that task's own; ``[settings]`` its settings. With
-    several tasks, what only some of them have (a setting, position encodings) is for those.
+    In the file, the table of a task's name holds options for that task only; ``[settings]`` holds
+    settings. With several tasks, a setting or position encoding applies to the tasks that have it.
 
     Raises:
-        UsageError: the file cannot be read, or says what no option is called.
+        UsageError: the file cannot be read, or an option is unknown or out of bounds.
     """
     line = {name: value for name, value in vars(given).items() if name not in ("command", "config")}
     line["settings"] = dict(line.get("settings", []))
@@ -178,7 +181,8 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
     for layer in (shared, line):
         for name in layer.get("settings", {}):
             if several and not any(name in settings_of(task) for task in names):
-                raise UsageError(f"no task has a setting {name!r}")
+                every = set().union(*map(settings_of, names))
+                raise UsageError(f"no task has a setting {name!r}{did_you_mean(name, every)}")
     found = {}
     for task in names:
         merged: dict[str, Any] = {}
@@ -192,20 +196,28 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
 
 
 def _valid(given: Mapping[str, Any], where: str) -> Options:
-    """The options given, or one line on the first that cannot be."""
+    """Check options; raises UsageError for the first that is wrong."""
     try:
         return Options.model_validate(given)
     except ValidationError as error:
-        raise UsageError(f"{where}{first(error)}") from error
+        raise UsageError(f"{where}{first_error(error)}") from error
 
 
 def settings_of(task: str) -> set[str]:
     """The names of a task's settings."""
-    return {entry.name for entry in fields(TASKS[task].presets["smoke"].settings)}
+    return {entry.name for entry in fields(next(iter(TASKS[task].presets.values())).settings)}
+
+
+def no_setting(task: str, name: str, known: Collection[str]) -> str:
+    """The error message for an unknown setting."""
+    hint = did_you_mean(name, known)
+    return f"{task} has no setting {name!r}{hint}{' It' if hint else '; it'} has: " + ", ".join(
+        sorted(known)
+    )
 
 
 def _of_task(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a layer for several tasks is for one of them."""
+    """The options among those for several tasks that apply to one of them."""
     mine = dict(layer)
     if "settings" in mine:
         known = settings_of(task)
@@ -216,7 +228,7 @@ def _of_task(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_rank(options: Options) -> Options:
-    """Under torchrun a process has one GPU, or one worker, unless it is said otherwise."""
+    """Under torchrun a process has one GPU and by default one worker."""
     rank = options.shard.local_rank
     if rank is None:
         return options
@@ -228,30 +240,29 @@ def _of_rank(options: Options) -> Options:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     tables = {name: content.pop(name) for name in TASKS if name in content}
     found: dict[str, Any] = _checked(path, "", content, list(Options.model_fields))
     for task, table in tables.items():
         if not isinstance(table, dict):
-            raise UsageError(f"--config {path}: a task's name must begin a table of its options")
+            raise UsageError(f"--config {path}: {task} must be a table, got {table!r}")
         found[task] = _checked(path, f"[{task}] ", table, OF_A_TASK)
         for name in found[task].get("settings", {}):
             if name not in (known := settings_of(task)):
-                known_names = ", ".join(sorted(known))
-                raise UsageError(
-                    f"--config {path}: {task} has no setting {name!r}; it has: {known_names}"
-                )
+                raise UsageError(f"--config {path}: {no_setting(task, name, known)}")
     return found
 
 
 def _checked(
     path: Path, where: str, table: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, Any]:
-    """A table of the file, in which every value is one that `Options` takes."""
+    """Check the names and values of a table of the file."""
     for name in table:
         if name not in names:
-            known = ", ".join(names)
-            raise UsageError(f"--config {path}: {where}unknown key {name!r}; known: {known}")
+            hint = did_you_mean(name, names) or f"; known: {', '.join(names)}"
+            raise UsageError(f"--config {path}: {where}unknown key {name!r}{hint}")
     _valid(table, f"--config {path}: {where}")
     return dict(table)

@@ -1,8 +1,8 @@
 """Executes runs on worker processes, or in this one.
 
-Workers are spawned with one torch thread each and send their rows back as each length is done; the
-parent alone writes. A worker that dies is known by its pipe: its run is tried once more, and if the
-same length kills it again that length's rows say that memory ran out.
+Workers are spawned with one torch thread each and send their rows as each length is finished. Only
+the parent writes result files. The parent notices the death of a worker by its closed pipe and
+repeats its run once. If the same length kills the worker again, its rows get the status "oom".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,35 +28,48 @@ from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.metrics import Outcome
 
 
-def _serve(pipe: Connection, context: Context) -> None:
-    """A worker's life: runs come through the pipe until None; a parent that died ends it too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+class Failure(NamedTuple):
+    """A run that an error ended: its name, the error in one line, and the traceback."""
+
+    run: str
+    reason: str
+    traceback: str = ""
+
+
+def _failure(run: Run, text: str) -> Failure:
+    return Failure(str(run), text.rstrip().splitlines()[-1], text)
+
+
+def _work_loop(pipe: Connection, context: Context) -> None:
+    """A worker: execute runs from the pipe until None arrives or the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         with lean_arithmetic():
             if context.plugin is not None:
-                load_plugin(context.plugin)
+                load_plugin(context.plugin, need_variant=False)
             while (run := pipe.recv()) is not None:
                 try:
-                    execute(run, context, pipe.send)
+                    status = execute(run, context, pipe.send)
                 except (BrokenPipeError, EOFError):
                     raise
-                except NotWritten as error:  # so would be whatever comes after it
+                except NotWritten as error:  # the next run could not be written either
                     pipe.send(("stopped", str(error)))
-                except Exception:  # sent to the parent, which reports it and goes on with others
+                except Exception:  # one failed run must not end the others
                     pipe.send(("failed", traceback.format_exc()))
                 else:
-                    pipe.send(("done",))
+                    pipe.send(("done", status))
     except (BrokenPipeError, EOFError, ConnectionResetError):
         sys.exit(1)
 
 
-# glibc gives blocks of many megabytes back to the system when they are freed, and touching them
-# anew costs a third of a test's time. Read by malloc when a process starts; other libcs ignore it.
+# By default glibc returns large freed blocks to the system. Getting them back takes a third of the
+# time of an evaluation. malloc reads these variables at the start of a process; other libcs ignore
+# them.
 _KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 
 
 class Listener(Protocol):
-    """Who is told of what the runs do."""
+    """Takes the results of runs."""
 
     def row(
         self, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
@@ -65,8 +78,8 @@ class Listener(Protocol):
     def loss(self, run: Run, step: int, value: float) -> None: ...
 
 
-def _tell(listener: Listener, progress: Progress, run: Run, message: Message) -> None:
-    """Pass on what a run says of its work."""
+def _forward(listener: Listener, progress: Progress, run: Run, message: Message) -> None:
+    """Forward the message of a run to the listener or the progress."""
     match message:
         case ("stage", length, fraction):
             progress.update(str(run), fraction, f"n = {length}" if length else "training")
@@ -78,18 +91,18 @@ def _tell(listener: Listener, progress: Progress, run: Run, message: Message) ->
 
 
 class _Worker:
-    """A process with the run that it has, and where it stands in it."""
+    """A process, its current run, and the length that it evaluates (None: training)."""
 
     def __init__(self, context: Context) -> None:
         spawn = get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(theirs, context), daemon=True)
+        self.process = spawn.Process(target=_work_loop, args=(theirs, context), daemon=True)
         self.process.start()
         theirs.close()
         self.run: Run | None = None
         self.stage: int | None = None
 
-    def give(self, run: Run) -> None:
+    def start(self, run: Run) -> None:
         self.run, self.stage = run, None
         self.pipe.send(run)
 
@@ -100,17 +113,17 @@ class _Worker:
 
 
 class Pool:
-    """Executes runs on worker processes; failures are kept as texts, and the other runs go on."""
+    """Executes runs on worker processes. A failed run does not end the others."""
 
     def __init__(self, contexts: list[Context], listener: Listener, progress: Progress) -> None:
         self.contexts = contexts  # one per worker
         self.listener = listener
         self.progress = progress
-        self.failures: list[str] = []
+        self.failures: list[Failure] = []
         self._deaths: dict[tuple[str, int | None], int] = {}
 
-    def run(self, runs: Iterable[Run]) -> list[str]:
-        """Execute all runs and return what failed, in words."""
+    def execute(self, runs: Iterable[Run]) -> list[Failure]:
+        """Execute all runs and return the failures."""
         waiting = list(runs)
         for name, value in _KEEP_FREED.items():
             os.environ.setdefault(name, value)
@@ -121,34 +134,34 @@ class Pool:
                     if waiting and (slot not in workers or workers[slot].run is None):
                         if slot not in workers:
                             workers[slot] = _Worker(context)
-                        self._give(workers, slot, waiting)
+                        self._start(workers, slot, waiting)
                 pipes = {w.pipe: slot for slot, w in workers.items() if w.run is not None}
                 for pipe in wait(list(pipes)):
                     slot = pipes[pipe]  # type: ignore[index]
                     try:
-                        self._hear(workers[slot], workers[slot].pipe.recv())
+                        self._receive(workers[slot], workers[slot].pipe.recv())
                     except (EOFError, ConnectionResetError):
                         dead = workers.pop(slot)
-                        waiting[:0] = self._bury(dead)
+                        waiting[:0] = self._after_death(dead)
         finally:
             for worker in workers.values():
                 worker.stop()
         return self.failures
 
-    def _give(self, workers: dict[int, _Worker], slot: int, waiting: list[Run]) -> None:
+    def _start(self, workers: dict[int, _Worker], slot: int, waiting: list[Run]) -> None:
         try:
-            workers[slot].give(waiting[0])
+            workers[slot].start(waiting[0])
         except (BrokenPipeError, ConnectionResetError):
             dead = workers.pop(slot)
             dead.run = waiting.pop(0)
-            waiting[:0] = self._bury(dead)
+            waiting[:0] = self._after_death(dead)
         else:
             waiting.pop(0)
 
-    def _hear(self, worker: _Worker, message: Message) -> None:
+    def _receive(self, worker: _Worker, message: Message) -> None:
         run = worker.run
         assert run is not None
-        _tell(self.listener, self.progress, run, message)
+        _forward(self.listener, self.progress, run, message)
         match message:
             case ("stage", length, _):
                 worker.stage = length
@@ -158,15 +171,18 @@ class Pool:
             case ("stopped", text):
                 raise OSError(text)
             case ("failed", text):
-                self.failures.append(f"{run}: {text}")
-                self.progress.finish(str(run), "failed")
+                self._fail(_failure(run, text))
                 worker.run = None
-            case ("done",):
-                self.progress.finish(str(run))
+            case ("done", status):
+                self.progress.finish(str(run), status)
                 worker.run = None
 
-    def _bury(self, worker: _Worker) -> list[Run]:
-        """What is left to do of a dead worker's run."""
+    def _fail(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        self.progress.finish(failure.run, "failed")
+
+    def _after_death(self, worker: _Worker) -> list[Run]:
+        """What is left to execute of a dead worker's run."""
         run, stage = worker.run, worker.stage
         assert run is not None
         worker.process.join()
@@ -179,10 +195,9 @@ class Pool:
             return [run]
         where = f"n = {stage}" if stage else "training"
         if code != -signal.SIGKILL:
-            self.failures.append(f"{run}: its process died twice at {where}, exit code {code}")
-            self.progress.finish(str(run), "failed")
+            self._fail(Failure(str(run), f"its process died twice at {where}, exit code {code}"))
             return []
-        failure = Outcome("oom", f"process killed twice at {where}, as for want of memory")
+        failure = Outcome("oom", f"process killed twice at {where}, probably out of memory")
         for length in [stage] if stage in run.tests else list(run.tests):
             for key in run.tests[length]:
                 self.listener.row(run, key, length, failure, NOT_TRAINED)
@@ -193,34 +208,34 @@ class Pool:
         return [replace(run, tests=left)]
 
 
-def run_here(
+def execute_here(
     runs: Iterable[Run], context: Context, listener: Listener, progress: Progress
-) -> list[str]:
-    """Execute all runs in this process (``--workers 0``) and return what failed, in words."""
+) -> list[Failure]:
+    """Execute all runs in this process (``--workers 0``) and return the failures."""
     failures = []
     for run in runs:
         try:
             with lean_arithmetic():
-                execute(run, context, partial(_tell, listener, progress, run))
+                status = execute(run, context, partial(_forward, listener, progress, run))
         except NotWritten:
             raise
-        except Exception:  # a defect of one run, as in `_serve`: the others go on
-            failures.append(f"{run}: {traceback.format_exc()}")
+        except Exception:  # one failed run must not end the others
+            failures.append(_failure(run, traceback.format_exc()))
             progress.finish(str(run), "failed")
         else:
-            progress.finish(str(run))
+            progress.finish(str(run), status)
     return failures
 
 
 def default_workers(device: str) -> int:
-    """The cores this process may use, or the GPUs."""
+    """The number of cores that this process may use, or of GPUs."""
     if device.startswith("cuda"):
         return 1 if ":" in device else max(1, torch.cuda.device_count())
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def worker_devices(device: str, workers: int) -> list[str]:
-    """One device per worker: a bare "cuda" goes round the GPUs."""
+    """The device of each worker; "cuda" without an index is spread over the GPUs."""
     if device != "cuda":
         return [device] * workers
     return [f"cuda:{i % max(1, torch.cuda.device_count())}" for i in range(workers)]

@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: bars on a terminal, elsewhere a line every 30 seconds."""
+"""Progress on stderr: bars in a terminal, otherwise a line for each finished run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-LINE_SECONDS = 30.0  # between two lines where there is no terminal
+LINE_SECONDS = 30.0  # between two lines about the running runs, with --verbose
 
 
 def clock(seconds: float) -> str:
@@ -25,20 +25,38 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{minutes}" if whole >= 3600 else minutes.removeprefix("0")
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things, with the noun in the singular or plural.
+
+    >>> counted(1, "run"), counted(2, "run")
+    ('1 run', '2 runs')
+    """
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
 class Progress:
-    """On a terminal, a bar for the whole and one for each run that runs; a line for each finished
-    run stays above them. Elsewhere, a line every so many seconds, from a thread: a run may be
-    silent."""
+    """Shows how many runs are finished.
+
+    In a terminal it draws a bar for all runs and one for each running run. Elsewhere it prints a
+    line for each finished run, and with ``verbose`` a line about the running ones every ``every``
+    seconds.
+    """
 
     def __init__(
-        self, runs: int, stream: TextIO | None = None, every: float = LINE_SECONDS
+        self,
+        runs: int,
+        stream: TextIO | None = None,
+        verbose: bool = False,
+        every: float = LINE_SECONDS,
     ) -> None:
         self.runs, self.finished, self.began = runs, 0, time.monotonic()
-        self.running: dict[str, tuple[float, str]] = {}  # name: fraction, stage
+        self.running: dict[str, tuple[float, str]] = {}  # fraction and stage by name
+        self._starts: dict[str, float] = {}
         self._stream = sys.stderr if stream is None else stream
-        self._lock = threading.Lock()  # of what the lines are made of
+        self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._speaker = threading.Thread(target=self._speak, args=(every,), daemon=True)
+        # A thread, because a run may take minutes without a message.
+        self._thread = threading.Thread(target=self._print_lines, args=(every,), daemon=True)
         console = Console(file=self._stream)
         self._bars = Bars(
             BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(compact=True),
@@ -46,62 +64,64 @@ class Progress:
             console=console, transient=True, redirect_stdout=False,
             disable=not console.is_terminal,
         )  # fmt: skip
-        self._whole = self._bars.add_task(f"0 of {runs} runs", total=runs)
+        self._total = self._bars.add_task(f"0 of {runs} runs", total=runs)
         self._tasks: dict[str, TaskID] = {}
         self._bars.start()
-        if self._bars.disable:
-            self._speaker.start()
+        if self._bars.disable and verbose:
+            self._thread.start()
 
     def update(self, name: str, fraction: float, stage: str) -> None:
-        """A run stands at ``fraction`` of its work, in a stage to name."""
+        """Show that a run has done a fraction of its work and is in this stage."""
         with self._lock:
             self.running[name] = (fraction, stage)
+            self._starts.setdefault(name, time.monotonic())
         if self._bars.disable:
             return
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task("", total=1.0)
         self._bars.update(self._tasks[name], completed=fraction, description=f"{name}: {stage}")
-        self._bars.update(self._whole, completed=self.finished + self._part)
+        self._bars.update(self._total, completed=self.finished + self._part)
 
-    def finish(self, name: str, word: str = "done") -> None:
-        """A run ended."""
+    def finish(self, name: str, status: str = "done") -> None:
+        """Show that a run is finished."""
         with self._lock:
             self.finished += 1
             self.running.pop(name, None)
+        if self._bars.disable:
+            elapsed = clock(time.monotonic() - self._starts.get(name, self.began))
+            self._print(f"[{self.finished}/{self.runs}] {name}: {status} after {elapsed}")
         if name in self._tasks:
-            task = next(task for task in self._bars.tasks if task.id == self._tasks[name])
-            words = f"{name}: {word} after {clock(task.elapsed or 0)}"
-            self._bars.print(words, markup=False, highlight=False)
             self._bars.remove_task(self._tasks.pop(name))
-        words = f"{self.finished} of {self.runs} runs"
-        self._bars.update(self._whole, completed=self.finished + self._part, description=words)
+        text = f"{self.finished} of {self.runs} runs"
+        self._bars.update(self._total, completed=self.finished + self._part, description=text)
 
     def close(self) -> None:
-        """Take the bars that still run off the screen, and say no more."""
+        """Remove the bars and print nothing more."""
         self._closed.set()
-        if self._speaker.is_alive():
-            self._speaker.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._bars.stop()
 
     @property
     def _part(self) -> float:
-        """The work of the running runs, in runs."""
+        """The finished part of the running runs, in runs."""
         return sum(fraction for fraction, _ in self.running.values())
 
-    def _speak(self, every: float) -> None:
+    def _print(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def _print_lines(self, every: float) -> None:
         while not self._closed.wait(every):
-            self._stream.write(f"{self._line()}\n")
-            self._stream.flush()
+            self._print(self._line())
 
     def _line(self) -> str:
-        """Such as "3 of 8 runs done (41 %) after 2:00, about 2:53 left; now copy softmax seed 0:
-        training, 25 %"."""
+        """Such as "3 of 8 runs (41%) in 2:00, about 2:53 left; now copy softmax seed 0: training,
+        25%"."""
         with self._lock:
             done = (self.finished + self._part) / max(1, self.runs)
             now = [f"{name}: {stage}, {part:.0%}" for name, (part, stage) in self.running.items()]
         elapsed = time.monotonic() - self.began
         left = f"about {clock(elapsed * (1 - done) / done)} left" if done else "no estimate yet"
-        line = (
-            f"{self.finished} of {self.runs} runs done ({done:.0%}) after {clock(elapsed)}, {left}"
-        )
+        line = f"{self.finished} of {self.runs} runs ({done:.0%}) in {clock(elapsed)}, {left}"
         return f"{line}; now {'; '.join(now)}" if now else line

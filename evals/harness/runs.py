@@ -1,4 +1,4 @@
-"""A run: one training with all that is tested on it, executed in any process."""
+"""A run: one training and its evaluations, executed in any process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from evals.tasks import TASKS
 
 @dataclass(frozen=True)
 class Run:
-    """One training and, for each length, the rows to test on it.
+    """One training and the rows to evaluate on its model.
 
-    tests[length] maps a row's key to the variant that substitutes, None for the trained one.
+    tests[length] maps the key of a row to the variant that is substituted at inference, or to None
+    for the trained variant.
     """
 
     task: str
@@ -48,30 +49,27 @@ class Run:
 
 @dataclass(frozen=True)
 class Context:
-    """What all runs of a run share. Finished trainings are kept in out/<task>/models."""
+    """What all runs have in common. Trained models are kept in out/<task>/models."""
 
     device: str
     plugin: Path | None
     out: Path
 
     def model(self, run: Run) -> Path:
-        """The file of a finished training."""
+        """The file of the run's trained model."""
         return self.out / run.task / "models" / f"{run.training_key}.pt"
 
 
-# What a worker says: ("stage", None | length, fraction of the run), ("loss", step, value),
-# ("rows", length, outcomes, training), ("failed", text), ("done",), and ("stopped",
-# text) where a file could not be written.
+# Messages of a run: ("stage", None | length, fraction of the run), ("loss", step, value) and
+# ("rows", length, outcomes, training). A worker ends a run with ("done", status), ("failed",
+# traceback) or, if a file could not be written, ("stopped", text).
 Message = tuple[Any, ...]
 Emit = Callable[[Message], None]
-NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}  # of what was never trained
-
-
-# -------------------------------------------------------------------------------- inside a run
+NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}
 
 
 def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
-    """The trained model, from the folder if it is there, and what is known of its training."""
+    """Load the trained model or train it; returns it with its time and learned parameters."""
     task, path = TASKS[run.task], context.model(run)
     if path.exists():
         model = task.build(run.variant, run.positions, run.settings).to(context.device)
@@ -82,7 +80,7 @@ def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dic
         except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
             if is_out_of_memory(error):
                 raise
-            print(f"{path} cannot be read, and is trained again", file=sys.stderr)
+            print(f"warning: cannot read {path}; training it again", file=sys.stderr)
     began = time.process_time()
     share = _training_share(run)
 
@@ -99,10 +97,10 @@ def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dic
 
 
 def _work(run: Run) -> tuple[float, dict[int, float]]:
-    """Estimated work, in items through the network: of training, and of each length's tests."""
+    """Estimated work in items through the model: of the training, and of each length."""
     task, settings = TASKS[run.task], run.settings
     middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
-    training = 3.0 * settings.steps * settings.share(middle) * middle
+    training = 3.0 * settings.steps * settings.batch_size(middle) * middle
     tests = {n: float(len(task.splits) * settings.sequences(n) * task.tokens(n)) for n in run.tests}
     return training, tests
 
@@ -112,8 +110,11 @@ def _training_share(run: Run) -> float:
     return train_work / (train_work + sum(test_work.values()))
 
 
-def execute(run: Run, context: Context, emit: Emit) -> None:
-    """Train or load, then test one length after the other; every result goes to ``emit``."""
+def execute(run: Run, context: Context, emit: Emit) -> str:
+    """Train or load the model, then evaluate length by length; ``emit`` takes the results.
+
+    Returns "done", or why the training failed.
+    """
     train_work, test_work = _work(run)
     total, done = train_work + sum(test_work.values()), train_work
     emit(("stage", None, 0.0))
@@ -123,10 +124,11 @@ def execute(run: Run, context: Context, emit: Emit) -> None:
         if not isinstance(error, NotFinite) and not is_out_of_memory(error):
             raise
         status = "nan" if isinstance(error, NotFinite) else "oom"
-        failure = Outcome(status, f"training: {error}".splitlines()[0])
+        reason = str(error).split("\n")[0] or type(error).__name__
+        failure = Outcome(status, f"training: {reason}")
         for length, tests in run.tests.items():
             emit(("rows", length, dict.fromkeys(tests, failure), NOT_TRAINED))
-        return
+        return f"failed ({status})"
     for length, tests in run.tests.items():
 
         def progress(fraction: float, length: int = length, done: float = done) -> None:
@@ -138,3 +140,4 @@ def execute(run: Run, context: Context, emit: Emit) -> None:
         )
         emit(("rows", length, outcomes, training))
         done += test_work[length]
+    return "done"

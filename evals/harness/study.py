@@ -1,7 +1,7 @@
-"""A study: one task with its variants, positions, seeds, lengths and settings; its cells and rows.
+"""A study: the runs of one task, from its variants, position encodings, seeds and settings.
 
-A row's key is a hash of everything that its figures depend on, so that a run which was killed finds
-its rows again and a changed setting never finds those of another.
+The key of a row is a hash of everything that its scores depend on. So an interrupted study finds
+its rows again, and a changed setting never finds rows of another.
 """
 
 from __future__ import annotations
@@ -10,38 +10,37 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import attnzoo
+from commandline.arguments import either
 from commandline.errors import UsageError
 from commandline.variants import (
     Spec,
     VariantCall,
     complete,
     every_variant,
-    load_plugin,
     parse_specs,
 )
-from evals.harness.options import Options
+from evals.harness.options import Options, no_setting
 from evals.harness.runs import Run
 from evals.measures.heads import own_parameters
 from evals.results.store import WHOLE, Row, Shard
-from evals.task import EVERY, Settings, Task
+from evals.task import EVERY_VARIANT, Settings, Task
 
-EVALUATION = 2  # of what is measured on a model: part of every row's identity
+EVALUATION = 2  # version of the evaluation: part of every row's key
 
 
 def key_of(identity: Mapping[str, object]) -> str:
-    """Twenty hex digits of the SHA-256 of an identity's canonical JSON."""
+    """The first twenty hex digits of the SHA-256 of an identity's JSON."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 class RowSpec(NamedTuple):
-    """Where a row belongs in a study."""
+    """The variant, encoding, seed and eval length of one result row."""
 
     spec: Spec
     positions: str
@@ -51,11 +50,10 @@ class RowSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """One task's part of a run.
+    """The runs of one task.
 
-    plugins maps the names of variants that a plugin registered to a hash of its file: another file
-    is another variant. left_out says in words which pairs of a variant and a position encoding
-    cannot be.
+    plugins: hash of the plugin's file by the names of its variants and tasks; a changed file gives
+    other keys. left_out: the reason for each unsupported pair of variant and position encoding.
     """
 
     task: Task
@@ -69,7 +67,7 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """Every row, seed by seed, so that early results are comparable."""
+        """All rows, seed by seed, so that early results cover all variants."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
@@ -84,11 +82,13 @@ class Study:
         return identity
 
     def training_key(self, variant: VariantCall, positions: str, seed: int) -> str:
-        """The key of one training; all substitutes of it share it."""
+        """The key of one training, shared by all inference-time substitutions in its model."""
+        plugin = self.plugins.get(f"task {self.task.name}")
         return key_of(
-            {
+            ({} if plugin is None else {"plugin": plugin})
+            | {
                 "task": self.task.name,
-                "data": self.task.data(),
+                "data": self.task.data_version(),
                 "schedule": "one-cycle cosine",
                 "settings": self.settings.identity(),
                 "device": self.device.split(":")[0],
@@ -112,21 +112,18 @@ class Study:
         )
 
     def version(self, spec: Spec) -> str:
-        """A hash of what a variant's name stands for: defaults, and a plugin's file."""
+        """A hash of the variant behind a name: its default parameters and its plugin's file."""
         return key_of({"train": self._variant(spec.train), "test": self._variant(spec.test)})
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
-        """Those of the rows that belong to this study, in its order."""
+        """The rows of this study among others, in its order."""
         keys = map(self.row_key, self.row_specs())
         return [by_key[key] for key in keys if key in by_key]
 
     def runs(
         self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
     ) -> list[Run]:
-        """The shard's trainings that rows are missing of, each with all that is missing.
-
-        retry: what failed counts as missing too.
-        """
+        """The shard's runs that miss rows, each with these rows. ``retry`` repeats failed rows."""
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for row in self.row_specs():
             lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})
@@ -143,30 +140,35 @@ class Study:
         ]  # fmt: skip
 
 
-def load_plugins(path: Path | None) -> dict[str, str]:
-    """Load a plugin; the names of what it registered, each with the file's hash."""
-    if path is None:
-        return {}
-    return dict.fromkeys(load_plugin(path).variants, hashlib.sha256(path.read_bytes()).hexdigest())
-
-
 def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Study:
-    """The checked study; whatever cannot be run is refused here, before anything is written."""
+    """Check the options and make the study.
+
+    Raises:
+        UsageError: something cannot be run.
+    """
+    if options.preset not in task.presets:
+        known = ", ".join(task.presets)
+        raise UsageError(f"{task.name} has no preset {options.preset!r}; it has: {known}")
     preset = task.presets[options.preset]
     _check_device(options.device)
     seeds = preset.seeds if options.seeds is None else options.seeds
     settings = _settings(task, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
     _once("--lengths", asked)
-    lengths = tuple(sorted({settings.train_longest, *asked}))  # in distribution, always
+    lengths = tuple(
+        sorted({settings.train_longest, *asked})
+    )  # results always have the train length
     positions = preset.positions if options.positions is None else tuple(options.positions)
     if options.positions is not None and not set(positions) <= set(task.positions):
         raise UsageError(
-            f"--positions of {task.name} must be among {', '.join(task.positions)}, "
+            f"--positions of {task.name} must be {either(task.positions)}, "
             f"got {', '.join(positions)}"
         )
     _once("--positions", positions)
-    for length in (settings.train_shortest, *lengths):  # a task refuses lengths that it cannot have
+    for length in (
+        settings.train_shortest,
+        *lengths,
+    ):  # raises for a length that the task cannot have
         task.batch(0, "test", length, 0, 1, settings)
     for encoding in positions:
         try:
@@ -175,9 +177,9 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
             raise UsageError(f"settings: {error}") from error
     if options.variants is None:
         texts = list(preset.variants)
-        if preset.variants == EVERY:
+        if preset.variants == EVERY_VARIANT:
             texts = every_variant(task.tokens(settings.train_longest))
-        texts += [name for name in plugins if name not in texts]
+        texts += [name for name in plugins if name not in texts and not name.startswith("task ")]
     else:
         texts = list(options.variants)
     longest = max(task.tokens(max(p.lengths)) for p in task.presets.values())
@@ -196,7 +198,11 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
 def _left_out(
     specs: tuple[Spec, ...], positions: tuple[str, ...], sizes: list[int]
 ) -> dict[tuple[Spec, str], str]:
-    """Which variants cannot be with which positions; one that cannot be with any is refused."""
+    """The reason for each unsupported pair of a variant and a position encoding.
+
+    Raises:
+        UsageError: a variant supports none of the position encodings.
+    """
     found: dict[tuple[Spec, str], str] = {}
     for spec in specs:
         for encoding in positions:
@@ -210,7 +216,7 @@ def _left_out(
 
 
 def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
-    """Why a variant cannot be with these numbers of keys and this position encoding."""
+    """Why a variant does not support these numbers of keys with this position encoding, or None."""
     try:
         module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
         options = {"alibi": torch.ones(1)} if positions == "alibi" else {}
@@ -228,19 +234,19 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
 
 
 def _settings(task: Task, preset: Settings, options: Options) -> Settings:
-    """The preset's settings with the options' in their place, each of its field's type."""
+    """The preset's settings, changed by the options and checked."""
     given = dict(options.settings)
     if options.steps is not None:
         given["steps"] = options.steps
     known = vars(preset)
     for name, value in given.items():
         if name not in known:
-            raise UsageError(f"{task.name} has no setting {name!r}; it has: {', '.join(known)}")
+            raise UsageError(no_setting(task.name, name, known))
         kind = type(known[name])
         if isinstance(value, int) and not isinstance(value, bool) and kind is float:
             value = given[name] = float(value)
         if type(value) is not kind:
-            raise UsageError(f"setting {name} must be of {kind.__name__}, got {value!r}")
+            raise UsageError(f"setting {name} must be of type {kind.__name__}, got {value!r}")
     try:
         return replace(preset, **given)
     except ValueError as error:
@@ -257,10 +263,12 @@ def _check_device(device: str) -> None:
     if kind == "cuda":
         index, count = torch.device(device).index or 0, torch.cuda.device_count()
         if index >= count:
-            raise UsageError(f"--device {device}: torch sees {count} CUDA devices")
+            raise UsageError(
+                f"--device must be a device that exists, got {device!r}; torch finds {count} GPU(s)"
+            )
 
 
 def _once(name: str, values: Sequence[object]) -> None:
     twice = [value for i, value in enumerate(values) if value in values[:i]]
     if twice:
-        raise UsageError(f"{name} names {twice[0]} twice")
+        raise UsageError(f"{name} must not repeat an entry, got {twice[0]} twice")

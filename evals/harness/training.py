@@ -1,5 +1,8 @@
-"""Training and testing that every task shares: AdamW under a one-cycle cosine schedule, the last
-step kept, and figures summed over chunks of sequences."""
+"""Training and evaluation of every task.
+
+Training uses AdamW with a one-cycle cosine schedule and keeps the last step. Evaluation sums its
+measurements over chunks of sequences.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from evals.measures.metrics import Outcome, Tally
 from evals.task import HeadSample, Settings, Task
 from evals.tasks.draws import lengths
 
-JACOBIANS = 4  # sequences of each length
-CHUNK_ITEMS = 2**15  # keys of a chunk of test sequences, all together
-REPORT_EVERY = 25  # steps between two looks at the loss: each look waits for the device
+JACOBIANS = 4  # sequences per length whose Jacobians are measured
+CHUNK_ITEMS = 2**15  # keys per chunk of test sequences
+REPORT_EVERY = 25  # steps between two readings of the loss, which wait for the device
 
 
 class NotFinite(ArithmeticError):
-    """Training met a NaN or an infinity."""
+    """Training gave a NaN or an infinity."""
 
 
 # (step, loss, fraction of the training)
@@ -31,7 +34,7 @@ Report = Callable[[int, float, float], None]
 
 
 def one_cycle(step: int, schedule: Settings) -> float:
-    """Learning rate: half a cosine from peak/25 up to the peak, then half a cosine down to 0."""
+    """Learning rate: half a cosine up from peak/25 to the peak, then half a cosine down to 0."""
     peak, warm = schedule.learning_rate, max(1, round(schedule.warmup * schedule.steps))
     if step < warm:
         low, part = peak / 25, step / warm
@@ -46,10 +49,10 @@ def fit(
     schedule: Settings,
     report: Report,
 ) -> None:
-    """Minimize loss_at(step) over the schedule's steps; the last step is what is tested.
+    """Minimize loss_at(step) over the steps of the schedule.
 
     Raises:
-        NotFinite: the loss, looked at every few steps, or what was learned is not finite.
+        NotFinite: the loss, read every few steps, or a parameter is not finite.
     """
     groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
     optimizer = torch.optim.AdamW(groups, fused=True)
@@ -58,7 +61,7 @@ def fit(
             loss = loss_at(step)
             optimizer.zero_grad()
             loss.backward()
-        except Exception as error:  # what comes of a NaN, rather than a defect
+        except Exception as error:  # a NaN may cause any error
             if _finite(model):
                 raise
             raise NotFinite(f"parameters are not finite at step {step + 1}: {error}") from error
@@ -70,7 +73,7 @@ def fit(
             if not math.isfinite(value):
                 raise NotFinite(f"the training loss is {value} at step {step + 1}")
             report(step + 1, value, (step + 1) / schedule.steps)
-    if not _finite(model):  # the loss was that before the last step
+    if not _finite(model):  # the last loss was computed before the last step
         raise NotFinite(f"parameters are not finite after step {schedule.steps}")
 
 
@@ -87,16 +90,16 @@ def train(
     device: str,
     report: Report,
 ) -> nn.Module:
-    """The trained model. The seed fixes initial values and data, the same for every variant."""
+    """Train a model. Every variant gets the same initial values and data for a seed."""
     torch.manual_seed(seed)
     model = task.build(variant, positions, settings).to(device)
-    ceilings = settings.ceilings()
-    chosen = lengths(seed, settings.train_shortest, ceilings, settings.train_stride).tolist()
-    most = settings.share(settings.train_shortest)
+    longest = settings.longest_per_step()
+    chosen = lengths(seed, settings.train_shortest, longest, settings.train_stride).tolist()
+    most = settings.batch_size(settings.train_shortest)
 
     def loss(step: int) -> Tensor:
         first, length = step * most, chosen[step]
-        last = first + settings.share(length)
+        last = first + settings.batch_size(length)
         batch = task.batch(seed, "train", length, first, last, settings)
         return task.loss(model, batch.to(device))
 
@@ -115,7 +118,7 @@ def evaluate(
     device: str,
     progress: Callable[[float], None],
 ) -> dict[str, Outcome]:
-    """Every figure of every variant in ``tests`` (None: the trained one) at one length."""
+    """Evaluate the variants in ``tests`` (None: the trained one) at one length; results by key."""
     count = settings.sequences(length)
     chunk = max(1, CHUNK_ITEMS // task.tokens(length))
     tallies = {key: Tally() for key in tests}
@@ -123,12 +126,12 @@ def evaluate(
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             batch = task.batch(seed, split, length, start, stop, settings).to(device)
-            # So many of all, however they are cut into chunks.
+            # The sample is the same for any size of chunks.
             most = (0, 0) if number else (task.head_sequences, JACOBIANS)
-            look = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
+            sample = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
             began = time.process_time()
             try:
-                measure = task.measure(model, batch, look)
+                measure = task.measure(model, batch, sample)
             except (MemoryError, RuntimeError) as error:
                 for tally in tallies.values():
                     tally.fail(error)

@@ -1,1 +1,1 @@
-"""What is measured on attention, and what a machine does to it."""
+"""Measurements on attention weights and heads."""

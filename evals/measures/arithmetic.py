@@ -1,4 +1,4 @@
-"""What a machine does to a computation: memory runs out, and denormals cost time."""
+"""Handling of slow denormal numbers and of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def lean_arithmetic() -> Iterator[None]:
-    """One thread, and denormals as 0.
+    """Compute with one thread, and treat denormal numbers as 0.
 
-    Gradients and AdamW's moments turn denormal on their way to 0, and such numbers cost a CPU three
-    times the whole step.
+    Gradients and AdamW's moments become denormal on their way to 0. With denormal numbers a whole
+    training step on a CPU takes three times as long.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -26,7 +26,7 @@ def lean_arithmetic() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a device or on the host."""
+    """Whether an exception means that a device or the host is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,16 +1,16 @@
-"""What is measured on attention weights, and the sums over chunks that become one row.
+"""Metrics of attention weights, and their means over the batches of one eval length.
 
-With w (B, n) the weights of one query and p = |w| / Σ|w|:
+w (B, n) are the weights of one query per sequence, and p = |w| / Σ|w|:
 
-    hit_rate          argmax w is the true key: what the scorer allows
-    oracle_accuracy   argmax_c Σ_{i in class c} w_i is the label: what the weights allow
-    max_weight        w of the true key
+    hit_rate          whether the largest weight is on the true key: the limit set by the scores
+    oracle_accuracy   whether the class with the largest summed weight is the label: the limit set
+                      by the weights
+    max_weight        the weight on the true key
     entropy           H(p) / log n
     n_eff             1 / Σ p²
     weight_sum        Σ w
 
-A row whose weights are all 0 attends to nothing: hit and oracle are 0, and so are entropy
-and n_eff.
+If all weights of a row are 0, hit_rate, oracle_accuracy, entropy and n_eff are 0.
 """
 
 from __future__ import annotations
@@ -30,16 +30,24 @@ from evals.task import BatchResult
 def weight_metrics(
     weights: Tensor, target: Tensor, classes: Tensor, label: Tensor, class_count: int
 ) -> dict[str, Tensor]:
-    """Metrics (B,) of weights (B, n), true keys (B,), the keys' classes (B, n), labels (B,)."""
+    """The metrics (B,) by name.
+
+    Args:
+        weights: (B, n), of one query per sequence.
+        target: (B,), the index of the true key.
+        classes: (B, n), the class of each key.
+        label: (B,), the true class.
+        class_count: the number of classes.
+    """
     size = weights.abs()
     total = size.sum(dim=-1)
-    seen = total > 0
-    p = size / total.masked_fill(~seen, 1.0)[:, None]
+    any_weight = total > 0
+    p = size / total.masked_fill(~any_weight, 1.0)[:, None]
     per_class = weights.new_zeros(len(weights), class_count).scatter_add_(1, classes, weights)
-    n_eff = seen / p.square().sum(dim=-1).masked_fill(~seen, 1.0)
+    n_eff = any_weight / p.square().sum(dim=-1).masked_fill(~any_weight, 1.0)
     return {
-        "hit_rate": (weights.argmax(dim=-1) == target) & seen,
-        "oracle_accuracy": (per_class.argmax(dim=-1) == label) & seen,
+        "hit_rate": (weights.argmax(dim=-1) == target) & any_weight,
+        "oracle_accuracy": (per_class.argmax(dim=-1) == label) & any_weight,
         "max_weight": weights.gather(1, target[:, None])[:, 0],
         "entropy": -torch.special.xlogy(p, p).sum(dim=-1) / math.log(weights.shape[-1]),
         "n_eff": n_eff,
@@ -49,7 +57,8 @@ def weight_metrics(
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row's figures, or why there are none: status "ok", "nan" or "oom"."""
+    """The results of one run at one eval length. status is "ok", "nan" or "oom"; message says why
+    there are no results."""
 
     status: str
     message: str = ""
@@ -59,7 +68,7 @@ class Outcome:
 
 
 class Tally:
-    """Sums of one variant's figures over the chunks of one length, and the CPU time they took."""
+    """Sums of one variant's results over the batches of one eval length, and their CPU time."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, tuple[float, int]] = {}  # sum, count
@@ -68,17 +77,17 @@ class Tally:
         self.failure: Outcome | None = None
 
     def add(self, work: Callable[[], BatchResult], prefix: str = "") -> None:
-        """Add the figures of work(), in which memory may run out."""
+        """Add the results of ``work()``, and record if it runs out of memory."""
         if self.failure is not None:
             return
         began = time.process_time()
         try:
-            figures = work()
-            for name, values in figures.metrics.items():
+            result = work()
+            for name, values in result.metrics.items():
                 total, count = self.metrics.get(prefix + name, (0.0, 0))
                 total += values.double().sum().item()
                 self.metrics[prefix + name] = total, count + values.numel()
-            for name, rows in figures.curves.items():
+            for name, rows in result.curves.items():
                 total, count = self.curves.get(prefix + name, (0.0, 0))
                 total = total + rows.double().sum(dim=0).cpu()
                 self.curves[prefix + name] = total, count + len(rows)
@@ -87,13 +96,13 @@ class Tally:
         self.cpu_seconds += time.process_time() - began
 
     def fail(self, error: BaseException) -> None:
-        """Record that memory ran out; any other error is a defect and goes on."""
+        """Record an out-of-memory error; raise any other error."""
         if not is_out_of_memory(error):
             raise error
         self.failure = Outcome("oom", str(error).splitlines()[0] if str(error) else "out of memory")
 
     def outcome(self) -> Outcome:
-        """Means over all there was, unless something failed or is not finite."""
+        """The means over all batches; a failure if memory ran out or a mean is not finite."""
         if self.failure is not None or not self.metrics:
             failure = self.failure or Outcome("oom", "nothing was evaluated")
             return Outcome(failure.status, failure.message, cpu_seconds=self.cpu_seconds)

@@ -1,1 +1,1 @@
-"""Pretrained models."""
+"""Measurements on pretrained models."""

@@ -1,9 +1,9 @@
-"""How sharp a pretrained model's attention stays as its input grows, with its own and with others.
+"""Measure how sharp the attention of a pretrained model stays as its input grows.
 
-For each variant, substituted without training, each length and each head of each layer, over the
-rows of the first tokens of a text: the largest weight, the entropy over log n, and the number of
-keys that carry the weight, 1/Σw²; n is the number of keys that the row sees. Beside it the cosine
-similarity of the model's outputs to those with its own softmax.
+Each variant is substituted at inference, without training. For each length and head this measures
+the largest weight, the entropy over log n, and the effective number of keys 1/Σw², as means over
+rows; n is the number of keys that a row sees. For each length it also measures the cosine
+similarity between the outputs of the model with the variant and with softmax.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ METRICS = ("max_weight", "entropy", "n_eff")
 
 @dataclass(frozen=True)
 class Row:
-    """One head at one length: means over its rows that see two keys or more."""
+    """One head at one length: means over the rows that see two keys or more."""
 
     variant: str
     length: int
@@ -48,24 +48,21 @@ class Row:
 
 
 def add_parser(commands: Any) -> None:
-    words = "measure the attention of a pretrained model as its input grows"
-    parser = commands.add_parser(NAME, help=words, description=__doc__)
+    short = "Measure the attention of a pretrained model as its input grows"
+    parser = commands.add_parser(NAME, help=short, description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="PATH_OR_NAME",
-        help="the model: a folder, or a name on the Hugging Face hub")  # fmt: skip
-    add("--text", type=Path, required=True, metavar="FILE", help="the UTF-8 text that it reads")
+        help="Load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
+    add("--text", type=Path, required=True, metavar="FILE", help="Read this UTF-8 text")
     add("--variants", type=split_list, default=split_list(DEFAULT), metavar="a,b(x=1)",
-        help=f"variants to put in without training (default: {DEFAULT})")  # fmt: skip
-    add(
-        "--lengths",
-        type=numbers,
-        metavar="N,N,…",
-        help="lengths to test (default: 16 and its doubles, up to what the model takes)",
-    )
+        help=f"Substitute these variants without training (default: {DEFAULT})")  # fmt: skip
+    add("--lengths", type=numbers, metavar="N,N,…",
+        help="Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the "
+        "model)")  # fmt: skip
     add("--samples", type=int, default=4, metavar="N",
-        help="pieces of the text to read at each length (default: 4)")  # fmt: skip
+        help="Read N pieces of the text at each length (default: 4)")  # fmt: skip
     add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
-        help="folder for the table (csv) and the picture (png)")  # fmt: skip
+        help=f"Write {NAME}.csv and {NAME}.png to DIR (default: results/{NAME})")  # fmt: skip
     add_plugin(parser)
 
 
@@ -78,15 +75,15 @@ def main(given: argparse.Namespace) -> int:
     for spec in specs:
         if spec.is_substitution or spec.test.name not in attnzoo.list_variants():
             known = ", ".join(attnzoo.list_variants())
-            raise UsageError(f"--variants must name variants, {known}; got {spec}")
+            raise UsageError(f"--variants must be among {known}, got {spec}")
     if given.samples < 1:
-        raise UsageError(f"--samples must be at least 1, got {given.samples}")
+        raise UsageError(f"--samples must be an int >= 1, got {given.samples}")
     tokens, model = read(given.model, given.text)
     lengths = given.lengths or usual_lengths(longest(model.config, len(tokens)))
     allowed = longest(model.config, len(tokens))
     if not lengths or not 2 <= min(lengths) <= max(lengths) <= allowed:
         raise UsageError(
-            f"--lengths must be from 2 to {allowed} for this model and text: {lengths}"
+            f"--lengths must be from 2 to {allowed} for this model and text, got {lengths}"
         )
     rows: list[Row] = []
     similar: dict[tuple[str, int], float] = {}
@@ -104,7 +101,7 @@ def main(given: argparse.Namespace) -> int:
             convert(model, spec.test.name, inputs=smallest, **spec.test.params)
             seen = {n: states(model, pieces[n]) for n in lengths}
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{spec}: {error}") from error
+            raise UsageError(f"--variants {spec}: {error}") from error
         for n, (found, weights) in seen.items():
             rows += measured(str(spec), n, weights)
             similar[str(spec), n] = float(
@@ -115,16 +112,16 @@ def main(given: argparse.Namespace) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     write_whole(given.out / f"{NAME}.csv", as_csv(rows, similar))
     write_whole(given.out / f"{NAME}.png", picture(rows, max(lengths)))
-    print(f"wrote {given.out / NAME}.csv and .png")
+    print(f"written: {given.out / NAME}.csv and .png")
     return 0
 
 
 def read(name: str, file: Path) -> tuple[Tensor, Any]:
-    """The text's tokens, and the model."""
+    """The tokens of the text, and the model."""
     import transformers
 
     if not file.is_file():
-        raise UsageError(f"--text: there is no file {file}")
+        raise UsageError(f"--text must be a file, got {file}, which does not exist")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model = transformers.AutoModel.from_pretrained(name).eval()
@@ -147,7 +144,7 @@ def usual_lengths(most: int) -> list[int]:
 
 
 def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
-    """(samples, length) pieces of the text, apart from each other as far as it goes."""
+    """Pieces (samples, length) of the text, spread evenly over it; fewer if it is too short."""
     step = max(1, (len(tokens) - length) // max(1, samples - 1)) if samples > 1 else 1
     starts = range(0, len(tokens) - length + 1, step)[:samples]
     return torch.stack([tokens[s : s + length] for s in starts])
@@ -155,7 +152,7 @@ def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
 
 @torch.no_grad()
 def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Last hidden states, and each layer's weights (B, H, N, N)."""
+    """The last hidden states, and the weights (B, H, N, N) of each layer."""
     out = model(input_ids=ids, output_attentions=True)
     if not out.attentions:
         raise ValueError(f"{type(model).__name__} returns no attention weights")
@@ -163,13 +160,14 @@ def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def measured(variant: str, length: int, weights: list[Tensor]) -> Iterator[Row]:
+    """A row for each head, from the weights (B, H, N, N) of each layer."""
     causal = all(bool((w.triu(1) == 0).all()) for w in weights)
-    seen = torch.arange(1, length + 1) if causal else torch.full((length,), length)
-    rows = seen > 1
+    keys = torch.arange(1, length + 1) if causal else torch.full((length,), length)
+    rows = keys > 1
     for layer, w in enumerate(weights):
         p = w[:, :, rows].double()
         p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
-        entropy = -torch.special.xlogy(p, p).sum(-1) / seen[rows].log()
+        entropy = -torch.special.xlogy(p, p).sum(-1) / keys[rows].log()
         n_eff = 1 / p.square().sum(-1)
         peak = w[:, :, rows].double().amax(-1)
         for head in range(w.shape[1]):
@@ -177,21 +175,24 @@ def measured(variant: str, length: int, weights: list[Tensor]) -> Iterator[Row]:
             yield Row(variant, length, layer, head, *means)
 
 
-# ---- what is said -----------------------------------------------------------------------------
+# ---- output -----------------------------------------------------------------------------------
 
 
 def table(
     rows: list[Row], similar: dict[tuple[str, int], float], variant: str, lengths: list[int]
 ) -> Iterator[str]:
-    """Means over all heads."""
+    """The lines of a variant's table: means over all heads, by length."""
     yield f"\n{variant}"
-    yield f"{'N':>7}  {'max weight':>10}  {'H/log n':>8}  {'N_eff':>8}  {'cosine':>7}"
+    yield (
+        f"{'length':>7}  {'largest weight':>14}  {'entropy/log n':>13}  {'effective keys':>14}  "
+        f"{'output cosine':>13}"
+    )
     for n in lengths:
-        here = [row for row in rows if (row.variant, row.length) == (variant, n)]
-        means = [sum(getattr(row, m) for row in here) / len(here) for m in METRICS]
+        mine = [row for row in rows if (row.variant, row.length) == (variant, n)]
+        means = [sum(getattr(row, m) for row in mine) / len(mine) for m in METRICS]
         yield (
-            f"{n:>7}  {means[0]:>10.3f}  {means[1]:>8.3f}  {means[2]:>8.1f}  "
-            f"{similar[variant, n]:>7.4f}"
+            f"{n:>7}  {means[0]:>14.3f}  {means[1]:>13.3f}  {means[2]:>14.1f}  "
+            f"{similar[variant, n]:>13.4f}"
         )
 
 
@@ -204,7 +205,7 @@ def as_csv(rows: list[Row], similar: dict[tuple[str, int], float]) -> str:
 
 
 def picture(rows: list[Row], length: int) -> bytes:
-    """The largest weight, layers by heads, a panel for each variant."""
+    """A heat map of the largest weight by layer and head for each variant, as PNG."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     figure = Figure(figsize=(3.2 * len(variants) + 0.8, 3.2), layout="constrained")
     panels = figure.subplots(1, len(variants), squeeze=False)[0]
@@ -217,6 +218,8 @@ def picture(rows: list[Row], length: int) -> bytes:
         axes.imshow(grid.numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axes.set(title=variant, xlabel="head", ylabel="layer")
     figure.colorbar(
-        panels[-1].images[0], ax=list(panels), label=f"largest weight, mean of rows, N = {length}"
+        panels[-1].images[0],
+        ax=list(panels),
+        label=f"largest weight, mean over rows, length {length}",
     )
     return png(figure)

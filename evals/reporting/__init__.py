@@ -1,1 +1,1 @@
-"""From rows to tables, figures and pages."""
+"""Tables, figures and pages made from result rows."""

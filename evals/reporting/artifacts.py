@@ -1,5 +1,5 @@
-"""What a run leaves beside its rows: summary.csv and pictures of each task, tables on the console,
-and one report of all."""
+"""The output of a study beside its rows: summary.csv and figures of each task, tables on the
+console, and one report of all tasks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commandline.files import write_whole
+from evals.reporting.console import print_group
 from evals.reporting.pictures import pictures
 from evals.reporting.report import Shown, report_html
-from evals.reporting.tables import cost_table, legend, score_tables
 from evals.results.rows import Row
 from evals.results.store import read_rows
-from evals.results.summary import Group, csv_text, failures, groups, mixtures
+from evals.results.summary import Group, csv_text, groups
 from evals.theory import trained_heads as theory
 
 
-def write_results(rows: Sequence[Row], out: Path, note: str) -> None:
-    """Write and print everything; the report of one task is in its own folder."""
+def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = False) -> None:
+    """Write and print all output. The report of a single task goes into the folder of the task."""
     shown = [_drawn(group) for group in groups(rows)]
     names = list(dict.fromkeys(one.group.task.name for one in shown))
     for name in names:
@@ -27,34 +27,24 @@ def write_results(rows: Sequence[Row], out: Path, note: str) -> None:
             end = f"-{number}" if number > 1 else ""
             for picture in one.pictures:
                 write_whole(out / name / f"{picture.name}{end}.png", picture.data)
-            _print(one)
-        print(f"\nwritten to {out / name}")
+            print_group(one.group, one.heads, verbose)
+        if verbose:
+            print(f"\nrows, models, summary.csv and figures: {out / name}")
     page = (out / names[0] if len(names) == 1 else out) / "report.html"
     write_whole(page, report_html(shown, note))
-    print(f"report: {page}")
+    print(f"\n{note}\nReport: {page}")
 
 
 def main(folders: Sequence[Path], out: Path | None) -> int:
-    """One page of the results in some folders."""
+    """Write one report of the results in these folders."""
     found = groups(read_rows(folders))
     page = out or folders[0] / "report.html"
     note = f"results of {', '.join(map(str, folders))}"
     write_whole(page, report_html([_drawn(group) for group in found], note))
-    print(f"report: {page}")
+    print(f"Report: {page}")
     return 0
 
 
 def _drawn(group: Group) -> Shown:
     heads = theory.fitted(group)
     return Shown(group, heads, pictures(group, heads))
-
-
-def _print(shown: Shown) -> None:
-    group = shown.group
-    apart = f" · {group.apart}" if group.apart else ""
-    print(f"\n{group.task.name}{apart}: {group.task.about}")
-    for table in [*score_tables(group), *theory.tables(group, shown.heads), cost_table(group)]:
-        print(f"\n{table.text()}")
-    print(f"\nschedule: {group.rows[0]['schedule']}")
-    for line in [*legend(group), *failures(group), *mixtures([group])]:
-        print(line)

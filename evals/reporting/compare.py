@@ -1,4 +1,4 @@
-"""Two results side by side: what B gained on A, paired by seed, for use in CI."""
+"""The command ``compare``: the gain of result B on result A, paired by seed, for use in CI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from evals.task import Metric
 
 @dataclass(frozen=True)
 class Change:
-    """One series at one length in both: what B has more than A, positive where B is better."""
+    """One series at one length in A and B. gain: positive if B is better; None if B has no such
+    result."""
 
     task: str
     series: Series
@@ -24,25 +25,27 @@ class Change:
     metric: Metric
     before: Estimate | None
     after: Estimate | None
-    gain: Estimate | None  # None: B lacks what A has
+    gain: Estimate | None
     problem: str = ""
 
     def fails(self, below: float) -> bool:
-        """Whether the gain, in the metric's units, lies below; what B lacks always does."""
+        """Whether the gain, in the units of the metric, is missing or below a bound."""
         return self.gain is None or not self.metric.factor * self.gain.mean >= below
 
 
 def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
-    """Every point of A that has a score, beside B's.
+    """A change for every point of A that has a score.
 
     Raises:
-        UsageError: a task has several settings in A or in B: it is not said which are meant.
+        UsageError: A or B has several settings of a task.
     """
     for side, found in (("A", before), ("B", after)):
         names = [group.task.name for group in found]
         for name in set(names):
             if names.count(name) > 1:
-                raise UsageError(f"{side} has {name} under {names.count(name)} settings; give one")
+                raise UsageError(
+                    f"{side} must have one setting of each task, got {names.count(name)} of {name}"
+                )
     theirs = {group.task.name: group for group in after}
     return [change for group in before for change in _of_group(group, theirs.get(group.task.name))]
 
@@ -53,20 +56,20 @@ def _of_group(group: Group, other: Group | None) -> list[Change]:
     for (series, length), point in group.points.items():
         if metric.name not in point.metrics:
             continue
-        twin = other.points.get((series, length)) if other else None
+        same = other.points.get((series, length)) if other else None
         ours, theirs = (
             {row["seed"]: row["metrics"][metric.name] for row in rows if row["status"] == "ok"}
-            for rows in (point.rows, twin.rows if twin else [])
+            for rows in (point.rows, same.rows if same else [])
         )
         paired = [sign * (theirs[seed] - ours[seed]) for seed in ours if seed in theirs]
         problem = ""
         if missing := sorted(set(ours) - set(theirs)):
-            failed = "+".join(twin.failures) if twin else "missing"
-            problem = f"B lacks seed {', '.join(map(str, missing))} ({failed or 'missing'})"
+            failed = "+".join(same.failures) if same else "missing"
+            problem = f"B has no seed {', '.join(map(str, missing))} ({failed or 'missing'})"
         found.append(
             Change(
                 group.task.name, series, length, metric, point.metrics[metric.name],
-                twin.metrics.get(metric.name) if twin else None,
+                same.metrics.get(metric.name) if same else None,
                 None if problem else estimate(paired), problem,
             )
         )  # fmt: skip
@@ -74,7 +77,7 @@ def _of_group(group: Group, other: Group | None) -> list[Change]:
 
 
 def table(task: str, found: Sequence[Change]) -> Table:
-    """A task's changes, a row each."""
+    """A table with a row for each change of a task."""
     rows = []
     for change in found:
         metric = change.metric
@@ -87,12 +90,12 @@ def table(task: str, found: Sequence[Change]) -> Table:
             change.problem if gain is None else gain.text(metric.factor, metric.digits, sign=True)
         )
         rows.append([change.series.label, str(change.length), *cells])
-    title = f"{task}: {found[0].metric.title} (gain: positive where B is better; paired by seed)"
-    return Table(title, ["", "n", "A", "B", "gain"], rows)
+    title = f"{task}: {found[0].metric.title} (gain: positive if B is better; paired by seed)"
+    return Table(title, ["variant", "n", "A", "B", "gain"], rows)
 
 
 def _conditions(group: Group) -> dict[str, object]:
-    """What may differ between two results of a task."""
+    """Settings, data and versions, which may differ between two results of a task."""
     conditions: dict[str, object] = dict(group.settings)
     for name in ("data", "device", "torch", "attnzoo"):
         conditions[name] = ", ".join(sorted({str(row[name]) for row in group.rows}))
@@ -101,7 +104,7 @@ def _conditions(group: Group) -> dict[str, object]:
 
 
 def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
-    """Settings, text and versions that are not the same in both, in words."""
+    """A line for each setting, kind of data or version that differs between A and B."""
     theirs = {group.task.name: _conditions(group) for group in after}
     return [
         f"note: {group.task.name} has {name} = {value} in A and {other[name]} in B"
@@ -113,13 +116,13 @@ def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
 
 
 def main(a: Path, b: Path, fail_below: float | None = None) -> int:
-    """Print what changed; 1 if a gain lies below ``fail_below``."""
+    """Print the gains; return 1 if one is missing or below ``fail_below``."""
     if fail_below is not None and not math.isfinite(fail_below):
-        raise UsageError(f"--fail-below must be a number, got {fail_below}")
+        raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
     before, after = groups(read_rows([a])), groups(read_rows([b]))
     found = changes(before, after)
     if not found:
-        raise UsageError(f"{a} has no score to compare with")
+        raise UsageError(f"A must have at least one score, got none in {a}")
     for name in dict.fromkeys(change.task for change in found):
         print(f"{table(name, [c for c in found if c.task == name]).text()}\n")
     for line in differing(before, after):
@@ -132,5 +135,5 @@ def main(a: Path, b: Path, fail_below: float | None = None) -> int:
         what = change.problem if gain is None else f"{metric.factor * gain.mean:+.{metric.digits}f}"
         print(f"below {fail_below:g}: {change.task}, {change.series.label}, n = {change.length}: "
               f"{what}")  # fmt: skip
-    print(f"{len(found) - len(failed)} of {len(found)} are not below {fail_below:g}")
+    print(f"{len(found) - len(failed)} of {len(found)} gains are at least {fail_below:g}")
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""The command ``laws``: tables of all laws beside what was measured, laws.csv and laws.png."""
+"""The command ``laws``: tables of all laws and measurements, laws.csv and laws.png."""
 
 from __future__ import annotations
 
@@ -35,45 +35,49 @@ from evals.theory.laws import (
 
 
 def _fixed_table(law: Law, points: list[Point]) -> Table:
-    """Measured beside predicted, a pair of columns per Δ."""
-    header = ["n", *(text for gap in GAPS for text in (f"Δ={gap:g}", "law")), "worst"]
+    """Measurement and law at each Δ."""
+    header = ["n", *(text for gap in GAPS for text in (f"Δ={gap:g}", "law"))]
     rows = []
     for n in dict.fromkeys(point.n for point in points):
         mine = [point for point in points if point.n == n]
         pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
         rows.append([str(n), *pairs, f"{max(point.deviation for point in mine):.0e}"])
-    return Table(f"{law}: one key at Δ, the others at 0 (exact)", header, rows)
+    title = f"{law}: largest weight with one key at Δ, the others at 0; the law is exact"
+    return Table(title, [*header, "largest deviation"], rows)
 
 
 def _shrinking_table(law: Law, points: list[Point]) -> Table:
-    """Measured beside predicted, with the reason where a point is not held to the law."""
+    """Measurement and law, with the reason if a point is not checked."""
     rows = []
     for point in points:
-        why = "" if point.n >= SHRINKING_FROM else "n small"
+        why = "" if point.n >= SHRINKING_FROM else "n is small"
         if not law.holds(point.n, KAPPA):
-            why = "support = n: no law"
+            why = "no law: support = n"
         deviation = f"{100 * point.deviation:.2f} %"
         rows.append(
             [str(point.n), f"{point.measured:.6f}", f"{point.predicted:.6f}", deviation, why]
         )
-    title = f"{law}: keys at κ(j + ½)/n, κ = {KAPPA:g} (leading term for n → ∞)"
-    return Table(title, ["n", "measured", "law", "off", "not held to it"], rows)
+    title = (
+        f"{law}: largest weight with keys at κ(j + ½)/n, κ = {KAPPA:g}; the law is the "
+        "leading term for n → ∞"
+    )
+    return Table(title, ["n", "measured", "law", "deviation", "not checked because"], rows)
 
 
 def _jacobian_table(points: list[Point]) -> Table:
-    """All laws, a pair of columns per n."""
-    header = ["", *(text for n in JACOBIAN_LENGTHS for text in (f"n={n}", "law")), "worst"]
+    """Measurement and law of all variants at each n."""
+    header = ["variant", *(text for n in JACOBIAN_LENGTHS for text in (f"n={n}", "law"))]
     rows = []
     for name in dict.fromkeys(str(point.law) for point in points):
         mine = [point for point in points if str(point.law) == name]
         pairs = [f"{x:.6f}" for point in mine for x in (point.measured, point.predicted)]
         rows.append([name, *pairs, f"{max(point.deviation for point in mine):.0e}"])
-    title = "Jacobian at n scores of 0, ‖∂w/∂z‖₂ (exact)"
-    return Table(title, header, rows)
+    title = "Jacobian norm ‖∂w/∂z‖₂ at n scores of 0; the law is exact"
+    return Table(title, [*header, "largest deviation"], rows)
 
 
 def tables(points: list[Point]) -> list[Table]:
-    """One table per law and gap, and one of all Jacobians."""
+    """A table for each law and gap, and one for all Jacobians."""
     found = []
     for make, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking")):
         for name in dict.fromkeys(str(point.law) for point in points):
@@ -86,7 +90,7 @@ def tables(points: list[Point]) -> list[Table]:
 
 
 def csv_text(points: list[Point]) -> str:
-    """laws.csv: one line per comparison."""
+    """laws.csv: a line for each comparison."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     names = ("variant", "gap", "size", "n", "measured", "predicted", "deviation", "tolerance")
@@ -99,10 +103,10 @@ def csv_text(points: list[Point]) -> str:
 
 
 def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Table:
-    """What a variant without closed forms gives: largest weights, Jacobian norm, their growth.
+    """The largest weights and Jacobian norms of a variant without closed forms, and their growth.
 
     Raises:
-        ValueError, TypeError: the variant refuses such a call.
+        ValueError, TypeError: the variant does not support such a call.
     """
     columns = {
         f"Δ={gap:g}": [
@@ -129,22 +133,24 @@ def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Ta
     slopes = [growth(lengths, values) for values in columns.values()]
     slopes.append(growth(list(norms), list(norms.values())))
     rows.append(["growth", *("—" if slope is None else f"{slope:.3f}" for slope in slopes)])
-    title = (
-        f"{variant}: no closed form, measured. One key at Δ, the others at 0; keys at κ(j + ½)/n; "
-        "‖∂w/∂z‖₂ at n scores of 0; growth: the exponent in n between the two largest n"
+    note = (
+        "Δ: largest weight with one key at Δ, the others at 0. κ: largest weight with keys at\n"
+        "κ(j + ½)/n. Jacobian norm: ‖∂w/∂z‖₂ at n scores of 0. Growth: exponent of n between the\n"
+        "two largest n."
     )
-    return Table(title, ["n", *columns, "Jacobian"], rows)
+    title = f"{variant}: measured only, no closed form"
+    return Table(title, ["n", *columns, "Jacobian norm"], rows, note)
 
 
 def _print_measured(variant: VariantCall) -> None:
     try:
         print(f"{measured_table(variant).text()}\n")
     except (ValueError, TypeError, RuntimeError) as error:
-        print(f"{variant}: no closed form, and it refuses these scores: {error}\n")
+        print(f"{variant}: no closed form, and these scores are unsupported: {error}\n")
 
 
 def plot(points: list[Point]) -> Figure:
-    """Lines: the laws; marks: what was measured. Two fixed gaps, and the shrinking one."""
+    """Laws as lines and measurements as marks, for two fixed gaps and the shrinking gap."""
     panels = [("fixed", 1.5), ("fixed", 3.0), ("shrinking", KAPPA)]
     titles = ["one key at Δ = 1.5, others at 0", "one key at Δ = 3, others at 0",
               f"keys at κ(j + ½)/n, κ = {KAPPA:g}"]  # fmt: skip
@@ -158,8 +164,8 @@ def plot(points: list[Point]) -> Figure:
             if not mine:
                 continue
             look = looks[name]
-            lawful = [p for p in mine if p.law.holds(p.n, p.size)]
-            axes.plot([p.n for p in lawful], [p.predicted for p in lawful], color=look["color"],
+            valid = [p for p in mine if p.law.holds(p.n, p.size)]
+            axes.plot([p.n for p in valid], [p.predicted for p in valid], color=look["color"],
                       linestyle=look["linestyle"], linewidth=1.3)  # fmt: skip
             axes.plot([p.n for p in mine], [p.measured for p in mine], color=look["color"],
                       marker=look["marker"], markersize=5, linestyle="", label=name)  # fmt: skip
@@ -168,8 +174,8 @@ def plot(points: list[Point]) -> Figure:
         axes.set_title(title, loc="left", fontsize=10.5)
         axes.grid(**GRID)
         axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_ylabel("weight of the largest key")
-    figure.suptitle("Laws (lines) and measurement in fp64 (marks)", x=0.01, ha="left")
+    grid[0].set_ylabel("largest weight")
+    figure.suptitle("Laws (lines) and measurements in fp64 (marks)", x=0.01, ha="left")
     handles, labels = grid[0].get_legend_handles_labels()
     more = dict(zip(*grid[2].get_legend_handles_labels()[::-1], strict=True))
     legend = {**more, **dict(zip(labels, handles, strict=True))}
@@ -179,7 +185,7 @@ def plot(points: list[Point]) -> Figure:
 
 
 def command(out: Path | None = None, plugin: Path | None = None) -> int:
-    """``laws [--out DIR] [--plugin FILE.py]``: all laws, a plugin's too, and who has none."""
+    """Check all laws, those of a plugin too, and measure the variants without a law."""
     laws = (*LAWS, *(() if plugin is None else stated(load_plugin(plugin).module)))
     return main(out, laws, without_law(laws))
 
@@ -187,9 +193,9 @@ def command(out: Path | None = None, plugin: Path | None = None) -> int:
 def main(
     out: Path | None = None, laws: Sequence[Law] = LAWS, variants: Sequence[VariantCall] = ()
 ) -> int:
-    """Measure, print and, with ``out``, write laws.csv and laws.png; 1 if a law is broken.
+    """Measure, print and, with ``out``, write laws.csv and laws.png; return 1 if a law is broken.
 
-    ``variants``: those without closed forms, which are measured and held to nothing.
+    variants: variants without closed forms, which are measured but not checked.
     """
     with lean_arithmetic():
         points = measure(laws)
@@ -206,7 +212,7 @@ def main(
         at = "Jacobian at equal scores" if p.gap == "uniform" else f"{p.gap} gap {p.size:g}"
         print(
             f"broken: {p.law}, {at}, n = {p.n}: measured {p.measured:.8g}, "
-            f"law {p.predicted:.8g}, off by {p.deviation:.2g} (allowed {p.tolerance:g})"
+            f"law {p.predicted:.8g}, deviation {p.deviation:.2g} (allowed {p.tolerance:g})"
         )
     held = sum(point.held for point in points)
     print(f"{held - len(failed)} of {held} comparisons within tolerance")

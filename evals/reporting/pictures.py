@@ -1,4 +1,4 @@
-"""Which pictures there are of a task's results: the report embeds them, and files hold them too."""
+"""The figures of a task's results: the report embeds them, ``export`` writes them to files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from matplotlib.figure import Figure
 from evals.reporting import plots
 from evals.reporting.theory_plots import theory_plot
 from evals.results.summary import Group
+from evals.task import Metric
 from evals.theory.trained_heads import Heads, head_names
 
 
+class Drawing(NamedTuple):
+    """A figure; name is that of its file without the suffix, kind is "curve", "theory" or "map"."""
+
+    name: str
+    title: str
+    kind: str
+    figure: Figure
+
+
 class Picture(NamedTuple):
-    """A PNG file by its name without the suffix; kind is "curve", "theory" or "map"."""
+    """A drawing as the bytes of a PNG file."""
 
     name: str
     title: str
@@ -23,23 +33,26 @@ class Picture(NamedTuple):
 
 
 def pictures(group: Group, heads: Sequence[Heads]) -> list[Picture]:
-    """Every picture of a group. heads: `evals.theory.trained_heads.fitted` of it."""
+    """All figures of a group as PNG. heads: `evals.theory.trained_heads.fitted` of the group."""
     return [
         Picture(name, title, kind, plots.png(figure))
-        for name, title, kind, figure in _figures(group, heads)
-        if figure is not None
+        for name, title, kind, figure in figures(group, heads)
     ]
 
 
-def _figures(group: Group, heads: Sequence[Heads]) -> Iterator[tuple[str, str, str, Figure | None]]:
-    for metric in group.task.metrics:
-        yield metric.name, metric.title, "curve", plots.metric_plot(group, metric)
-    law = "The largest weight of each series' sharpest head against n, and the law fitted to it"
-    yield "law", law, "theory", theory_plot(group, heads)
+def figures(
+    group: Group, heads: Sequence[Heads], metrics: Sequence[Metric] | None = None
+) -> Iterator[Drawing]:
+    """The curves of these metrics (default: of all), then fitted laws and heat maps."""
+    for metric in group.task.metrics if metrics is None else metrics:
+        yield Drawing(metric.name, metric.title, "curve", plots.metric_plot(group, metric))
+    if (law := theory_plot(group, heads)) is not None:
+        title = "Largest weight of each variant's sharpest head against n, and the fitted law"
+        yield Drawing("law", title, "theory", law)
     over = ", mean over seeds" * (len(group.seeds) > 1)
     maps = (
-        ("best_keys", "Mean weight of the closest keys, by rank, the true key first", True),
-        ("bits_by_position", "Bits per byte along the sequence, by sixteenth", False),
+        ("best_keys", "Mean weight of the closest keys by rank; rank 1 is the true key", True),
+        ("bits_by_position", "Bits per byte along the sequence, in sixteenths of it", False),
         ("head_peak", "Largest weight of each head, by layer and head", True),
     )
     for curve, title, weights in maps:
@@ -49,4 +62,5 @@ def _figures(group: Group, heads: Sequence[Heads]) -> Iterator[tuple[str, str, s
             return head_names(count, per_layer or count)
 
         drawn = plots.heat_map(group, curve, title + over, names, weights)
-        yield curve, title + over, "map", drawn
+        if drawn is not None:
+            yield Drawing(curve, title + over, "map", drawn)

@@ -1,7 +1,7 @@
-"""How a group is drawn: a metric against n, and heat maps of its curves.
+"""Figures of a group: a metric against n, and heat maps of its curves.
 
-Colours are Okabe and Ito's, which survive the common kinds of colour blindness; markers tell the
-variants apart without colour, and each line is named at its end.
+The colours are those of Okabe and Ito, which are distinct with the common kinds of colour
+blindness. Markers tell the variants apart without colour, and each line is named at its end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import cycle
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
@@ -26,26 +27,44 @@ from evals.task import Metric
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#882255")
 _STYLES = ("-", "--", "-.", (0, (1, 1.2)))
 _MARKERS = "osD^vP*X<>"
-_FAINT = 1e-3  # the darkest colour of the heat map is a weight of this or less
+_FAINT = 1e-3  # weights up to this have the darkest colour of a heat map
 _MAP = "cividis"
-_NAMED = 8  # columns of a heat map that are all named, and whose cells hold their values
+_NAMED = 8  # up to this many columns, a heat map names each column and shows each value
+_DPI = 150
 GRID = {"color": "#dddddd", "linewidth": 0.6}
 
 
-def png(figure: Figure, dpi: int = 150) -> bytes:
+def png(figure: Figure, dpi: int = _DPI) -> bytes:
     """The figure as the bytes of a PNG file."""
     figure.set_dpi(dpi)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    # Few colours: a third of the bytes, which count where a report holds dozens of figures.
+    # With 256 colours a file has a third of the bytes; a report embeds dozens of figures.
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     buffer = io.BytesIO()
     image.quantize(256, dither=Image.Dither.NONE).save(buffer, "png")
     return buffer.getvalue()
 
 
+def svg(figure: Figure) -> bytes:
+    """The figure as an SVG file with its text as text; the same figure gives the same bytes."""
+    return _vector(figure, "svg", {"Date": None})
+
+
+def pdf(figure: Figure) -> bytes:
+    """The figure as a PDF file with embedded TrueType fonts; the same figure, the same bytes."""
+    return _vector(figure, "pdf", {"CreationDate": None})
+
+
+def _vector(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
+    buffer = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attnzoo", "pdf.fonttype": 42}):
+        figure.savefig(buffer, format=kind, dpi=_DPI, metadata=metadata)
+    return buffer.getvalue()
+
+
 def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
-    """Colour, style and marker of each variant; softmax is black and solid."""
+    """Colour, line style and marker of each variant. Softmax is black and solid."""
     colours, markers, looks, used = cycle(_COLOURS), cycle(_MARKERS), {}, 0
     for variant in variants:
         if variant.split(" · ")[0] == BASELINE:
@@ -61,15 +80,15 @@ def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
 
 
 def _darker(colour: str) -> str:
-    """The colour mixed with black: thin letters need more contrast than lines."""
+    """The colour mixed with black, because thin letters need more contrast than lines."""
     parts = [int(0.72 * part * 255) for part in to_rgb(colour)]
     return "#{:02x}{:02x}{:02x}".format(*parts)
 
 
 def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> None:
-    """Names at the right of the axes, each at its line's end, moved apart where they would touch.
+    """Write the name of each line at its right end. Names that would touch are moved apart.
 
-    ends: (name, last y, colour).
+    ends: (name, last y, colour) of each line.
     """
     low, high = axes.get_ylim()
 
@@ -110,21 +129,21 @@ def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> Non
 
 
 def line_height(group: Group) -> float:
-    """Inches of a figure in which each series has a line and room for its name."""
+    """The height in inches of a figure with room for the name of each series."""
     return max(5.2, 1.2 + 0.27 * len(group.series))
 
 
-def length_axis(axes: Axes, lengths: list[int]) -> None:
-    """A log axis of n with a tick at each length (every second, if there are many)."""
+def length_axis(axes: Axes, lengths: list[int], name: str = "number of keys n") -> None:
+    """Make the x axis a log axis with a tick at each length, or at each second of many."""
     axes.set_xscale("log", base=2)
     step = 1 if len(lengths) <= 9 else 2
     axes.set_xticks(lengths[::step], [str(n) for n in lengths[::step]])
     axes.minorticks_off()
-    axes.set_xlabel("n, number of keys (log scale)")
+    axes.set_xlabel(f"{name} (log scale)")
 
 
 def metric_plot(group: Group, metric: Metric) -> Figure:
-    """One metric against n: a line per series, a band of ± one standard error."""
+    """One metric against n: a line per series, with a band of ± one standard error."""
     figure = Figure(figsize=(9.6, line_height(group)), layout="constrained")
     axes = figure.add_subplot()
     looks = looks_of([series.label for series in group.series])
@@ -147,11 +166,11 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
         axes.fill_between(x, lower, upper, color=str(look["color"]), alpha=0.2, linewidth=0)
         ends.append((series.label, y[-1], str(look["color"])))
         values += y
-    length_axis(axes, group.lengths)
+    length_axis(axes, group.lengths, "eval length n")
     lowest = min(values, default=1.0)
     if metric.log:
         axes.set_yscale("log")
-        axes.set_ylim(lowest / 1.5, 1.3)  # a band may reach down to 0 and is cut
+        axes.set_ylim(lowest / 1.5, 1.3)  # cuts off bands that reach down to 0
         axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
@@ -170,9 +189,9 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     seeds = "band: ± one standard error over seeds" if len(group.seeds) > 1 else "one seed"
-    notes = [seeds, f"grey: n of training ({trained[0]} to {trained[1]})"]
+    notes = [seeds, f"grey: lengths of training, n = {trained[0]} to {trained[1]}"]
     if any("->" in series.variant for series in group.series):
-        notes.append("dashed: substituted at inference")
+        notes.append("dashed: a->b, trained with a, b substituted at inference")
     apart = f" · {group.apart}" if group.apart else ""
     axes.set_title(f"{group.task.name}{apart}: {metric.title}\n", loc="left", fontsize=12)
     where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
@@ -182,7 +201,7 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
 
 
 def _short(weight: float) -> str:
-    """A weight in a small cell, as ".87" or ".003"."""
+    """A weight in few characters, such as ".87" or ".003"."""
     text = f"{weight:.{2 if weight >= 0.01 else 3}f}".rstrip("0").rstrip(".")
     return text.removeprefix("0") or "0"
 
@@ -190,11 +209,15 @@ def _short(weight: float) -> str:
 def heat_map(
     group: Group, curve: str, title: str, columns: Callable[[int], list[str]], weights: bool
 ) -> Figure | None:
-    """A map of a curve for each series that has it, a row for each n; None where none has.
+    """A heat map for each series that has this curve, with a row for each n; None if none has it.
 
     Args:
-        columns: the names of so many columns.
-        weights: whether the values are weights, on a log scale; else from the least to the largest.
+        group: the results.
+        curve: the name of the curve.
+        title: the title of the figure.
+        columns: the names of the columns, given their number.
+        weights: whether the values are weights, which have a log colour scale up to 1. Other values
+            have a linear scale from the smallest to the largest.
     """
     drawn = [
         (series.label, points)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commandline.table import markdown
 from evals.reporting.scores import KEPT, Line, Scores, Value, of_summary
-from evals.reporting.tables import PARTIAL
+from evals.reporting.tables import PARTIAL, chance_text
 from evals.results.summary import UNTRAINED
 from evals.tasks import TASKS
 
@@ -39,6 +39,8 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     found = summary_scores(folder, task)
     if found is None:
         return NONE_YET
+    chance = found.chance or 0.0
+    seeds = "one seed" if found.seeds == 1 else f"mean of {found.seeds} seeds"
     name = found.metric.title.split(":")[0].lower().replace(", %", " (%)")
     header = (
         "variant",
@@ -48,7 +50,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     )
     rows = [header, *(_overview_row(found, line) for line in found.lines)]
     notes = [
-        f"`{task}`, mean of {found.seeds} seeds, {found.chance_text}.",
+        f"`{task}`, {seeds}, chance {chance_text(found.metric, chance)}.",
         f"Effective length: the longest n up to which the score stays above {100 * KEPT:g} % of "
         f"its value at the train length; — for variants with {UNTRAINED}.",
         *(f"{note}." for note in found.notes() if "interval" not in note),
@@ -59,12 +61,10 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
 def _overview_row(found: Scores, line: Line) -> tuple[str, ...]:
     values = dict(zip(found.lengths, line.values, strict=True))
     ends = (values.get(found.train_length, Value()), line.values[-1])
-    effective = found.effective_length(line)
-    at_least = "≥ " if effective == found.lengths[-1] else ""
     return (
         _label(line, found.seeds),
         *("—" if value.mean is None else found.shown(value.mean) for value in ends),
-        "—" if effective is None else f"{at_least}{effective}",
+        found.effective_text(line),
     )
 
 
@@ -85,7 +85,7 @@ def markdown_table(found: Scores) -> str:
     ]
     name = found.task.name
     title = found.title.replace(name, f"**{name}**", 1)
-    notes = " ".join(f"{note}." for note in found.notes())
+    notes = " ".join(f"{note}." for note in found.notes()).replace(f"{PARTIAL} ", f"\\{PARTIAL} ")
     table = markdown([header, *body], right=True)
     return f"{title} Training: {found.schedule}.\n\n{table}" + (f"\n{notes}\n" if notes else "")
 

@@ -1,5 +1,5 @@
 """report.html: leaderboards, length curves, heat maps, tables, settings and rows in one file that
-needs nothing else, no network and no server. Its markup, style and script are in ``template``."""
+needs no network and no server. Its markup, style and script are in ``template``."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from commandline.table import Table
+from evals.reporting.leaderboard import Leaderboard, leaderboard
 from evals.reporting.pictures import Picture
+from evals.reporting.scores import KEPT
 from evals.reporting.tables import (
-    Leaderboard,
     chance_text,
     cost_table,
-    leaderboard,
     learned_table,
     legend,
     more_tables,
     score_tables,
 )
 from evals.results.rows import Row
-from evals.results.summary import Group, Point, mixtures
+from evals.results.summary import UNTRAINED, Group, Point, mixtures
 from evals.theory import trained_heads as theory
 
 TEMPLATE = Path(__file__).parent / "template"
-_FEW = 12  # so many failed cells are listed openly
+_OPEN = 12  # a list of up to this many failures is open
 _VERSIONS = ("schedule", "data", "torch", "attnzoo", "commit", "device")
+_SETTINGS = {"train_shortest": "shortest train length", "train_longest": "train length"}
 
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """A group with what was fitted to its heads and drawn of it."""
+    """A group with its fitted heads and its pictures."""
 
     group: Group
     heads: Sequence[theory.Heads]
@@ -46,7 +47,7 @@ class Shown:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """What the page says of one group, under an id and a heading that no other has."""
+    """The content of the page about one group, with an id and a heading of its own."""
 
     shown: Shown
     ident: str
@@ -91,8 +92,11 @@ class Section:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the figures depend on, and where they come from."""
-        settings = {name: str(value) for name, value in self.group.settings.items()}
+        """Settings, versions and seeds of the results."""
+        found = self.group.settings.items()
+        settings = {
+            _SETTINGS.get(name, name.replace("_", " ")): str(value) for name, value in found
+        }
         versions = {name: _values(self.group.rows, name) for name in _VERSIONS}
         return settings | versions | {"seeds": ", ".join(map(str, self.group.seeds))}
 
@@ -110,30 +114,36 @@ class Section:
 
     def how_to_read(self) -> str:
         score, seeds = self.group.task.score, len(self.group.seeds)
-        better = "lower" if score.lower_is_better else "higher"
-        means = "One seed, so without intervals"
+        better = "Lower" if score.lower_is_better else "Higher"
+        means = "One seed, so there are no intervals."
         if seeds > 1:
-            means = f"Mean over {seeds} seeds, and its 95 % bootstrap interval over them"
+            means = f"Large numbers: mean over {seeds} seeds; small: its 95 % bootstrap interval."
+        effective = (
+            f" Effective length: the longest n up to which the score stays above {100 * KEPT:g} % "
+            f"of its value at the train length; — for variants with {UNTRAINED}."
+        )
         return (
-            f"{score.title}, by length n. {means}; {better} is better; chance is "
-            f"{chance_text(self.group)}. A column's head sorts by it, a figure leads to its rows."
+            f"{score.title}, by variant and eval length n. "
+            f"{means} {better} is better; blind guessing reaches "
+            f"{chance_text(score, self.group.chance)}. Click on a column to sort by it, on a score "
+            f"to see its rows.{effective * self.board.has_effective}"
         )
 
-    def cell_ident(self, point: Point) -> str:
-        """The id of a point's first row, which the leaderboard's figure leads to."""
+    def point_ident(self, point: Point) -> str:
+        """The id of the first row of a point, the target of its link in the leaderboard."""
         return f"{self.ident}-{self.group.series.index(point.series)}-{point.length}"
 
     @property
     def row_header(self) -> list[str]:
         metrics = [metric.name for metric in self.group.task.metrics]
-        start = ["variant", "positions", "n", "seed", "status"]
+        start = ["variant", "position encoding", "n", "seed", "status"]
         return [*start, *metrics, "sequences", "key", "message"]
 
     def rows(self) -> Iterator[tuple[str, list[str]]]:
-        """Cells of every row, with an id for the first one of each point."""
+        """The cells of each row, with an id for the first row of each point."""
         metrics = [metric.name for metric in self.group.task.metrics]
         for point in self.group.points.values():
-            ident = self.cell_ident(point)
+            ident = self.point_ident(point)
             for row in sorted(point.rows, key=lambda row: row["seed"]):
                 start = [row[name] for name in ("variant", "positions", "length", "seed", "status")]
                 found = row["metrics"]
@@ -143,7 +153,7 @@ class Section:
 
 
 def report_html(shown: Sequence[Shown], note: str) -> str:
-    """The page; every text is escaped."""
+    """The whole page. Every text is escaped."""
     groups = [one.group for one in shown]
     sections = _sections(shown)
     tasks = list(dict.fromkeys(group.task.name for group in groups))
@@ -157,13 +167,13 @@ def report_html(shown: Sequence[Shown], note: str) -> str:
     )
     environment.filters["base64"] = lambda data: b64encode(data).decode()
     return environment.get_template("report.html.j2").render(
-        title="Attention normalizers as length grows" + f": {tasks[0]}" * (len(tasks) == 1),
+        title="Length generalization of attention variants" + f": {tasks[0]}" * (len(tasks) == 1),
         what_was_run=_what_was_run(groups),
         note=note,
         warnings=mixtures(groups),
         sections=sections,
         failed=_failed(sections),
-        few=_FEW,
+        open=_OPEN,
         style=Markup((TEMPLATE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
@@ -171,7 +181,7 @@ def report_html(shown: Sequence[Shown], note: str) -> str:
 
 
 def _sections(shown: Sequence[Shown]) -> list[Section]:
-    """Groups of one task are told apart by what differs."""
+    """A section for each group; the headings of groups of one task name what differs."""
     found = []
     for one in shown:
         task = one.group.task
@@ -195,7 +205,7 @@ def _what_was_run(groups: Sequence[Group]) -> str:
         (len({group.task.name for group in groups}), "task"),
         (len({one.variant for one in series}), "variant"),
         (len({row["seed"] for row in rows}), "seed"),
-        (len(rows), "row"),
+        (len(rows), "result"),
     )
     words = ", ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     versions = [f"{name} {_values(rows, name)}" for name in ("attnzoo", "torch", "commit")]
@@ -203,7 +213,7 @@ def _what_was_run(groups: Sequence[Group]) -> str:
 
 
 def _failed(sections: Sequence[Section]) -> list[tuple[Section, Point, str]]:
-    """Every point that lacks seeds, and why."""
+    """Each point with failed or missing seeds, and the reasons."""
     found = []
     for section in sections:
         seeds = len(section.group.seeds)

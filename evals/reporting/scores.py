@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from commandline.errors import UsageError
-from evals.reporting.tables import mark_lines
+from evals.reporting.tables import chance_text, mark_lines
 from evals.results.summary import Group, Point
 from evals.task import Metric, Task
 from evals.tasks import TASKS
@@ -28,7 +28,7 @@ class Value(NamedTuple):
     error: float | None = None
     low: float | None = None
     high: float | None = None
-    count: int = 0
+    seeds: int = 0
     failed: str = ""
 
 
@@ -68,23 +68,16 @@ class Scores:
 
     @property
     def title(self) -> str:
-        """What the table shows, in sentences."""
+        """A description of the table in sentences."""
         name = f"{self.task.name} ({self.apart})" if self.apart else self.task.name
         seeds = "One seed" if self.seeds == 1 else f"Mean of {self.seeds} seeds"
         interval = "" if self.seeds == 1 else " (95 % bootstrap interval)"
-        chance = "" if self.chance is None else f", {self.chance_text}"
+        chance = self.chance
+        guessing = "" if chance is None else f", chance {chance_text(self.metric, chance)}"
         return (
-            f"{name}: {self.metric.title}. {seeds}{interval} by eval length n. "
-            f"Train length n = {self.train_length}{chance}."
+            f"{name}: {self.metric.title}, by eval length n. {seeds}{interval}. "
+            f"Train length n = {self.train_length}{guessing}."
         )
-
-    @property
-    def chance_text(self) -> str:
-        """Such as "chance 10 %"; empty for a metric other than the score."""
-        if self.chance is None:
-            return ""
-        percent = " %" if self.metric.factor == 100 else ""
-        return f"chance {self.metric.factor * self.chance:.3g}{percent}"
 
     def notes(self) -> list[str]:
         """A line for each mark that occurs."""
@@ -112,6 +105,13 @@ class Scores:
                 break
             longest = length
         return longest
+
+    def effective_text(self, line: Line) -> str:
+        """The effective length, with "≥" if the score stays above 85 % at all lengths."""
+        length = self.effective_length(line)
+        if length is None:
+            return "—"
+        return f"≥ {length}" if length == self.lengths[-1] else str(length)
 
 
 def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None) -> Scores:
@@ -147,7 +147,7 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
     task, first = TASKS[name], summary[0]
     if len(several := {line.get("settings") or "" for line in summary}) > 1:
         raise UsageError(
-            f"the summary of {name} has several settings: {'; '.join(sorted(several))}"
+            f"the summary of {name} must have one setting, got {'; '.join(sorted(several))}"
         )
     lengths = sorted({int(line["length"]) for line in summary})
     lines = []

@@ -1,9 +1,8 @@
-"""The tables that both the console and the report show."""
+"""The tables of the console and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from commandline.table import Table
 from evals.results.summary import BASELINE, UNTRAINED, Group, Point
@@ -56,7 +55,7 @@ def mark_lines(
 def _by_length(
     group: Group, title: str, cell: Callable[[Point], str], skip: tuple[str, ...] = ()
 ) -> Table:
-    header = ["n", *(str(length) for length in group.lengths)]
+    header = ["variant", *(f"n = {length}" for length in group.lengths)]
     rows = [
         [group.name(series), *(cell(point) for point in group.of(series))]
         for series in group.series
@@ -76,19 +75,17 @@ def _cell(metric: Metric) -> Callable[[Point], str]:
     return cell
 
 
-def chance_text(group: Group) -> str:
-    """The score of blind guessing, as the score is shown."""
-    score = group.task.score
-    return f"{score.factor * group.chance:.{score.digits}f}{' %' * (score.factor == 100)}"
+def chance_text(metric: Metric, chance: float) -> str:
+    """The score of blind guessing with its unit, such as "10 %"."""
+    return f"{metric.factor * chance:.3g}{' %' * (metric.factor == 100)}"
 
 
 def score_tables(group: Group) -> list[Table]:
-    """The score, its bootstrap intervals, published figures, and differences to softmax."""
+    """The score, its intervals, the published scores, and the differences from softmax."""
     score = group.task.score
     over = "mean ± standard error over seeds" if len(group.seeds) > 1 else "one seed"
-    tables = [
-        _by_length(group, f"{score.title} ({over}; chance {chance_text(group)})", _cell(score))
-    ]
+    chance = chance_text(score, group.chance)
+    tables = [_by_length(group, f"{score.title} ({over}; chance {chance})", _cell(score))]
     if len(group.seeds) > 1:
         tables.append(_by_length(group, f"{score.title}: 95 % bootstrap interval over seeds",
                                  lambda point: _span(point, score)))  # fmt: skip
@@ -96,7 +93,7 @@ def score_tables(group: Group) -> list[Table]:
         tables.append(beside)
     variants = {series.variant for series in group.series}
     if BASELINE in variants and len(variants) > 1:
-        title = f"{score.title}, minus softmax (paired by seed)"
+        title = f"{score.title}: difference from softmax, paired by seed"
         tables.append(
             _by_length(group, title, lambda point: _difference(point, score), skip=(BASELINE,))
         )
@@ -113,82 +110,13 @@ def _difference(point: Point, score: Metric) -> str:
     return "—" if versus is None else versus.text(score.factor, score.digits, sign=True)
 
 
-class Cell(NamedTuple):
-    """A figure of the leaderboard: as text, as the number that it is sorted by, and as the percent
-    of its cell that is filled; None without a score, and without a percentage."""
-
-    point: Point
-    text: str
-    span: str
-    value: float | None
-    percent: float | None
-
-
-class Line(NamedTuple):
-    """One series of the leaderboard, by length."""
-
-    label: str
-    name: str
-    cells: list[Cell]
-
-
-class Leaderboard(NamedTuple):
-    """Series by their score at the longest length, the best first, failed ones last.
-
-    columns: each length, and how far it is from training's; order: as ``aria-sort`` says it.
-    """
-
-    columns: list[tuple[int, str]]
-    lines: list[Line]
-    chance: str
-    order: str
-
-
-def leaderboard(group: Group) -> Leaderboard:
-    """The scores of a group, as the report shows them first."""
-    score = group.task.score
-    lines = [
-        Line(one.label, group.name(one), [_score_cell(point, score) for point in group.of(one)])
-        for one in group.series
-    ]
-
-    def rank(line: Line) -> tuple[bool, float]:
-        value = line.cells[-1].value
-        return value is None, (value or 0.0) * (1 if score.lower_is_better else -1)
-
-    return Leaderboard(
-        [(length, _distance(group, length)) for length in group.lengths],
-        sorted(lines, key=rank),
-        f"{score.factor * group.chance:.{score.digits}f}",
-        "ascending" if score.lower_is_better else "descending",
-    )
-
-
-def _distance(group: Group, length: int) -> str:
-    longest = group.settings["train_longest"]
-    if length == longest:
-        return "in distribution"
-    return "in training" if length < longest else f"× {length / longest:.3g}"
-
-
-def _score_cell(point: Point, score: Metric) -> Cell:
-    found, failed = point.metrics.get(score.name), "+".join(point.failures)
-    if found is None:
-        return Cell(point, failed or "—", "", None, None)
-    text = f"{score.factor * found.mean:.{score.digits}f}" + (PARTIAL if failed else "")
-    percent = None
-    if score.factor == 100 and not score.lower_is_better:
-        percent = round(min(100.0, max(0.0, 100 * found.mean)), 2)
-    return Cell(point, text, found.span(score.factor, score.digits), found.mean, percent)
-
-
 def more_tables(group: Group) -> list[Table]:
-    """The metrics beside the score: why it is what it is."""
+    """A table for each metric other than the score."""
     return [_by_length(group, m.title, _cell(m)) for m in group.task.metrics[1:]]
 
 
 def learned_table(group: Group) -> Table | None:
-    """What the variants learned: the mean over heads and seeds, and the range."""
+    """The learned parameters of the variants, or None if there are none."""
     rows = []
     for series in group.series:
         found: dict[str, list[float]] = {}
@@ -196,8 +124,8 @@ def learned_table(group: Group) -> Table | None:
             for name, values in row["learned"].items():
                 found.setdefault(name, []).extend(values)
         rows += [[series.label, name, _spread(values, 3)] for name, values in found.items()]
-    title = "What was learned, mean (range) over heads and seeds"
-    return Table(title, ["", "parameter", "value"], rows) if rows else None
+    title = "Learned parameters: mean (range) over heads and seeds"
+    return Table(title, ["variant", "parameter", "value"], rows) if rows else None
 
 
 def _spread(values: list[float], digits: int = 1) -> str:
@@ -209,23 +137,25 @@ def _spread(values: list[float], digits: int = 1) -> str:
 
 
 def cost_table(group: Group) -> Table:
-    """CPU seconds per cell; a substitute rests on the training of its first variant."""
+    """CPU seconds of training and evaluation. A substitution shares the training of the variant
+    that it replaces."""
     rows = []
     for series in group.series:
         training: dict[int, float] = {}
-        testing: dict[int, float] = {}
+        evaluation: dict[int, float] = {}
         for row in (row for point in group.of(series) for row in point.rows):
             seed = row["seed"]
             training[seed] = max(training.get(seed, 0.0), row["train_cpu_seconds"])
-            testing[seed] = testing.get(seed, 0.0) + row["cpu_seconds"]
+            evaluation[seed] = evaluation.get(seed, 0.0) + row["cpu_seconds"]
         shared = "->" in series.variant
         spent = "shared" if shared else _spread(list(training.values()))
-        rows.append([series.label, spent, _spread(list(testing.values()))])
-    return Table("CPU seconds per cell, mean (range) over seeds", ["", "training", "tests"], rows)
+        rows.append([series.label, spent, _spread(list(evaluation.values()))])
+    title = "CPU time of a run: mean (range) over seeds"
+    return Table(title, ["variant", "training, s", "evaluation, s"], rows)
 
 
 def _published_table(group: Group) -> Table | None:
-    """Ours beside the published figures, where variants and lengths are the same."""
+    """The scores here and the published ones of the same variants and lengths."""
     published, score = group.task.published, group.task.score
     assert published is not None
     lengths = [n for n in group.lengths if n in published.lengths]
@@ -241,4 +171,4 @@ def _published_table(group: Group) -> Table | None:
             rows += [[f"{variant}, here", *ours], [f"{variant}, paper", *theirs]]
     if not rows or not lengths:
         return None
-    return Table(published.title, ["n", *map(str, lengths)], rows)
+    return Table(published.title, ["variant", *(f"n = {n}" for n in lengths)], rows)

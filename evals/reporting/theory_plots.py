@@ -1,4 +1,4 @@
-"""The picture of trained heads: what the sharpest heads do, and the laws fitted to them."""
+"""The figure of trained heads: the largest weight of the sharpest heads, and the fitted laws."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from evals.reporting.plots import GRID, length_axis, line_height, looks_of, name
 from evals.results.summary import BASELINE, Group
 from evals.theory.trained_heads import Heads, fitted
 
-_LOWEST = 0.7  # of the smallest weight: where the axis ends
+_LOWEST = 0.7  # the lower end of the axis, as a multiple of the smallest weight
 
 
 def _between(keys: Sequence[int]) -> list[int]:
-    """Every n of the list and the ones in the middle on a log axis."""
+    """Each n of the list, and the middle of each two neighbours on a log axis."""
     middle = [round(math.sqrt(a * b)) for a, b in pairwise(keys)]
     return sorted({*keys, *middle})
 
 
 def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | None:
-    """Marks: the largest weight of each series' sharpest head against n. Lines: its fitted law.
+    """The largest weight of each series' sharpest head against n as marks, its fitted law as a
+    line; None if no heads were measured.
 
-    found: `evals.theory.trained_heads.fitted` of the group. None where no head was looked at.
+    found: `evals.theory.trained_heads.fitted` of the group, if it was computed before.
     """
     found = fitted(group) if found is None else found
     if not found:
@@ -66,11 +67,11 @@ def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | 
     axes.grid(**GRID)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    title = f"{group.task.name}: largest weight of the sharpest head, and its law\n"
+    title = f"{group.task.name}: largest weight of the sharpest head, and the fitted law\n"
     axes.set_title(title, loc="left", fontsize=12)
-    notes = ["marks: measured", "lines: the closer law, κ or Δ fitted"]
+    notes = ["marks: measured", "lines: the law with the smaller error"]
     if any(heads.series.variant == BASELINE for heads in found):
-        notes.append("dashed: softmax's bound e^δ/n")
+        notes.append("dashed: upper bound for softmax, e^δ/n")
     where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
     axes.text(0, 1.02, "; ".join(notes), **where)
     name_lines(axes, ends, log=True)

@@ -1,1 +1,1 @@
-"""Rows of results: what one holds, where they are kept, estimates over their seeds."""
+"""Result rows: their fields, their files, and statistics over seeds."""

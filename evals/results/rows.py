@@ -1,4 +1,4 @@
-"""What a row of results must hold, and what is wrong with one that does not."""
+"""The fields of a result row, and error messages for rows and options that are wrong."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from evals.tasks import TASKS
 
 Row = dict[str, Any]
 Whole = Annotated[int, Field(ge=0)]
-Figures = dict[str, float]
+Numbers = dict[str, float]
 Lists = dict[str, list[float]]
 
 
 class Settings(BaseModel):
-    """Of the settings, those which tables and pictures name."""
+    """The settings that tables and figures use."""
 
     model_config = ConfigDict(strict=True)
 
@@ -25,7 +25,7 @@ class Settings(BaseModel):
 
 
 class Fields(BaseModel):
-    """The fields of a row; more are allowed."""
+    """The fields of a row; others are allowed."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -38,7 +38,7 @@ class Fields(BaseModel):
     sequences: Whole
     status: Literal["ok", "nan", "oom"]
     message: str
-    metrics: Figures
+    metrics: Numbers
     curves: Lists
     learned: Lists
     chance: float
@@ -56,49 +56,50 @@ class Fields(BaseModel):
 
 
 def problem(row: object) -> str | None:
-    """What is wrong with a row that was read, in words; None if nothing is."""
+    """The error message for a row that was read from a file, or None if it is right."""
     try:
         found = Fields.model_validate(row)
     except ValidationError as error:
-        return first(error)
+        return first_error(error)
     if found.status == "ok" and found.task in TASKS:
         score = TASKS[found.task].score.name
         if score not in found.metrics:
-            return f"metrics has no {score}, although status is ok"
+            return f"metrics must have {score!r} where status is 'ok'"
     return None
 
 
-# What is allowed, by pydantic's kind of error.
+# The allowed values, by pydantic's type of error.
 _ALLOWED = {
     "bool_type": "true or false",
     "dict_type": "a table",
     "finite_number": "a finite number",
     "float_type": "a number",
-    "greater_than_equal": "at least {ge}",
-    "int_type": "a whole number",
-    "is_instance_of": "a list",  # Sequence is the one class
-    "less_than_equal": "at most {le}",
+    "greater_than_equal": ">= {ge}",
+    "int_type": "an int",
+    "is_instance_of": "a list",  # the only class is Sequence
+    "less_than_equal": "<= {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
     "model_type": "a table",
     "sequence_str": "a list",
     "string_type": "text",
-    "too_short": "a list that is not empty",
+    "too_short": "a list with an entry",
 }
 
 
-def first(error: ValidationError) -> str:
-    """The first thing that is wrong: where, what is allowed, and what came."""
+def first_error(error: ValidationError) -> str:
+    """The first error of a validation, as "NAME must be X, got Y"."""
     wrong = error.errors()[0]
     names = [part for part in wrong["loc"] if isinstance(part, str)]
-    where = ".".join(names) or "a row"
+    where = ".".join(names) or "the row"
     if wrong["type"] == "missing":
         return f"{where} is missing"
-    if wrong["type"] not in _ALLOWED:  # among them errors of our own
-        return f"{where}: {wrong['msg'].removeprefix('Value error, ')}"
+    if wrong["type"] not in _ALLOWED:  # including the validators of this package
+        message = wrong["msg"].removeprefix("Value error, ")
+        return f"{where} {message}" if message.startswith("must ") else f"{where}: {message}"
     allowed = _ALLOWED[wrong["type"]].format(**wrong.get("ctx", {}))
     came = repr(wrong["input"])
     came = came if len(came) <= 60 else f"{came[:57]}..."
-    # Of a list, the entry that is wrong is known by its value.
+    # The error is in an entry of a list if the location ends with an index.
     must = "must be" if len(names) == len(wrong["loc"]) else "must each be"
     return f"{where} {must} {allowed}, got {came}"

@@ -1,11 +1,10 @@
-"""rows.jsonl: one JSON object per line, appended whole, found again by its key.
+"""Result files: rows.jsonl has one JSON object per line, found again by its key.
 
-A shard of a run writes a file of its own, rows-I-of-N.jsonl, since appends of several machines are
-whole on no network file system; a folder is read with all such files in it.
+A line is appended in one write, so a killed process loses at most that line. Each shard writes its
+own file, rows-I-of-N.jsonl, because network file systems do not append atomically from several
+machines. Reading a folder reads all these files.
 
-A line is written by one append of all its bytes, so that a kill costs at most that line. A line
-that is no JSON is counted and skipped, and the next one starts on a line of its own. A line that is
-JSON and no row is an error: nobody wrote it here.
+A line that is not JSON is counted and skipped. A line that is JSON but not a row is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from evals.results.rows import Row, problem
 
 
 class Rows:
-    """The rows of a file, by key; the file is created by the first append."""
+    """The rows of a file by key. The first append creates the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,23 +35,24 @@ class Rows:
         self._ends_open = bool(data) and not data.endswith(b"\n")
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():
-                self._take(line, number)
+                self._read_line(line, number)
 
-    def _take(self, line: bytes, number: int) -> None:
+    def _read_line(self, line: bytes, number: int) -> None:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             self.damaged += 1
             return
         if (wrong := problem(row)) is not None:
-            raise UsageError(f"{self.path}, line {number}: {wrong}; mend or remove this line")
+            raise UsageError(f"{self.path}, line {number}: {wrong}; correct or remove this line")
         self.by_key[row["key"]] = row
 
     def append(self, row: Row) -> None:
-        """Write one row; a value that JSON cannot hold (NaN) is refused.
+        """Append one row to the file.
 
         Raises:
-            NotWritten: and the file is as it was.
+            NotWritten: the file could not be written and is unchanged.
+            ValueError: the row has a value that JSON cannot hold, such as NaN.
         """
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._ends_open:
@@ -67,7 +67,7 @@ class Rows:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append all of a line, or nothing of it: a full disk may take a part."""
+    """Append a whole line, or nothing of it if the disk is full."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size, left = os.fstat(file).st_size, line
@@ -83,7 +83,7 @@ def _append(path: Path, line: bytes) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """The index-th of count parts; local_rank is torchrun's, of a process among those of a host."""
+    """Part ``index`` of ``count``. local_rank: the process's index on its host, under torchrun."""
 
     index: int
     count: int
@@ -94,7 +94,7 @@ WHOLE = Shard(0, 1)
 
 
 class Folder:
-    """All rows of a folder; new ones are appended to the shard's own file."""
+    """All rows of a folder. New rows are appended to the file of the shard."""
 
     def __init__(self, path: Path, shard: Shard = WHOLE) -> None:
         part = f"rows-{shard.index}-of-{shard.count}.jsonl"
@@ -109,16 +109,16 @@ class Folder:
             self.damaged += 0 if others is self.own else others.damaged
 
     def append(self, row: Row) -> None:
-        """Write one row."""
+        """Append one row."""
         self.own.append(row)
         self.by_key[row["key"]] = row
 
 
 def read_rows(folders: Sequence[Path]) -> list[Row]:
-    """The rows of results: of each folder, and of the tasks' folders in it; each key once.
+    """Read the rows of results folders or of a task's folder; each key once.
 
     Raises:
-        UsageError: a folder has no rows, or lines that are no rows.
+        UsageError: a folder has no rows, or a line that is JSON but not a row.
     """
     found: dict[str, Row] = {}
     for folder in folders:
@@ -127,8 +127,10 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
             read = Folder(path)
             mine |= read.by_key
             if read.damaged:
-                print(f"{read.damaged} unreadable line(s) of {path} skipped", file=sys.stderr)
+                print(
+                    f"warning: skipped {read.damaged} unreadable line(s) in {path}", file=sys.stderr
+                )
         if not mine:
-            raise UsageError(f"{folder} has no results: there is no rows.jsonl in it")
+            raise UsageError(f"no results in {folder}: it has no rows.jsonl")
         found |= mine
     return list(found.values())

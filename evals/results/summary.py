@@ -1,8 +1,7 @@
-"""From rows to a summary: groups of rows that belong together, and over their seeds means, standard
-errors, bootstrap intervals and paired differences to softmax.
+"""Statistics over seeds: means, standard errors, bootstrap intervals, differences to softmax.
 
-The summary holds nothing that depends on the run (no times, no hosts): two runs of the same cells
-write the same summary.csv, however often one of them was killed and whatever their shards.
+A summary has no times and no host names. So the same runs give the same summary.csv, even if they
+were interrupted or split into shards.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from evals.tasks import TASKS
 BASELINE = "softmax"
 UNTRAINED = "†"
 CONFIDENCE = 0.95
-_EXACT = 5  # up to this many seeds every resample is counted once
+_EXACT = 5  # up to this many seeds the bootstrap enumerates all resamples
 _DRAWS = 10_000
 
 
@@ -40,12 +39,12 @@ class Estimate:
     interval: tuple[float, float] | None = None
 
     def text(self, factor: float = 1.0, digits: int = 1, sign: bool = False) -> str:
-        """Such as "98.6 ±0.1"."""
+        """The mean with its standard error, such as "98.6 ±0.1"."""
         mean = f"{factor * self.mean:{'+' if sign else ''}.{digits}f}"
         return mean if self.error is None else f"{mean} ±{factor * self.error:.{digits}f}"
 
     def span(self, factor: float = 1.0, digits: int = 1) -> str:
-        """The interval, such as "98.1 … 99.0"; nothing for one seed."""
+        """The interval, such as "98.1 … 99.0"; empty for one seed."""
         if self.interval is None:
             return ""
         low, high = (f"{factor * end:.{digits}f}" for end in self.interval)
@@ -53,7 +52,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Of one value per seed."""
+    """The estimate from one value per seed; None without values."""
     if not values:
         return None
     count, mean = len(values), sum(values) / len(values)
@@ -64,7 +63,10 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Percentile interval of the mean over resampled seeds: all resamples, or 10 000 fixed ones."""
+    """The percentile interval of the mean over resampled seeds.
+
+    It uses all resamples for up to five seeds, otherwise 10 000 with a fixed random state.
+    """
     x, count = np.asarray(values), len(values)
     if count <= _EXACT:
         picks = np.array(list(itertools.product(range(count), repeat=count)))
@@ -77,7 +79,7 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Series(NamedTuple):
-    """A line of a table: a variant with its position encoding."""
+    """A variant with its position encoding."""
 
     variant: str
     positions: str
@@ -112,24 +114,24 @@ class Group:
     seeds: list[int]
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
-    left_out: list[str]  # rows that others have taken the place of, in words
-    apart: str = ""  # what tells it from the other groups of its task, in words
+    left_out: list[str]  # a text for each series with superseded rows
+    apart: str = ""  # the settings that differ from other groups of its task, as text
 
     @property
     def chance(self) -> float:
         return self.rows[0]["chance"]
 
     def of(self, series: Series) -> list[Point]:
-        """A series' points, by length."""
+        """The points of a series, by length."""
         return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
 
     def name(self, series: Series) -> str:
-        """A series' label, marked with how many of its seeds count as not trained."""
+        """The label of a series, marked with the number of seeds that count as not trained."""
         count = self.untrained(series)
         return series.label + (f" {UNTRAINED} {count}/{len(self.seeds)}" if count else "")
 
     def untrained(self, series: Series) -> int:
-        """Seeds whose score at training's longest length is below the task's bar, or missing."""
+        """The number of seeds whose score at the train length is missing or too low."""
         point = self.points.get((series, self.settings["train_longest"]))
         if self.task.trained_score is None or point is None:
             return 0
@@ -139,11 +141,15 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """The rows by task, settings and test sizes, in the order of the tasks."""
+    """Group rows by task, settings, data, device and number of sequences, in the order of tasks.
+
+    Raises:
+        UsageError: the task of a row is unknown.
+    """
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["task"] not in TASKS:
-            raise UsageError(f"unknown task {row['task']!r}; known: {', '.join(TASKS)}")
+            raise UsageError(f"unknown task {row['task']!r}: load its file with --plugin")
         kind = str(row["device"]).split(":")[0]
         same = json.dumps([row["settings"], kind, row["data"]], sort_keys=True)
         found.setdefault((row["task"], same), []).append(row)
@@ -153,7 +159,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Rows apart where a length was tested with several numbers of sequences, the most first."""
+    """Split rows that have several numbers of sequences at one length, the largest first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}
@@ -165,8 +171,8 @@ def _by_sizes(rows: list[Row]) -> list[list[Row]]:
 
 
 def _apart(group: Group, every: Sequence[Group]) -> str:
-    """What tells a group from the others of its task: settings, then data and device, then test
-    sizes, each where what is before it does not."""
+    """A text of what differs from the other groups of the task: settings, else data and device,
+    else numbers of sequences."""
     others = [one for one in every if one.task is group.task and one is not group]
     words = []
     for read in (_settings, _origins, _sizes):
@@ -196,8 +202,8 @@ def _series(row: Row) -> Series:
 
 
 def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """The latest row of each (series, length, seed), of each series' latest version only, and a
-    text for each series of which rows are left out."""
+    """The latest row of each (series, length, seed) in the latest version of its series, and a
+    text for each series with rows left out."""
     version = {_series(row): row["version"] for row in rows}
     same = [row for row in rows if row["version"] == version[_series(row)]]
     found = {(_series(row), row["length"], row["seed"]): row for row in same}
@@ -205,7 +211,9 @@ def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
     for series in version:
         old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in found)
         if old:
-            words.append(f"{series.label}: {old} row(s) of other versions left out")
+            words.append(
+                f"{series.label}: left out {old} result(s) of other versions of the variant"
+            )
     return list(found.values()), words
 
 
@@ -256,24 +264,27 @@ def _point(
 
 
 def failures(group: Group) -> list[str]:
-    """Every point that lacks seeds, in words."""
-    found = []
+    """A text for each reason why results of a series failed or are missing."""
+    found: dict[tuple[Series, str, int], list[int]] = {}
     for point in group.points.values():
         for status, seeds in point.failures.items():
-            said = "; ".join(point.messages) if status != "missing" else "no row"
-            where = f"{point.series.label}, n = {point.length}"
-            found.append(f"failed: {where}: {said or status} ({status}, {seeds} seed(s))")
-    return found
+            reason = "; ".join(point.messages) if status != "missing" else "no result"
+            found.setdefault((point.series, reason or status, seeds), []).append(point.length)
+    return [
+        f"failed: {series.label}, n = {', '.join(map(str, lengths))}: {reason} "
+        f"({seeds} of {len(group.seeds)} seeds)"
+        for (series, reason, seeds), lengths in found.items()
+    ]
 
 
 def mixtures(groups: Sequence[Group]) -> list[str]:
-    """Warnings where rows of several commits or versions stand side by side, or were left out."""
+    """Warnings about results of several versions."""
     found = [f"warning: {group.task.name}: {words}" for group in groups for words in group.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo"):
         values = sorted({str(row[name]) for row in every})
         if len(values) > 1:
-            found.append(f"warning: rows of several values of {name}: {', '.join(values)}")
+            found.append(f"warning: results of several versions of {name}: {', '.join(values)}")
     return found
 
 
@@ -292,9 +303,9 @@ def _cells(found: Estimate | None) -> list[str]:
 
 
 def csv_text(groups: Sequence[Group]) -> str:
-    """summary.csv of a task's groups: one line per (group, series, length).
+    """The summary.csv of a task: one line per (group, series, length).
 
-    Its column ``settings`` is empty, or says what tells one group from the others.
+    The column ``settings`` has what differs between the groups, and is empty for a single group.
     """
     task = groups[0].task
     header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]

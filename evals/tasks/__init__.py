@@ -1,4 +1,4 @@
-"""The tasks, by name. A new one is a file here and a word in this list."""
+"""The tasks by name. A new built-in task is a file here and an entry in this list."""
 
 from evals.task import Task
 from evals.tasks import flip_flop, language_model, max_retrieval, mqar, needle, transduction
@@ -16,3 +16,19 @@ TASKS: dict[str, Task] = {
         language_model.TASK,
     )
 }
+
+
+def register_task(task: Task) -> Task:
+    """Add a task, so that ``python -m evals NAME --plugin FILE.py`` runs it.
+
+    Raises:
+        ValueError: the name is taken or malformed, or the task has no preset.
+    """
+    if task.name in TASKS:
+        raise ValueError(f"task name {task.name!r} is taken")
+    if not task.name.isascii() or not task.name.replace("-", "").isalnum() or task.name[0] == "-":
+        raise ValueError(f"task name must be letters, digits and hyphens, got {task.name!r}")
+    if not task.presets:
+        raise ValueError(f"task {task.name!r} needs a preset, such as 'quick'")
+    TASKS[task.name] = task
+    return task

@@ -1,7 +1,7 @@
 """Random numbers that are a pure function of (seed, split, length, index).
 
-A Philox generator is keyed by (seed, split, length), and its counter stands at ``index · blocks``:
-neither chunks nor resumption nor the order of workers can change a sequence.
+A Philox generator is keyed by (seed, split, length), and its counter starts at ``index · blocks``.
+So a sequence does not depend on chunk sizes, resumption or the order of workers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Part of every cell's identity: change it when anything here changes what is drawn.
+# Part of every run's key: change it when a change in this file changes the data.
 GENERATOR = "philox-1"
 
 _SPLITS = {"train": 1, "test": 2, "train-lengths": 3, "sparse": 4, "dense": 5, "planted": 6}
@@ -18,7 +18,7 @@ _WORDS = 4  # uint64 words per Philox counter
 
 
 def words(seed: int, split: str, length: int, start: int, stop: int, count: int) -> np.ndarray:
-    """``count`` random uint64 for each of the sequences start .. stop − 1."""
+    """Draw ``count`` random uint64 for each of the sequences start .. stop − 1: (B, count)."""
     blocks = -(-count // _WORDS)
     key = np.array([seed, (_SPLITS[split] << 32) | length], dtype=np.uint64)
     generator = np.random.Philox(counter=start * blocks, key=key)
@@ -27,23 +27,24 @@ def words(seed: int, split: str, length: int, start: int, stop: int, count: int)
 
 
 def uniforms(raw: np.ndarray) -> np.ndarray:
-    """U[0, 1) from the upper 24 bits, exact in fp32."""
+    """Uniform numbers in [0, 1) from the upper 24 bits, exact in fp32."""
     return (raw >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
 def integers(raw: np.ndarray, choices: int) -> np.ndarray:
-    """0 .. choices − 1 from the lower 32 bits, int64."""
+    """Uniform int64 in 0 .. choices − 1 from the lower 32 bits."""
     low = raw & np.uint64(0xFFFFFFFF)
     return ((low * np.uint64(choices)) >> np.uint64(32)).astype(np.int64)
 
 
 def subsets(raw: np.ndarray, size: int) -> np.ndarray:
-    """``size`` different numbers below raw.shape[1] in random order: (B, size)."""
+    """``size`` different ints below raw.shape[1] in random order: (B, size)."""
     return np.argsort(raw, axis=1, kind="stable")[:, :size]
 
 
 def lengths(seed: int, shortest: int, longest: Sequence[int], stride: int = 1) -> np.ndarray:
-    """The length of each training step, uniform over shortest, shortest + stride, … its longest."""
+    """The length of each training step, uniform over shortest, shortest + stride, … up to the
+    step's longest."""
     raw = words(seed, "train-lengths", 0, 0, len(longest), 1)[:, 0]
     choices = (np.array(longest, dtype=np.uint64) - np.uint64(shortest)) // np.uint64(stride)
     choices += np.uint64(1)

@@ -1,11 +1,13 @@
-"""Flip-flop: remember the bit that was last written, through what is to be ignored.
+"""Flip-flop: remember the bit that was written last, past many bits to ignore.
 
-A string alternates instructions and bits: ``w`` writes a bit, ``i`` goes with a bit to ignore, and
-after ``r`` the bit last written is asked for. It begins with ``w`` and ends with ``r``; each
-instruction between is ``i`` with probability p, else ``w`` or ``r`` (Liu et al. 2023, FFLM,
-arXiv:2306.00946). Training has p = 0.8. Tested, beside longer strings of the same p, are its two
-tails: sparse (p = 0.98), where the last write is far back among what is to be ignored, and dense
-(p = 0.1). The bit of ``r`` is the true one in the input, so that one error brings no other.
+A string alternates instructions and bits. ``w`` writes its bit, ``i`` has a bit to ignore, and
+after ``r`` the model must predict the bit that was written last. A string begins with ``w`` and
+ends with ``r``; each instruction between is ``i`` with probability p, otherwise ``w`` or ``r`` with
+equal probability (Liu et al. 2023, FFLM, arXiv:2306.00946).
+
+Training uses p = 0.8. The evaluation has the same p, and two more splits: sparse (p = 0.98), where
+the last write is far back, and dense (p = 0.1). The input holds the true bit after each ``r``, so
+one error causes no other.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.task import EVERY, QUICK, Metric, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
-from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, Sequence, Settings
+from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, SequenceTask, Settings
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)
 IGNORED = {"train": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
-    """Words: one per instruction, one per bit."""
+    """Draw sequences; each takes one random word per instruction and one per bit."""
     if length % 2 or length < 4:
-        raise UsageError(f"flip-flop's lengths must be even numbers from 4 on, got {length}")
+        raise UsageError(f"a length of flip-flop must be an even int >= 4, got {length}")
     steps = length // 2
     raw = words(seed, split, length, start, stop, 2 * steps)
     chance = uniforms(raw[:, :steps]).astype(np.float64)
@@ -36,7 +38,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     kinds = np.where(chance < ignored, IGNORE, rest)
     kinds[:, 0], kinds[:, -1] = WRITE, READ
     bits = integers(raw[:, steps:], 2)
-    # The step of the last write before each step, whose bit a read must say.
+    # The step of the last write up to each step.
     wrote = np.where(kinds == WRITE, np.arange(steps), 0)
     last = np.take_along_axis(bits, np.maximum.accumulate(wrote, axis=1), axis=1)
     bits = np.where(kinds == READ, last, bits)
@@ -48,7 +50,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
 
 PRESETS = {
     "smoke": Preset(
-        variants=EVERY,
+        variants=EVERY_VARIANT,
         seeds=1,
         lengths=(64, 128, 256),
         positions=("rope",),
@@ -58,7 +60,7 @@ PRESETS = {
         ),
     ),
     "quick": Preset(
-        variants=QUICK,
+        variants=MAIN_VARIANTS,
         seeds=3,
         lengths=(64, 128, 256, 512, 1024),
         positions=("rope", "alibi"),
@@ -68,7 +70,7 @@ PRESETS = {
         ),
     ),
     "paper": Preset(
-        variants=QUICK,
+        variants=MAIN_VARIANTS,
         seeds=3,
         lengths=(512, 1024, 2048, 4096, 8192),
         positions=("none", "rope", "p-rope", "alibi"),
@@ -79,21 +81,21 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-TASK = Sequence(
+TASK = SequenceTask(
     name="flip-flop",
-    about="Flip-flop language modelling (arXiv:2306.00946): say the bit last written, through what "
-    "is to be ignored; trained with 80 % to ignore, tested also with 98 % (sparse) and 10 % "
-    "(dense).",
-    generator=f"{GENERATOR}, flip-flop 1",
+    about="Flip-flop language modelling (arXiv:2306.00946): predict the bit that was written last, "
+    "past many bits to ignore. Training has 80 % bits to ignore, the evaluation also 98 % (sparse) "
+    "and 10 % (dense).",
+    version=f"{GENERATOR}, flip-flop 1",
     draw=draw,
-    vocabulary=lambda settings: 5,
-    guess=lambda settings: 0.5,
+    vocabulary=5,
+    chance_score=0.5,
     presets=PRESETS,
     splits={"": "test", "sparse_": "sparse", "dense_": "dense"},
     metrics=(
         ACCURACY,
-        Metric("sparse_accuracy", "Accuracy in the sparse tail, %: 98 % to ignore", 100, 1),
-        Metric("dense_accuracy", "Accuracy in the dense tail, %: 10 % to ignore", 100, 1),
+        Metric("sparse_accuracy", "Accuracy on sparse strings (98 % to ignore), %", 100, 1),
+        Metric("dense_accuracy", "Accuracy on dense strings (10 % to ignore), %", 100, 1),
         LOSS,
     ),
 )

@@ -1,17 +1,18 @@
-"""Language model: bytes of the Python standard library's sources, and a needle planted in them.
+"""Language model: bytes of the Python standard library's sources, with a planted needle.
 
-The text is what every machine has: the .py files of the standard library under which this runs, in
-the order of their names, without tests, without what a build writes, and without what is largely
-copies (code pages, lib2to3, distutils). A package belongs to the test as a whole, if the SHA-256 of
-its name ends in a digit below 2 (of 16), else to training: 1.3 % of the test's pieces of 64 bytes
-stand in the training text of Python 3.11, where 13.5 % did when files were dealt out one by one.
-Another Python has another text, so the text's digest is part of every cell's identity, and rows of
-two Pythons never mix.
+The text needs no download: it is the .py files of the running Python's standard library in the
+order of their names. Tests, files written by a build, and files that are mostly copies (code pages,
+lib2to3, distutils) are left out. A package belongs to the test text if the SHA-256 of its name ends
+in a hex digit below 2, otherwise to the training text. Splitting by package keeps the texts apart:
+under Python 3.11, 1.3 % of the 64-byte pieces of the test text occur in the training text; a split
+by file gave 13.5 %. Another Python has another text, so the digest of the text is part of every
+run's key, and results of two Pythons are never mixed.
 
-A sequence is N bytes from a random place. Half of training's sequences, and all of the split
-``planted``, have a needle: a line ``#key=dddd`` at a random depth, and at the end ``#key=`` once
-more with the four digits, which are asked for. ``bits`` is the loss in bits per byte over the
-unplanted sequences, and the curve ``bits_by_position`` is that loss along each sixteenth of them.
+A sequence is N bytes from a random position. Half of the training sequences, and all sequences of
+the split ``planted``, have a needle: a line ``#key=dddd`` at a random depth, and ``#key=`` with the
+same four digits at the end. The model must predict these digits. ``bits`` is the loss in bits per
+byte over sequences without a needle, and the curve ``bits_by_position`` is that loss in each
+sixteenth of a sequence.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ import torch
 import torch.nn.functional as F
 
 from commandline.errors import UsageError
-from evals.task import EVERY, QUICK, BatchResult, Metric, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import Batch, Sequence, right
+from evals.tasks.families.sequence import Batch, SequenceTask, right
 from evals.tasks.families.sequence import Settings as Base
 
 LINE = b"\n#key="
 DIGITS = 4
-PLANTED = len(LINE) + DIGITS + 1  # the line with its end
+PLANTED = len(LINE) + DIGITS + 1  # the length of the planted line, with its newline
 SHORTEST = 4 * PLANTED
-PIECES = 16  # of a sequence, in the curve of the loss
+PIECES = 16  # parts of a sequence in the curve of the loss
 
 _LEFT_OUT = re.compile(
     r"(^|/)(tests?|idle_test|site-packages|dist-packages|__pycache__)/"
@@ -49,7 +50,7 @@ _LEFT_OUT = re.compile(
 
 @cache
 def corpus() -> tuple[dict[str, np.ndarray], str]:
-    """The bytes of "train" and of "test", and the digest of both."""
+    """The bytes of the "train" and "test" texts, and the digest of both."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: dict[str, list[bytes]] = {"train": [], "test": []}
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
@@ -60,14 +61,14 @@ def corpus() -> tuple[dict[str, np.ndarray], str]:
             parts["test" if held_out else "train"].append(path.read_bytes())
     texts = {split: b"\n".join(found) for split, found in parts.items()}
     if min(map(len, texts.values())) < 2**18:
-        raise UsageError(f"language-model needs the sources of the standard library, not in {root}")
+        raise UsageError(f"language-model needs Python's standard library sources, not in {root}")
     digest = hashlib.sha256(texts["train"] + b"\0" + texts["test"]).hexdigest()[:16]
     return {split: np.frombuffer(text, dtype=np.uint8) for split, text in texts.items()}, digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Of the language model."""
+    """Settings of the language model."""
 
     width: int = 128
     heads: int = 4
@@ -75,13 +76,13 @@ class Settings(Base):
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
-    """Words: the place in the text, the needle's depth, its digits."""
+    """Draw sequences; the random words are the start in the text, the needle's depth and digits."""
     if length < SHORTEST:
-        raise UsageError(f"language-model's lengths must be at least {SHORTEST}, got {length}")
+        raise UsageError(f"a length of language-model must be >= {SHORTEST}, got {length}")
     text = corpus()[0]["train" if split == "train" else "test"]
     raw = words(seed, split, length, start, stop, 2 + DIGITS)
-    places = integers(raw[:, 0], len(text) - length)
-    whole = text[places[:, None] + np.arange(length + 1)].astype(np.int64)
+    starts = integers(raw[:, 0], len(text) - length)
+    whole = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
     tokens, answers = whole[:, :-1].copy(), whole[:, 1:].copy()
     for row, index in enumerate(range(start, stop)):
         if split == "planted" or (split == "train" and index % 2):
@@ -95,10 +96,10 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
 def _plant(
     tokens: np.ndarray, answers: np.ndarray, digits: np.ndarray, depth: int, asked_only: bool
 ) -> None:
-    """Write the line at ``depth`` and at the end; each answer stays the token after it."""
+    """Write the needle at ``depth`` and the question at the end, in place."""
     line = np.frombuffer(LINE, dtype=np.uint8)
     tokens[depth : depth + PLANTED] = [*line, *digits, ord("\n")]
-    question = len(tokens) - len(line) - DIGITS + 1  # its last digit is an answer alone
+    question = len(tokens) - len(line) - DIGITS + 1  # the last digit is an answer only
     tokens[question:] = [*line, *digits[:-1]]
     answers[:-1], answers[-1] = tokens[1:], digits[-1]
     if asked_only:
@@ -106,7 +107,7 @@ def _plant(
 
 
 def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
-    """Of text: bits per byte, and along the sequence. Of a needle: its digits, and all of them."""
+    """Bits per byte of plain text; accuracy on the digits of planted needles."""
     count = len(batch.tokens)
     wanted = batch.answers[batch.asked]
     if len(wanted) == count * DIGITS:
@@ -122,7 +123,7 @@ def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
 
 PRESETS = {
     "smoke": Preset(
-        variants=EVERY,
+        variants=EVERY_VARIANT,
         seeds=1,
         lengths=(64, 256, 1024),
         positions=("rope",),
@@ -132,14 +133,14 @@ PRESETS = {
         ),
     ),
     "quick": Preset(
-        variants=QUICK,
+        variants=MAIN_VARIANTS,
         seeds=3,
         lengths=(128, 256, 512, 1024, 2048),
         positions=("rope",),
         settings=Settings(steps=3000, batch=64, train_shortest=128, train_longest=128),
     ),
     "paper": Preset(
-        variants=QUICK,
+        variants=MAIN_VARIANTS,
         seeds=3,
         lengths=(1024, 2048, 4096, 8192, 16384),
         positions=("none", "rope", "p-rope", "alibi"),
@@ -150,14 +151,14 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-TASK = Sequence(
+TASK = SequenceTask(
     name="language-model",
-    about="A byte-level language model of the Python standard library's sources: bits per byte at "
-    "up to 16 times its training length, and the four digits of a needle planted in the text.",
-    generator=f"{GENERATOR}, language model 2",
+    about="Byte-level language modelling of the Python standard library's sources: bits per byte, "
+    "and the four digits of a needle planted in the text.",
+    version=f"{GENERATOR}, language model 2",
     draw=draw,
-    vocabulary=lambda settings: 256,
-    guess=lambda settings: 8.0,
+    vocabulary=256,
+    chance_score=8.0,
     presets=PRESETS,
     read=read,
     text=lambda: corpus()[1],
@@ -166,7 +167,7 @@ TASK = Sequence(
     metrics=(
         Metric("bits", "Bits per byte", digits=2, lower_is_better=True),
         Metric("bits_last", "Bits per byte, last quarter", digits=2, lower_is_better=True),
-        Metric("planted_needle", "Needle, %: all four digits", 100, 1),
-        Metric("planted_digits", "Needle, %: of its digits", 100, 1),
+        Metric("planted_needle", "Needles found (all four digits right), %", 100, 1),
+        Metric("planted_digits", "Digits of needles right, %", 100, 1),
     ),
 )

@@ -1,9 +1,9 @@
-"""Max retrieval: find the item with the largest value among n, and say its class.
+"""Max retrieval: find the item with the largest value among n, and predict its class.
 
-Item i is [rho_i, onehot(kappa_i)] with rho_i ~ U(0, 1) and kappa_i uniform over ten classes; the
-query is one scalar ~ U(0, 1); the label is the kappa of the item whose rho is the largest. Training
-sees n = 5 .. 16 (one n per batch), the test goes on to thousands: what is measured is how sharply a
-normalizer still finds one key among n (Velickovic et al. 2024, arXiv:2410.01104).
+Item i is [rho_i, onehot(kappa_i)] with rho_i ~ U(0, 1) and kappa_i uniform over ten classes. The
+query is a random scalar ~ U(0, 1). The label is the kappa of the item with the largest rho.
+Training has n = 5 .. 16 (one n per batch), the evaluation goes on to thousands. The score shows how
+well attention still finds one key among n (Veličković et al. 2024, arXiv:2410.01104).
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from evals.task import EVERY, QUICK, Preset, Published
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, Preset, Published
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
-from evals.tasks.families.retrieval import CLASSES, Batch, Retrieval, Settings
+from evals.tasks.families.retrieval import CLASSES, Batch, RetrievalTask, Settings
 
-_QUICK = (*QUICK, "softmax->log_n(train_length=16)")
+_VARIANTS = (*MAIN_VARIANTS, "softmax->log_n(train_length=16)")
 PRESETS = {
     "smoke": Preset(
-        variants=EVERY,
+        variants=EVERY_VARIANT,
         seeds=1,
         lengths=(16, 64, 256),
         settings=Settings(steps=200, test_sequences=500),
     ),
     "quick": Preset(
-        variants=_QUICK,
+        variants=_VARIANTS,
         seeds=3,
         lengths=tuple(2**i for i in range(4, 13)),
         settings=Settings(steps=2000),
     ),
     "paper": Preset(
-        variants=_QUICK,
+        variants=_VARIANTS,
         seeds=10,
         lengths=tuple(2**i for i in range(4, 15)),
         settings=Settings(steps=10000),
     ),
 }
 
-# As the project quotes it; its values at 32, 128 and 8192 are second-hand.
+# The values at 32, 128 and 8192 are quoted second-hand.
 PUBLISHED = Published(
     title="Accuracy, %, beside Table 1 of arXiv:2410.01104 (ten seeds; ? = quoted second-hand)",
     lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
@@ -52,10 +52,10 @@ PUBLISHED = Published(
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
-    """The first word of a sequence is its query, each further one an item.
+    """Draw sequences; the first random word is the query, each further one an item.
 
-    The upper 24 bits are rho (exact in fp32, so that the label is the argmax of what the model
-    sees), the lower 32 the class.
+    The upper 24 bits are rho, exact in fp32, so that the label is the argmax of what the model
+    sees. The lower 32 bits are the class.
     """
     raw = words(seed, split, length, start, stop, length + 1)
     uniform = torch.from_numpy(np.ascontiguousarray(uniforms(raw)))
@@ -67,12 +67,12 @@ def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
     )
 
 
-TASK = Retrieval(
+TASK = RetrievalTask(
     name="max-retrieval",
-    about="Find the item with the largest value among n, and say its class: the values crowd as n "
-    "grows, so the gap between the best score and the next shrinks (Veličković et al. 2024, "
-    "arXiv:2410.01104).",
-    generator=f"{GENERATOR}, max 1",
+    about="Find the item with the largest value among n, and predict its class. The values get "
+    "closer as n grows, so the gap between the best score and the next shrinks (Veličković et al. "
+    "2024, arXiv:2410.01104).",
+    version=f"{GENERATOR}, max 1",
     draw=draw,
     sizes=(1, 1),
     presets=PRESETS,

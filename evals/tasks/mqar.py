@@ -1,11 +1,11 @@
 """MQAR: multi-query associative recall (Arora et al. 2023, Zoology, arXiv:2312.04927).
 
-A sequence of N tokens begins with pairs of a key and its value, N / ``density`` of them, all keys
-different; then each key comes once more at a random place among blanks, and there its value is
-asked for. The more tokens, the more pairs to tell apart. Token 0 is the blank, the lower half of
-the others are keys, the upper half values. The authors have N / 16 pairs and draw the gaps before a
-key from a power law; here places are uniform, and the quick preset has N / 4 pairs, which a small
-model learns in minutes.
+A sequence of N tokens begins with N / ``density`` pairs of a key and its value; all keys differ.
+Then each key occurs once more at a random position among blanks, and there the model must predict
+its value. So the number of pairs grows with N. Token 0 is the blank, the lower half of the other
+tokens are keys, the upper half values. The paper has N / 16 pairs and draws the gap before a key
+from a power law. Here the positions are uniform, and the quick preset has N / 4 pairs, which a
+small model learns in minutes.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.task import EVERY, QUICK, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, Preset
 from evals.tasks.draws import GENERATOR, integers, subsets, words
-from evals.tasks.families.sequence import Batch, Sequence
+from evals.tasks.families.sequence import Batch, SequenceTask
 from evals.tasks.families.sequence import Settings as Base
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Of MQAR: ``vocabulary`` tokens, and one pair for each ``density`` tokens."""
+    """Settings of MQAR: the number of tokens, and the number of tokens per pair."""
 
     vocabulary: int = 256
     density: int = 4
 
     @property
     def keys(self) -> int:
-        """How many tokens are keys, 1 .. keys; the values are those above."""
+        """The number of keys. Tokens 1 .. keys are keys, larger ones are values."""
         return self.vocabulary // 2
 
     def pairs(self, length: int) -> int:
-        """How many pairs a sequence has."""
+        """The number of pairs in a sequence."""
         pairs = length // self.density
         if length % self.density or not 1 <= pairs <= min(self.keys, length // 3):
             raise UsageError(
-                f"mqar's lengths must be multiples of {self.density} (density, at least 3) with no "
-                f"more than {self.keys} pairs (half the vocabulary), got {length}"
+                f"a length of mqar must be a multiple of density = {self.density} (>= 3) with at "
+                f"most {self.keys} pairs (half the vocabulary), got {length}"
             )
         return pairs
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
-    """Words: one per possible key (the smallest are taken), one value per pair, one per place."""
+    """Draw sequences; each takes one random word per possible key (the smallest words are taken),
+    one per value, and one per later position."""
     pairs = settings.pairs(length)
     rest = length - 2 * pairs
     raw = words(seed, split, length, start, stop, settings.keys + pairs + rest)
@@ -54,18 +55,18 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Se
     first = 1 + settings.keys
     drawn = raw[:, settings.keys : settings.keys + pairs]
     values = first + integers(drawn, settings.vocabulary - first)
-    places = 2 * pairs + subsets(raw[:, settings.keys + pairs :], pairs)
+    later = 2 * pairs + subsets(raw[:, settings.keys + pairs :], pairs)
     tokens = np.zeros((stop - start, length), dtype=np.int64)
     tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
-    np.put_along_axis(tokens, places, keys, axis=1)
+    np.put_along_axis(tokens, later, keys, axis=1)
     answers = np.full_like(tokens, -1)
-    np.put_along_axis(answers, places, values, axis=1)
+    np.put_along_axis(answers, later, values, axis=1)
     return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
 PRESETS = {
     "smoke": Preset(
-        variants=EVERY,
+        variants=EVERY_VARIANT,
         seeds=1,
         lengths=(64, 128, 256),
         positions=("rope",),
@@ -75,7 +76,7 @@ PRESETS = {
         ),
     ),
     "quick": Preset(
-        variants=QUICK,
+        variants=MAIN_VARIANTS,
         seeds=3,
         lengths=(64, 128, 256, 512),
         positions=("rope",),
@@ -85,7 +86,7 @@ PRESETS = {
         ),
     ),
     "paper": Preset(
-        variants=QUICK,
+        variants=MAIN_VARIANTS,
         seeds=3,
         lengths=(64, 128, 256, 512, 1024, 2048, 4096),
         positions=("none", "rope", "p-rope", "alibi"),
@@ -96,13 +97,13 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-TASK = Sequence(
+TASK = SequenceTask(
     name="mqar",
-    about="Multi-query associative recall: pairs of keys and values, then keys again, whose values "
-    "are asked for (Zoology, arXiv:2312.04927). The number of pairs grows with the length.",
-    generator=f"{GENERATOR}, mqar 1",
+    about="Multi-query associative recall: read pairs of a key and a value, then predict the value "
+    "of each key (Zoology, arXiv:2312.04927). The number of pairs grows with the length.",
+    version=f"{GENERATOR}, mqar 1",
     draw=draw,
     vocabulary=lambda settings: settings.vocabulary,
-    guess=lambda settings: 1 / (settings.vocabulary - 1 - settings.keys),
+    chance_score=lambda settings: 1 / (settings.vocabulary - 1 - settings.keys),
     presets=PRESETS,
 )

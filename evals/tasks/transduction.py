@@ -1,10 +1,11 @@
-"""Copy, reverse, sort: read L symbols, then say them again, in their order, backwards or sorted.
+"""Copy, reverse, sort: read L symbols, then write them in the same, reversed or ascending order.
 
-A sequence is L symbols, a mark, and the L symbols of the answer (2 L + 1 tokens), of which each is
-asked for at the token before it. ``exact`` counts a sequence as right if every symbol of its answer
-is: the true answer stands in the input, which makes no difference, since a decoder that feeds back
-its own tokens is right throughout just when it is right after each true prefix (tasks as in
-Vasylenko et al. 2025, arXiv:2506.16640: training up to 64, tests at 2 to 64 times that).
+A sequence is L symbols, a separator, and the L symbols of the answer: 2 L + 1 tokens. Each symbol
+of the answer is predicted at the token before it. ``exact`` counts a sequence as right if all
+symbols of its answer are right. The input holds the true answer; this gives the same result as
+feeding back the model's own tokens, because both are right only if every prediction after a true
+prefix is right. The tasks are those of Vasylenko et al. 2025 (arXiv:2506.16640), who train up to
+L = 64 and evaluate at 2 to 64 times that.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.task import EVERY, QUICK, BatchResult, Metric, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, Sequence, Settings, answers, right
+from evals.tasks.families.sequence import (
+    ACCURACY,
+    LOSS,
+    Batch,
+    SequenceTask,
+    Settings,
+    answers,
+    right,
+)
 
 SYMBOLS = 32
 MARK = SYMBOLS
@@ -28,18 +37,18 @@ def draw(
     transform: Callable[[np.ndarray], np.ndarray],
     seed: int, split: str, length: int, start: int, stop: int, settings: Any,
 ) -> Batch:  # fmt: skip
-    """Words: one per symbol."""
+    """Draw sequences; each takes one random word per symbol."""
     symbols = integers(words(seed, split, length, start, stop, length), SYMBOLS)
-    said = transform(symbols)
+    answer = transform(symbols)
     mark = np.full((len(symbols), 1), MARK)
-    tokens = np.concatenate([symbols, mark, said], axis=1)
+    tokens = np.concatenate([symbols, mark, answer], axis=1)
     wanted = np.full_like(tokens, -1)
-    wanted[:, length:-1] = said
+    wanted[:, length:-1] = answer
     return Batch(torch.from_numpy(tokens), torch.from_numpy(wanted))
 
 
 def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
-    """Exact match beside accuracy and loss."""
+    """Exact match, accuracy and loss."""
     per_sequence = right(logits, batch).reshape(len(batch.tokens), -1)
     exact = (per_sequence.amin(dim=-1) == 1).double() + 0 * per_sequence.sum(dim=-1)
     found = answers(logits, batch)
@@ -48,7 +57,7 @@ def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
 
 PRESETS = {
     "smoke": Preset(
-        variants=EVERY,
+        variants=EVERY_VARIANT,
         seeds=1,
         lengths=(16, 32, 64),
         positions=("rope",),
@@ -57,14 +66,14 @@ PRESETS = {
         ),
     ),
     "quick": Preset(
-        variants=QUICK,
+        variants=MAIN_VARIANTS,
         seeds=3,
         lengths=(16, 32, 64, 128),
         positions=("rope",),
         settings=Settings(steps=3000, batch=32, train_shortest=4, train_longest=16),
     ),
     "paper": Preset(
-        variants=QUICK,
+        variants=MAIN_VARIANTS,
         seeds=3,
         lengths=tuple(64 * 2**i for i in range(7)),
         positions=("none", "rope", "p-rope", "alibi"),
@@ -76,15 +85,15 @@ PRESETS = {
 }  # fmt: skip
 
 
-def _task(name: str, words_: str, transform: Callable[[np.ndarray], np.ndarray]) -> Sequence:
-    return Sequence(
+def _task(name: str, order: str, transform: Callable[[np.ndarray], np.ndarray]) -> SequenceTask:
+    return SequenceTask(
         name=name,
-        about=f"Read symbols and say them again{words_}; the score is the share of sequences of "
-        "which every symbol is right.",
-        generator=f"{GENERATOR}, {name} 1",
+        about=f"Read symbols and write them {order}. The score is the share of sequences with "
+        "every symbol right.",
+        version=f"{GENERATOR}, {name} 1",
         draw=partial(draw, transform),
         vocabulary=lambda settings: SYMBOLS + 1,
-        guess=lambda settings: float(SYMBOLS) ** -settings.train_longest,
+        chance_score=lambda settings: float(SYMBOLS) ** -settings.train_longest,
         presets=PRESETS,
         size=lambda length: 2 * length + 1,
         read=read,
@@ -92,6 +101,6 @@ def _task(name: str, words_: str, transform: Callable[[np.ndarray], np.ndarray])
     )
 
 
-COPY = _task("copy", "", lambda symbols: symbols)
-REVERSE = _task("reverse", ", the last one first", lambda symbols: symbols[:, ::-1])
-SORT = _task("sort", " in ascending order", lambda symbols: np.sort(symbols, axis=1))
+COPY = _task("copy", "again in the same order", lambda symbols: symbols)
+REVERSE = _task("reverse", "again in reverse order", lambda symbols: symbols[:, ::-1])
+SORT = _task("sort", "again in ascending order", lambda symbols: np.sort(symbols, axis=1))

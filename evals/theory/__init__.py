@@ -1,1 +1,1 @@
-"""Laws of sharpness, and how trained heads follow them."""
+"""Closed forms for the sharpness of attention, and how well trained heads follow them."""

@@ -1,8 +1,12 @@
-"""The closed forms: of a normalizer's largest weight, and of its Jacobian at equal scores.
+"""Closed forms of a variant's largest weight, and of its Jacobian norm at equal scores.
 
-Fixed gap: one key at Δ, n − 1 keys at 0. Shrinking gap: z_j = κ(j + ½)/n for j = 0 … n − 1: keys
-that crowd as random draws do. Uniform: n scores of 0. Sigmoid looks at one key at a time: the
-shrinking gap has no law of its own for it.
+There are three kinds of scores:
+
+    fixed gap       one key at Δ, n − 1 keys at 0
+    shrinking gap   z_j = κ(j + ½)/n for j = 0 … n − 1; the keys crowd as random draws do
+    uniform         n scores of 0
+
+Sigmoid has no law for the shrinking gap: it weights each key without regard to the others.
 """
 
 from __future__ import annotations
@@ -17,11 +21,15 @@ Form = Callable[[int, float], float]
 
 @dataclass(frozen=True)
 class Law:
-    """A variant with its closed forms; None where it has none.
+    """A variant with its closed forms, each of which may be None.
 
-    fixed(n, Δ) of the largest weight is exact; shrinking(n, κ) is its leading term for n → ∞;
-    holds(n, κ) says whether n is large enough for that to mean anything. uniform(n), exact, is
-    ‖∂w/∂z‖₂ at n ≥ 2 scores of 0.
+    Attributes:
+        variant: its name.
+        params: its parameters.
+        fixed: function of (n, Δ), the exact largest weight with a fixed gap.
+        shrinking: function of (n, κ), the leading term for n → ∞ with a shrinking gap.
+        holds: function of (n, κ), whether n is large enough for ``shrinking``.
+        uniform: function of n ≥ 2, the exact ‖∂w/∂z‖₂ at n scores of 0.
     """
 
     variant: str
@@ -42,12 +50,12 @@ def softmax_fixed(n: int, gap: float) -> float:
 
 
 def softmax_shrinking(n: int, kappa: float) -> float:
-    """κ / (n (1 − e^{−κ})); the grid's sum itself is (1 − e^{−κ/n}) / (1 − e^{−κ})."""
+    """κ / (n (1 − e^{−κ})); exact on the grid is (1 − e^{−κ/n}) / (1 − e^{−κ})."""
     return kappa / (n * (1 - math.exp(-kappa)))
 
 
 def with_log_gain(form: Form, s: float) -> Form:
-    """A softmax law under the gain s log n: Δ and κ become s log n times as large.
+    """A softmax law with the gain s log n, which multiplies Δ and κ.
 
     Fixed: 1 / (1 + (n − 1) n^{−sΔ}) → 1 iff sΔ > 1. Shrinking: sκ log n / (n (1 − n^{−sκ})).
     """
@@ -66,15 +74,15 @@ def entmax15_fixed(n: int, gap: float) -> float:
 
 
 def entmax_shrinking(alpha: float) -> Form:
-    """(ακ/n)^{1/α}: the sum over the grid as an integral, n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
+    """(ακ/n)^{1/α}, from the sum over the grid as an integral, n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
 
-    The integral leaves out half of the top key, so that the next term is −p/(2α) of it.
+    The integral leaves out half of the top key, so the relative size of the next term is −p/(2α).
     """
     return lambda n, kappa: (alpha * kappa / n) ** (1 / alpha)
 
 
 def entmax_support_below(alpha: float) -> Callable[[int, float], bool]:
-    """Whether the support n p^{α−1} / ((α−1)κ) that the law implies is below n."""
+    """Whether the support that the law implies, n p^{α−1} / ((α−1)κ), is below n."""
 
     def holds(n: int, kappa: float) -> bool:
         return entmax_shrinking(alpha)(n, kappa) ** (alpha - 1) < (alpha - 1) * kappa
@@ -88,21 +96,21 @@ def sigmoid_fixed(n: int, gap: float) -> float:
 
 
 def entmax_uniform(alpha: float) -> Callable[[int], float]:
-    """n^{α−2}: J = diag(u) − uuᵀ/Σu, u = p^{2−α} = n^{α−2}, is n^{α−2} (I − 11ᵀ/n).
+    """n^{α−2}, because J = diag(u) − uuᵀ/Σu = n^{α−2} (I − 11ᵀ/n) with u = p^{2−α} = n^{α−2}.
 
-    So 1/n for softmax (α = 1; there u = p and J = diag(p) − ppᵀ), n^{−1/2} for α = 1.5, and 1 for
-    sparsemax (α = 2).
+    This is 1/n for softmax (α = 1, where u = p and J = diag(p) − ppᵀ), n^{−1/2} for α = 1.5, and 1
+    for sparsemax (α = 2).
     """
     return lambda n: n ** (alpha - 2.0)
 
 
 def log_gain_uniform(s: float) -> Callable[[int], float]:
-    """s log n / n: softmax's 1/n times the gain."""
+    """s log n / n: the norm of softmax, 1/n, times the gain."""
     return lambda n: s * math.log(n) / n
 
 
 def sigmoid_uniform(n: int) -> float:
-    """p(1 − p) with p = 1/(1 + n): J is diagonal."""
+    """p(1 − p) with p = 1/(1 + n), because J is diagonal."""
     return n / (1 + n) ** 2
 
 

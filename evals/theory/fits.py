@@ -1,6 +1,8 @@
-"""A normalizer's law on ideal scores with one free number, fitted to largest weights at several n.
+"""Fits a variant's law to the largest weights of a head at several n.
 
-Least squares of log weight over a logarithmic grid of the number, refined around its best point.
+The law is the variant's largest weight on ideal scores, which have one free number: κ or Δ. The fit
+minimizes the squared error of log weight on a logarithmic grid of that number, then on finer grids
+around the best point.
 """
 
 from __future__ import annotations
@@ -17,20 +19,21 @@ from commandline.variants import VariantCall
 from evals.theory.laws import fixed_scores, shrinking_scores, top_weights
 
 STEP = 0.1  # of the first grid, in powers of ten
-GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # of κ and of Δ
-ZOOMS = ((0.2, 9), (0.05, 5), (0.005, 3))  # how far around the best one, in powers of ten; points
+GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # of κ or Δ
+ZOOMS = ((0.2, 9), (0.05, 5), (0.005, 3))  # finer grids: reach in powers of ten, number of points
 DRAWS = 16
-SPACINGS = 16  # between the topmost keys, that are drawn
-_MOST_SCORES = 2**21  # in one call
-_TIE = 1e-10  # mean square errors nearer than this are the same
+SPACINGS = 16  # the random spacings, between the largest draws; the others are at their mean
+_MOST_SCORES = 2**21  # of one call
+_TIE = 1e-10  # mean squared errors closer than this count as equal
 
 
 @lru_cache(maxsize=12)
 def uniform_draws(n: int) -> Tensor:
-    """n uniform draws, largest first, sixteen times: (16, n), always the same.
+    """Sixteen sets of n uniform draws, each sorted from the largest: (16, n), always the same.
 
-    u_j = 1 − Γ_j/Γ_{n+1} with Γ_j a sum of j exponential draws: the topmost of these from a
-    scrambled Sobol sequence, since they decide the largest weight, and the others at their mean, 1.
+    u_j = 1 − Γ_j/Γ_{n+1}, where Γ_j is a sum of j exponential draws. The first of these draws come
+    from a scrambled Sobol sequence, because they decide the largest weight. The others are set to
+    their mean, 1.
     """
     count = min(SPACINGS, n + 1)
     points = torch.quasirandom.SobolEngine(count, scramble=True, seed=0).draw(
@@ -44,7 +47,8 @@ def uniform_draws(n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gap:
-    """Ideal scores up to one free factor: draws (R, n), and a single coarse one to begin with."""
+    """Ideal scores up to one free factor: R sets of scores (R, n), and one coarse set (1, n) for
+    the first grid."""
 
     name: str
     symbol: str
@@ -62,9 +66,16 @@ GAPS = (SHRINKING, FIXED)
 def log_law(
     unit: Tensor, call: VariantCall, sizes: Tensor, learned: Mapping[str, Tensor]
 ) -> Tensor:
-    """Log of the mean over R of the largest weights of scores size · unit (R, n).
+    """The log of the largest weight at scores size · unit, a mean over R sets of scores.
 
-    (G, C) as sizes; learned: (C,) by name.
+    Args:
+        unit: (R, n), scores up to the factor.
+        call: the variant.
+        sizes: (G, C), a grid of factors for each of C heads.
+        learned: learned parameters (C,) by name.
+
+    Returns:
+        (G, C).
     """
     (draws, n), heads = unit.shape, sizes.shape[1]
     params = {**call.params, **learned}
@@ -79,10 +90,14 @@ def log_law(
 
 @dataclass(frozen=True)
 class Fit:
-    """One gap fitted to C heads: sizes (C,), and errors (C,), the RMS error of log weight.
+    """One gap fitted to C heads.
 
-    NaN where fewer than two lengths have a weight above 0. ``below``, ``above``: the grid's
-    smallest, or largest, size fits as well, so that the size is only a bound.
+    Attributes:
+        gap: the kind of scores.
+        sizes: (C,), the fitted κ or Δ; NaN if fewer than two lengths have a weight above 0.
+        errors: (C,), the RMS error of log weight; NaN in the same cases.
+        below: (C,), whether the smallest size of the grid fits as well: sizes is an upper bound.
+        above: (C,), whether the largest size of the grid fits as well: sizes is a lower bound.
     """
 
     gap: Gap
@@ -99,12 +114,12 @@ def fit(
     peaks: Tensor,
     learned: Mapping[str, Tensor] | None = None,
 ) -> Fit:
-    """Fit a variant's law to largest weights (L, C) of C heads at L numbers of keys.
+    """Fit a variant's law to the largest weights (L, C) of C heads at L numbers of keys.
 
-    Weights that are not above 0, NaN among them, are left out.
+    Weights that are not above 0 or are NaN are left out.
 
     Raises:
-        ValueError, TypeError: the variant refuses the ideal scores.
+        ValueError, TypeError: the variant does not support the ideal scores.
     """
     learned = learned or {}
     usable = peaks > 0
@@ -112,13 +127,13 @@ def fit(
     counts = usable.sum(0)
 
     def errors(sizes: Tensor, scores: Callable[[int], Tensor]) -> Tensor:
-        """Mean square error of log weight (G, C)."""
+        """Mean squared error of log weight (G, C)."""
         total = torch.zeros(len(sizes), peaks.shape[1], dtype=torch.float64)
         for n, wanted, use in zip(keys, target, usable, strict=True):
             total += (log_law(scores(n), call, sizes, learned) - wanted).square() * use
         return total / counts.clamp(min=1)
 
-    # Without learned parameters the first grid is the same for all heads.
+    # Without learned parameters all heads share the first grid.
     sizes = GRID[:, None].expand(-1, peaks.shape[1] if learned else 1)
     found = errors(sizes, gap.coarse)
     least, at = found.min(0)
@@ -136,7 +151,8 @@ def fit(
 
 
 def _lowest(values: Tensor, reach: float) -> Tensor:
-    """Where in −reach … reach values (G, C) are lowest: (C,), by a parabola through three."""
+    """The place (C,) in −reach … reach of the lowest of values (G, C), by a parabola through three
+    points."""
     count = len(values)
     step = 2 * reach / (count - 1)
     at = values.argmin(0, keepdim=True)

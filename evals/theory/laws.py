@@ -1,12 +1,12 @@
-"""The closed forms of `evals.theory.closed_forms` against measurement in fp64, as n grows.
+"""Compares the closed forms of `evals.theory.closed_forms` with measurements in fp64 as n grows.
 
-Fixed gap: one key at Δ, n − 1 keys at 0. The forms are exact; a relative deviation above 1e-6
-fails. Shrinking gap: z_j = κ(j + ½)/n for j = 0 … n − 1, κ = 8: keys that crowd as random draws do.
-The forms are leading terms for n → ∞; more than 5 % off at n ≥ 1024 fails. Some hold only
-while the support is below n. The Jacobian's 2-norm at n scores of 0 is exact, and held to 1e-6.
+With a fixed gap the forms are exact: a relative deviation above 1e-6 fails. With a shrinking gap
+(κ = 8) they are leading terms for n → ∞: a deviation above 5 % at n ≥ 1024 fails, except where the
+law does not hold because its support is not below n. The Jacobian's 2-norm at n scores of 0 is
+exact: a deviation above 1e-6 fails.
 
-A variant without closed forms is measured on the same scores; a plugin may state its own as
-``LAWS``, a tuple of `Law`, and is held to them.
+Variants without closed forms are only measured, on the same scores. A plugin can state closed forms
+for its variants as ``LAWS``, a tuple of `Law`. They are checked in the same way.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ GAPS = (0.5, 1.0, 1.5, 3.0, 6.0)
 KAPPA = 8.0
 EXACT_TOLERANCE = 1e-6
 SHRINKING_TOLERANCE = 0.05
-SHRINKING_FROM = 1024  # the leading term is held to its tolerance from this n on
+SHRINKING_FROM = 1024  # the leading term is checked from this n on
 
 
 # ------------------------------------------------------------------------------- measurement
 
 
 def top_weights(scores: Tensor, variant: str, params: Mapping[str, Any]) -> Tensor:
-    """The largest weights (B, H) that a variant gives to scores (B, H, n), in fp64.
+    """The largest weights (B, H) of a variant at scores (B, H, n), in fp64.
 
-    A parameter is a number, or a tensor (H,).
+    A parameter is a number or a tensor (H,).
     """
     k = scores.double()[..., None]
     q = torch.ones(*k.shape[:2], 1, 1, dtype=k.dtype)
@@ -49,7 +49,7 @@ def top_weights(scores: Tensor, variant: str, params: Mapping[str, Any]) -> Tens
 
 
 def top_weight(scores: Tensor, law: Law) -> float:
-    """The largest weight that a law's variant gives to scores (n,)."""
+    """The largest weight of a law's variant at scores (n,)."""
     return top_weights(scores[None, None], law.variant, law.params).item()
 
 
@@ -65,7 +65,7 @@ def shrinking_scores(n: int, kappa: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Point:
-    """One comparison; held says whether its tolerance counts."""
+    """One comparison. held: whether a deviation above the tolerance is a failure."""
 
     gap: str  # "fixed", "shrinking" or "uniform"
     size: float  # Δ or κ
@@ -89,7 +89,7 @@ class Point:
 
 
 def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> list[Point]:
-    """Every law at every n: for each Δ, for κ, and of the Jacobian."""
+    """Compare every law with measurement at every n, for each Δ, for κ, and for the Jacobian."""
     points = []
     for law in laws:
         if law.fixed is not None:
@@ -110,28 +110,28 @@ def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> lis
 
 
 def growth(lengths: Sequence[int], values: Sequence[float]) -> float | None:
-    """The exponent g of a value ∝ n^g, between the two largest n; None where one is not > 0."""
+    """The exponent g of a value ∝ n^g between the two largest n; None if a value is not > 0."""
     (n1, n2), (v1, v2) = lengths[-2:], values[-2:]
     return math.log(v2 / v1) / math.log(n2 / n1) if v1 > 0 and v2 > 0 else None
 
 
 def without_law(laws: Sequence[Law]) -> list[VariantCall]:
-    """All registered variants that no law is of, with what they require."""
+    """The registered variants without a law, with examples of their required parameters."""
     lawful = {law.variant for law in laws}
     names = [name for name in sorted(attnzoo.list_variants()) if name not in lawful]
     return [complete(VariantCall(name), max(LENGTHS)) for name in names]
 
 
 def stated(module: object) -> tuple[Law, ...]:
-    """The laws that a plugin states as ``LAWS``; none if it states none.
+    """The laws that a plugin states as ``LAWS``; empty if it states none.
 
     Raises:
-        UsageError: they are no tuple of `Law`, or of a variant that is not registered.
+        UsageError: LAWS is not a tuple of `Law`, or names a variant that is not registered.
     """
     laws = getattr(module, "LAWS", ())
     if not isinstance(laws, tuple | list) or not all(isinstance(law, Law) for law in laws):
-        raise UsageError(f"a plugin's LAWS must be a tuple of evals.theory.laws.Law, got {laws!r}")
+        raise UsageError(f"LAWS of a plugin must be a tuple of evals.theory.laws.Law, got {laws!r}")
     for law in laws:
         if law.variant not in attnzoo.list_variants():
-            raise UsageError(f"a plugin's LAWS: there is no variant {law.variant!r}")
+            raise UsageError(f"LAWS of a plugin must name registered variants, got {law.variant!r}")
     return tuple(laws)

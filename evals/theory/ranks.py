@@ -1,12 +1,15 @@
-"""Ranks of attention matrices and of mixtures of softmaxes: what one product of width d can say.
+"""The command ``ranks``: ranks of attention matrices and of mixtures of softmaxes.
 
-softmax(QKᵀ/√d) has log A = QKᵀ/√d − lse, a matrix of rank d and a column: rank ≤ d + 1, however
-many tokens there are. Where a weight is 0 there is no logarithm, and the rank of A itself is
-shown. As a language model's last layer a softmax of H numbers and a bias has log A of rank ≤ H + 2;
-a mixture of K softmaxes has no such bound (Yang et al. 2018, "Breaking the softmax bottleneck",
-arXiv:1711.03953).
+For A = softmax(QKᵀ/√d), log A = QKᵀ/√d − lse is a matrix of rank d plus a column. Its rank is at
+most d + 1 for any number of tokens. If a weight is 0, log A does not exist, and only the rank of A
+is shown. The last layer of a language model is a softmax of H hidden numbers and a bias. Its log A
+has a rank of at most H + 2. A mixture of K softmaxes has no such bound.
 
-A rank is numeric: the singular values above σ_max · max(rows, columns) · ε of the dtype.
+The rank is numerical: the number of singular values above σ_max · max(rows, columns) · ε of the
+dtype.
+
+References:
+    Yang et al. 2018, "Breaking the softmax bottleneck", arXiv:1711.03953.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def rank(matrix: Tensor) -> int:
 
 
 def log_rank(matrix: Tensor) -> int | None:
-    """The rank of log A; None where an entry is not > 0."""
+    """The rank of log A; None if an entry is not > 0."""
     return rank(matrix.log()) if bool((matrix > 0).all()) else None
 
 
@@ -55,7 +58,7 @@ def log_rank(matrix: Tensor) -> int | None:
 def attention_matrix(
     variant: VariantCall, tokens: int, width: int, dtype: torch.dtype, seed: int
 ) -> Tensor:
-    """A (tokens, tokens), not causal, of Gaussian Q and K (tokens, width); scale 1/√width."""
+    """A (tokens, tokens) from Gaussian Q and K (tokens, width), not causal, scale 1/√width."""
     draw = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, 1, 1, tokens, width, dtype=torch.float64, generator=draw).to(dtype)
     return attnzoo.attention_weights(q, k, k, variant.name, **variant.params)[0, 0]
@@ -69,8 +72,8 @@ def attention_table(
     variants: Sequence[VariantCall], tokens: int = TOKENS, width: int = WIDTH, seed: int = 0
 ) -> Table:
     """Ranks of A and of log A, in fp32 and fp64."""
-    header = ["", *(f"{what}, fp{torch.finfo(dtype).bits}" for what in ("log A", "A")
-                    for dtype in DTYPES)]  # fmt: skip
+    header = ["variant", *(f"{what}, fp{torch.finfo(dtype).bits}" for what in ("log A", "A")
+                           for dtype in DTYPES)]  # fmt: skip
     rows = []
     for variant in variants:
         try:
@@ -80,11 +83,12 @@ def attention_table(
             continue
         logs = [_text(log_rank(matrix)) for matrix in matrices]
         rows.append([str(variant), *logs, *(str(rank(matrix)) for matrix in matrices)])
-    title = (
-        f"Rank of A, {tokens} × {tokens}, of Gaussian Q and K with d = {width}, not causal; "
-        f"softmax: log A ≤ d + 1 = {width + 1}; — where a weight is 0 (tolerance {TOLERANCE})"
+    note = (
+        f"A is {tokens} × {tokens}, from Gaussian Q and K with d = {width}, not causal.\n"
+        f"For softmax the rank of log A is at most d + 1 = {width + 1}. —: a weight is 0, or the\n"
+        f"variant is unsupported. Tolerance: {TOLERANCE}."
     )
-    return Table(title, header, rows)
+    return Table("Ranks of the attention matrix A and of log A", header, rows, note)
 
 
 # ---------------------------------------------------------------------------------- mixtures
@@ -99,7 +103,7 @@ def mixture(
 ) -> Tensor:
     """P (contexts, vocabulary) = Σ_k π_k softmax(W h_k + b), h ~ N(0, 1), π = softmax of N(0, 1).
 
-    Drawn in fp64 and rounded, so that both dtypes have the same weights.
+    The weights are drawn in fp64 and rounded, so that both dtypes have the same weights.
     """
     hidden, vocabulary, contexts = sizes
     draw = torch.Generator().manual_seed(seed)
@@ -122,7 +126,7 @@ def mixture(
 def mixture_table(
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS), seed: int = 0
 ) -> Table:
-    """Ranks of log A by the number of softmaxes mixed; the published ones at their sizes."""
+    """Ranks of log A by the number of mixed softmaxes, with the published ranks at their sizes."""
     rows = []
     for name, words in INITIALIZATIONS.items():
         for dtype in DTYPES:
@@ -131,17 +135,19 @@ def mixture_table(
     if sizes == (HIDDEN, VOCABULARY, CONTEXTS):
         rows.append(["published", *map(str, PUBLISHED)])
     hidden, vocabulary, contexts = sizes
-    title = (
-        f"Rank of log A of K softmaxes mixed: H = {hidden}, V = {vocabulary}, {contexts} contexts; "
-        f"h, π's logits ~ N(0, 1); K = 1: ≤ H + 2 = {hidden + 2} (tolerance {TOLERANCE})"
+    note = (
+        f"H = {hidden} hidden numbers, {vocabulary} words, {contexts} contexts; h and the logits\n"
+        f"of π ~ N(0, 1). For K = 1 the rank is at most H + 2 = {hidden + 2}.\n"
+        f"Tolerance: {TOLERANCE}."
     )
-    return Table(title, ["", *(f"K={k}" for k in MIXED)], rows)
+    header = ["dtype, initialization", *(f"K={k}" for k in MIXED)]
+    return Table("Rank of log A for a mixture of K softmaxes", header, rows, note)
 
 
 NOTE = (
-    "These ranks depend on dtype, initialization and tolerance: the published ones are comparable "
-    "only under the same three, which are not known here. What holds under all: one softmax stays "
-    "at or below H + 2, a mixture does not."
+    "These ranks depend on dtype, initialization and tolerance. The published ranks are\n"
+    "comparable only with the same three, which are not known. In every case one softmax stays\n"
+    "at or below H + 2, and a mixture exceeds it."
 )
 
 
@@ -149,7 +155,7 @@ NOTE = (
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """ranks.csv: the cells of the tables, one after the other."""
+    """ranks.csv: the cells of one table after the other."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     for table in tables:
@@ -163,7 +169,7 @@ def main(
     tokens: int = TOKENS,
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
 ) -> int:
-    """``ranks [--out DIR] [--seed N]``: print both tables, with ``out`` write ranks.csv; 0."""
+    """Print both tables; with ``out``, write ranks.csv. Returns 0."""
     variants = [complete(VariantCall(name), tokens) for name in names()]
     with lean_arithmetic():
         found = [attention_table(variants, tokens, seed=seed), mixture_table(sizes, seed)]

@@ -1,22 +1,25 @@
-"""Theory beside measurement: which law each trained head follows, and the bounds it lives under.
+"""Compares trained heads with theory: the law that each head follows, and its bounds.
 
-Laws. A head's largest weight at each n (the mean over rows) is compared with what its own
-normalizer, with its own learned parameters, gives to ideal scores with one free number:
+Laws. The largest weight of a head at each n, a mean over rows, is compared with the largest weight
+of the same variant, with the head's learned parameters, on ideal scores with one free number:
 
-    shrinking gap   z_j = κ u_j, u_j uniform   the next key comes closer as n grows: a largest value
-    fixed gap       z = Δ, 0 … 0               one key stands out by the same Δ at any n: a needle
+    shrinking gap   z_j = κ u_j, u_j uniform   the next key comes closer as n grows, as in a search
+                                               for the largest of n values
+    fixed gap       z = Δ, 0 … 0               one key stands out by the same Δ at any n, as in a
+                                               search for one marked key
 
-The number is found by least squares of log weight; an error ×1.08 means that the law misses the
-weights by 8 %, root mean square. The law is computed, never assumed: any variant has one. Of u the
-mean weight over sixteen draws is taken: u_j on the grid (j + ½)/n, of which `laws` has closed
-forms, is some 10 % off the mean over draws. Positions that are added to scores (ALiBi) are part of
-what is measured, and of no law. Softmax falls as 1/n under both once n ≫ κ, e^Δ: there its lengths
-tell the two apart no more.
+The number is fitted by least squares of log weight. An error of ×1.08 means that the law misses the
+weights by 8 %, root mean square. The law is computed from the variant, so every variant has one.
+For u it is the mean over sixteen draws: with u_j on the grid (j + ½)/n, as in the closed forms of
+`laws`, the weight is off by about 10 %. ALiBi changes the measured weights, but the laws do not
+include it. For n ≫ κ and n ≫ e^Δ softmax falls as 1/n under both laws, so such lengths cannot tell
+them apart.
 
-Bounds. Softmax of scores in a range δ = max z − min z gives no key more than e^δ/n, hence none a
-half beyond n = 2e^δ. The bound is taken row by row, so that its mean bounds the mean weight.
+Bounds. Softmax of scores in a range δ = max z − min z gives no key more than e^δ/n. Beyond
+n = 2e^δ no key gets half of the weight. The bound is computed row by row, so that its mean bounds
+the mean weight.
 
-Gain. See `critical_gain`.
+Critical gain. See `critical_gain`.
 """
 
 from __future__ import annotations
@@ -36,32 +39,34 @@ from evals.results.summary import Group, Point, Series
 from evals.theory.fits import GAPS, Fit, fit, log_law
 
 MOST_HEADS = 8
-UNKNOWN = VariantCall("unknown")  # of rows whose plugin is not loaded
-SAME = 0.005, 0.05  # errors of log weight nearer than this, or this part, do not tell laws apart
+UNKNOWN = VariantCall("unknown")  # for rows whose plugin is not loaded
+SAME = 0.005, 0.05  # errors of log weight that differ by less, absolute or relative, are equal
 
 
 # ----------------------------------------------------------------------------------- bounds
 
 
 def half_length(spread: float) -> float:
-    """2 e^δ: beyond this n softmax of scores in a range δ gives no key a half."""
+    """2 e^δ: beyond this n softmax of scores in a range δ gives no key half of the weight."""
     return 2 * _exp(spread)
 
 
 def critical_gain(alignment: float) -> float:
-    """γ_c = 1 / (1 − ρ), infinite from ρ = 1 on.
+    """γ_c = 1 / (1 − ρ); infinite for ρ ≥ 1.
 
-    Chen, Lin, Polyanskiy, Rigollet 2025, "Critical attention scaling in long-context transformers",
-    arXiv:2510.05554: softmax of a_ij = β_n ⟨y_i, y_j⟩, y the normalized tokens, β_n = γ log n. For
-    tokens that all have about the same inner product ρ with one another (nearly a simplex), as
-    n → ∞ and in high dimension: γ < γ_c draws all tokens together, γ > γ_c leaves each by itself,
-    and between them, near γ_c, attention is sparse. In words: a token's own score stands out from n
-    others iff β_n (1 − ρ) > log n.
+    The theory is about softmax of a_ij = β_n ⟨y_i, y_j⟩ with normalized tokens y and
+    β_n = γ log n. All pairs of tokens have about the same inner product ρ (nearly a simplex),
+    n → ∞, and the dimension is high. Then γ < γ_c draws all tokens together, γ > γ_c leaves each
+    token unchanged, and near γ_c attention is sparse. The reason: a token's own score stands out
+    from n others if and only if β_n (1 − ρ) > log n.
 
-    What is measured here is an analogue, no instance: q and k are projections and not the same
-    vector; ρ is the mean cosine of different tokens' keys, whose cosines need not be alike; β =
-    scale · |q| · mean |k| is what the query would score on a key in its own direction, before any
-    gain of the variant; and the claim is about softmax.
+    The measurement here is only analogous. q and k are different projections. ρ is the mean cosine
+    between the keys of different tokens, and these cosines may vary. β = scale · |q| · mean |k| is
+    the score of a key in the direction of the query, before the gain of the variant.
+
+    References:
+        Chen, Lin, Polyanskiy, Rigollet 2025, "Critical attention scaling in long-context
+        transformers", arXiv:2510.05554.
     """
     return math.inf if alignment >= 1 else 1 / (1 - alignment)
 
@@ -75,11 +80,19 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one series that are shown, sharpest first, with what was fitted to them.
+    """The sharpest heads of one series, the sharpest first, with the laws fitted to them.
 
-    names (H); keys: n by length; peaks (L, S, H), NaN where a seed has none; learned (S, H) by
-    name, empty for a substitution at inference. ``fits`` is empty where there is none, and ``why``
-    says why. indices: of the shown heads among all.
+    Attributes:
+        series: the variant with its position encoding.
+        call: the variant at inference.
+        names: (H,), such as "1.2" for layer 1, head 2.
+        indices: (H,), the places of these heads among all heads.
+        total: the number of all heads.
+        keys: (L,), the number of keys n at each length.
+        peaks: (L, S, H), the largest weights of S seeds; NaN where a seed has none.
+        learned: learned parameters (S, H) by name; empty for a substitution at inference.
+        fits: one per gap; empty if there is none.
+        why: the reason why there is no fit.
     """
 
     series: Series
@@ -94,14 +107,12 @@ class Heads:
     why: str = ""
 
     def mean_peaks(self, index: int) -> list[float]:
-        """The largest weight of a shown head by length, over the seeds."""
+        """The largest weight of a head at each length, a mean over seeds."""
         return self.peaks[:, :, index].nanmean(-1).tolist()
 
     def closer(self, index: int) -> Fit | None:
-        """The gap whose law is nearer to a shown head, over the seeds.
-
-        None where nothing was fitted, or the weights do not depend on the number.
-        """
+        """The fit with the smaller error; None if there is no fit, or if the weights do not depend
+        on the fitted number."""
         found = [
             (self.error(one, index), one) for one in self.fits if not self.any_fits(one, index)
         ]
@@ -109,21 +120,21 @@ class Heads:
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def entries(self, index: int) -> Tensor:
-        """Of a shown head in a fit of all: one per seed."""
+        """The places of one head, one per seed, in a fit of all heads and seeds."""
         seeds, heads = self.peaks.shape[1:]
         return torch.arange(seeds) * heads + index
 
     def error(self, found: Fit, index: int) -> float:
-        """The RMS error of log weight of a shown head, its mean over the seeds that have one."""
+        """The RMS error of log weight of one head, a mean over the seeds that have one."""
         return found.errors[self.entries(index)].nanmean().item()
 
     def any_fits(self, found: Fit, index: int) -> bool:
-        """Whether the law does not depend on the number that was fitted."""
+        """Whether the law does not depend on the fitted number."""
         mine = self.entries(index)
         return bool((found.below[mine] & found.above[mine]).any())
 
     def curve(self, found: Fit, index: int, keys: Sequence[int]) -> list[float]:
-        """The fitted law of a shown head at other n: the geometric mean over the seeds."""
+        """The fitted law of one head at these n: the geometric mean over seeds."""
         mine = self.entries(index)
         mine = mine[found.sizes[mine].isfinite()]
         learned = {name: values.flatten()[mine] for name, values in self.learned.items()}
@@ -137,20 +148,20 @@ class Heads:
 
 
 def head_names(total: int, per_layer: int) -> list[str]:
-    """1 … H, or layer.head."""
+    """The names 1 … H of one layer, or layer.head of several."""
     if per_layer >= total or total % per_layer:
         return [str(i + 1) for i in range(total)]
     return [f"{i // per_layer + 1}.{i % per_layer + 1}" for i in range(total)]
 
 
-def _looked(group: Group, series: Series) -> list[Point]:
-    """The points with figures of the heads, by length."""
+def _measured(group: Group, series: Series) -> list[Point]:
+    """The points with measurements of the heads, by length."""
     return [point for point in group.of(series) if point.curves.get("head_peak")]
 
 
 def heads_of(group: Group, series: Series) -> Heads | None:
-    """The sharpest heads of a series, fitted; None where there are no figures of them."""
-    points = _looked(group, series)
+    """The sharpest heads of a series with their fits; None if no heads were measured."""
+    points = _measured(group, series)
     if not points:
         return None
     last = points[-1].curves["head_peak"]
@@ -190,7 +201,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
 
 
 def fitted(group: Group) -> list[Heads]:
-    """All series of a group that have figures of their heads."""
+    """The heads of all series of a group whose heads were measured."""
     with lean_arithmetic():
         every = [heads_of(group, series) for series in group.series]
     return [found for found in every if found is not None]
@@ -200,14 +211,14 @@ def fitted(group: Group) -> list[Heads]:
 
 
 def _spread(values: Tensor) -> str:
-    """The mean over seeds, and their range where there are several."""
+    """The mean over seeds, and the range if there are several."""
     low, high = values.min().item(), values.max().item()
     mean = f"{values.mean().item():.3g}"
     return mean if len(values) == 1 else f"{mean} ({low:.3g} to {high:.3g})"
 
 
 def _fit_cells(found: Fit, mine: Tensor) -> list[str]:
-    """Size and error of one head: mine are its entries, one per seed."""
+    """Size and error of one head, whose places in the fit are ``mine``."""
     mine = mine[found.sizes[mine].isfinite()]
     if not len(mine):
         return ["—", "—"]
@@ -220,16 +231,17 @@ def _verdict(heads: Heads, index: int) -> str:
     if heads.why:
         return heads.why
     if any(heads.any_fits(found, index) for found in heads.fits):
-        return "weights free of κ, Δ"
+        return "weights do not depend on κ or Δ"
     if (best := heads.closer(index)) is None:
         return "fewer than two weights above 0: no fit"
     one, other = (heads.error(found, index) for found in heads.fits)
-    near = max(SAME[0], SAME[1] * max(one, other))
-    return "either" if abs(one - other) < near else best.gap.name
+    tolerance = max(SAME[0], SAME[1] * max(one, other))
+    return "either" if abs(one - other) < tolerance else best.gap.name
 
 
 def _fit_table(group: Group, found: Sequence[Heads]) -> Table:
-    header = ["", "head", "lengths", *(text for gap in GAPS for text in (gap.symbol, "error"))]
+    header = ["variant", "head", "lengths fitted"]
+    header += [text for gap in GAPS for text in (gap.symbol, "error")]
     rows = []
     for heads in found:
         for index, name in enumerate(heads.names):
@@ -239,21 +251,23 @@ def _fit_table(group: Group, found: Sequence[Heads]) -> Table:
             start = [group.name(heads.series), name, str(usable)]
             rows.append([*start, *(cells or ["—"] * 4), _verdict(heads, index)])
     note = (
-        "One free number: a shrinking gap, scores κu with u uniform, or a fixed gap, one key at Δ; "
-        "error: RMS of log weight, as a factor"
+        "A law is the largest weight that the head's variant gives on ideal scores. "
+        "Shrinking gap: scores κu with u uniform, so the next key comes closer as n grows. "
+        "Fixed gap: one key at Δ, the others at 0. κ and Δ are fitted to the measured weights. "
+        "Error: RMS error of log weight, as a factor. Closer law: the one with the smaller error."
     )
     if len(group.seeds) > 1:
-        note += "; mean (range) over seeds, each fitted by itself"
-    title = "Largest weight against the law of the head's own normalizer"
-    return Table(title, [*header, "closer"], rows, note + _shown(found))
+        note += " Numbers: mean (range) over seeds, each fitted separately."
+    title = "Laws fitted to the largest weights of each head"
+    return Table(title, [*header, "closer law"], rows, note + _shown(found))
 
 
 def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
-    header = ["", "head", "n", "largest weight", "δ", "bound", "2e^δ", "β/log n", "γ_c",
-              "‖∂w/∂z‖₂"]  # fmt: skip
+    header = ["variant", "head", "n", "largest weight", "δ", "softmax bound", "2e^δ", "β/log n",
+              "γ_c", "‖∂w/∂z‖₂"]  # fmt: skip
     rows = []
     for heads in found:
-        points = _looked(group, heads.series)
+        points = _measured(group, heads.series)
         curves, n = points[-1].curves, heads.keys[-1]
         jacobians = [
             (point.curves["head_jacobian"], keys)
@@ -272,21 +286,26 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
             start = [group.name(heads.series), name, str(n), peak, f"{spread:.3g}"]
             rows.append([*start, *cells])
     note = (
-        "Means over rows. min(1, e^δ/n) is the most that softmax could give a key with a row's "
-        "scores, 2e^δ at the mean δ the n from which it gives no key a half; β/log n, the query's "
-        "strength, stands beside the critical gain γ_c = 1/(1 − ρ); the Jacobian is at its longest "
-        "n, where the weights are a function of the scores alone"
+        "Means over rows of the score matrix. δ: largest minus smallest score of a row, before the "
+        "gain. Softmax bound: min(1, e^δ/n), the largest weight that softmax can give to a key at "
+        "this δ. 2e^δ: the n beyond which softmax gives no key half of the weight. β/log n: the "
+        "strength of the query, to compare with the critical gain γ_c = 1/(1 − ρ), where ρ is the "
+        "mean cosine between keys. ‖∂w/∂z‖₂: the Jacobian norm of the weights, at the longest n "
+        "with a measurement."
     )
-    title = "Bounds at the longest n"
+    title = "Bounds on each head at the longest n"
     return Table(title, header, rows, note + _shown(found))
 
 
 def _shown(found: Sequence[Heads]) -> str:
     total = max(heads.total for heads in found)
-    return f"; the {MOST_HEADS} sharpest of {total} heads" if total > MOST_HEADS else ""
+    return f" Only the {MOST_HEADS} sharpest of {total} heads." if total > MOST_HEADS else ""
 
 
 def tables(group: Group, found: Sequence[Heads] | None = None) -> list[Table]:
-    """The fits, and the bounds; none where no head was looked at. found: `fitted` of the group."""
+    """The tables of fits and bounds; empty if no heads were measured.
+
+    found: `fitted` of the group, if it was computed before.
+    """
     found = fitted(group) if found is None else found
     return [_fit_table(group, found), _bound_table(group, found)] if found else []

@@ -1,4 +1,4 @@
-"""Retrieval (max-retrieval, needle): data, model, metrics; training and testing."""
+"""max-retrieval and needle: data, model, metrics, training and evaluation."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def trained(variant: str, seed: int, settings: Settings = TINY) -> Model:
     return model
 
 
-def test_the_generator_is_pinned() -> None:
-    """Worked from the raw words of numpy's Philox, one by one."""
+def test_max_retrieval_draws_the_expected_numbers() -> None:
+    """Compare with values computed from the raw words of numpy's Philox."""
     length, index = 6, 5  # 7 words: two counters of four words each
     key = np.array([1, (2 << 32) | length], dtype=np.uint64)
     words = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
@@ -52,7 +52,7 @@ def test_the_data_are_uniform() -> None:
     assert batch.features.var().item() == pytest.approx(1 / 12, abs=0.002)
     assert batch.features.max() < 1
     assert batch.features.min() >= 0
-    # The place of the largest item says nothing about its class, nor about the query.
+    # The index of the largest item tells nothing about its class.
     assert batch.label.bincount(minlength=10).max() < 260
     drawn = lengths(0, 5, [16] * 6000)
     assert set(drawn) == set(range(5, 17))
@@ -60,7 +60,7 @@ def test_the_data_are_uniform() -> None:
     assert set(lengths(0, 16, [64] * 200, 16)) == {16, 32, 48, 64}
 
 
-def test_label_and_input_of_a_hand_worked_batch() -> None:
+def test_label_and_input_of_a_batch_by_hand() -> None:
     rho = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.5, 0.25]])
     classes = torch.tensor([[4, 7, 0], [2, 3, 9]])
     batch = Batch(rho[..., None], classes, query=torch.zeros(2, 1), closeness=rho)
@@ -71,8 +71,8 @@ def test_label_and_input_of_a_hand_worked_batch() -> None:
     assert items[0, 1].tolist() == pytest.approx([0.9, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
 
 
-def test_a_needle_has_the_key_asked_for_and_no_other_item_has() -> None:
-    """Worked from the raw words, one by one."""
+def test_only_the_needle_has_the_querys_key() -> None:
+    """Compare with values computed from the raw words."""
     length, index = 3, 2  # 2 + 2 · 3 words: two counters
     key = np.array([7, (2 << 32) | length], dtype=np.uint64)
     words = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
@@ -80,29 +80,29 @@ def test_a_needle_has_the_key_asked_for_and_no_other_item_has() -> None:
     def choice(word: int, choices: int) -> int:
         return ((word & (2**32 - 1)) * choices) >> 32
 
-    asked, place = choice(words[0], 16), choice(words[1], length)
+    asked, index_ = choice(words[0], 16), choice(words[1], length)
     keys = [choice(word, 15) for word in words[5:8]]
-    keys = [asked if i == place else k + (k >= asked) for i, k in enumerate(keys)]
+    keys = [asked if i == index_ else k + (k >= asked) for i, k in enumerate(keys)]
     batch = needle.draw(7, "test", length, index, index + 1)
     assert batch.query[0].nonzero().item() == asked
     assert batch.features[0].argmax(-1).tolist() == keys
     assert (batch.features.sum(-1) == 1).all()
     assert batch.classes[0].tolist() == [choice(word, 10) for word in words[2:5]]
-    assert batch.target.item() == place
+    assert batch.target.item() == index_
     assert keys.count(asked) == 1
 
 
-def test_needles_are_anywhere_and_hay_is_every_other_key() -> None:
+def test_needle_positions_and_keys_are_uniform() -> None:
     batch = needle.draw(0, "test", 8, 0, 4000)
-    places, keys = batch.target.bincount(minlength=8), batch.features.argmax(-1)
-    assert ((places - 500).abs() < 5 * 500**0.5).all()
+    counts, keys = batch.target.bincount(minlength=8), batch.features.argmax(-1)
+    assert ((counts - 500).abs() < 5 * 500**0.5).all()
     asked = batch.query.argmax(-1)
     assert ((keys == asked[:, None]).sum(-1) == 1).all()
     assert len(asked.unique()) == 16
     assert len(keys.unique()) == 16
 
 
-def test_metrics_of_hand_worked_weights() -> None:
+def test_weight_metrics_by_hand() -> None:
     weights = torch.tensor(
         [[0.5, 0.3, 0.2, 0.0], [0.4, 0.3, 0.3, 0.0], [0.0] * 4, [0.25] * 4], dtype=torch.float64
     )
@@ -121,7 +121,7 @@ def test_metrics_of_hand_worked_weights() -> None:
 
 @pytest.mark.parametrize("name", ["max-retrieval", "needle"])
 @pytest.mark.parametrize("length", [16, 500])
-def test_an_oracle_is_always_right_and_a_blind_scorer_by_chance(name: str, length: int) -> None:
+def test_an_oracle_scores_one_and_blind_weights_score_chance(name: str, length: int) -> None:
     batch = TASKS[name].batch(0, "test", length, 0, 3000, TINY)
     sharp = torch.nn.functional.one_hot(batch.target, length).double()
     blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # sharp, but anywhere
@@ -134,7 +134,7 @@ def test_an_oracle_is_always_right_and_a_blind_scorer_by_chance(name: str, lengt
     assert rates[1][1] == pytest.approx(0.1 + 0.9 / length, abs=0.03)
 
 
-def test_folding_the_projections_changes_nothing_but_rounding() -> None:
+def test_folded_projections_are_equal_up_to_rounding() -> None:
     model = Model((1, 1), VariantCall("softmax"), TINY)
     batch = max_retrieval.draw(0, "test", 9, 0, 4)
     with torch.inference_mode():
@@ -145,7 +145,7 @@ def test_folding_the_projections_changes_nothing_but_rounding() -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_evaluation_does_not_depend_on_chunks_and_swaps_share_the_model(
+def test_evaluation_does_not_depend_on_the_chunk_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = trained("softmax", 0)
@@ -166,7 +166,7 @@ def test_evaluation_does_not_depend_on_chunks_and_swaps_share_the_model(
     assert whole["own"].metrics == pytest.approx(whole["substitute"].metrics, abs=1e-6)
 
 
-def test_training_is_reproducible_and_shared_between_variants_at_the_start() -> None:
+def test_training_is_reproducible_and_variants_share_initial_values() -> None:
     models = [trained("ssmax", 5) for _ in range(2)]
     for x, y in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(x, y)
@@ -176,7 +176,7 @@ def test_training_is_reproducible_and_shared_between_variants_at_the_start() -> 
         assert torch.equal(value, other.get_parameter(name))
 
 
-def test_a_variants_own_parameters_are_not_decayed() -> None:
+def test_variant_parameters_have_no_weight_decay() -> None:
     model = Model((1, 1), VariantCall("ssmax"), TINY)
     network, own = parameter_groups(model, 0.5)
     assert (network["weight_decay"], own["weight_decay"]) == (0.5, 0.0)
@@ -193,13 +193,13 @@ def test_one_cycle_rises_to_the_peak_and_falls_to_zero() -> None:
     assert rates[-1] < 1e-6
 
 
-def test_a_loss_that_is_not_finite_ends_training() -> None:
+def test_a_nan_loss_ends_training() -> None:
     model = torch.nn.Linear(1, 1)
     with pytest.raises(NotFinite, match=r"nan at step 4"):
         fit(model, lambda step: model.weight.sum() * math.nan, TINY, silent)
 
 
-def test_a_tally_reports_nan_and_want_of_memory_and_lets_defects_through() -> None:
+def test_a_tally_reports_nan_and_out_of_memory_and_raises_other_errors() -> None:
     def found(value: float) -> BatchResult:
         return BatchResult(
             {"weight_sum": torch.tensor([1.0, value])}, {"best_keys": torch.ones(2, 3)}
@@ -215,7 +215,7 @@ def test_a_tally_reports_nan_and_want_of_memory_and_lets_defects_through() -> No
     assert (tally.outcome().status, tally.outcome().message) == ("nan", "not finite: weight_sum")
     tally = Tally()
     tally.add(out_of_memory)
-    tally.add(lambda: found(1.0))  # not counted any more
+    tally.add(lambda: found(1.0))  # ignored after a failure
     assert tally.outcome().status == "oom"
     assert "can't allocate" in tally.outcome().message
     with pytest.raises(ZeroDivisionError):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import shutil
+import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
+from evals.__main__ import main
+from evals.reporting.latex import escape, latex_table
 from evals.reporting.readme_tables import overview
 from evals.reporting.scores import of_group, of_summary
 from evals.results.store import Row
 from evals.results.summary import csv_text, groups
-from helpers.evals_rows import row
+from helpers.evals_rows import row, written
 
 
 def rows(scores: dict[str, tuple[float | None, ...]], lengths: tuple[int, ...]) -> list[Row]:
@@ -59,13 +67,187 @@ def test_overview_shows_both_ends_and_the_effective_length(tmp_path: Path) -> No
 
 def test_rows_and_their_summary_give_the_same_scores() -> None:
     (group,) = groups(rows({"softmax": (0.98, 0.5), "ssmax": (0.9, None)}, (16, 64)))
-    summary = [
-        dict(zip(lines[0].split(","), line.split(","), strict=True))
-        for lines in [csv_text([group]).replace('"one-cycle cosine, 10 steps"', "x").splitlines()]
-        for line in lines[1:]
-    ]
+    summary = list(csv.DictReader(io.StringIO(csv_text([group]))))
     one, other = of_group(group, group.task.score), of_summary("max-retrieval", summary)
-    assert one.lines == other.lines
-    assert (one.lengths, one.train_length, one.chance) == ([16, 64], 16, pytest.approx(0.1))
-    assert one.title == other.title
-    assert one.notes() == other.notes()
+    assert one == other
+
+
+# ---- export
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two variants, two lengths and two seeds two points apart. One result failed."""
+    found = [
+        row(variant, value + 0.02 * seed, seed=seed, length=length)
+        for variant, values in {"softmax": (0.96, 0.5), "ssmax(s=0.4)": (0.9, 0.6)}.items()
+        for length, value in zip((16, 64), values, strict=True)
+        for seed in (0, 1)
+    ]
+    found[-1] |= {"status": "oom", "metrics": {}, "message": "out of memory"}
+    return written(tmp_path / "results", found)
+
+
+def exported(folder: Path, *arguments: str) -> int:
+    return main(["export", str(folder), *arguments])
+
+
+def test_csv_has_a_line_per_variant_length_and_metric(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported(folder, "--format", "csv") == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(line["variant"], line["length"], line["mean"]) for line in lines] == [
+        ("ssmax(s=0.4)", "16", "0.91"), ("ssmax(s=0.4)", "64", "0.6"),
+        ("softmax", "16", "0.97"), ("softmax", "64", "0.51"),
+    ]  # fmt: skip
+    first = lines[0]
+    assert (first["interval_low"], first["interval_high"], first["seeds"]) == ("0.9", "0.92", "2")
+    assert (first["untrained_seeds"], first["chance"], first["train_length"]) == ("2", "0.1", "16")
+    assert (lines[1]["failed"], lines[1]["seeds"], lines[1]["standard_error"]) == ("oom", "1", "")
+
+
+def test_markdown_is_the_table_of_the_readme(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported(folder, "--format", "markdown") == 0
+    text = capsys.readouterr().out
+    assert table_rows(text) == [
+        ["`ssmax(s=0.4)` † 2/2", "91.0 (90.0–92.0)", "60.0*"],
+        ["`softmax`", "97.0 (96.0–98.0)", "51.0 (50.0–52.0)"],
+    ]
+    assert text.startswith("**max-retrieval**: Accuracy, %, by eval length n. Mean of 2 seeds")
+
+
+def test_latex_is_a_bare_tabular_with_mean_and_interval(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported(folder, "--format", "latex") == 0
+    text = capsys.readouterr().out
+    comments = [line for line in text.splitlines() if line.startswith("%")]
+    assert any("did not reach 95 %" in line for line in comments)
+    assert text.splitlines()[len(comments) :] == [
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r" & \multicolumn{2}{c}{Eval length $n$} \\",
+        r"\cmidrule(lr){2-3}",
+        r"Variant & 16 & 64 \\",
+        r"\midrule",
+        r"ssmax(s=0.4)$^{\dagger\,2/2}$ & 91.0 {\scriptsize [90.0, 92.0]} & "
+        r"60.0\textsuperscript{*} \\",
+        r"softmax & 97.0 {\scriptsize [96.0, 98.0]} & 51.0 {\scriptsize [50.0, 52.0]} \\",
+        r"\midrule",
+        r"Chance & 10.0 & 10.0 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+SPECIAL = "[a_1]*\\x{y} 100% $z^2$ #~<b>|&\"'`\u2028\n% end->log_n(s=1)"
+
+
+def test_latex_special_characters_are_escaped() -> None:
+    assert escape("a_1 & 5% of $x^2$ #1 ~") == (
+        r"a\_1 \& 5\% of \$x\textasciicircum{}2\$ \#1 \textasciitilde{}"
+    )
+    assert escape("a\\b{c}->d") == r"a\textbackslash{}b\{c\}$\to$d"
+    assert escape("[a]\n* b\u2028c") == "{[}a{]} {*} b c"
+    (group,) = groups(rows({SPECIAL: (0.5,)}, (16,)))
+    lines = latex_table(of_group(group, group.task.score)).splitlines()
+    assert sum(line.endswith(r"\\") for line in lines) == 4  # the name did not end a row
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex with booktabs")
+def test_latex_compiles(tmp_path: Path) -> None:
+    found = rows({SPECIAL: (0.5, None), "softmax->ssmax": (0.9, 0.4)}, (16, 64))
+    (group,) = groups(found)
+    page = (
+        r"\documentclass{article}\usepackage{booktabs}\begin{document}"
+        "\n" + latex_table(of_group(group, group.task.score)) + r"\end{document}"
+    )
+    (tmp_path / "page.tex").write_text(page)
+    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "page.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert (tmp_path / "page.pdf").exists()
+
+
+def test_figures_open_and_are_the_same_each_time(folder: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert exported(folder, "--figures", "png,svg,pdf", "--out", str(one)) == 0
+    assert exported(folder, "--figures", "svg,pdf", "--format", "csv", "--out", str(other)) == 0
+    start = "max-retrieval-accuracy"
+    assert {path.name for path in one.iterdir()} == {f"{start}.{x}" for x in ("png", "svg", "pdf")}
+    assert {path.name for path in other.iterdir()} == {
+        f"{start}.{x}" for x in ("svg", "pdf", "csv")
+    }
+    with Image.open(one / f"{start}.png") as image:
+        assert image.format == "PNG"
+        assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 10
+    root = ElementTree.parse(one / f"{start}.svg").getroot()
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "ssmax(s=0.4)" in texts  # text, not outlines
+    pdf = (one / f"{start}.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF-")
+    assert b"CreationDate" not in pdf
+    for kind in ("svg", "pdf"):
+        file = f"{start}.{kind}"
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+
+
+def test_metrics_and_lengths_are_chosen(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert exported(folder, "--format", "latex", "--metric", "all", "--out", str(out)) == 0
+    assert len(list(out.iterdir())) == 7
+    one = tmp_path / "one.csv"
+    arguments = ("--metric", "hit_rate,accuracy", "--lengths", "64")
+    assert exported(folder, "--format", "csv", *arguments, "--out", str(one)) == 0
+    lines = list(csv.DictReader(one.read_text().splitlines()))
+    assert {line["length"] for line in lines} == {"64"}
+    assert {line["metric"] for line in lines} == {"hit_rate", "accuracy"}
+
+
+def test_several_settings_of_a_task_have_files_of_their_own(tmp_path: Path) -> None:
+    found = [row("softmax", 0.5), row("softmax", 0.6, key="other", device="cuda:0")]
+    folder = written(tmp_path / "results", found)
+    out = tmp_path / "out"
+    assert exported(folder, "--format", "markdown", "--out", str(out)) == 0
+    files = {path.name: path.read_text() for path in out.iterdir()}
+    assert set(files) == {"max-retrieval-accuracy.md", "max-retrieval-2-accuracy.md"}
+    assert all("(device c" in text for text in files.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "export needs --format or --figures"),
+        (("--figures", "png"), "--figures needs --out DIR, got no --out"),
+        (("--figures", "gif", "--out", "x"), "--figures must be among png, svg, pdf, got gif"),
+        (("--format", "csv", "--metric", "no"), "--metric must be among accuracy, hit_rate, "),
+        (("--format", "csv", "--lengths", "7"), "--lengths must be among 16, 64, got 7"),
+        (("--format", "csv", "--out", "x.tex"), "--out must end in .csv with --format csv, got "),
+        (("--format", "csv", "--out", "there.txt"), "--out must be a folder or a .csv, .tex, .md "),
+    ],
+)
+def test_wrong_use_is_an_error_and_writes_nothing(
+    arguments: tuple[str, ...],
+    message: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.txt").write_text("mine")
+    assert exported(folder, *arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert Path("there.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"there.txt", "results"}
+
+
+def test_a_file_that_cannot_be_written_is_an_error(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert exported(folder, "--format", "csv", "--out", str(tmp_path / "file" / "x.csv")) == 2
+    assert "could not be written" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What goes wrong in a run of evals ends in one line or in a row, and loses nothing."""
+"""Errors of a study end in one line or in a row, and lose no results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASK = "max-retrieval"
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes: a write that passes them is cut short, then fails."""
+    """Limit the size of files: a write beyond it is cut short, then fails."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
     try:
@@ -40,7 +40,7 @@ def full_disk(size: int) -> Iterator[None]:
 # ---- a full disk ------------------------------------------------------------------------------
 
 
-def test_a_row_that_does_not_fit_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_row_on_a_full_disk_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = Rows(path)
     rows.append(row("softmax", 0.5, key="a"))
@@ -54,7 +54,7 @@ def test_a_row_that_does_not_fit_leaves_the_file_as_it_was(tmp_path: Path) -> No
     assert Rows(path).damaged == 0
 
 
-def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+def test_a_file_on_a_full_disk_keeps_the_old_content(tmp_path: Path) -> None:
     file = tmp_path / "summary.csv"
     write_whole(file, "old")
     with full_disk(1000), pytest.raises(NotWritten, match=r"summary\.csv could not be written"):
@@ -79,7 +79,7 @@ def test_a_run_on_a_full_disk_ends_in_one_line(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_benchmark_whose_file_does_not_fit_ends_in_one_line(
+def test_a_benchmark_on_a_full_disk_ends_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "out.json"
@@ -92,11 +92,11 @@ def test_a_benchmark_whose_file_does_not_fit_ends_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- defects ----------------------------------------------------------------------------------
+# ---- errors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_without_workers_a_defect_ends_its_run_alone(
+def test_an_error_ends_only_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = runs.train
@@ -112,8 +112,14 @@ def test_without_workers_a_defect_ends_its_run_alone(
     rows = (tmp_path / TASK / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line)["variant"] for line in rows] == ["ssmax"]
     shown = capsys.readouterr().err
-    assert shown.startswith("failed: max-retrieval softmax seed 0: Traceback")
-    assert "KeyError: 'a defect'" in shown
+    first, _, *rest = shown.splitlines()
+    assert first.startswith("[1/2] max-retrieval softmax seed 0: failed after ")
+    assert rest == [
+        "failed: max-retrieval softmax seed 0: KeyError: 'a defect'",
+        "Repeat the command with --verbose for the traceback.",
+    ]
+    assert main([*run, "--verbose"]) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -128,17 +134,17 @@ STEPS = Settings(
 )
 
 
-def test_a_last_step_to_nan_is_no_training() -> None:
+def test_nan_parameters_after_the_last_step_raise() -> None:
     model = nn.Linear(1, 1)
 
-    def loss(step: int) -> torch.Tensor:  # finite, and its gradient is not
+    def loss(step: int) -> torch.Tensor:  # finite with a gradient that is not
         return (model.weight - model.weight.detach()).abs().sum().sqrt()
 
     with pytest.raises(NotFinite, match="parameters are not finite after step 1"):
         fit(model, loss, STEPS, lambda step, value, part: None)
 
 
-def test_what_an_error_comes_from_is_told_by_the_parameters() -> None:
+def test_an_error_with_nan_parameters_is_reported_as_not_finite() -> None:
     model = nn.Linear(1, 1)
 
     def loss(step: int) -> torch.Tensor:
@@ -153,8 +159,8 @@ def test_what_an_error_comes_from_is_told_by_the_parameters() -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("steps", ["1", "2", "30"])
-def test_a_run_that_diverges_ends_in_rows(steps: str, tmp_path: Path) -> None:
-    """After one step the parameters are huge, and finite; after two they are not."""
+def test_a_diverging_run_gives_rows_with_status_nan(steps: str, tmp_path: Path) -> None:
+    """After one step the parameters are huge but finite; after two they are not finite."""
     options = ["--variants", "softmax,ssmax,softmax->topk", "--set", "learning_rate=1e38"]
     run = [*SMALL, *options, "--steps", steps, "--workers", "0", "--out", str(tmp_path)]
     assert main(run) in (0, 1)

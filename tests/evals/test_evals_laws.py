@@ -1,4 +1,4 @@
-"""The laws: the closed forms hold, and a wrong one is found."""
+"""The command ``laws``: the closed forms hold, and wrong ones are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evals.__main__ import main
 from evals.measures.arithmetic import lean_arithmetic
 
 
-def test_every_law_holds_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_law_holds_and_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["laws", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     for law in laws.LAWS:
@@ -39,14 +39,14 @@ def test_every_law_holds_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "wrong",
     [
-        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # n for n − 1
+        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # n, not n − 1
         laws.Law("sparsemax", {}, None, forms.entmax_shrinking(1.8)),
         laws.Law("softmax", {}, None, lambda n, kappa: math.nan),
-        laws.Law("entmax", {}, uniform=lambda n: 1 / n),  # softmax's
+        laws.Law("entmax", {}, uniform=lambda n: 1 / n),  # the law of softmax
         laws.Law("softmax", {}, uniform=lambda n: 0.0),
     ],
 )
-def test_a_wrong_law_is_found(
+def test_wrong_law_is_reported_as_broken(
     wrong: laws.Law, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(tmp_path, laws=(wrong,)) == 1
@@ -55,7 +55,7 @@ def test_a_wrong_law_is_found(
 
 @pytest.mark.parametrize(
     ("law", "n", "gap", "value"),
-    [  # worked by hand
+    [  # computed by hand
         (forms.softmax_fixed, 2, math.log(3), 3 / 4),
         (forms.sigmoid_fixed, 3, math.log(3), 1 / 2),
         (forms.sparsemax_fixed, 4, 0.5, 5 / 8),
@@ -65,11 +65,11 @@ def test_a_wrong_law_is_found(
         (forms.with_log_gain(forms.softmax_fixed, 1.0), 5, 1.0, 5 / 9),
     ],
 )
-def test_closed_forms(law, n: int, gap: float, value: float) -> None:
+def test_closed_form_values(law, n: int, gap: float, value: float) -> None:
     assert law(n, gap) == pytest.approx(value, rel=1e-5)
 
 
-def test_entmax_law_is_not_held_where_its_support_exceeds_n() -> None:
+def test_entmax_law_does_not_hold_if_its_support_exceeds_n() -> None:
     law = next(law for law in laws.LAWS if str(law) == "sparsemax")
     assert not law.holds(1024, 0.001)
     assert law.holds(1024, laws.KAPPA)
@@ -77,7 +77,7 @@ def test_entmax_law_is_not_held_where_its_support_exceeds_n() -> None:
 
 @pytest.mark.parametrize(
     ("law", "n", "value"),
-    [  # worked by hand
+    [  # computed by hand
         (forms.entmax_uniform(1.0), 16, 1 / 16),
         (forms.entmax_uniform(1.5), 16, 1 / 4),
         (forms.entmax_uniform(2.0), 16, 1.0),
@@ -89,14 +89,14 @@ def test_jacobian_norms_at_equal_scores(law, n: int, value: float) -> None:
     assert law(n) == pytest.approx(value, rel=1e-12)
 
 
-def test_jacobians_hold_to_the_last_digits() -> None:
+def test_jacobian_laws_are_exact() -> None:
     with lean_arithmetic():
         points = [point for point in laws.measure(lengths=()) if point.gap == "uniform"]
     assert {str(point.law) for point in points} == {str(law) for law in laws.LAWS}
     assert all(point.deviation < 1e-12 for point in points)
 
 
-# ------------------------------------------------------------------------- a third party's
+# ---- plugins
 
 PLUGIN = """
 import attnzoo
@@ -112,7 +112,7 @@ LAWS = {laws}
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a plugin registers is gone after its test."""
+    """Remove the variants that a plugin registered."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(plugins, "_LOADED", {})
     yield
@@ -120,9 +120,9 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_plugin_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LAWS", ())
-    monkeypatch.setattr(laws, "without_law", lambda found: [])
+    monkeypatch.setattr(command, "without_law", lambda found: [])
 
 
 def plugin(folder: Path, name: str, stated: str) -> Path:
@@ -131,11 +131,10 @@ def plugin(folder: Path, name: str, stated: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("power", "status"), [("1", 0), ("2", 1)], ids=["a right law", "a broken law"]
-)
-def test_a_plugin_is_held_to_its_laws(
-    power: str, status: int, few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("power", "status"), [("1", 0), ("2", 1)], ids=["right law", "wrong law"])
+@pytest.mark.usefixtures("only_plugin_laws")
+def test_laws_of_a_plugin_are_checked(
+    power: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stated = f'(Law("laws_stated", {{}}, uniform=lambda n: n ** -{power}),)'
     assert command.command(plugin=plugin(tmp_path, "laws_stated", stated)) == status
@@ -145,12 +144,13 @@ def test_a_plugin_is_held_to_its_laws(
 
 
 @pytest.mark.parametrize("stated", ["3", "(1,)", '(Law("no_such_variant"),)'])
-def test_laws_that_are_none_are_refused(stated: str, few: None, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="LAWS"):
-        command.command(plugin=plugin(tmp_path, "laws_refused", stated))
+@pytest.mark.usefixtures("only_plugin_laws")
+def test_invalid_laws_of_a_plugin_raise(stated: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="LAWS of a plugin must"):
+        command.command(plugin=plugin(tmp_path, "laws_invalid", stated))
 
 
-def test_a_plugin_without_laws_is_measured(
+def test_plugin_without_laws_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "LAWS", ())
@@ -166,21 +166,21 @@ def column(table: Table, name: str) -> list[str]:
     return [line[table.header.index(name)] for line in table.rows]
 
 
-def test_what_has_no_law_is_measured() -> None:
+def test_variant_without_law_is_measured() -> None:
     table = command.measured_table(VariantCall("topk", (("top_k", 4),)), lengths=(16, 64))
-    keep = math.exp(1.5) / (math.exp(1.5) + 3)  # one at Δ = 1.5 and three at 0 are kept
+    keep = math.exp(1.5) / (math.exp(1.5) + 3)  # it keeps one key at Δ = 1.5 and three at 0
     assert column(table, "Δ=1.5") == [f"{keep:.6f}", f"{keep:.6f}", "0.000"]
-    assert column(table, "Jacobian") == ["0.250000", "0.250000", "0.000"]  # uniform over four
+    assert column(table, "Jacobian norm") == ["0.250000", "0.250000", "0.000"]  # over four keys
     soft = command.measured_table(VariantCall("softmax"), lengths=(2**15, 2**16))
     assert column(soft, "Δ=1")[-1] == "-1.000"  # e/n
 
 
-def test_growth() -> None:
+def test_growth_is_the_exponent_between_the_largest_n() -> None:
     assert laws.growth([4, 16, 64], [9.0, 2.0, 0.25]) == pytest.approx(-1.5)
     assert laws.growth([4, 16], [1.0, 0.0]) is None
 
 
-def test_a_variant_that_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_variant_with_an_unsupported_length_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     call = VariantCall("cosformer", (("max_length", 16),))
     assert command.main(laws=(), variants=[call]) == 0
     assert "max_length=16 is below the length" in capsys.readouterr().out

@@ -1,6 +1,6 @@
-"""Loggers get each training's loss and each metric by length, and are refused where they cannot be.
+"""Loggers get the loss of each training and each metric by length.
 
-TensorBoard and wandb are stood in for by what records the calls that they get.
+Stubs that record calls replace TensorBoard and wandb.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
-def test_tensorboard_gets_a_folder_for_each_training(
+def test_tensorboard_has_a_folder_per_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, list[tuple[str, int]]] = {}
@@ -55,7 +55,7 @@ def test_tensorboard_gets_a_folder_for_each_training(
     assert ("test/accuracy", 16) in calls
 
 
-def test_wandb_gets_a_run_for_each_training_with_its_own_axes(
+def test_wandb_has_a_run_per_training_with_its_own_axes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Any] = []
@@ -82,12 +82,12 @@ def test_wandb_gets_a_run_for_each_training_with_its_own_axes(
         assert run.finished
 
 
-def test_without_its_package_a_logger_is_refused_before_anything_is_trained(
+def test_a_missing_logger_package_ends_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     out = tmp_path / "out"
     assert main([*RUN, "--log", "wandb", "--out", str(out)]) == 2
-    assert "error: --log wandb: " in (text := capsys.readouterr().err)
+    assert "error: --log wandb needs a package" in (text := capsys.readouterr().err)
     assert "attnzoo[wandb]" in text
     assert not out.exists()

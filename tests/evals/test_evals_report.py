@@ -1,4 +1,4 @@
-"""The report: what it says, that hostile texts stay texts, and that it works in a browser."""
+"""The report: its content, the escaping of hostile texts, and its behaviour in a browser."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RANKED = ["ssmax", "softmax->log_n(train_length=16)", EVIL, "softmax", "cosforme
 
 
 def row(task: str, variant: str, length: int, seed: int, score: float | None, longest: int) -> Row:
-    """A row as a run writes it; the other metrics follow the score."""
+    """A row as a run writes it. All metrics have the value of the score."""
     positions = "none" if task == "needle" else "rope"
     metrics = {metric.name: score for metric in TASKS[task].metrics}
     peaks = {"softmax": [0.4, 0.3], "ssmax": [0.9, 0.8]}.get(variant)
@@ -61,7 +61,7 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
 
 
 def rows() -> list[Row]:
-    """Two seeds of needle, one of the language model; the last cell of all is missing a seed."""
+    """Two seeds of needle, of which ssmax lacks one at n = 64, and one of the language model."""
     found = []
     for variant, scores in ACCURACY.items():
         for length, score in zip(LENGTHS, scores):
@@ -76,12 +76,12 @@ def rows() -> list[Row]:
 
 
 def shown(found: list[Row]) -> list[Shown]:
-    """Their groups, without a picture."""
+    """The groups of the rows, without pictures."""
     return [Shown(group, fitted(group)) for group in groups(found)]
 
 
 class Page(HTMLParser):
-    """What a browser would find: ids, attributes, scripts, and tables as texts."""
+    """The ids, attributes, scripts and table texts that a browser would find."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -136,17 +136,17 @@ def page(html: str) -> Page:
     return Page(html)
 
 
-def test_hostile_texts_stay_texts(html: str, page: Page) -> None:
+def test_hostile_texts_are_escaped(html: str, page: Page) -> None:
     assert "<script>alert" not in html
     assert "<img" not in html
-    assert len(page.scripts) == 1  # ours
+    assert len(page.scripts) == 1  # that of the report
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
     words = "".join(page.texts)
     for text in (f"{NOTE} {EVIL}", f"not finite: {EVIL}", f"{EVIL} † 2/2"):
         assert text in words
 
 
-def test_nothing_is_fetched(page: Page) -> None:
+def test_page_loads_nothing_from_elsewhere(page: Page) -> None:
     for _, attrs in page.tags:
         assert not {"srcset", "action", "data", "poster", "xlink:href"} & set(attrs)
         assert str(attrs.get("src", "data:")).startswith("data:")
@@ -161,25 +161,27 @@ def test_nothing_is_fetched(page: Page) -> None:
     assert str(policy).startswith("default-src 'none'; img-src data:;")
 
 
-def test_the_leaderboard_is_ranked_at_the_longest_length(page: Page) -> None:
+def test_leaderboard_is_sorted_by_the_longest_length(page: Page) -> None:
     head, *lines, chance = page.boards[0]
-    assert head == ["series", "16in distribution", "64× 4", "256× 16"]
+    assert head[:3] == ["variant", "n = 16train length", "n = 644 × train"]
+    assert head[3:] == ["n = 25616 × train", "effective length"]
     assert [line[0].split(" †")[0] for line in lines] == RANKED
     assert [line[0] for line in lines if "†" in line[0]] == [f"{EVIL} † 2/2"]
-    assert lines[0] == ["ssmax", "98.097.0 … 99.0", "89.0*", "80.079.0 … 81.0"]
-    assert lines[-1][-1] == "nan"
-    assert chance == ["chance", "10.0", "10.0", "10.0"]
+    assert lines[0] == ["ssmax", "98.097.0 … 99.0", "89.0*", "80.079.0 … 81.0", "64"]
+    assert lines[-1][-2:] == ["nan", "16"]
+    assert [line[-1] for line in lines if "†" in line[0]] == ["—"]  # not trained
+    assert chance == ["chance", "10.0", "10.0", "10.0", ""]
 
 
-def test_lower_is_better_where_the_task_says_so(page: Page) -> None:
+def test_leaderboard_of_a_loss_is_sorted_ascending(page: Page) -> None:
     lines = page.boards[1][1:-1]
     assert [line[0] for line in lines] == ["ssmax · rope", "sigmoid · rope", "softmax · rope"]
-    assert lines[0][1:] == ["2.20", "2.50", "2.75"]  # one seed: no intervals
+    assert lines[0][1:] == ["2.20", "2.50", "2.75"]  # no intervals with one seed
     sorts = [attrs["aria-sort"] for tag, attrs in page.tags if "aria-sort" in attrs]
     assert sorts == ["descending", "ascending"]
 
 
-def test_every_link_leads_somewhere(page: Page) -> None:
+def test_every_link_has_a_target(page: Page) -> None:
     links = {str(attrs["href"])[1:] for tag, attrs in page.tags if tag == "a"}
     assert len(set(page.ids)) == len(page.ids)
     assert links <= set(page.ids)
@@ -193,30 +195,29 @@ def test_every_row_is_shown(html: str) -> None:
     assert "needle softmax none 1 64" in body
 
 
-def test_failed_and_missing_cells_are_listed(html: str) -> None:
+def test_failed_and_missing_results_are_listed(html: str) -> None:
     listed = html[html.index("id='failed'") :].split("</details>")[0]
-    assert "2 cells failed or missing" in listed
+    assert "2 results with failed or missing seeds" in listed
     assert "cosformer(max_length=512), n = 256</a> — nan in 2 of 2 seeds: not finite" in listed
     assert "ssmax, n = 64</a> — missing in 1 of 2 seeds" in listed
     whole = report_html(shown([r for r in rows() if r["task"] == "language-model"]), "")
     assert "id='failed'" not in whole
 
 
-def test_theory_where_heads_were_looked_at(html: str) -> None:
+def test_theory_is_shown_only_if_heads_were_measured(html: str) -> None:
     needle, language = html.split("<section id='language-model'>")
-    assert "Theory beside measurement" in needle
-    assert "Theory beside measurement" not in language
+    assert "Theory and measurement" in needle
+    assert "Theory and measurement" not in language
 
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Shown]:
-    """Both groups with their pictures."""
+    """The groups of both tasks with their pictures."""
     return [replace(one, pictures=pictures(one.group, one.heads)) for one in shown(rows())]
 
 
-def test_the_pictures_are_part_of_the_page(drawn: list[Shown]) -> None:
-    """Curves, the first one open, the law of the heads, and maps where there is something to map;
-    what is hostile among the names is drawn as text."""
+def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
+    """The curves, the fitted law of the heads, and the heat maps that have data."""
     needle, language = drawn
     names = [metric.name for metric in TASKS["needle"].metrics]
     found = [picture.name for picture in needle.pictures]
@@ -234,13 +235,13 @@ def test_the_pictures_are_part_of_the_page(drawn: list[Shown]) -> None:
         f"data:image/png;base64,{b64encode(p.data).decode()}" for p in needle.pictures
     ]
     opened = [tag for tag, attrs in page.tags if tag == "details" and "open" in attrs]
-    assert len(opened) == 3  # what failed, the score, the law
+    assert len(opened) == 3  # the failures, the score, the law
     for heading in ("Length curves", "Heat maps"):
         assert f"<h3>{heading}" in html
         assert f"<h3>{heading}" not in report_html([replace(needle, pictures=())], "")
 
 
-def test_groups_of_one_task_are_told_apart() -> None:
+def test_groups_of_one_task_have_their_own_headings() -> None:
     other = [r | {"settings": r["settings"] | {"steps": 40}} for r in rows()]
     page = Page(report_html(shown([*rows(), *other]), ""))
     assert {"needle-1", "needle-2"} <= set(page.ids)
@@ -257,7 +258,7 @@ FLAGS = (
 
 @pytest.fixture
 def browser(tmp_path: Path, drawn: list[Shown]) -> Iterator[webdriver.Chrome]:
-    """Chromium on the page, from disk."""
+    """Chromium with the page opened from disk."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
     for flag in (*FLAGS, f"user-data-dir={tmp_path / 'profile'}"):
@@ -279,7 +280,9 @@ def click(browser: webdriver.Chrome, element: WebElement) -> None:
 
 
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
-def test_in_a_browser(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_sorting_links_and_phone_width_in_a_browser(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
     def one(query: str) -> WebElement:
         return browser.find_element(By.CSS_SELECTOR, f"#needle {query}")
 
@@ -296,7 +299,7 @@ def test_in_a_browser(browser: webdriver.Chrome, tmp_path: Path) -> None:
     click(browser, heads[0])
     assert names()[-1] == "ssmax"
     click(browser, heads[3])
-    assert names()[-1].startswith("cosformer")  # without a score: last, whichever the way
+    assert names()[-1].startswith("cosformer")  # without a score, it is last in both orders
     click(browser, heads[3])
     assert names()[-1].startswith("cosformer")
 

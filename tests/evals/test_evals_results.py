@@ -1,4 +1,4 @@
-"""From rows to what is shown: estimates, groups, tables, summary.csv, and two results compared."""
+"""Statistics, groups, tables, summary.csv, and the commands report and compare."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_estimates() -> None:
     assert estimate([]) is None
 
 
-def test_the_bootstrap_of_few_seeds_counts_every_resample() -> None:
+def test_the_bootstrap_of_few_seeds_enumerates_resamples() -> None:
     # Of three seeds each of the 27 resamples; all three the same occurs once: 1/27 > 2.5 %.
     assert bootstrap([0.0, 3.0, 6.0]) == (0.0, 6.0)
     # Of four 256: four times the least has 1/256, with one of the second least 5/256, and so on.
     assert bootstrap([0.0, 4.0, 8.0, 12.0]) == pytest.approx((2.0, 10.0))
 
 
-def test_the_bootstrap_of_many_seeds_is_the_same_each_time_and_near_the_normal() -> None:
+def test_the_bootstrap_of_many_seeds_is_reproducible_and_near_normal() -> None:
     values = [float(i) for i in range(20)]
     low, high = bootstrap(values)
     assert (low, high) == bootstrap(values)
@@ -69,7 +69,7 @@ def test_rows_are_grouped_by_task_settings_device_and_data() -> None:
     found = groups(rows)
     assert [group.task.name for group in found] == ["max-retrieval"] * 4 + ["mqar"]
     assert sorted(len(group.rows) for group in found) == [1, 1, 1, 1, 2]
-    with pytest.raises(UsageError, match="unknown task 'nosuch'; known: max-retrieval"):
+    with pytest.raises(UsageError, match="unknown task 'nosuch': load its file with --plugin"):
         groups([row("softmax", 0.5) | {"task": "nosuch"}])
 
 
@@ -86,17 +86,17 @@ def test_differences_are_paired_by_seed_and_position() -> None:
     assert point.metrics["accuracy"].count == 2
     assert point.failures == {"oom": 1}
     assert group.points[SOFTMAX, 16].versus_baseline is None
-    assert failures(group) == ["failed: ssmax, n = 16: out of memory (oom, 1 seed(s))"]
+    assert failures(group) == ["failed: ssmax, n = 16: out of memory (1 of 3 seeds)"]
 
 
-def test_a_cell_counts_as_trained_from_the_bar_on() -> None:
+def test_a_run_is_trained_if_its_score_reaches_the_bar() -> None:
     rows = [row("softmax", 0.95), row("ssmax", 0.949), row("ssmax", 1.0, length=64)]
     (group,) = groups(rows)
     assert group.untrained(SOFTMAX) == 0
     assert group.untrained(SSMAX) == 1
     shown = score_tables(group)[0]
     assert [line[0] for line in shown.rows] == ["softmax", "ssmax † 1/1"]
-    assert "chance 10.0 %" in shown.title
+    assert "chance 10 %" in shown.title
     assert legend(group) == ["† 1/1: did not reach 95 % at the train length (n = 16)"]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
     assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed is not a trained one
@@ -137,23 +137,23 @@ def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
     assert lines[0]["train_length"] == "16"
 
 
-def test_rows_of_several_versions_are_said() -> None:
+def test_results_of_several_versions_give_a_warning() -> None:
     rows = [row("softmax", 0.5), row("softmax", 0.5, seed=1, torch="3")]
-    assert mixtures(groups(rows)) == ["warning: rows of several values of torch: 2, 3"]
+    assert mixtures(groups(rows)) == ["warning: results of several versions of torch: 2, 3"]
 
 
 def test_two_versions_of_a_variant_are_never_averaged() -> None:
-    """As when a plugin's file changed between two runs into one folder: the latest counts."""
+    """The latest version counts if a plugin's file changed between two studies in one folder."""
     rows = [row("mine", 0.1, seed=seed, version="old") for seed in (0, 1)]
     rows += [row("mine", 0.9, seed=0, version="new", key="other")]
     (group,) = groups(rows)
     assert group.points[Series("mine", "none"), 16].metrics["accuracy"].mean == 0.9
     assert [line.split("warning: max-retrieval: ")[1] for line in mixtures([group])] == [
-        "mine: 2 row(s) of other versions left out"
+        "mine: left out 2 result(s) of other versions of the variant"
     ]
 
 
-def test_results_under_several_settings_or_test_sizes_are_told_apart_and_all_shown() -> None:
+def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> None:
     more = {**SETTINGS, "steps": 11}
     rows = [
         row("softmax", 0.1),
@@ -178,7 +178,7 @@ def test_results_under_several_settings_or_test_sizes_are_told_apart_and_all_sho
     assert [group.apart for group in groups(rows[:1])] == [""]
 
 
-def test_the_readmes_table_is_the_summary(tmp_path: Path) -> None:
+def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
     rows = [row(v, s, seed=i, length=n) for v, n, scores in (
         ("softmax", 16, (0.96, 0.98)), ("softmax", 64, (0.5, 0.5)),
         ("ssmax", 16, (0.9, 0.96)), ("ssmax", 64, (0.6, None)),
@@ -186,7 +186,7 @@ def test_the_readmes_table_is_the_summary(tmp_path: Path) -> None:
     assert scores_table(tmp_path) == "Nothing has been measured yet.\n"
     (tmp_path / "max-retrieval.csv").write_text(csv_text(groups(rows)))
     text = scores_table(tmp_path)
-    assert "**max-retrieval**: Accuracy, %. Mean of 2 seeds (95 % bootstrap interval) by " in text
+    assert "**max-retrieval**: Accuracy, %, by eval length n. Mean of 2 seeds (95 % " in text
     assert "Train length n = 16, chance 10 %." in text
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert lines == [
@@ -205,12 +205,12 @@ def test_results_are_read_from_a_folder_or_the_folder_of_a_task(tmp_path: Path) 
     assert len(read_rows([folder])) == 2
     assert len(read_rows([folder / "needle"])) == 1
     assert len(read_rows([folder, folder / "needle"])) == 2
-    with pytest.raises(UsageError, match="there is no rows.jsonl"):
+    with pytest.raises(UsageError, match="it has no rows.jsonl"):
         read_rows([folder, tmp_path / "nosuch"])
 
 
 def spoilt(**changes: object) -> dict:
-    """A row with other values, or without those that are given as `...`."""
+    """A row with changed values; ``...`` removes a field."""
     changed = row("softmax", 0.5) | changes
     return {name: value for name, value in changed.items() if value is not ...}
 
@@ -223,20 +223,20 @@ def spoilt(**changes: object) -> dict:
             spoilt(metrics={"accuracy": float("nan")}),
             "metrics.accuracy must be a finite number, got nan",
         ),
-        (spoilt(metrics={"hit_rate": 0.5}), "metrics has no accuracy, although status is ok"),
+        (spoilt(metrics={"hit_rate": 0.5}), "metrics must have 'accuracy' where status is 'ok'"),
         (spoilt(metrics=0.5), "metrics must be a table, got 0.5"),
         (
             spoilt(curves={"head_peak": [0.5, None]}),
             "curves.head_peak must each be a number, got None",
         ),
-        (spoilt(seed="0"), "seed must be a whole number, got '0'"),
+        (spoilt(seed="0"), "seed must be an int, got '0'"),
         (spoilt(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
         (spoilt(settings={"steps": 3}), "settings.train_shortest is missing"),
-        ([1], "a row must be a table, got [1]"),
+        ([1], "the row must be a table, got [1]"),
     ],
 )
 @pytest.mark.parametrize("command", ["report", "compare", "max-retrieval"])
-def test_a_line_that_is_no_row_is_named_and_nothing_is_written(
+def test_a_malformed_row_ends_with_its_line_number(
     command: str, line: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = written(tmp_path / "results", [row("softmax", 0.5)])
@@ -251,13 +251,13 @@ def test_a_line_that_is_no_row_is_named_and_nothing_is_written(
     assert main([command, *arguments[command]]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"error: {file}, line 3: {message}")
-    assert shown.endswith("; mend or remove this line\n")
+    assert shown.endswith("; correct or remove this line\n")
     assert shown.count("\n") == 1
     assert file.read_bytes() == before
     assert [path for path in folder.rglob("*") if path.is_file()] == [file]
 
 
-def test_a_report_of_results_that_are_there(
+def test_report_of_existing_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
@@ -291,10 +291,10 @@ def test_compare_shows_gains_and_fails_below_a_bound(
     assert main(["compare", *folders, "--fail-below", "-3.5"]) == 1
     text = capsys.readouterr().out
     assert "below -3.5: max-retrieval, softmax, n = 16: -4.0" in text
-    assert "1 of 2 are not below -3.5" in text
+    assert "1 of 2 gains are at least -3.5" in text
 
 
-def test_a_bound_that_is_no_number_is_refused_and_other_data_is_said(
+def test_compare_rejects_a_nan_bound_and_reports_other_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.5, data="other")])
@@ -303,7 +303,9 @@ def test_a_bound_that_is_no_number_is_refused_and_other_data_is_said(
     assert "has data = made by hand in A and other in B" in capsys.readouterr().out
 
 
-def test_a_lower_loss_is_a_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_counts_a_lower_loss_as_a_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = {"task": "language-model", "positions": "rope"}
     folders = both(tmp_path, [row("softmax", 3.0, **task)], [row("softmax", 2.5, **task)])
     assert main(["compare", *folders, "--fail-below", "0.4"]) == 0
@@ -312,16 +314,16 @@ def test_a_lower_loss_is_a_gain(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("after", [[], [row("softmax", None)]], ids=["missing", "failed"])
-def test_what_b_lacks_fails(
+def test_compare_fails_for_results_missing_in_b(
     after: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = both(tmp_path, [row("softmax", 0.5)], [row("ssmax", 0.5), *after])
     assert main(["compare", *folders]) == 0
     assert main(["compare", *folders, "--fail-below", "-100"]) == 1
-    assert "B lacks seed 0" in capsys.readouterr().out
+    assert "B has no seed 0" in capsys.readouterr().out
 
 
-def test_other_settings_are_said_and_several_are_refused(
+def test_compare_reports_other_settings_and_rejects_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = row("softmax", 0.5, settings={**SETTINGS, "steps": 11})
@@ -330,4 +332,4 @@ def test_other_settings_are_said_and_several_are_refused(
     assert "max-retrieval has steps = 10 in A and 11 in B" in capsys.readouterr().out
     written(tmp_path / "b", [row("softmax", 0.5, seed=7)])
     assert main(["compare", *folders]) == 2
-    assert "B has max-retrieval under 2 settings" in capsys.readouterr().err
+    assert "B must have one setting of each task, got 2 of max-retrieval" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Whole runs of max-retrieval, small: results, killing and resuming, failures, plugins."""
+"""Small studies of max-retrieval: output, resuming, failures, shards, plugins."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes two seconds of each run; one run shows that it works."""
+    """Skip drawing, which takes two seconds per study and is tested once."""
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of one run that nothing disturbed, in this process."""
+    """The results of an uninterrupted study in this process."""
     out = tmp_path_factory.mktemp("undisturbed")
     assert main([*SMALL, "--workers", "0", "--out", str(out)]) == 0
     return out
 
 
-def test_a_run_leaves_rows_summary_plots_and_report(undisturbed: Path) -> None:
+def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> None:
     rows = lines(undisturbed)
     assert len({row["key"] for row in rows}) == len(rows) == ROWS
     for row in rows:
@@ -79,7 +79,7 @@ def test_a_run_leaves_rows_summary_plots_and_report(undisturbed: Path) -> None:
     }
     assert (
         len(list((undisturbed / TASK / "models").iterdir())) == 4
-    )  # a substitute has no training of its own
+    )  # a substitution has no training of its own
     with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
     assert len(summary) == ROWS / 2
@@ -100,7 +100,7 @@ def test_a_run_leaves_rows_summary_plots_and_report(undisturbed: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_killed_run_goes_on_and_ends_with_the_same_summary(
+def test_a_killed_study_continues_to_the_same_summary(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = start([*SMALL, "--workers", "1", "--out", str(tmp_path)])
@@ -113,7 +113,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_summary(
     assert 0 < len(before) < ROWS
     assert not (tmp_path / TASK / "summary.csv").exists()
     assert main([*SMALL, "--workers", "0", "--out", str(tmp_path)]) == 0
-    assert f"{ROWS} rows, {len(before)} of them there already" in capsys.readouterr().out
+    assert f"{len(before)} of {ROWS} results are already in" in capsys.readouterr().out
     after = lines(tmp_path)
     assert after[: len(before)] == before
     assert len({row["key"] for row in after}) == len(after) == ROWS
@@ -122,7 +122,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_summary(
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_torn_last_line_costs_one_row_and_no_training(
+def test_a_torn_last_line_repeats_one_row_without_training(
     undisturbed: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -134,33 +134,59 @@ def test_a_torn_last_line_costs_one_row_and_no_training(
     rows.write_bytes(rows.read_bytes()[:-20])
     (out / TASK / "summary.csv").unlink()
     monkeypatch.setattr(runs, "train", None)  # the trained model is there
-    assert main([*SMALL, "--workers", "0", "--out", str(out)]) == 0
+    assert main([*SMALL, "--workers", "0", "--out", str(out), "--verbose"]) == 0
     assert (out / TASK / "summary.csv").read_bytes() == wanted
     text = capsys.readouterr().out
-    assert f"{ROWS} rows, {ROWS - 1} of them there already" in text
-    assert "0 trainings, 1 rows" in text
-    assert "1 unreadable line(s)" in text
+    assert f"{ROWS - 1} of {ROWS} results are already in" in text
+    assert f"to do: 0 trainings and 1 of {ROWS} results" in text
+    assert "skipped 1 unreadable line(s)" in text
     assert rows.read_bytes().count(b"\n") == ROWS + 1
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_console_shows_tables_schedule_chance_cost_and_the_papers_figures(
+def test_the_output_is_a_plan_a_line_per_run_a_score_table_and_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    options = ["--workers", "0", "--out", str(tmp_path), "--steps", "2"]
+    assert main([*SMALL, *options]) == 0
+    shown = capsys.readouterr()
+    assert [line.split(":")[0] for line in shown.err.splitlines()] == [
+        "[1/4] max-retrieval softmax seed 0", "[2/4] max-retrieval ssmax seed 0",
+        "[3/4] max-retrieval softmax seed 1", "[4/4] max-retrieval ssmax seed 1",
+    ]  # fmt: skip
+    plan, _, title, header, *table, legend, note, few, _, preset, report = shown.out.splitlines()
+    assert plan == (
+        "max-retrieval: 3 variants, 2 seeds, train length 16, eval lengths up to 64: 4 runs to do"
+    )
+    assert title == (
+        "max-retrieval: Accuracy, % (higher is better) by eval length n; train length 16, "
+        "chance 10.0, mean ± standard error of 2 seeds"
+    )
+    assert re.fullmatch(r"variant +n = 16 +n = 32 +n = 64", header)
+    pattern = r"[^ ]+ † 2/2" + r" +\d+\.\d ±\d+\.\d" * 3
+    assert len(table) == 3
+    assert all(re.fullmatch(pattern, line) for line in table)
+    assert (legend[:5], note[:5], few[:14]) == ("a->b:", "† k/2", "With only 2 se")
+    assert preset == "The smoke preset checks that everything runs. Its scores mean nothing."
+    assert report == f"Report: {tmp_path / TASK / 'report.html'}"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_verbose_prints_all_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--preset", "paper", "--variants", "softmax,softmax->adaptive_temperature"]
-    sizes = ["--seeds", "1", "--steps", "2", "--lengths", "16,32,33", "--workers", "0"]
+    sizes = ["--seeds", "1", "--steps", "2", "--lengths", "16,32,33", "--workers", "0", "--verbose"]
     assert main(["max-retrieval", *options, *sizes, "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert re.search(r"softmax, paper +98\.6 +97\.1\?\n", text)
     assert re.search(r"softmax->adaptive_temperature, here +\d+\.\d +\d+\.\d\n", text)
-    assert "Accuracy, %, minus softmax" in text
-    assert "chance 10.0 %" in text
+    assert "Accuracy, %: difference from softmax" in text
+    assert "chance 10.0" in text
     assert "schedule: one-cycle cosine, 2 steps" in text
     assert re.search(r"softmax->adaptive_temperature +shared +\d+\.\d", text)
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_training_to_nan_is_rows_that_say_so(
+def test_a_nan_in_training_is_stored_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = runs.train
@@ -182,11 +208,11 @@ def test_training_to_nan_is_rows_that_say_so(
     with (tmp_path / TASK / "summary.csv").open() as file:
         line = next(line for line in csv.DictReader(file) if line["variant"] == "ssmax")
     assert (line["seeds"], line["failed"], line["accuracy_se"]) == ("1", "nan:1", "")
-    assert main(run) == 0  # it is not tried again
-    assert "0 trainings, 0 rows" in capsys.readouterr().out
+    assert main(run) == 0  # it is not repeated
+    assert "0 runs to do" in capsys.readouterr().out
 
 
-def test_a_run_of_failures_alone_is_shown_as_well(
+def test_a_study_with_only_failures_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_):
@@ -194,7 +220,7 @@ def test_a_run_of_failures_alone_is_shown_as_well(
 
     monkeypatch.setattr(runs, "train", broken)
     options = ["--variants", "softmax", "--lengths", "16,32", "--workers", "0"]
-    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 1  # nothing at all succeeded
+    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 1  # nothing succeeded
     assert {row["status"] for row in lines(tmp_path)} == {"oom"}
     assert re.search(r"softmax † 2/2 +oom +oom", capsys.readouterr().out)
     assert (tmp_path / TASK / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
@@ -214,16 +240,16 @@ def test_a_model_that_cannot_be_read_is_trained_again(
     for path, content in zip(sorted((tmp_path / TASK / "models").iterdir()), wrong, strict=False):
         path.write_bytes(content)
     assert main([*SMALL, "--workers", "0", "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().err.count("cannot be read, and is trained again") == 3
+    assert capsys.readouterr().err.count("warning: cannot read ") == 3
     same = (tmp_path / TASK / "summary.csv").read_bytes()
     assert same == (undisturbed / TASK / "summary.csv").read_bytes()
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_second_run_into_the_same_folder_keeps_the_results_of_the_first(
+def test_a_second_study_in_a_folder_keeps_the_first_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other variants, other test sizes, another training: each is added to what is there."""
+    """Other variants, test sizes or trainings are added to the folder."""
     few = ["--lengths", "16,64", "--workers", "0", "--out", str(tmp_path), "--steps", "2"]
     small = ["--set", "test_least=4", "--set", "test_items=640"]
     seen: list[list[tuple[str, ...]]] = []
@@ -239,24 +265,24 @@ def test_a_second_run_into_the_same_folder_keeps_the_results_of_the_first(
         "steps 2, test sequences 40 at 16, 10 at 64",
         "steps 3",
     }
-    assert capsys.readouterr().out.count(f"\n{TASK} · ") == 5  # 2 groups, then 3
+    assert capsys.readouterr().out.count(f"\n{TASK} (") == 5  # 2 groups, then 3
     page = (tmp_path / TASK / "report.html").read_text()
     assert all(f"<h2>{TASK} · {x['settings']}</h2>" in page for x in lines)
-    assert "6 rows of earlier ones are shown, too" in page
+    assert "The folder also has 6 results made with other options." in page
     pictures = {path.name for path in (tmp_path / TASK).glob("accuracy*")}
     assert pictures == {"accuracy.png", "accuracy-2.png", "accuracy-3.png"}
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_two_shards_are_one_whole_run(
+def test_two_shards_give_the_same_summary(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index in range(2):
         shard = [*SMALL, "--workers", "0", "--shard", f"{index}/2", "--out", str(tmp_path)]
         assert main(shard) == 0
         text = capsys.readouterr().out
-        assert f"to do (shard {index} of 2)" in text
-        assert ("rows are missing, of other shards" in text) == (index == 0)
+        assert f"2 runs to do in shard {index} of 2" in text
+        assert ("Results of other shards are missing" in text) == (index == 0)
     names = {path.name for path in (tmp_path / TASK).glob("rows*")}
     assert names == {"rows-0-of-2.jsonl", "rows-1-of-2.jsonl"}
     summary = (tmp_path / TASK / "summary.csv").read_bytes()
@@ -292,7 +318,7 @@ for weights in (relu, holes, greedy, defect):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
-def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) -> None:
+def test_nan_kills_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_path: Path) -> None:
     plugin, out = tmp_path / "plugin.py", tmp_path / "out"
     plugin.write_text(PLUGIN)
     variants = "my_relu,softmax->my_holes,softmax->my_greedy,my_defect"
@@ -317,9 +343,9 @@ def test_a_plugin_runs_and_nan_killing_and_defects_end_no_run(tmp_path: Path) ->
     assert "not finite" in found["softmax->my_holes", 48]["message"]
     assert "process killed twice at n = 32" in found["softmax->my_greedy", 32]["message"]
     assert "failed: softmax->my_greedy, n = 32: process killed twice" in text
-    # A defect is no result: it has no row, the other cells run, and the status says so.
+    # An error gives no row, the other runs continue, and the exit status is 1.
     assert process.returncode == 1
-    assert "failed: max-retrieval my_defect seed 0: Traceback" in errors
-    assert "█" not in errors  # no bars off a terminal
-    assert "KeyError: 'a defect'" in errors
+    assert "failed: max-retrieval my_defect seed 0: KeyError: 'a defect'" in errors
+    assert "█" not in errors  # no bars without a terminal
+    assert "Traceback" not in errors
     assert re.search(r"my_defect † 1/1 +\d+\.\d +missing +missing", text)

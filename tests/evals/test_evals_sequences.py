@@ -1,5 +1,5 @@
-"""Sequence tasks: each generator against a hand-worked instance, an oracle that is always right,
-and blind guesses that are right by chance; the model, its training and its tests."""
+"""Sequence tasks: data against values by hand, an oracle and blind guesses; the model, its training
+and evaluation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from evals.harness.training import evaluate, train
 from evals.measures.heads import Watch, learned, substituted
 from evals.task import HeadSample
 from evals.tasks import TASKS, flip_flop, language_model, mqar
-from evals.tasks.families.sequence import Batch, Sequence, Settings
+from evals.tasks.families.sequence import Batch, SequenceTask, Settings
 from evals.tasks.language_model import DIGITS, corpus
 
-SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, Sequence)}
+SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, SequenceTask)}
 SMOKE = {name: task.presets["smoke"].settings for name, task in SEQUENCES.items()}
 
 
 def words(seed: int, split: int, length: int, index: int, count: int) -> list[int]:
-    """The raw words of one sequence, straight from numpy's Philox."""
+    """The raw words of one sequence from numpy's Philox."""
     key = np.array([seed, (split << 32) | length], dtype=np.uint64)
     blocks = -(-count // 4)
     return np.random.Philox(counter=index * blocks, key=key).random_raw(4 * blocks).tolist()[:count]
@@ -38,28 +38,28 @@ def choice(word: int, choices: int) -> int:
 
 
 def ranked(some: list[int]) -> list[int]:
-    """Places of the words in ascending order."""
+    """Indices of the words in ascending order."""
     return sorted(range(len(some)), key=some.__getitem__)
 
 
-# ---- hand-worked instances
+# ---- data by hand
 
 
-def test_mqar_is_pairs_and_then_each_key_again() -> None:
+def test_mqar_has_pairs_and_then_each_key() -> None:
     settings = mqar.Settings(steps=1, batch=1, train_shortest=8, train_longest=8, vocabulary=16)
-    raw = words(5, 2, 8, 3, 8 + 2 + 4)  # a word per key, per value and per later place
+    raw = words(5, 2, 8, 3, 8 + 2 + 4)  # a word per key, per value and per later position
     keys = [1 + k for k in ranked(raw[:8])[:2]]
     values = [9 + choice(word, 7) for word in raw[8:10]]
-    places = [4 + place for place in ranked(raw[10:14])[:2]]
+    later = [4 + index for index in ranked(raw[10:14])[:2]]
     tokens, answers = [keys[0], values[0], keys[1], values[1], 0, 0, 0, 0], [-1] * 8
-    for place, key, value in zip(places, keys, values, strict=True):
-        tokens[place], answers[place] = key, value
+    for index, key, value in zip(later, keys, values, strict=True):
+        tokens[index], answers[index] = key, value
     batch = mqar.draw(5, "test", 8, 3, 4, settings)
     assert batch.tokens[0].tolist() == tokens
     assert batch.answers[0].tolist() == answers
 
 
-def test_flip_flop_asks_for_the_bit_last_written() -> None:
+def test_flip_flop_answers_are_the_last_written_bits() -> None:
     steps, index = 8, 1
     raw = words(2, 2, 2 * steps, index, 2 * steps)
     tokens, answers, stored = [], [], 0
@@ -80,25 +80,27 @@ def test_flip_flop_asks_for_the_bit_last_written() -> None:
 @pytest.mark.parametrize(
     ("split", "ignored"), [("train", 0.8), ("test", 0.8), ("sparse", 0.98), ("dense", 0.1)]
 )
-def test_flip_flops_tails_ignore_as_much_as_they_say(split: str, ignored: float) -> None:
+def test_flip_flop_splits_have_their_share_of_ignored_bits(split: str, ignored: float) -> None:
     kinds = flip_flop.draw(0, split, 256, 0, 400, None).tokens[:, 2:-2:2]
     shares = [(kinds == kind).double().mean().item() for kind in (4, 2, 3)]
     assert shares == pytest.approx([ignored, (1 - ignored) / 2, (1 - ignored) / 2], abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [("copy", lambda s: s), ("reverse", lambda s: s[::-1]), ("sort", sorted)],
 )
-def test_what_is_read_is_said_again(name: str, said: Callable[[list[int]], list[int]]) -> None:
+def test_copy_reverse_and_sort_by_hand(
+    name: str, expected: Callable[[list[int]], list[int]]
+) -> None:
     symbols = [choice(word, 32) for word in words(1, 2, 5, 0, 5)]
     batch = SEQUENCES[name].batch(1, "test", 5, 0, 1, SMOKE[name])
-    assert batch.tokens[0].tolist() == [*symbols, 32, *said(symbols)]
-    assert batch.answers[0].tolist() == [*[-1] * 5, *said(symbols), -1]
+    assert batch.tokens[0].tolist() == [*symbols, 32, *expected(symbols)]
+    assert batch.answers[0].tolist() == [*[-1] * 5, *expected(symbols), -1]
     assert SEQUENCES[name].tokens(5) == 11
 
 
-def test_a_needle_is_planted_and_its_digits_are_asked_for() -> None:
+def test_a_planted_needle_by_hand() -> None:
     length, index = 96, 3
     raw = words(4, 6, length, index, 2 + DIGITS)
     text = corpus()[0]["test"]
@@ -115,7 +117,7 @@ def test_a_needle_is_planted_and_its_digits_are_asked_for() -> None:
     assert (plain.answers[:, :-1] == plain.tokens[:, 1:]).all()
 
 
-def test_training_reads_other_text_and_every_second_sequence_has_a_needle() -> None:
+def test_training_text_is_separate_and_every_second_sequence_has_a_needle() -> None:
     texts, digest = corpus()
     assert len(digest) == 16
     assert min(map(len, texts.values())) > 2**18
@@ -127,7 +129,7 @@ def test_training_reads_other_text_and_every_second_sequence_has_a_needle() -> N
     batch = language_model.draw(0, "train", 128, 0, 40, None)
     found = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
     assert found == [0, 2] * 20
-    assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # all of the text is learned from
+    assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # every byte is predicted
     assert batch.asked.all()
 
 
@@ -146,22 +148,22 @@ def test_a_sequence_depends_on_seed_split_length_and_index_only() -> None:
 @pytest.mark.parametrize(
     ("name", "length", "message"),
     [
-        ("mqar", 30, "multiples of 4"),
-        ("mqar", 1024, "no more than 128 pairs"),
-        ("flip-flop", 7, "even numbers from 4 on, got 7"),
-        ("language-model", 20, "at least 44, got 20"),
+        ("mqar", 30, "multiple of density = 4"),
+        ("mqar", 1024, "at most 128 pairs"),
+        ("flip-flop", 7, "an even int >= 4, got 7"),
+        ("language-model", 20, ">= 44, got 20"),
     ],
 )
-def test_lengths_that_a_task_cannot_have_are_refused(name: str, length: int, message: str) -> None:
+def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SEQUENCES[name].batch(0, "test", length, 0, 1, SMOKE[name])
 
 
-# ---- oracles and chance: what follows from the tokens alone
+# ---- oracles and chance
 
 
 def solve(name: str, tokens: list[int]) -> Iterator[int]:
-    """The answers to what a sequence asks, in order, from the tokens alone."""
+    """The answers of a sequence, in order, from its tokens."""
     if name == "mqar":
         pairs = len(tokens) // 4
         value = dict(zip(tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2], strict=True))
@@ -190,15 +192,17 @@ SPLITS = [
     (name, split)
     for name, task in SEQUENCES.items()
     for split in task.splits.values()
-    if (name, split) != ("language-model", "test")  # text has no oracle
+    if (name, split) != ("language-model", "test")  # there is no oracle for text
 ]
 
 
 @pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_an_oracle_scores_everything_and_one_mistake_is_seen(name: str, split: str) -> None:
+def test_an_oracle_scores_one_and_a_mistake_lowers_it(name: str, split: str) -> None:
     task, batch = SEQUENCES[name], drawn(name, split, 20)
     solved = [answer for row in batch.tokens.tolist() for answer in solve(name, row)]
-    logits = torch.nn.functional.one_hot(torch.tensor(solved), task.vocabulary(SMOKE[name])) * 30.0
+    size = task.vocabulary_size(SMOKE[name])
+    logits = torch.nn.functional.one_hot(torch.tensor(solved), size) * 30.0
+
     found = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
     hits = {k: v for k, v in found.items() if k != "loss"}
     assert set(hits.values()) == {1.0}
@@ -222,7 +226,7 @@ def test_a_blind_guess_scores_chance(name: str, split: str) -> None:
         "language-model": (ord("0"), ord("9") + 1),
     }.get(name, (0, 32))
     blind = torch.randint(*guesses, (asked,), generator=torch.Generator().manual_seed(0))
-    logits = torch.nn.functional.one_hot(blind, task.vocabulary(settings)).double()
+    logits = torch.nn.functional.one_hot(blind, task.vocabulary_size(settings)).double()
     found = {k: v.double() for k, v in task.read(logits, batch).metrics.items()}
     score = found["digits" if name == "language-model" else "accuracy"]
     chance = 1 / (guesses[1] - guesses[0])
@@ -231,21 +235,21 @@ def test_a_blind_guess_scores_chance(name: str, split: str) -> None:
         assert task.chance(settings) == pytest.approx(chance)
 
 
-def test_of_text_a_blind_guess_costs_eight_bits() -> None:
+def test_uniform_logits_cost_eight_bits_per_byte() -> None:
     task, batch = SEQUENCES["language-model"], drawn("language-model", "test", 8)
-    figures = task.read(torch.zeros(int(batch.asked.sum()), 256), batch)
-    assert figures.metrics["bits"].mean().item() == pytest.approx(8)
-    assert figures.metrics["bits_last"].mean().item() == pytest.approx(8)
-    assert figures.curves["bits_by_position"].shape == (8, 16)
+    found = task.read(torch.zeros(int(batch.asked.sum()), 256), batch)
+    assert found.metrics["bits"].mean().item() == pytest.approx(8)
+    assert found.metrics["bits_last"].mean().item() == pytest.approx(8)
+    assert found.curves["bits_by_position"].shape == (8, 16)
     assert task.chance(SMOKE["language-model"]) == 8
 
 
-def test_exact_match_takes_every_symbol() -> None:
+def test_exact_match_needs_every_symbol() -> None:
     batch = drawn("copy", "test", 3)
     logits = torch.nn.functional.one_hot(batch.answers[batch.asked], 33).double()
     logits[5] = 0  # one symbol of the first sequence
-    figures = SEQUENCES["copy"].read(logits, batch)
-    assert figures.metrics["exact"].tolist() == [0, 1, 1]
+    found = SEQUENCES["copy"].read(logits, batch)
+    assert found.metrics["exact"].tolist() == [0, 1, 1]
     logits[-1] = math.nan
     assert SEQUENCES["copy"].read(logits, batch).metrics["exact"].isnan().any()
 
@@ -269,7 +273,7 @@ def model_of(variant: str, positions: str = "rope", settings: Settings = TINY) -
     return train(FLIP, call, positions, 0, settings, "cpu", silent)
 
 
-def test_training_is_reproducible_and_asks_only_where_an_answer_is() -> None:
+def test_training_is_reproducible_and_the_loss_uses_only_answers() -> None:
     one, two = (model_of("ssmax").state_dict() for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
     model = FLIP.build(VariantCall("softmax"), "none", TINY)
@@ -279,16 +283,16 @@ def test_training_is_reproducible_and_asks_only_where_an_answer_is() -> None:
     torch.testing.assert_close(FLIP.loss(model, batch), wanted)
 
 
-def test_a_step_has_as_many_tokens_at_every_length_and_lengths_grow() -> None:
+def test_batch_sizes_and_lengths_of_training_steps() -> None:
     settings = replace(TINY, steps=10, batch=8, train_longest=16, curriculum=0.5)
-    assert [settings.share(n) for n in (4, 8, 16)] == [32, 16, 8]
-    assert replace(settings, fill=False).share(4) == 8
-    assert settings.ceilings() == [4, 6, 8, 10, 12, 16, 16, 16, 16, 16]
-    assert replace(settings, curriculum=0.0).ceilings() == [16] * 10
+    assert [settings.batch_size(n) for n in (4, 8, 16)] == [32, 16, 8]
+    assert replace(settings, fill=False).batch_size(4) == 8
+    assert settings.longest_per_step() == [4, 6, 8, 10, 12, 16, 16, 16, 16, 16]
+    assert replace(settings, curriculum=0.0).longest_per_step() == [16] * 10
 
 
 @pytest.mark.parametrize("positions", ["none", "rope", "p-rope", "alibi"])
-def test_every_split_is_measured_and_every_head_is_watched(positions: str) -> None:
+def test_all_splits_and_heads_are_measured(positions: str) -> None:
     model = model_of("softmax", positions)
     tests = {"own": None, "substitute": VariantCall("sparsemax")}
     found = evaluate(FLIP, model, tests, 0, 8, TINY, "cpu", silent)
@@ -300,7 +304,7 @@ def test_every_split_is_measured_and_every_head_is_watched(positions: str) -> No
     assert found["own"].curves["head_peak"] != found["substitute"].curves["head_peak"]
 
 
-def test_a_substitution_lasts_as_long_as_it_is_asked_for() -> None:
+def test_a_substitution_is_undone() -> None:
     model = model_of("ssmax")
     tokens = torch.randint(5, (2, 12))
 
@@ -319,7 +323,7 @@ def test_a_substitution_lasts_as_long_as_it_is_asked_for() -> None:
     assert torch.equal(run(), before)
 
 
-def test_heads_of_hand_worked_scores() -> None:
+def test_head_metrics_by_hand() -> None:
     """One head, one row: keys with scores 0, 1 and 3."""
     attention = attnzoo.nn.Attention("softmax", 1)
     q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
@@ -331,7 +335,7 @@ def test_heads_of_hand_worked_scores() -> None:
     assert found["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
     assert found["head_entropy"] == pytest.approx(-(p * p.log()).sum().item() / math.log(3))
     assert found["head_range"] == pytest.approx(3)
-    assert found["head_bound"] == 1  # e³ / 3, of 1
+    assert found["head_bound"] == 1  # min(1, e³ / 3)
     assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
     jacobian = torch.diag(p) - torch.outer(p, p)
     assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
@@ -339,7 +343,7 @@ def test_heads_of_hand_worked_scores() -> None:
 
 
 @pytest.mark.parametrize("positions", ["none", "alibi"])
-def test_softmax_never_passes_its_bound_and_every_visible_key_counts(positions: str) -> None:
+def test_softmax_stays_below_its_bound(positions: str) -> None:
     q, k = torch.randn(2, 3, 2, 300, 8, generator=torch.Generator().manual_seed(0))
     slopes = {"alibi": torch.tensor([4.0, 0.5])} if positions == "alibi" else {}
     attention = attnzoo.nn.Attention("softmax", 2)
@@ -349,12 +353,12 @@ def test_softmax_never_passes_its_bound_and_every_visible_key_counts(positions: 
     assert (found["head_peak"] <= found["head_bound"]).all()
     assert found["head_peak"].shape == (2 * 4, 2)  # of two sequences the last four rows
     assert (found["head_bound"] < 1).any() == (positions == "none")
-    if positions == "alibi":  # though fp64 holds no weight of the farthest key
+    if positions == "alibi":  # although the farthest keys have weight 0 in fp64
         assert (found["head_range"][:, 0] > 4 * 290).all()
     assert "head_jacobian" not in found  # beyond 256 keys
 
 
-def test_a_jacobian_is_of_weights_that_the_scores_alone_give() -> None:
+def test_jacobians_only_of_weights_that_depend_on_scores_alone() -> None:
     q = torch.rand(1, 1, 1, 4)
     for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9})):
         attention = attnzoo.nn.Attention(variant, 1, **params)
@@ -363,7 +367,7 @@ def test_a_jacobian_is_of_weights_that_the_scores_alone_give() -> None:
         assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
 
 
-def test_a_row_that_attends_to_nothing_has_no_effective_keys() -> None:
+def test_a_row_without_weight_has_no_effective_keys() -> None:
     attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
     k = -torch.ones(1, 1, 3, 2)  # no feature is positive
     with Watch(attention, HeadSample(1, 1)) as watch:

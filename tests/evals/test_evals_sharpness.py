@@ -1,4 +1,4 @@
-"""python -m evals sharpness: what it measures on a real model, and what it refuses."""
+"""The command ``sharpness``: its measurements on a real model, and its errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_softmax_flattens_in_a_real_model(
     out = ["--out", str(tmp_path), "--samples", "2", "--lengths", "16,64"]
     assert main([*GIVEN, "--variants", variants, *out]) == 0
     rows = list(csv.DictReader((tmp_path / "sharpness.csv").read_text().splitlines()))
-    assert len(rows) == 3 * 2 * 6 * 12  # variants, lengths, layers, heads
+    assert len(rows) == 3 * 2 * 6 * 12  # variants × lengths × layers × heads
 
     def mean(variant: str, length: int, name: str) -> float:
         found = [
@@ -40,7 +40,7 @@ def test_softmax_flattens_in_a_real_model(
 
     assert mean("softmax", 64, "max_weight") < mean("softmax", 16, "max_weight")
     assert mean("softmax", 64, "n_eff") > mean("softmax", 16, "n_eff")
-    # At 16 keys nothing changes, at 64 the scores are half as large again.
+    # At 16 keys nothing changes; at 64 keys the gain is 1.5.
     same = "log_n(train_length=16)"
     for name in sharpness.METRICS:
         assert mean(same, 16, name) == pytest.approx(mean("softmax", 16, name), rel=1e-4)
@@ -51,8 +51,9 @@ def test_softmax_flattens_in_a_real_model(
     assert "ssmax(s=0.3)" in capsys.readouterr().out
 
 
-def test_metrics_of_causal_rows_count_their_own_keys() -> None:
-    """Equal scores: weight 1/n, entropy log n, n keys. The first row, of one key, is left out."""
+def test_causal_rows_count_only_visible_keys() -> None:
+    """With equal scores a row of n keys has weights 1/n and entropy log n. The first row has one
+    key and is left out."""
     model = convert(llama(), "softmax").model
     with torch.no_grad():
         for layer in model.layers:
@@ -66,7 +67,7 @@ def test_metrics_of_causal_rows_count_their_own_keys() -> None:
         assert row.n_eff == pytest.approx(sum(range(2, 13)) / 11, rel=1e-5)
 
 
-def test_one_key_of_all() -> None:
+def test_metrics_of_one_hot_and_uniform_weights() -> None:
     w = torch.zeros(1, 1, 4, 4)
     w[..., 3] = 1.0
     (row,) = sharpness.measured("x", 4, [w])
@@ -77,7 +78,7 @@ def test_one_key_of_all() -> None:
     assert row.entropy == pytest.approx(math.log(4) / math.log(4))
 
 
-def test_pieces_are_apart_as_far_as_the_text_goes() -> None:
+def test_pieces_are_spread_over_the_text() -> None:
     text = torch.arange(100)
     assert sharpness.cut(text, 20, 4)[:, 0].tolist() == [0, 26, 52, 78]
     assert sharpness.cut(text, 100, 4).shape == (1, 100)
@@ -88,17 +89,17 @@ def test_pieces_are_apart_as_far_as_the_text_goes() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--variants", "softmaxx"], "must name variants"),
-        (["--variants", "softmax->ssmax"], "must name variants"),
+        (["--variants", "softmaxx"], "--variants must be among adaptive_temperature, "),
+        (["--variants", "softmax->ssmax"], "--variants must be among adaptive_temperature, "),
         (["--variants", "cosformer"], "requires the parameter 'max_length'"),
         (["--lengths", "16,1024"], "must be from 2 to 512"),
         (["--lengths", "1"], "must be from 2 to 512"),
-        (["--samples", "0"], "--samples must be at least 1"),
-        (["--text", "nowhere"], "there is no file nowhere"),
+        (["--samples", "0"], "--samples must be an int >= 1, got 0"),
+        (["--text", "nowhere"], "--text must be a file, got nowhere"),
         (["--model", str(ROOT / "docs")], f"--model {ROOT / 'docs'}"),
     ],
 )
-def test_wrong_use(
+def test_wrong_arguments_are_errors_and_write_nothing(
     args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -107,7 +108,7 @@ def test_wrong_use(
     assert not out.exists()
 
 
-def test_all_looks_at_a_pretrained_model_where_one_is_given(
+def test_all_runs_sharpness_if_a_model_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("evals.__main__.run_tasks", lambda *given: 0)
@@ -119,5 +120,5 @@ def test_all_looks_at_a_pretrained_model_where_one_is_given(
     assert main([*line, *GIVEN[1:]]) == 1
     assert (seen[0]["model"], seen[0]["out"]) == (MINILM, tmp_path / "sharpness")
     assert main([*line, "--model", MINILM]) == 2
-    assert "--model and --text go together" in capsys.readouterr().err
+    assert "--model and --text must be given together" in capsys.readouterr().err
     assert main([*line, "--model", MINILM, "--text", "nowhere"]) == 2

@@ -1,4 +1,4 @@
-"""Specs, what is refused, keys, shards, the store and the progress."""
+"""Specs, wrong options, keys, shards, result files and the progress display."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def key(of: Study, seed: int = 0, length: int = 16, positions: str = "none") -> 
         ("softmax->softmax", "softmax", "softmax", {}, "softmax"),
     ],
 )  # fmt: skip
-def test_specs_are_read(text: str, train: str, test: str, params: dict, canonical: str) -> None:
+def test_specs_are_parsed(text: str, train: str, test: str, params: dict, canonical: str) -> None:
     spec = parse_spec(text)
     assert (spec.train.name, spec.test.name, spec.test.params) == (train, test, params)
     assert str(spec) == canonical
@@ -59,7 +59,7 @@ def test_specs_are_read(text: str, train: str, test: str, params: dict, canonica
     assert spec.is_substitution == ("->" in canonical)
 
 
-def test_a_list_is_split_outside_parentheses() -> None:
+def test_split_list_ignores_commas_in_parentheses() -> None:
     assert split_list("a, b(x=1,y=2),c->d(z=3)") == ["a", "b(x=1,y=2)", "c->d(z=3)"]
 
 
@@ -68,23 +68,29 @@ def test_a_list_is_split_outside_parentheses() -> None:
     ["", "a b", "a->", "->a", "a->b->c", "a(1)", "a(x)", "a(x=1", "a(**x)", "a(x=[1])", "a.b", "3",
      "a(x=open('f'))", "a()()", "a(x=1, x=2)"],
 )  # fmt: skip
-def test_specs_that_cannot_be_read_are_refused(text: str) -> None:
+def test_malformed_specs_raise(text: str) -> None:
     with pytest.raises(UsageError, match="cannot read variant"):
         parse_spec(text)
 
 
-REFUSED = {
+WRONG = {
     "unknown variant": (["--variants", "nosuch"], "unknown variant 'nosuch'; known: .*softmax"),
     "unknown substitute": (["--variants", "softmax->nosuch"], "unknown variant 'nosuch'"),
     "unknown parameter": (["--variants", "ssmax(t=1)"], "no parameter 't'; it has: s, b"),
     "bad value": (["--variants", "entmax(alpha=9)"], "alpha must be"),
-    "scale": (["--set", "scale=cube"], "scale must be sqrt or none, got 'cube'"),
-    "setting": (["--set", "scala=none"], "max-retrieval has no setting 'scala'; it has: steps"),
-    "positions": (["--positions", "rope"], "--positions of max-retrieval must be among none"),
-    "config": (["--config", "no/such.toml"], "--config no/such.toml: .*No such file"),
+    "scale": (["--set", "scale=cube"], "scale must be 'sqrt' or 'none', got 'cube'"),
+    "setting": (
+        ["--set", "scala=none"],
+        "max-retrieval has no setting 'scala'; did you mean 'scale'",
+    ),
+    "positions": (["--positions", "rope"], "--positions of max-retrieval must be none, got rope"),
+    "config": (["--config", "no/such.toml"], "--config no/such.toml: No such file"),
     "too short": (["--variants", "cosformer(max_length=32)", "--lengths", "64"], "max_length"),
     "twice": (["--variants", "softmax,softmax"], "listed twice"),
-    "twice, completed": (["--variants", "topk,topk(top_k=8)"], "names topk.* twice"),
+    "twice, completed": (
+        ["--variants", "topk,topk(top_k=8)"],
+        "--variants must not repeat an entry, got topk.* twice",
+    ),
     "a value of its own kind": (["--variants", "ssmax(s={[]: 1})"], "cannot read variant"),
     "log": (
         ["--log", "paper", "--dry-run"],
@@ -92,19 +98,19 @@ REFUSED = {
     ),
     "out": (["--out", "/proc/nosuch"], "/proc/nosuch"),
     "not a spec": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
-    "seeds": (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-    "steps": (["--steps", "0"], "--steps must be at least 1, got 0"),
-    "workers": (["--workers", "-1"], "--workers must be at least 0, got -1"),
-    "length": (["--lengths", "16,1"], "--lengths must each be at least 2, got 1"),
+    "seeds": (["--seeds", "0"], "--seeds must be >= 1, got 0"),
+    "steps": (["--steps", "0"], "--steps must be >= 1, got 0"),
+    "workers": (["--workers", "-1"], "--workers must be >= 0, got -1"),
+    "length": (["--lengths", "16,1"], "--lengths must each be >= 2, got 1"),
     "lengths twice": (["--lengths", "16,16"], "twice"),
     "device": (["--device", "abacus"], "--device must be cpu, cuda or cuda:N"),
-    "no such GPU": (["--device", "cuda:99"], "torch sees"),
+    "no such GPU": (["--device", "cuda:99"], "got 'cuda:99'; torch finds"),
     "no plugin": (["--plugin", "no/such/file.py"], "--plugin must be a Python file"),
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_run_is_refused_before_anything_is_written(
+@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_options_end_with_one_line_and_write_nothing(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -115,21 +121,37 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    "options", [["--preset", "huge"], ["--lengths", "many"], ["--nosuch"], ["--set", "cube"]]
+    ("options", "message"),
+    [
+        (["--preset", "smok"], "--preset must be smoke, quick or paper, got 'smok'; did you mean"),
+        (["--lengths", "many"], "--lengths must be positive ints separated by commas"),
+        (["--sed", "1"], "unknown argument '--sed'; did you mean '--seeds'?"),
+        (["--set", "cube"], "--set must be NAME=VALUE, got 'cube'"),
+        (["--seeds", "x"], "--seeds must be of type int, got 'x'"),
+        (["--seeds"], "--seeds needs a value"),
+    ],
 )
-def test_unknown_options_end_with_usage(
-    options: list[str], capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_name_the_closest_match(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main(["max-retrieval", *options])
     assert end.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {message}")
+    assert second == "For help: python -m evals max-retrieval --help"
 
 
-def test_a_seed_beyond_what_torch_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_names_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["max-retreival"])
+    assert "did you mean 'max-retrieval'?" in capsys.readouterr().err
+
+
+def test_a_seed_above_32_bits_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["ranks", "--seed", str(2**64)])
-    assert "a seed is an integer from 0 to 2³² − 1" in capsys.readouterr().err
+    assert "--seed must be an int from 0 to 4294967295" in capsys.readouterr().err
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,18 +159,25 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
     assert main(["max-retrieval", *few, "--dry-run", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "3 variants × 1 positions × 3 seeds × 2 lengths = 18 rows, 0 of them" in text
-    assert "6 trainings, 18 rows" in text  # two trainings per seed serve three variants
-    assert re.search(r"  max-retrieval ssmax seed 2: 2 rows, about \d+ s\n", text)
-    assert re.search(r"about \d+\.\d minutes on \d+ worker", text)
+    # Two trainings per seed serve three variants.
+    assert re.search(
+        r"max-retrieval: 3 variants, 3 seeds, train length 16, eval lengths up to 32: 6 runs .*\n"
+        r"max-retrieval: 6 runs, about [\d:]+ of computing time\n"
+        r"all together: about [\d:]+ \(h:mm:ss or m:ss\) on \d+ workers?, an estimate .*\n\Z",
+        text,
+    )
+    assert main(["max-retrieval", *few, "--dry-run", "--verbose", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "6 trainings and 18 of 18 results" in text
+    assert re.search(r"  max-retrieval ssmax seed 2: 2 results, about \d+ s\n", text)
     assert "one-cycle cosine, 2000 steps" in text
     assert not out.exists()
 
 
-def test_a_dry_run_makes_little_data_and_times_models_of_one_size_once(
+def test_a_dry_run_draws_little_data_and_times_equal_models_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """What it takes does not depend on how much is to be tested."""
+    """The time of a dry run does not depend on the number of test sequences."""
     made: list[tuple[str, str, int, int]] = []
     family = type(TASK)
     batch = family.batch
@@ -165,12 +194,12 @@ def test_a_dry_run_makes_little_data_and_times_models_of_one_size_once(
     assert sum(length * count for _, _, length, count in tests) < 10_000  # not 9 times 2¹⁵
     assert sum(split == "train" for _, split, _, _ in made) == 4
     text = capsys.readouterr().out
-    assert "an estimate, from a training step" in text
+    assert "an estimate from one training step" in text
     needle, here = (plan_study(TASKS[t], Options(), {}).runs({})[0] for t in ("needle", TASK.name))
     assert costs.kind(needle) == costs.kind(here)  # equal models: timed once for both
 
 
-def test_a_key_changes_with_whatever_the_figures_depend_on() -> None:
+def test_a_key_depends_on_everything_that_scores_depend_on() -> None:
     base = study("softmax")
     substitute = study("softmax->adaptive_temperature")
     keys = {
@@ -192,32 +221,32 @@ def test_a_key_changes_with_whatever_the_figures_depend_on() -> None:
     assert base.training_key(train, "none", 0) == study("softmax", test_sequences=9).training_key(
         train, "none", 0
     )
-    # More seeds, lengths or variants leave a cell what it was.
+    # More seeds, lengths or variants do not change the keys of other runs.
     wider = replace(base, specs=(*base.specs, *substitute.specs), seeds=5, lengths=(16, 99))
     assert key(wider) == key(base)
 
 
-def test_shards_together_are_the_whole() -> None:
+def test_shards_partition_the_runs() -> None:
     whole = replace(study("softmax", "ssmax", "softmax->log_n(train_length=16)"), seeds=3)
     parts = [whole.runs({}, Shard(index, 4)) for index in range(4)]
     every = [run.training_key for run in whole.runs({})]
-    assert len(every) == 6  # a substitute rests on softmax's training
+    assert len(every) == 6  # the substitution shares the training of softmax
     assert sorted(run.training_key for part in parts for run in part) == sorted(every)
     assert [len(part) for part in parts] == [2, 2, 1, 1]
-    # What is done already does not move the rest to another shard.
+    # Finished runs do not move others to another shard.
     done = {key: {} for test in parts[0][0].tests.values() for key in test}
     assert [j.training_key for j in whole.runs(done, Shard(1, 4))] == [
         j.training_key for j in parts[1]
     ]
 
 
-def test_the_length_of_training_is_always_tested_and_what_a_task_knows_is_filled_in() -> None:
+def test_the_train_length_and_required_parameters_are_added() -> None:
     given = Options(preset="smoke", lengths=[64], variants=["cosformer", "topk", "topk(top_k=3)"])
     planned = plan_study(TASK, given, {})
     assert planned.lengths == (16, 64)
     names = [str(spec) for spec in planned.specs]
     assert names == ["cosformer(max_length=16384)", "topk(top_k=8)", "topk(top_k=3)"]
-    assert complete(parse_spec("nosuch").train, 9).name == "nosuch"  # refused elsewhere
+    assert complete(parse_spec("nosuch").train, 9).name == "nosuch"  # plan_study reports it
 
 
 @pytest.mark.parametrize("preset", ["smoke", "quick", "paper"])
@@ -230,7 +259,7 @@ def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     assert {reason for reason in planned.left_out.values() if "alibi" not in reason} == set()
 
 
-def test_every_variant_is_every_registered_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant_lists_all_registered_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     found = every_variant(16)
     assert found[0] == "softmax"
     assert {parse_spec(text).test.name for text in found} == set(attnzoo.list_variants())
@@ -238,7 +267,7 @@ def test_every_variant_is_every_registered_one(monkeypatch: pytest.MonkeyPatch) 
     assert "softmax->log_n(train_length=16)" in found
 
 
-def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_refused() -> None:
+def test_unsupported_position_encodings_are_left_out_or_raise() -> None:
     given = Options(preset="smoke", variants=["softmax", "cosformer"], positions=["rope", "alibi"])
     planned = plan_study(TASKS["mqar"], given, {})
     assert [(str(s), p) for s, p in planned.left_out] == [("cosformer(max_length=4096)", "alibi")]
@@ -247,7 +276,7 @@ def test_a_pair_that_cannot_be_is_left_out_and_said_and_one_that_never_can_is_re
         plan_study(TASKS["mqar"], given.model_copy(update={"positions": ["alibi"]}), {})
 
 
-def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) -> None:
+def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:
     for index in range(2):
         Folder(tmp_path, Shard(index, 2)).append(row("softmax", 0.5, key=f"k{index}"))
     with (tmp_path / "rows-0-of-2.jsonl").open("ab") as file:
@@ -260,7 +289,7 @@ def test_a_folder_is_all_shards_files_and_each_writes_its_own(tmp_path: Path) ->
     ]  # fmt: skip
 
 
-def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
+def test_torn_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "rows.jsonl"
     rows = Rows(path)
     assert not path.parent.exists()
@@ -280,7 +309,7 @@ def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
     assert json.loads(path.read_bytes().splitlines()[0]) == row("softmax", 0.5, key="a")
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_write_whole_replaces_a_file(tmp_path: Path) -> None:
     for text in ("first", "second"):
         write_whole(tmp_path / "file", text)
     assert (tmp_path / "file").read_text() == "second"
@@ -288,7 +317,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 class Screen(io.StringIO):
-    """A terminal that remembers."""
+    """A terminal that keeps its output."""
 
     def isatty(self) -> bool:
         return True
@@ -308,13 +337,12 @@ def test_progress_shows_a_bar_per_run_on_a_terminal(monkeypatch: pytest.MonkeyPa
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert re.search(r"━{5}\S*\s+25% \S+ +softmax seed 0: training", text)
     assert re.search(r"━{15}\S*\s+75% \S+ +ssmax\[x\] seed 0: n = 128", text)
-    assert re.search(r"ssmax\[x\] seed 0: done after 0:\d\d", text)
     assert "1 of 2 runs" in text
     assert clock(3661) == "1:01:01"
 
 
 class Log(io.StringIO):
-    """A file that says when it has a line."""
+    """A file with an event for each line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,9 +352,9 @@ class Log(io.StringIO):
         self.has_line.set()
 
 
-def test_progress_says_a_line_now_and_then_where_there_is_no_terminal() -> None:
+def test_progress_prints_lines_without_a_terminal() -> None:
     log = Log()
-    progress = Progress(4, log, every=0.001)
+    progress = Progress(4, log, verbose=True, every=0.001)
     progress.update("softmax seed 0", 0.5, "n = 64")
     progress.finish("softmax seed 0")
     progress.update("ssmax seed 0", 0.5, "n = 64")
@@ -336,15 +364,17 @@ def test_progress_says_a_line_now_and_then_where_there_is_no_terminal() -> None:
     assert log.has_line.wait(60)
     progress.close()
     text = log.getvalue()
-    line = (
-        r"1 of 4 runs done \(38%\) after 0:\d\d, about \d:\d\d left; now ssmax seed 0: n = 64, 50%"
-    )
+    line = r"1 of 4 runs \(38%\) in 0:\d\d, about \d:\d\d left; now ssmax seed 0: n = 64, 50%"
     assert re.fullmatch(line, text.splitlines()[-1])
+    assert "[1/4] softmax seed 0: done after 0:0" in text
     assert "█" not in text
-    assert log.getvalue() == text  # nothing comes after it is closed
+    assert log.getvalue() == text  # nothing is printed after close
     quiet = Log()
-    Progress(4, quiet).close()
-    assert quiet.getvalue() == ""
+    progress = Progress(4, quiet, every=0.001)
+    progress.update("softmax seed 0", 0.5, "n = 64")
+    progress.finish("softmax seed 0", "failed")
+    progress.close()
+    assert re.fullmatch(r"\[1/4\] softmax seed 0: failed after 0:\d\d\n", quiet.getvalue())
 
 
 def test_line_names_do_not_overlap() -> None:

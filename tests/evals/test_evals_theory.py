@@ -1,4 +1,4 @@
-"""Theory beside measurement: fits of made heads are exact, bounds and ranks are right."""
+"""Theory and measurement: fits of synthetic heads, bounds, tables and ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def column(*values: float) -> Tensor:
 
 
 def row(variant: str, length: int, seed: int = 0, **more: Any) -> dict[str, Any]:
-    """A row as a run writes it; head_… are the curves."""
+    """A row as a run writes it. Arguments named head_… are its curves."""
     curves = {f"head_{name}": [0.5] for name in FIGURES} | {
         name: values for name, values in more.items() if name.startswith("head_")
     }
@@ -56,7 +56,7 @@ def group_of(rows: list[dict[str, Any]]) -> Group:
         ("entmax", {}, entmax15_fixed, 1.2),
     ],
 )
-def test_a_fixed_gap_is_found_again(variant: str, learned: dict[str, float], law, gap: float):
+def test_fit_recovers_a_fixed_gap(variant: str, learned: dict[str, float], law, gap: float):
     peaks = column(*(law(n, gap) for n in KEYS))
     own = {name: torch.tensor([value]).double() for name, value in learned.items()}
     found = fit(FIXED, VariantCall(variant), KEYS, peaks, own)
@@ -68,7 +68,7 @@ def test_a_fixed_gap_is_found_again(variant: str, learned: dict[str, float], law
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sparsemax", "ssmax(s=0.4)", "topk(top_k=8)"])
-def test_a_shrinking_gap_is_found_again_from_true_draws(variant: str) -> None:
+def test_fit_recovers_a_shrinking_gap_from_random_draws(variant: str) -> None:
     call = parse_spec(variant).test
     draw = torch.Generator().manual_seed(3)
     peaks = []
@@ -83,7 +83,7 @@ def test_a_shrinking_gap_is_found_again_from_true_draws(variant: str) -> None:
     assert fit(FIXED, call, KEYS, column(*peaks)).errors.item() > 1.5 * found.errors.item()
 
 
-def test_each_head_is_fitted_with_what_it_learned() -> None:
+def test_each_head_is_fitted_with_its_learned_parameters() -> None:
     learned = {"s": torch.tensor([0.2, 0.6]).double()}
     sizes = torch.tensor([[12.0, 40.0]]).double()
     call = VariantCall("ssmax")
@@ -94,13 +94,13 @@ def test_each_head_is_fitted_with_what_it_learned() -> None:
     assert exchanged.sizes.tolist() != pytest.approx([12, 40], rel=0.5)
 
 
-def test_what_no_law_fits_has_a_large_error() -> None:
+def test_rising_weights_have_a_large_error() -> None:
     rising = column(0.01, 0.1, 0.5, 0.9)
     for gap in (FIXED, SHRINKING):
         assert fit(gap, SOFTMAX, KEYS, rising).errors.item() > math.log(3)
 
 
-def test_weights_that_are_not_above_0_are_left_out() -> None:
+def test_weights_not_above_0_are_left_out() -> None:
     peaks = column(*(softmax_fixed(n, 3.0) for n in KEYS)).expand(-1, 3).clone()
     peaks[1, 0], peaks[0, 1] = 0.0, math.nan
     peaks[1:, 2] = -1.0
@@ -110,7 +110,7 @@ def test_weights_that_are_not_above_0_are_left_out() -> None:
     assert found.errors[2].isnan()
 
 
-def test_a_size_may_be_only_a_bound() -> None:
+def test_fitted_size_can_be_only_a_bound() -> None:
     certain = fit(FIXED, VariantCall("sparsemax"), KEYS, torch.ones(4, 1))
     assert certain.above.item()
     assert not certain.below.item()
@@ -123,7 +123,7 @@ def test_a_size_may_be_only_a_bound() -> None:
     assert free.above.item()
 
 
-def test_draws_are_uniform() -> None:
+def test_draws_are_sorted_and_uniform() -> None:
     for n in (1, 5, 4096):
         u = SHRINKING.scores(n)
         assert u.shape == (16, n)
@@ -136,7 +136,7 @@ def test_draws_are_uniform() -> None:
 # ---------------------------------------------------------------------------------- bounds
 
 
-def test_bounds_by_hand() -> None:
+def test_half_length_and_critical_gain() -> None:
     assert theory.half_length(math.log(20)) == pytest.approx(40)
     assert theory.half_length(1e4) == math.inf
     assert theory.critical_gain(0.75) == 4
@@ -156,12 +156,12 @@ def rows_of(variant: str, law, seeds: int = 1, **more: Any) -> list[dict[str, An
     ]  # fmt: skip
 
 
-def test_tables_of_a_group() -> None:
+def test_tables_show_fits_and_bounds() -> None:
     rows = rows_of("softmax", lambda n: softmax_fixed(n, 3.0), seeds=2)
     rows += rows_of(
         "ssmax", lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4)), seeds=2, learned={"s": [0.3]}
     )
-    # A substitute at inference learned nothing: its s is its default.
+    # A substitution at inference has no learned parameters: s has its default.
     s = 0.168
     rows += rows_of(
         "ssmax->ssmax(b=0)", lambda n: 1 / (1 + (n - 1) * n ** (-s * 9)), learned={"s": [0.3]}
@@ -171,7 +171,7 @@ def test_tables_of_a_group() -> None:
             one["curves"]["head_jacobian"] = [one["length"] / 1000]
     fits, bounds = theory.tables(group_of(rows))
     cells = {line[0].split(" †")[0]: line for line in fits.rows}
-    assert "each fitted by itself" in fits.note
+    assert "each fitted separately" in fits.note
     delta = fits.header.index("Δ")
     assert cells["softmax"][delta : delta + 2] == ["3 (3 to 3)", "×1 (1 to 1)"]
     assert cells["ssmax"][delta : delta + 2] == ["4 (4 to 4)", "×1 (1 to 1)"]
@@ -179,13 +179,13 @@ def test_tables_of_a_group() -> None:
     assert {line[-1] for line in fits.rows} == {"fixed"}
     first = dict(zip(bounds.header, bounds.rows[0], strict=True))
     assert first["n"] == "1024"
-    assert first["bound"] == f"{20 / 1024:.3g}"
+    assert first["softmax bound"] == f"{20 / 1024:.3g}"
     assert first["2e^δ"] == "40"
     assert (first["β/log n"], first["γ_c"]) == ("2.5", "4")
     assert first["‖∂w/∂z‖₂"] == "0.256 at 256"
 
 
-def test_the_sharpest_eight_heads_are_shown() -> None:
+def test_only_the_sharpest_eight_heads_are_shown() -> None:
     many = {f"head_{name}": [0.5] * 10 for name in FIGURES}
     peaks = [[0.01 * (h + 1) for h in range(10)], [0.001 * (h + 1) for h in range(10)]]
     rows = [
@@ -201,7 +201,7 @@ def test_the_sharpest_eight_heads_are_shown() -> None:
     assert [line[1] for line in fits.rows] == ["2.5", "2.4", "2.3", "2.2", "2.1", "1.5", "1.4",
                                                "1.3"]  # fmt: skip
     assert len(bounds.rows) == 8
-    assert fits.note.endswith("the 8 sharpest of 10 heads")
+    assert fits.note.endswith("Only the 8 sharpest of 10 heads.")
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_the_sharpest_eight_heads_are_shown() -> None:
         ("softmax", (16,), 0.5, "one length: no fit"),
         ("softmax", (16, 64), 0.0, "no fit"),
         ("cosformer(max_length=32)", (16, 64), 0.5, "no law: cosformer: max_length=32"),
-        ("cosformer(max_length=64)", (16, 64), 0.5, "weights free of κ, Δ"),
+        ("cosformer(max_length=64)", (16, 64), 0.5, "weights do not depend on κ or Δ"),
     ],
 )
-def test_why_there_is_no_verdict(variant: str, lengths, peak: float, words: str) -> None:
+def test_missing_fit_has_a_reason(variant: str, lengths, peak: float, words: str) -> None:
     group = group_of([row(variant, n, head_peak=[peak]) for n in lengths])
     fits, bounds = theory.tables(group)
     assert words in fits.rows[0][-1]
@@ -222,13 +222,13 @@ def test_why_there_is_no_verdict(variant: str, lengths, peak: float, words: str)
     assert (figure is None) == (peak == 0)
 
 
-def test_far_out_both_laws_fall_alike() -> None:
+def test_either_law_fits_where_both_fall_as_1_over_n() -> None:
     rows = [row("softmax", n, head_peak=[6 / n]) for n in (1024, 2048, 4096)]
     fits, _ = theory.tables(group_of(rows))
     assert fits.rows[0][-1] == "either"
 
 
-def test_nothing_to_show_without_heads() -> None:
+def test_no_tables_and_figure_without_measured_heads() -> None:
     group = group_of([row("softmax", 16, curves={}) | {"curves": {}}])
     assert theory.tables(group) == []
     assert theory_plots.theory_plot(group) is None
@@ -243,7 +243,7 @@ def test_failed_seeds_are_left_out() -> None:
     assert fits.rows[0][fits.header.index("Δ")] == "3"
 
 
-def test_the_picture_has_marks_lines_and_the_bound() -> None:
+def test_figure_has_marks_lines_and_the_bound() -> None:
     rows = rows_of("softmax", lambda n: softmax_fixed(n, 3.0)) + rows_of("entmax", lambda n: 0.3)
     figure = theory_plots.theory_plot(group_of(rows))
     assert figure is not None
@@ -259,7 +259,7 @@ def test_the_picture_has_marks_lines_and_the_bound() -> None:
 # ----------------------------------------------------------------------------------- ranks
 
 
-def test_ranks_of_made_matrices() -> None:
+def test_ranks_of_known_matrices() -> None:
     assert ranks.rank(torch.diag(torch.tensor([3.0, 2.0, 0.0]))) == 2
     assert ranks.rank(torch.ones(4, 5, dtype=torch.float64)) == 1
     tiny = torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64))
@@ -270,22 +270,22 @@ def test_ranks_of_made_matrices() -> None:
     assert ranks.log_rank(torch.eye(2)) is None
 
 
-def test_softmax_has_log_weights_of_rank_d_and_one() -> None:
+def test_log_weights_of_softmax_have_rank_d_plus_one() -> None:
     found = ranks.attention_table([SOFTMAX, VariantCall("sparsemax")], tokens=24, width=3)
     assert found.rows[0][1:3] == ["4", "4"]
     assert int(found.rows[0][4]) > 10
     assert found.rows[1][1:3] == ["—", "—"]
 
 
-def test_a_refused_variant_is_named() -> None:
+def test_unsupported_variant_is_named() -> None:
     call = VariantCall("cosformer", (("max_length", 8),))
     (line,) = ranks.attention_table([call], tokens=24, width=3).rows
     assert "max_length=8" in line[0]
 
 
-def test_a_mixture_passes_the_bound_of_one_softmax() -> None:
+def test_mixture_exceeds_the_bound_of_one_softmax() -> None:
     table = ranks.mixture_table(sizes=(3, 40, 60))
-    assert "H + 2 = 5" in table.title
+    assert "H + 2 = 5" in table.note
     for line in table.rows:
         assert int(line[1]) <= 5
         assert int(line[2]) > 5
@@ -293,14 +293,16 @@ def test_a_mixture_passes_the_bound_of_one_softmax() -> None:
     assert torch.allclose(normal.sum(-1), torch.ones(60, dtype=torch.float64))
 
 
-def test_published_ranks_stand_beside_their_own_sizes_only(monkeypatch) -> None:
+def test_published_ranks_are_shown_only_at_their_sizes(monkeypatch) -> None:
     monkeypatch.setattr(ranks, "log_rank", lambda matrix: 7)
     monkeypatch.setattr(ranks, "mixture", lambda *given: None)
     assert ranks.mixture_table().rows[-1] == ["published", "34", "629", "979", "995", "997"]
     assert all("published" not in line for line in ranks.mixture_table(sizes=(3, 40, 60)).rows)
 
 
-def test_ranks_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_prints_both_tables_and_writes_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ranks.main(tmp_path, tokens=24, sizes=(3, 40, 60)) == 0
     text = capsys.readouterr().out
     assert "depend on dtype, initialization and tolerance" in text

@@ -1,1 +1,1 @@
-"""What tasks have in common: one head over items, or a small transformer over tokens."""
+"""Models and metrics shared by several tasks."""

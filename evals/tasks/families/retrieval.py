@@ -1,8 +1,8 @@
-"""Retrieval: one attention head over n items finds one of them and says its class.
+"""Retrieval tasks: one attention head finds one of n items, and an MLP predicts its class.
 
-The family of `max-retrieval` (the largest value: the gap to the next shrinks as n grows) and
-`needle` (the one whose key is asked for: the gap stays). An item MLP, a query MLP, one head with
-q, k and v projections, an output MLP. Items have no order, so there are no positions.
+The family of `max-retrieval` and `needle`. The model is an MLP for items, an MLP for the query, one
+attention head with q, k and v projections, and an output MLP. Items have no order, so there is no
+position encoding.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ METRICS = (
     Metric("accuracy", "Accuracy, %", 100, 1),
     Metric(
         "hit_rate",
-        "Hit rate, %: the largest weight is on the true key (what the scorer allows)",
+        "Hit rate (the largest weight is on the true key), %",
         100,
         1,
     ),
     Metric(
         "oracle_accuracy",
-        "Oracle accuracy, %: the class with the largest summed weight (what the weights allow)",
+        "Accuracy of the class with the largest summed weight, %",
         100,
         1,
     ),
@@ -49,7 +49,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Of a retrieval task. ``scale`` is "sqrt" (z = q·k / √d) or "none" (z = q·k)."""
+    """Settings of a retrieval task. ``scale`` is "sqrt" (z = q·k / √d) or "none" (z = q·k)."""
 
     batch: int = 128
     train_shortest: int = 5
@@ -61,11 +61,11 @@ class Settings(Base):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scale not in ("sqrt", "none"):
-            raise ValueError(f"scale must be sqrt or none, got {self.scale!r}")
+            raise ValueError(f"scale must be 'sqrt' or 'none', got {self.scale!r}")
 
     @property
     def score_scale(self) -> float:
-        """The ``scale`` handed to attention."""
+        """The ``scale`` argument of attention."""
         return self.width**-0.5 if self.scale == "sqrt" else 1.0
 
 
@@ -73,8 +73,8 @@ class Settings(Base):
 class Batch:
     """Sequences of one length.
 
-    features (B, n, F) of the items and classes (B, n); query (B, G); closeness (B, n): the true
-    item has the largest, the first one of equals.
+    features: (B, n, F) of the items. classes: (B, n). query: (B, G). closeness: (B, n), largest at
+    the true item; the first of several equal ones is the true item.
     """
 
     features: Tensor
@@ -84,12 +84,12 @@ class Batch:
 
     @property
     def target(self) -> Tensor:
-        """Index of the true item: (B,)."""
+        """The index of the true item: (B,)."""
         return self.closeness.argmax(dim=-1)
 
     @property
     def label(self) -> Tensor:
-        """Its class: (B,)."""
+        """The class of the true item: (B,)."""
         return self.classes.gather(1, self.target[:, None])[:, 0]
 
     def items(self) -> Tensor:
@@ -109,7 +109,7 @@ def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
 
 
 class Model(nn.Module):
-    """Items (B, n, F + 10) and query (B, G) to ten logits."""
+    """Maps items (B, n, F + 10) and a query (B, G) to ten logits."""
 
     def __init__(self, sizes: tuple[int, int], variant: VariantCall, settings: Settings) -> None:
         super().__init__()
@@ -130,10 +130,10 @@ class Model(nn.Module):
         return rearrange(q, "b d -> b 1 1 d"), self.to_k(item)[:, None], self.to_v(item)[:, None]
 
     def folded(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """`project` with W (U x + c) + b as (W U) x + (W c + b): a third of the work saved.
+        """`project` with W (U x + c) + b computed as (W U) x + (W c + b), a third less work.
 
-        The item MLP's second layer and the keys' and values' projections have nothing between them,
-        so this is the same function of the same weights, with the same gradients.
+        There is no activation between the second layer of the item MLP and the key and value
+        projections, so the function and its gradients are the same.
         """
         hidden, second = self.item[:2], self.item[2]
         assert isinstance(second, nn.Linear)
@@ -148,7 +148,7 @@ class Model(nn.Module):
         return project
 
     def decode(self, attended: Tensor) -> Tensor:
-        """Logits (B, 10) of the attention's output (B, 1, 1, D)."""
+        """Logits (B, 10) from the output of attention (B, 1, 1, D)."""
         return self.output(attended[:, 0, 0])
 
     def forward(self, items: Tensor, query: Tensor) -> Tensor:
@@ -156,17 +156,23 @@ class Model(nn.Module):
         return self.decode(self.attention(*self.folded()(items, query), scale=self.scale))
 
 
-# Sequences start .. stop − 1 of (seed, split, length).
+# (seed, split, length, start, stop) -> sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int], Batch]
 
 
 @dataclass(frozen=True)
-class Retrieval(Task):
-    """A retrieval task: its data, and how many numbers an item and a query have."""
+class RetrievalTask(Task):
+    """A retrieval task.
+
+    Attributes besides those of `Task`:
+        version: the version of the data.
+        draw: the data, a function of (seed, split, length, start, stop).
+        sizes: the number of features of an item, without its class, and of a query.
+    """
 
     name: str
     about: str
-    generator: str
+    version: str
     draw: Draw
     sizes: tuple[int, int]
     presets: Mapping[str, Preset]
@@ -177,8 +183,8 @@ class Retrieval(Task):
     metrics: tuple[Metric, ...] = METRICS
     splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
 
-    def data(self) -> str:
-        return self.generator
+    def data_version(self) -> str:
+        return self.version
 
     def chance(self, settings: Any) -> float:
         return 1 / CLASSES
@@ -197,19 +203,18 @@ class Retrieval(Task):
     def loss(self, model: Model, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch.items(), batch.query), batch.label)
 
-    def measure(self, model: Model, batch: Batch, look: HeadSample) -> Measure:
-        """q, k and v are computed once for all variants.
+    def measure(self, model: Model, batch: Batch, sample: HeadSample) -> Measure:
+        """Compute q, k and v once, and return a function that measures one variant on them.
 
-        Logits come from attention in fp32 as it is trained; the weights that the other metrics are
-        made of are computed in fp64 from the same q and k, so that a tie of fp32 is no miss of the
-        scorer.
+        The logits come from attention in fp32, as in training. The other metrics come from weights
+        computed in fp64 from the same q and k, so that rounding causes no ties.
         """
         q, k, v = model.folded()(batch.items(), batch.query)
         exact = q.double(), k.double(), v[..., :1].double()
         target, label = batch.target, batch.label
         order = batch.closeness.topk(min(BEST_KEYS, batch.classes.shape[1]), dim=-1).indices
 
-        def figures(substitute: VariantCall | None) -> BatchResult:
+        def measured(substitute: VariantCall | None) -> BatchResult:
             attention = model.attention if substitute is None else heads.fixed(substitute, 1, model)
             logits = model.decode(attention(q, k, v, scale=model.scale))
             own = heads.own_parameters(attention)
@@ -217,13 +222,13 @@ class Retrieval(Task):
                 *exact, attention.variant, scale=model.scale, **own
             )[:, 0, 0]
             found = weight_metrics(weights, target, batch.classes, label, CLASSES)
-            # A NaN among the logits must not count as a wrong answer.
+            # Adding 0 · logits makes a NaN among the logits a NaN, not a wrong answer.
             right = (logits.argmax(dim=-1) == label).double()
             found["accuracy"] = right + 0 * logits.sum(dim=-1)
             curves = {"best_keys": weights.gather(1, order)}
-            if look.sequences:
-                seen = heads.measure(attention, *exact, {"scale": model.scale}, look)
+            if sample.sequences:
+                seen = heads.measure(attention, *exact, {"scale": model.scale}, sample)
                 curves |= {f"head_{name}": rows for name, rows in seen.items()}
             return BatchResult(found, curves)
 
-        return figures
+        return measured

@@ -1,8 +1,8 @@
-"""Sequences: a small causal transformer reads tokens and is asked at some of them.
+"""Sequence tasks: a small causal transformer reads tokens and predicts the answer at some of them.
 
 The family of `mqar`, `flip-flop`, `copy`, `reverse`, `sort` and `language-model`. The model is
-`attnzoo.nn.Transformer`, crossed with its position encodings; logits are computed only where they
-are asked for.
+`attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens that
+have an answer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Publish
 from evals.task import Settings as Base
 
 POSITIONS = ("none", "rope", "p-rope", "alibi")
-ACCURACY = Metric("accuracy", "Accuracy, %: of the tokens asked for", 100, 1)
-LOSS = Metric("loss", "Loss, nats per token asked for", lower_is_better=True)
+ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
+LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Of a sequence task."""
+    """Settings of a sequence task."""
 
     width: int = 64
     heads: int = 2
@@ -45,7 +45,7 @@ class Settings(Base):
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens (B, N), and answers (B, N): the token after each where it is asked, elsewhere −1."""
+    """Tokens (B, N), and answers (B, N): the token to predict there, or −1 for none. int64."""
 
     tokens: Tensor
     answers: Tensor
@@ -56,48 +56,49 @@ class Batch:
 
     @property
     def asked(self) -> Tensor:
-        """Where an answer is asked for: (B, N)."""
+        """Which tokens have an answer: (B, N), bool."""
         return self.answers >= 0
 
 
-# (logits (S, V) where the batch asks, the batch) -> figures.
+# (logits (S, V) at the S tokens that have an answer, the batch) -> measurements.
 Read = Callable[[Tensor, Batch], BatchResult]
-# (seed, split, length, start, stop, settings) -> those sequences.
+# (seed, split, length, start, stop, settings) -> sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int, Any], Batch]
 
 
 def right(logits: Tensor, batch: Batch) -> Tensor:
-    """Whether each answer has the largest logit: (S,), 1.0 or 0.0; NaN where a logit is NaN."""
+    """1.0 where the answer has the largest logit, otherwise 0.0, and NaN for NaN logits: (S,)."""
     hit = (logits.argmax(dim=-1) == batch.answers[batch.asked]).double()
     return hit + 0 * logits.double().sum(dim=-1)
 
 
 def answers(logits: Tensor, batch: Batch) -> BatchResult:
-    """Accuracy and loss over all that is asked."""
+    """Accuracy and loss over all answers."""
     loss = F.cross_entropy(logits.double(), batch.answers[batch.asked], reduction="none")
     return BatchResult({"accuracy": right(logits, batch), "loss": loss})
 
 
 @dataclass(frozen=True)
-class Sequence(Task):
+class SequenceTask(Task):
     """A sequence task.
 
-    Attributes beside those of a task:
-        draw: its data.
-        vocabulary: the number of tokens there are.
-        guess: the score of blind guessing.
-        size: the number of tokens of a sequence of a length.
-        read: what is measured.
-        text: the digest of what the data are taken from, where they are not drawn alone.
+    Attributes besides those of `Task`:
+        draw: the data, a function of (seed, split, length, start, stop, settings).
+        vocabulary: the number of different tokens; a function if it depends on the settings.
+        chance_score: the score of blind guessing; a function if it depends on the settings.
+        version: the version of ``draw``. A task in the checkout changes it when its data change.
+        size: the number of tokens in a sequence of a length.
+        read: the metrics, a function of (logits, batch).
+        text: a digest of the files that the data come from, if any.
     """
 
     name: str
     about: str
-    generator: str
     draw: Draw
-    vocabulary: Callable[[Any], int]
-    guess: Callable[[Any], float]
+    vocabulary: int | Callable[[Any], int]
+    chance_score: float | Callable[[Any], float]
     presets: Mapping[str, Preset]
+    version: str = "1"
     size: Callable[[int], int] = lambda length: length
     read: Read = answers
     text: Callable[[], str] | None = None
@@ -108,18 +109,22 @@ class Sequence(Task):
     positions: tuple[str, ...] = POSITIONS
     published: Published | None = None
 
-    def data(self) -> str:
-        return f"{self.generator}, {self.text()}" if self.text else self.generator
+    def data_version(self) -> str:
+        return f"{self.version}, {self.text()}" if self.text else self.version
 
     def chance(self, settings: Any) -> float:
-        return self.guess(settings)
+        score = self.chance_score
+        return score(settings) if callable(score) else score
 
     def tokens(self, length: int) -> int:
         return self.size(length)
 
+    def vocabulary_size(self, settings: Settings) -> int:
+        return self.vocabulary(settings) if callable(self.vocabulary) else self.vocabulary
+
     def build(self, variant: VariantCall, positions: str, settings: Settings) -> Transformer:
         return Transformer(
-            self.vocabulary(settings),
+            self.vocabulary_size(settings),
             settings.width,
             settings.heads,
             settings.depth,
@@ -139,17 +144,17 @@ class Sequence(Task):
             model.logits(model.states(batch.tokens)[asked]), batch.answers[asked]
         )
 
-    def measure(self, model: Transformer, batch: Batch, look: HeadSample) -> Measure:
+    def measure(self, model: Transformer, batch: Batch, sample: HeadSample) -> Measure:
         asked = batch.asked
 
-        def figures(substitute: VariantCall | None) -> BatchResult:
+        def measured(substitute: VariantCall | None) -> BatchResult:
             with ExitStack() as stack:
                 stack.enter_context(substituted(model, substitute))
-                watch = stack.enter_context(Watch(model, look)) if look.sequences else None
+                watch = stack.enter_context(Watch(model, sample)) if sample.sequences else None
                 states = model.states(batch.tokens)
             found = self.read(model.logits(states[asked]), batch)
             if watch is None:
                 return found
             return BatchResult(found.metrics, found.curves | watch.curves())
 
-        return figures
+        return measured

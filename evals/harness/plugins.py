@@ -1,0 +1,36 @@
+"""Plugins: files that register variants or tasks."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import attnzoo
+from commandline.errors import UsageError
+from commandline.variants import load_plugin
+from evals.tasks import TASKS
+
+_TASKS: dict[Path, list[str]] = {}  # by file, because a file is executed once per process
+
+
+def load(path: Path) -> tuple[attnzoo.Plugin, list[str]]:
+    """Load a plugin; returns it with the names of the tasks that it registers.
+
+    Raises:
+        UsageError: the file cannot be loaded, or it registers neither a variant nor a task.
+    """
+    before = set(TASKS)
+    plugin = load_plugin(path, need_variant=False)
+    tasks = _TASKS.setdefault(plugin.file, [name for name in TASKS if name not in before])
+    if not plugin.variants and not tasks:
+        raise UsageError(f"--plugin {path} registered no variant and no task")
+    return plugin, tasks
+
+
+def load_plugins(path: Path | None) -> dict[str, str]:
+    """Load a plugin; returns the names of its variants and tasks, each with the file's hash."""
+    if path is None:
+        return {}
+    plugin, tasks = load(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return dict.fromkeys((*plugin.variants, *(f"task {name}" for name in tasks)), digest)

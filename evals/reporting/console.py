@@ -1,0 +1,84 @@
+"""The score table of a task as it is printed at the end of a run, and all tables for --verbose."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+
+from commandline.table import Table
+from evals.reporting.scores import KEPT, Line, Scores, of_group
+from evals.reporting.tables import PARTIAL, cost_table, legend, score_tables
+from evals.results.summary import Group, Series, failures, mixtures
+from evals.theory import trained_heads as theory
+from evals.theory.trained_heads import Heads
+
+EFFECTIVE = "effective length"
+FEW = 5  # failures that are listed without --verbose
+
+
+def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
+    """Print the scores of a group, and with ``verbose`` all its tables and failures."""
+    table = score_table(group)
+    print(f"\n{table.text()}")
+    if EFFECTIVE in table.header:
+        print(f"{EFFECTIVE}: the longest n with a score above {KEPT:.0%} of that at train length")
+    if verbose:
+        for table in [*score_tables(group)[1:], *theory.tables(group, heads), cost_table(group)]:
+            print(f"\n{table.text()}")
+        print(f"\nschedule: {group.rows[0]['schedule']}")
+    for line in legend(group):
+        print(line)
+    failed = failures(group)
+    for line in failed if verbose else failed[:FEW]:
+        print(line)
+    if len(failed) > FEW and not verbose:
+        print(f"failed: {len(failed) - FEW} more; --verbose lists all")
+    for line in mixtures([group]):
+        print(line)
+
+
+def score_table(group: Group) -> Table:
+    """One row per variant, one column per eval length. Standard errors are left out where the
+    terminal is too narrow for them."""
+    scores = of_group(group, group.task.score)
+    table = _table(group, scores, errors=True)
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    wide = max(map(len, table.text().splitlines()[2:]))
+    return table if wide <= room else _table(group, scores, errors=False)
+
+
+def _table(group: Group, scores: Scores, errors: bool) -> Table:
+    score, seeds = scores.metric, len(group.seeds)
+    better = "lower" if score.lower_is_better else "higher"
+    over = (
+        "1 seed" if seeds == 1 else f"mean {'± standard error ' if errors else ''}of {seeds} seeds"
+    )
+    apart = f" ({group.apart})" if group.apart else ""
+    title = (
+        f"{group.task.name}{apart}: {score.title} ({better} is better) by eval length n; train "
+        f"length {scores.train_length}, chance {scores.shown(group.chance)}, {over}"
+    )
+    effective = [scores.effective_length(line) for line in scores.lines]
+    shown = any(effective)
+    rows = [
+        [group.name(Series(line.variant, line.encoding)), *_values(scores, line, errors)]
+        + ([str(length or "—")] if shown else [])
+        for line, length in zip(scores.lines, effective, strict=True)
+    ]
+    header = ["variant", *(f"n = {n}" for n in scores.lengths), *([EFFECTIVE] if shown else [])]
+    return Table(title, header, rows)
+
+
+def _values(scores: Scores, line: Line, errors: bool) -> list[str]:
+    texts = []
+    for value in line.values:
+        if value.mean is None:
+            texts.append(value.failed or "—")
+            continue
+        text = scores.shown(value.mean)
+        if errors and value.error is not None:
+            text += f" ±{scores.shown(value.error)}"
+        texts.append(text + (PARTIAL if value.failed else ""))
+    return texts

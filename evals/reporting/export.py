@@ -1,0 +1,172 @@
+"""The command ``export``: tables of results as CSV, LaTeX or Markdown, figures as PNG, SVG or PDF.
+
+A LaTeX table is a bare ``tabular``, so that caption and label stay in the paper. The same result
+rows always give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from commandline.arguments import add_plugin, numbers
+from commandline.errors import UsageError
+from commandline.files import write_whole
+from evals.reporting import plots
+from evals.reporting.latex import latex_table
+from evals.reporting.pictures import figures
+from evals.reporting.readme_tables import markdown_table
+from evals.reporting.scores import Scores, of_group
+from evals.results.store import read_rows
+from evals.results.summary import Group, groups, mixtures
+from evals.task import Metric
+from evals.theory.trained_heads import fitted
+
+NAME = "export"
+ALL = "all"
+CSV_HEADER = (
+    "task", "settings", "variant", "position_encoding", "length", "metric", "mean",
+    "standard_error", "interval_low", "interval_high", "seeds", "failed", "untrained_seeds",
+    "chance", "train_length",
+)  # fmt: skip
+
+
+def csv_tables(tables: Sequence[Scores]) -> str:
+    """One line per task, variant, position encoding, length and metric; numbers as measured."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(CSV_HEADER)
+    for table in tables:
+        for line in table.lines:
+            for length, value in zip(table.lengths, line.values, strict=True):
+                writer.writerow([
+                    table.task.name, table.apart, line.variant, line.encoding, length,
+                    table.metric.name, *map(_number, value[:4]), value.seeds, value.failed,
+                    line.untrained, _number(table.chance), table.train_length,
+                ])  # fmt: skip
+    return file.getvalue()
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+FORMATS = {
+    "csv": (".csv", csv_tables),
+    "latex": (".tex", lambda tables: "\n".join(map(latex_table, tables))),
+    "markdown": (".md", lambda tables: "\n".join(map(markdown_table, tables))),
+}
+FIGURES = {"png": lambda figure: plots.png(figure, dpi=300), "svg": plots.svg, "pdf": plots.pdf}
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def add_parser(commands: Any) -> None:
+    short = "Write tables and figures of results for a paper"
+    parser = commands.add_parser(NAME, help=short, description=f"{short}.")
+    add = parser.add_argument
+    add("folders", type=Path, nargs="+", metavar="DIR", help="Read results from DIR")
+    add("--format", choices=FORMATS, help="Write tables in this format")
+    add("--figures", type=_names, default=[], metavar=",".join(FIGURES),
+        help="Draw the figures of the report in these formats; needs --out DIR")  # fmt: skip
+    add("--metric", type=_names, metavar="NAME,NAME,…",
+        help=f"Export these metrics, or {ALL} (default: the score of each task)")  # fmt: skip
+    add("--lengths", type=numbers, metavar="N,N,…",
+        help="Show only these eval lengths in the tables")  # fmt: skip
+    add("--out", type=Path, metavar="FILE-OR-DIR",
+        help="Write all tables to this .csv, .tex or .md file, or each table and figure to a file "
+        "in this folder (default: print the tables)")  # fmt: skip
+    add_plugin(parser)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Export the results in some folders."""
+    to_one_file = _writes_one_file(given)
+    found = groups(read_rows(given.folders))
+    _check_chosen(found, given.metric, given.lengths)
+    for warning in mixtures(found):
+        print(warning, file=sys.stderr)
+    tables: dict[str, Scores] = {}
+    files: dict[Path, str | bytes] = {}
+    for name, group in _named(found):
+        metrics = _metrics(group, given.metric)
+        if given.lengths is None or set(given.lengths) & set(group.lengths):
+            tables |= {f"{name}-{m.name}": of_group(group, m, given.lengths) for m in metrics}
+        if metrics and given.figures:
+            heads = fitted(group)
+            for kind in given.figures:  # drawn anew: a second layout of a figure differs slightly
+                for drawing in figures(group, heads, metrics):
+                    path = given.out / f"{name}-{drawing.name}.{kind}"
+                    files[path] = FIGURES[kind](drawing.figure)
+    if given.format is not None:
+        suffix, render = FORMATS[given.format]
+        if given.out is None:
+            print(render(list(tables.values())), end="")
+        elif to_one_file:
+            files[given.out] = render(list(tables.values()))
+        else:
+            files |= {given.out / f"{name}{suffix}": render([t]) for name, t in tables.items()}
+    for path, data in files.items():
+        write_whole(path, data)
+        print(f"written: {path}")
+    return 0
+
+
+def _writes_one_file(given: argparse.Namespace) -> bool:
+    """Whether --out is one file for all tables.
+
+    Raises:
+        UsageError: the arguments do not go together.
+    """
+    if wrong := [kind for kind in given.figures if kind not in FIGURES]:
+        raise UsageError(f"--figures must be among {', '.join(FIGURES)}, got {', '.join(wrong)}")
+    if given.format is None and not given.figures:
+        raise UsageError("export needs --format or --figures")
+    out: Path | None = given.out
+    suffixes = [suffix for suffix, _ in FORMATS.values()]
+    one_file = out is not None and out.suffix in suffixes and not out.is_dir()
+    if given.figures and (out is None or one_file):
+        raise UsageError(f"--figures needs --out DIR, got {out or 'no --out'}")
+    expected = "" if given.format is None else FORMATS[given.format][0]
+    if out is not None and one_file and out.suffix != expected:
+        raise UsageError(f"--out must end in {expected} with --format {given.format}, got {out}")
+    if out is not None and not one_file and out.exists() and not out.is_dir():
+        raise UsageError(f"--out must be a folder or a {', '.join(suffixes)} file, got {out}")
+    return one_file
+
+
+def _check_chosen(
+    found: Sequence[Group], metrics: Sequence[str] | None, lengths: Sequence[int] | None
+) -> None:
+    """Raise UsageError for a metric or a length that no result has."""
+    known = dict.fromkeys(metric.name for group in found for metric in group.task.metrics)
+    for name in metrics or ():
+        if name not in (*known, ALL):
+            raise UsageError(f"--metric must be among {', '.join(known)} or {ALL}, got {name!r}")
+    there = sorted({length for group in found for length in group.lengths})
+    if missing := [length for length in lengths or () if length not in there]:
+        known, given = (", ".join(map(str, lengths)) for lengths in (there, missing))
+        raise UsageError(f"--lengths must be among {known}, got {given}")
+
+
+def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
+    if names is None:
+        return [group.task.score]
+    return [metric for metric in group.task.metrics if ALL in names or metric.name in names]
+
+
+def _named(found: Sequence[Group]) -> Iterator[tuple[str, Group]]:
+    """Each group with the start of its file names: the task, numbered if it has several groups."""
+    count: dict[str, int] = {}
+    for group in found:
+        name = re.sub(r"[^\w.-]+", "-", group.task.name)
+        count[name] = count.get(name, 0) + 1
+        yield f"{name}-{count[name]}" if count[name] > 1 else name, group

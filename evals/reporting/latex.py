@@ -1,0 +1,63 @@
+"""Tables of scores in LaTeX: a bare ``tabular`` with the rules of the package booktabs."""
+
+from __future__ import annotations
+
+from evals.reporting.scores import Line, Scores, Value
+from evals.reporting.tables import PARTIAL
+
+_ESCAPES = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#",
+    "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "—": "---",
+    "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row these would be arguments of \\
+}  # fmt: skip
+
+
+def escape(text: str) -> str:
+    """The text on one line with LaTeX's special characters escaped; "->" becomes an arrow."""
+    parts = " ".join(text.split()).split("->")
+    return r"$\to$".join("".join(_ESCAPES.get(c, c) for c in part) for part in parts)
+
+
+def latex_table(scores: Scores) -> str:
+    """Mean and 95 % interval by variant and length; comments above say what a caption needs."""
+    count = len(scores.lengths)
+    comments = [scores.title, *scores.notes(), r"needs \usepackage{booktabs}"]
+    body = [
+        rf"\begin{{tabular}}{{l{'r' * count}}}",
+        r"\toprule",
+        rf" & \multicolumn{{{count}}}{{c}}{{Eval length $n$}} \\",
+        rf"\cmidrule(lr){{2-{count + 1}}}",
+        _row(["Variant", *map(str, scores.lengths)]),
+        r"\midrule",
+        *(
+            _row([_label(line, scores.seeds), *(_cell(scores, v) for v in line.values)])
+            for line in scores.lines
+        ),
+    ]
+    if scores.chance is not None:
+        body += [r"\midrule", _row(["Chance", *[scores.shown(scores.chance)] * count])]
+    body += [r"\bottomrule", r"\end{tabular}"]
+    head = [f"% {' '.join(comment.split())}" for comment in comments]
+    return "\n".join([*head, *body, ""])
+
+
+def _row(cells: list[str]) -> str:
+    return rf"{' & '.join(cells)} \\"
+
+
+def _label(line: Line, seeds: int) -> str:
+    encoding = "" if line.encoding == "none" else f", {escape(line.encoding)}"
+    mark = rf"$^{{\dagger\,{line.untrained}/{seeds}}}$" if line.untrained else ""
+    return f"{escape(line.variant)}{encoding}{mark}"
+
+
+def _cell(scores: Scores, value: Value) -> str:
+    if value.mean is None:
+        return escape(value.failed or "—")
+    text = scores.shown(value.mean)
+    if value.failed:
+        text += rf"\textsuperscript{{{PARTIAL}}}"
+    if value.low is None or value.high is None:
+        return text
+    return rf"{text} {{\scriptsize [{scores.shown(value.low)}, {scores.shown(value.high)}]}}"

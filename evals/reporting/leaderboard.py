@@ -1,0 +1,96 @@
+"""The leaderboard: the first table of a task in the report."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from evals.reporting.scores import of_group
+from evals.reporting.tables import PARTIAL
+from evals.results.summary import Group, Point
+from evals.task import Metric
+
+
+class Cell(NamedTuple):
+    """A cell of the leaderboard.
+
+    text: the score; span: its interval. value: the number that the column is sorted by, None
+    without a score. percent: how much of the cell is coloured, None if the score is not a
+    percentage.
+    """
+
+    point: Point
+    text: str
+    span: str
+    value: float | None
+    percent: float | None
+
+
+class Line(NamedTuple):
+    """One series of the leaderboard, by length, with its effective length as text and number."""
+
+    label: str
+    name: str
+    cells: list[Cell]
+    effective: str
+    effective_length: int | None
+
+
+class Leaderboard(NamedTuple):
+    """Series by their score at the longest length, the best first, failed ones last.
+
+    columns: each length, and its relation to the train length. order: the value of ``aria-sort``.
+    has_effective: whether any series has an effective length.
+    """
+
+    columns: list[tuple[int, str]]
+    lines: list[Line]
+    chance: str
+    order: str
+    has_effective: bool
+
+
+def leaderboard(group: Group) -> Leaderboard:
+    """The first table of the report: the scores of a group."""
+    score = group.task.score
+    scores = of_group(group, score)
+    found = {(line.variant, line.encoding): line for line in scores.lines}
+    lines = [
+        Line(
+            one.label,
+            group.name(one),
+            [_score_cell(point, score) for point in group.of(one)],
+            scores.effective_text(found[one]),
+            scores.effective_length(found[one]),
+        )
+        for one in group.series
+    ]
+
+    def rank(line: Line) -> tuple[bool, float]:
+        value = line.cells[-1].value
+        return value is None, (value or 0.0) * (1 if score.lower_is_better else -1)
+
+    return Leaderboard(
+        [(length, _distance(group, length)) for length in group.lengths],
+        sorted(lines, key=rank),
+        f"{score.factor * group.chance:.{score.digits}f}",
+        "ascending" if score.lower_is_better else "descending",
+        any(line.effective_length is not None for line in lines),
+    )
+
+
+def _distance(group: Group, length: int) -> str:
+    longest = group.settings["train_longest"]
+    if length == longest:
+        return "train length"
+    return "seen in training" if length < longest else f"{length / longest:.3g} × train"
+
+
+def _score_cell(point: Point, score: Metric) -> Cell:
+    found, failed = point.metrics.get(score.name), "+".join(point.failures)
+    if found is None:
+        return Cell(point, failed or "—", "", None, None)
+    text = f"{score.factor * found.mean:.{score.digits}f}" + (PARTIAL if failed else "")
+    percent = None
+    if score.factor == 100 and not score.lower_is_better:
+        percent = round(min(100.0, max(0.0, 100 * found.mean)), 2)
+    return Cell(point, text, found.span(score.factor, score.digits), found.mean, percent)

@@ -1,0 +1,77 @@
+"""Tasks from plugins."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from evals import SequenceTask, register_task
+from evals.__main__ import main
+from evals.tasks import TASKS
+
+DOCS = Path(__file__).parents[2] / "docs" / "evals.md"
+SMALL = ["--variants", "softmax,ssmax", "--steps", "2", "--lengths", "16,24", "--workers", "1"]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
+
+
+def documented_task() -> str:
+    """The example of a task in the documentation."""
+    found = re.search(r"```python\n(# recall\.py\n.*?)```", DOCS.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "recall.py", str(tmp_path / "out")
+    file.write_text(documented_task())
+    plugin = ["--plugin", str(file)]
+    assert main(["recall", *plugin, *SMALL, "--out", out]) == 0
+    shown = capsys.readouterr().out
+    assert "recall: Accuracy, % (higher is better)" in shown
+    assert "chance 6.2" in shown
+    rows = (tmp_path / "out" / "recall" / "rows.jsonl").read_text().splitlines()
+    assert {json.loads(line)["status"] for line in rows} == {"ok"}
+    assert main(["compare", out, out, *plugin]) == 0
+    with pytest.raises(SystemExit):
+        main(["recall", *plugin, "--help"])
+    assert "Recall the first symbol of a sequence." in capsys.readouterr().out
+    assert main(["recall", *plugin, "--preset", "paper"]) == 2
+    assert "recall has no preset 'paper'; it has: quick" in capsys.readouterr().err
+    # A changed file gives other keys.
+    with file.open("a") as more:
+        more.write("# changed\n")
+    assert main(["recall", *plugin, *SMALL, "--dry-run", "--out", out]) == 0
+    assert "2 runs to do" in capsys.readouterr().out
+    del TASKS["recall"]
+    assert main(["report", out]) == 2
+    assert "unknown task 'recall': load its file with --plugin" in capsys.readouterr().err
+
+
+def test_register_task_checks_the_name_and_the_presets() -> None:
+    def task(name: str) -> SequenceTask:
+        return SequenceTask(name, "", lambda *_: None, 2, 0.5, {})  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="task name 'mqar' is taken"):
+        register_task(task("mqar"))
+    with pytest.raises(ValueError, match="must be letters, digits and hyphens, got 'a b'"):
+        register_task(task("a b"))
+    with pytest.raises(ValueError, match="task 'mine' needs a preset"):
+        register_task(task("mine"))
+
+
+def test_a_plugin_without_variant_or_task_ends_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "registers_nothing.py"
+    file.write_text("")
+    assert main(["needle", "--plugin", str(file)]) == 2
+    assert "registered no variant and no task" in capsys.readouterr().err
