@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import attnzoo
+import evals
 from attnzoo import nn
 from attnzoo.integrations import transformers
 from helpers.pages import (
@@ -222,10 +223,16 @@ def test_every_page_is_in_the_contents() -> None:
 
 @pytest.mark.parametrize(
     ("module", "page"),
-    [(attnzoo, "attention variants nn"), (nn, "nn"), (transformers, "transformers")],
+    [
+        (attnzoo, "attention variants nn"),
+        (nn, "nn"),
+        (transformers, "transformers"),
+        (evals, "evals"),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_public_name_is_in_the_reference(module: object, page: str) -> None:
     text = "\n".join((ROOT / "docs" / "api" / f"{name}.md").read_text() for name in page.split())
-    described = set(re.findall(r"^\.\. (?:auto\w+|data|module):: (?:attnzoo\.)?(\w+)", text, re.M))
+    described = set(re.findall(r"^\.\. (?:auto\w+|data|module):: (?:[\w.]+\.)?(\w+)", text, re.M))
+    described |= set(re.findall(r"`evals\.(\w+)`", text))
     assert set(module.__all__) - described == set()  # pyright: ignore[reportAttributeAccessIssue]
