@@ -159,7 +159,7 @@ def test_benchmarks_linear_runs_the_linear_variant_of_a_plugin(
     assert re.search(r"forward +soft_linear +linear +(out|d[qkv]) ", text)
     assert re.search(r"soft_linear, forward: (not )?faster than soft_linear, pairwise", text)
     assert benchmarks([*line, "--variants", "softmax"]) == 2
-    assert "softmax has no linear form" in capsys.readouterr().err
+    assert "--variants must have linear forms, got softmax" in capsys.readouterr().err
 
 
 def test_laws_and_ranks_accept_a_plugin(
@@ -183,13 +183,13 @@ def test_laws_and_ranks_accept_a_plugin(
     [
         ("import sys\nsys.exit(3)", " called sys.exit(3)"),
         ("1 / 0", " raised ZeroDivisionError: division by zero"),
-        ("", " registered no variant"),
+        ("", " registered no variant and no task"),
     ],
 )
 def test_evals_report_a_wrong_plugin_in_one_line(
     text: str, message: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "refused.py"
+    file = tmp_path / "wrong.py"
     file.write_text(text)
     more = {"report": [str(tmp_path)], "sharpness": ["--model", "m", "--text", str(file)]}
     out = [] if command == "report" else ["--out", str(tmp_path / "out")]
