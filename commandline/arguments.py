@@ -16,8 +16,8 @@ MOST = 2**31  # a larger number is a typo
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line in the form "NAME must be X, got Y".
 
-    Subcommands made with ``add_subparsers`` are of this class too. An unknown option or command is
-    answered with the closest known one.
+    Subcommands made with ``add_subparsers`` are of this class too. The error for an unknown
+    option or command suggests the closest known one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ def either(choices: Collection[str]) -> str:
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """The end of an error message that names the known word closest to this one, if one is.
+    """The end of an error message: a hint at the closest known word, or "" if none is close.
 
     >>> did_you_mean("smok", ["smoke", "quick"])
     "; did you mean 'smoke'?"
@@ -77,7 +77,7 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
 
 
 def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
-    """Add ``--plugin`` to a command that takes variants; ``words`` end its help."""
+    """Add ``--plugin`` to a command that takes variants; ``words`` are appended to its help."""
     words = f"Load a Python file that registers more variants{words}"
     parser.add_argument("--plugin", type=Path, metavar="FILE.py", help=words)
 
@@ -98,7 +98,7 @@ def integer(low: int, high: int = MOST) -> Callable[[str], int]:
     return read
 
 
-# torch takes 64 bits, but some seeds are made from several.
+# 32 bits, so that seeds computed from this one fit into the 64 bits that torch takes.
 seed = integer(0, 2**32 - 1)
 
 

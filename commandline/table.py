@@ -36,8 +36,8 @@ def aligned(cells: Sequence[str], widths: Sequence[int], left: Collection[int] =
 
 
 def markdown(rows: Sequence[Sequence[str]], right: bool = False) -> str:
-    """A table in Markdown. The first row is the header; ``right`` right-aligns all columns but the
-    first."""
+    """A table in Markdown. The first row is the header. With ``right``, all columns but the first
+    are right-aligned."""
     head, *body = rows
     rulers = ["---", *["---:" if right else "---"] * (len(head) - 1)]
     lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rulers, *body))

@@ -169,7 +169,7 @@ def load_plugin(path: Path, need_variant: bool = True) -> attnzoo.Plugin:
     """Load the file given as ``--plugin FILE.py``.
 
     Raises:
-        UsageError: the file cannot be loaded, or it registers no variant although it needs one.
+        UsageError: the file cannot be loaded, or ``need_variant`` is set and it registers none.
     """
     try:
         plugin = attnzoo.load_plugin(path)

@@ -39,11 +39,11 @@ def parser() -> Parser:
     page.add_argument("--out", type=Path, metavar="FILE", help=words)
     add_plugin(page)
     export.add_parser(commands)
-    words = "Print the gain of results B on results A, paired by seed"
+    words = "Print the gain in score from results A to results B, paired by seed"
     versus = commands.add_parser("compare", help=words, description=f"{words}.")
     versus.add_argument("a", type=Path, metavar="A", help="Read the first results from folder A")
     versus.add_argument("b", type=Path, metavar="B", help="Read the second results from folder B")
-    words = "Exit with 1 if a gain is missing or below X; -1 allows a loss of one point"
+    words = "Exit with 1 if a gain is missing or < X, in units of the table; -1 allows a drop of 1"
     versus.add_argument("--fail-below", type=float, metavar="X", help=words)
     add_plugin(versus)
     words = (

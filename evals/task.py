@@ -35,9 +35,10 @@ class Settings:
         width: width of the model.
         train_shortest, train_longest, train_stride: the lengths trained on. All sequences of a
             step have the same length. ``train_longest`` is the train length of the results.
-        fill: take more sequences of a shorter length, so that every step has as many tokens.
+        fill: with shorter lengths, take more sequences per step, so that the number of tokens per
+            step stays about the same.
         curriculum: share of the steps in which the longest length grows up to train_longest.
-            Small models learn to look something up from short sequences first.
+            Small models learn retrieval on short sequences first.
         test_sequences: the most sequences evaluated at one length.
         test_least: the fewest sequences evaluated at one length.
         test_items: tokens or items evaluated at one length, within these two bounds.
@@ -94,7 +95,7 @@ class Settings:
         return self.batch * self.train_longest // length if self.fill else self.batch
 
     def longest_per_step(self) -> list[int]:
-        """The longest length of each training step."""
+        """The maximum length allowed at each training step; it grows with ``curriculum``."""
         room = (self.train_longest - self.train_shortest) // self.train_stride
         grown = self.curriculum * self.steps
         parts = (min(1.0, step / grown) if grown else 1.0 for step in range(self.steps))
@@ -143,7 +144,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Metric:
-    """A measured number; tables show ``factor`` times it with ``digits`` decimals."""
+    """A metric. Tables show its value times ``factor``, with ``digits`` decimals."""
 
     name: str
     title: str

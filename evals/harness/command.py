@@ -1,4 +1,4 @@
-"""Runs tasks from options to results: check, plan, execute what is missing, show the results."""
+"""Runs tasks: check the options, plan the runs, execute those without results, show the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from evals.measures.metrics import Outcome
 from evals.results.store import Folder, Row
 from evals.task import NOTES, Task
 
-# (rows, results folder, note, verbose): writes and prints the results.
+# Writes and prints results, given (rows, results folder, note, verbose).
 Show = Callable[[list[Row], Path, str, bool], None]
 
 

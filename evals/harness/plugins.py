@@ -10,7 +10,7 @@ from commandline.errors import UsageError
 from commandline.variants import load_plugin
 from evals.tasks import TASKS
 
-_TASKS: dict[Path, list[str]] = {}  # by file, because a file is executed once per process
+_TASKS: dict[Path, list[str]] = {}  # by file; loading a file again registers nothing new
 
 
 def load(path: Path) -> tuple[attnzoo.Plugin, list[str]]:

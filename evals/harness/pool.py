@@ -41,7 +41,7 @@ def _failure(run: Run, text: str) -> Failure:
 
 
 def _work_loop(pipe: Connection, context: Context) -> None:
-    """A worker: execute runs from the pipe until None arrives or the parent is gone."""
+    """A worker: execute runs from the pipe until None arrives or the parent has exited."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         with lean_arithmetic():
@@ -182,7 +182,7 @@ class Pool:
         self.progress.finish(failure.run, "failed")
 
     def _after_death(self, worker: _Worker) -> list[Run]:
-        """What is left to execute of a dead worker's run."""
+        """The part of a dead worker's run that is still to be executed."""
         run, stage = worker.run, worker.stage
         assert run is not None
         worker.process.join()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-LINE_SECONDS = 30.0  # between two lines about the running runs, with --verbose
+LINE_SECONDS = 30.0  # interval of the status lines of --verbose
 
 
 def clock(seconds: float) -> str:
@@ -26,7 +26,7 @@ def clock(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things, with the noun in the singular or plural.
+    """A count with its noun in the singular or plural.
 
     >>> counted(1, "run"), counted(2, "run")
     ('1 run', '2 runs')
@@ -71,7 +71,7 @@ class Progress:
             self._thread.start()
 
     def update(self, name: str, fraction: float, stage: str) -> None:
-        """Show that a run has done a fraction of its work and is in this stage."""
+        """Show the fraction of a run's work that is done, and its current stage."""
         with self._lock:
             self.running[name] = (fraction, stage)
             self._starts.setdefault(name, time.monotonic())
@@ -104,7 +104,7 @@ class Progress:
 
     @property
     def _part(self) -> float:
-        """The finished part of the running runs, in runs."""
+        """The summed fractions of the running runs."""
         return sum(fraction for fraction, _ in self.running.values())
 
     def _print(self, text: str) -> None:
@@ -116,8 +116,8 @@ class Progress:
             self._print(self._line())
 
     def _line(self) -> str:
-        """Such as "3 of 8 runs (41%) in 2:00, about 2:53 left; now copy softmax seed 0: training,
-        25%"."""
+        """A status line, such as "3 of 8 runs (41%) in 2:00, about 2:53 left; now copy softmax seed
+        0: training, 25%"."""
         with self._lock:
             done = (self.finished + self._part) / max(1, self.runs)
             now = [f"{name}: {stage}, {part:.0%}" for name, (part, stage) in self.running.items()]

@@ -111,9 +111,9 @@ def _training_share(run: Run) -> float:
 
 
 def execute(run: Run, context: Context, emit: Emit) -> str:
-    """Train or load the model, then evaluate length by length; ``emit`` takes the results.
+    """Train or load the model, evaluate it at each length, and pass the results to ``emit``.
 
-    Returns "done", or why the training failed.
+    Returns "done", or "failed (nan)" or "failed (oom)" if the training failed.
     """
     train_work, test_work = _work(run)
     total, done = train_work + sum(test_work.values()), train_work

@@ -1,7 +1,7 @@
 """A study: the runs of one task, from its variants, position encodings, seeds and settings.
 
 The key of a row is a hash of everything that its scores depend on. So an interrupted study finds
-its rows again, and a changed setting never finds rows of another.
+its rows again, and changed settings never reuse rows of the old ones.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ class Study:
         return key_of({"train": self._variant(spec.train), "test": self._variant(spec.test)})
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
-        """The rows of this study among others, in its order."""
+        """Select the stored rows that belong to this study, in the order of `row_specs`."""
         keys = map(self.row_key, self.row_specs())
         return [by_key[key] for key in keys if key in by_key]
 
     def runs(
         self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
     ) -> list[Run]:
-        """The shard's runs that miss rows, each with these rows. ``retry`` repeats failed rows."""
+        """The shard's runs that lack rows, with only these rows. ``retry`` repeats failed rows."""
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for row in self.row_specs():
             lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})
@@ -234,7 +234,7 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
 
 
 def _settings(task: Task, preset: Settings, options: Options) -> Settings:
-    """The preset's settings, changed by the options and checked."""
+    """The preset's settings with the changes of the options; they are validated."""
     given = dict(options.settings)
     if options.steps is not None:
         given["steps"] = options.steps

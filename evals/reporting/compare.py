@@ -1,4 +1,4 @@
-"""The command ``compare``: the gain of result B on result A, paired by seed, for use in CI."""
+"""The command ``compare``: the gain in score from results A to B, paired by seed, for CI."""
 
 from __future__ import annotations
 

@@ -55,10 +55,10 @@ def _table(group: Group, scores: Scores, errors: bool) -> Table:
     over = (
         "1 seed" if seeds == 1 else f"mean {'± standard error ' if errors else ''}of {seeds} seeds"
     )
-    apart = f" ({group.apart})" if group.apart else ""
+    distinction = f" ({group.distinction})" if group.distinction else ""
     title = (
-        f"{group.task.name}{apart}: {score.title} ({better} is better) by eval length n; train "
-        f"length {scores.train_length}, chance {scores.shown(group.chance)}, {over}"
+        f"{group.task.name}{distinction}: {score.title} ({better} is better) by eval length n; "
+        f"train length {scores.train_length}, chance {scores.shown(group.chance)}, {over}"
     )
     effective = [scores.effective_length(line) for line in scores.lines]
     shown = any(effective)

@@ -46,7 +46,7 @@ def csv_tables(tables: Sequence[Scores]) -> str:
         for line in table.lines:
             for length, value in zip(table.lengths, line.values, strict=True):
                 writer.writerow([
-                    table.task.name, table.apart, line.variant, line.encoding, length,
+                    table.task.name, table.distinction, line.variant, line.encoding, length,
                     table.metric.name, *map(_number, value[:4]), value.seeds, value.failed,
                     line.untrained, _number(table.chance), table.train_length,
                 ])  # fmt: skip

@@ -80,9 +80,7 @@ def leaderboard(group: Group) -> Leaderboard:
 
 def _distance(group: Group, length: int) -> str:
     longest = group.settings["train_longest"]
-    if length == longest:
-        return "train length"
-    return "seen in training" if length < longest else f"{length / longest:.3g} × train"
+    return "train length" if length == longest else f"{length / longest:.3g} × train"
 
 
 def _score_cell(point: Point, score: Metric) -> Cell:

@@ -47,12 +47,12 @@ def png(figure: Figure, dpi: int = _DPI) -> bytes:
 
 
 def svg(figure: Figure) -> bytes:
-    """The figure as an SVG file with its text as text; the same figure gives the same bytes."""
+    """The figure as an SVG file with selectable text. The same figure gives the same bytes."""
     return _vector(figure, "svg", {"Date": None})
 
 
 def pdf(figure: Figure) -> bytes:
-    """The figure as a PDF file with embedded TrueType fonts; the same figure, the same bytes."""
+    """The figure as a PDF file with TrueType fonts. The same figure gives the same bytes."""
     return _vector(figure, "pdf", {"CreationDate": None})
 
 
@@ -192,8 +192,8 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     notes = [seeds, f"grey: lengths of training, n = {trained[0]} to {trained[1]}"]
     if any("->" in series.variant for series in group.series):
         notes.append("dashed: a->b, trained with a, b substituted at inference")
-    apart = f" · {group.apart}" if group.apart else ""
-    axes.set_title(f"{group.task.name}{apart}: {metric.title}\n", loc="left", fontsize=12)
+    distinction = f" · {group.distinction}" if group.distinction else ""
+    axes.set_title(f"{group.task.name}{distinction}: {metric.title}\n", loc="left", fontsize=12)
     where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
     axes.text(0, 1.02, "; ".join(notes), **where)
     name_lines(axes, ends, metric.log)

@@ -189,7 +189,7 @@ def _sections(shown: Sequence[Shown]) -> list[Section]:
         same = [other for other in shown if other.group.task is task]
         if len(same) > 1:
             ident += f"-{same.index(one) + 1}"
-            heading += f" · {one.group.apart}"
+            heading += f" · {one.group.distinction}"
         found.append(Section(one, ident, heading))
     return found
 

@@ -35,7 +35,8 @@ class Value(NamedTuple):
 class Line(NamedTuple):
     """One variant with its position encoding: a value for each length.
 
-    untrained: the number of seeds that did not reach the task's bar at the train length.
+    untrained: the number of seeds whose score at the train length is missing or below the task's
+    ``trained_score``.
     """
 
     variant: str
@@ -48,8 +49,8 @@ class Line(NamedTuple):
 class Scores:
     """One metric of one task, the variant that is best at the longest length first.
 
-    chance: the score of blind guessing; None for the other metrics. apart: the settings that tell
-    these results from others of the same task.
+    chance: the score of blind guessing; None for the other metrics. distinction: how these
+    results differ from others of the same task, such as "steps 3".
     """
 
     task: Task
@@ -60,7 +61,7 @@ class Scores:
     chance: float | None
     schedule: str
     lines: list[Line]
-    apart: str = ""
+    distinction: str = ""
 
     def shown(self, value: float) -> str:
         """The number as tables show it: 0.986 as "98.6"."""
@@ -69,7 +70,7 @@ class Scores:
     @property
     def title(self) -> str:
         """A description of the table in sentences."""
-        name = f"{self.task.name} ({self.apart})" if self.apart else self.task.name
+        name = f"{self.task.name} ({self.distinction})" if self.distinction else self.task.name
         seeds = "One seed" if self.seeds == 1 else f"Mean of {self.seeds} seeds"
         interval = "" if self.seeds == 1 else " (95 % bootstrap interval)"
         chance = self.chance
@@ -134,7 +135,7 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
         chance=group.chance if metric is group.task.score else None,
         schedule=group.rows[0]["schedule"],
         lines=_best_first(lines, metric),
-        apart=group.apart,
+        distinction=group.distinction,
     )
 
 

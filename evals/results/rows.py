@@ -1,4 +1,4 @@
-"""The fields of a result row, and error messages for rows and options that are wrong."""
+"""The fields of a result row, and error messages for invalid rows and options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Lists = dict[str, list[float]]
 
 
 class Settings(BaseModel):
-    """The settings that tables and figures use."""
+    """The settings in a row that tables and figures need. Other settings are allowed."""
 
     model_config = ConfigDict(strict=True)
 
@@ -25,7 +25,7 @@ class Settings(BaseModel):
 
 
 class Fields(BaseModel):
-    """The fields of a row; others are allowed."""
+    """The required fields of a result row. Other fields are allowed."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -56,7 +56,7 @@ class Fields(BaseModel):
 
 
 def problem(row: object) -> str | None:
-    """The error message for a row that was read from a file, or None if it is right."""
+    """The error message for a row that was read from a file, or None if it is valid."""
     try:
         found = Fields.model_validate(row)
     except ValidationError as error:
@@ -76,7 +76,7 @@ _ALLOWED = {
     "float_type": "a number",
     "greater_than_equal": ">= {ge}",
     "int_type": "an int",
-    "is_instance_of": "a list",  # the only class is Sequence
+    "is_instance_of": "a list",  # Sequence is the only class that Options checks
     "less_than_equal": "<= {le}",
     "list_type": "a list",
     "literal_error": "{expected}",

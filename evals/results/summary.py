@@ -1,7 +1,7 @@
-"""Statistics over seeds: means, standard errors, bootstrap intervals, differences to softmax.
+"""Statistics over seeds: means, standard errors, bootstrap intervals, differences from softmax.
 
-A summary has no times and no host names. So the same runs give the same summary.csv, even if they
-were interrupted or split into shards.
+A summary contains no times and no host names, so the same runs give the same summary.csv even if
+they were interrupted or split into shards.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Group:
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
     left_out: list[str]  # a text for each series with superseded rows
-    apart: str = ""  # the settings that differ from other groups of its task, as text
+    distinction: str = ""  # how it differs from the task's other groups, such as "steps 3"
 
     @property
     def chance(self) -> float:
@@ -141,7 +141,8 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """Group rows by task, settings, data, device and number of sequences, in the order of tasks.
+    """Group rows by task, settings, data, device and number of sequences, sorted by task
+    as in `TASKS`.
 
     Raises:
         UsageError: the task of a row is unknown.
@@ -155,7 +156,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
         found.setdefault((row["task"], same), []).append(row)
     ordered = sorted(found.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
     every = [_group(TASKS[name], part) for (name, _), mine in ordered for part in _by_sizes(mine)]
-    return [replace(group, apart=_apart(group, every)) for group in every]
+    return [replace(group, distinction=_distinction(group, every)) for group in every]
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
@@ -170,9 +171,9 @@ def _by_sizes(rows: list[Row]) -> list[list[Row]]:
     return [parts[index] for index in sorted(parts)]
 
 
-def _apart(group: Group, every: Sequence[Group]) -> str:
-    """A text of what differs from the other groups of the task: settings, else data and device,
-    else numbers of sequences."""
+def _distinction(group: Group, every: Sequence[Group]) -> str:
+    """How a group differs from the other groups of its task: by settings, otherwise by data and
+    device, otherwise by numbers of sequences."""
     others = [one for one in every if one.task is group.task and one is not group]
     words = []
     for read in (_settings, _origins, _sizes):
@@ -305,7 +306,7 @@ def _cells(found: Estimate | None) -> list[str]:
 def csv_text(groups: Sequence[Group]) -> str:
     """The summary.csv of a task: one line per (group, series, length).
 
-    The column ``settings`` has what differs between the groups, and is empty for a single group.
+    The column ``settings`` says how the groups differ. It is empty for a single group.
     """
     task = groups[0].task
     header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
@@ -319,7 +320,7 @@ def csv_text(groups: Sequence[Group]) -> str:
         settings = group.settings
         constants = [
             f"{group.chance:.6g}", settings["train_longest"], settings["steps"],
-            group.rows[0]["schedule"], group.apart,
+            group.rows[0]["schedule"], group.distinction,
         ]  # fmt: skip
         for series in sorted(group.series):
             for point in group.of(series):

@@ -27,12 +27,12 @@ def words(seed: int, split: str, length: int, start: int, stop: int, count: int)
 
 
 def uniforms(raw: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1) from the upper 24 bits, exact in fp32."""
+    """Map uint64 to uniform numbers in [0, 1) by their upper 24 bits; exact in fp32."""
     return (raw >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
 def integers(raw: np.ndarray, choices: int) -> np.ndarray:
-    """Uniform int64 in 0 .. choices − 1 from the lower 32 bits."""
+    """Map uint64 to uniform int64 in 0 .. choices − 1 by their lower 32 bits."""
     low = raw & np.uint64(0xFFFFFFFF)
     return ((low * np.uint64(choices)) >> np.uint64(32)).astype(np.int64)
 

@@ -39,15 +39,15 @@ class Settings(Base):
         pairs = length // self.density
         if length % self.density or not 1 <= pairs <= min(self.keys, length // 3):
             raise UsageError(
-                f"a length of mqar must be a multiple of density = {self.density} (>= 3) with at "
-                f"most {self.keys} pairs (half the vocabulary), got {length}"
+                f"a length of mqar must be a multiple of density = {self.density}, with density >= "
+                f"3 and length / density <= vocabulary // 2 = {self.keys}, got {length}"
             )
         return pairs
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
-    """Draw sequences; each takes one random word per possible key (the smallest words are taken),
-    one per value, and one per later position."""
+    """Draw sequences, with one random uint64 per possible key (the keys with the smallest are
+    taken), one per value, and one per position after the pairs."""
     pairs = settings.pairs(length)
     rest = length - 2 * pairs
     raw = words(seed, split, length, start, stop, settings.keys + pairs + rest)

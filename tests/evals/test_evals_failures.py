@@ -28,7 +28,7 @@ TASK = "max-retrieval"
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """Limit the size of files: a write beyond it is cut short, then fails."""
+    """Limit the size of files. A write beyond the limit is cut short, the next one fails."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
     try:
@@ -70,7 +70,7 @@ def test_a_run_on_a_full_disk_ends_in_one_line(
     workers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = [*SMALL, "--variants", "softmax", "--workers", workers, "--out", str(tmp_path)]
-    with full_disk(20_000):  # less than a model; a worker inherits it
+    with full_disk(20_000):  # smaller than a model file; workers inherit the limit
         assert main(run) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"error: {tmp_path / TASK / 'models'}")
@@ -137,7 +137,7 @@ STEPS = Settings(
 def test_nan_parameters_after_the_last_step_raise() -> None:
     model = nn.Linear(1, 1)
 
-    def loss(step: int) -> torch.Tensor:  # finite with a gradient that is not
+    def loss(step: int) -> torch.Tensor:  # finite, but its gradient is not
         return (model.weight - model.weight.detach()).abs().sum().sqrt()
 
     with pytest.raises(NotFinite, match="parameters are not finite after step 1"):

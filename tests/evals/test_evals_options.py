@@ -29,13 +29,13 @@ density = 8
 def test_help_has_one_line_per_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # no word is broken
+    monkeypatch.setenv("COLUMNS", "1000")  # too wide for line breaks at hyphens
     text = " ".join(parser().format_help().split())
     assert "flip-flop Flip-flop language modelling copy Read symbols" in text
     for action in parser().commands.values():
         for line in action.format_help().splitlines():
             if found := re.match(r"  (--\S+ .*|--\S+) {2,}(\S.*)", line):
-                assert found[2][0].isupper(), line  # begins with a verb
+                assert found[2][0].isupper(), line  # help begins with a capitalized verb
     for name, task in TASKS.items():
         with pytest.raises(SystemExit):
             main([name, "--help"])

@@ -43,9 +43,9 @@ def test_estimates() -> None:
 
 
 def test_the_bootstrap_of_few_seeds_enumerates_resamples() -> None:
-    # Of three seeds each of the 27 resamples; all three the same occurs once: 1/27 > 2.5 %.
+    # Three seeds have 27 resamples. The smallest mean has probability 1/27 > 2.5 %.
     assert bootstrap([0.0, 3.0, 6.0]) == (0.0, 6.0)
-    # Of four 256: four times the least has 1/256, with one of the second least 5/256, and so on.
+    # Four seeds have 256 resamples. Means 0, 1 and 2 have probabilities 1/256, 4/256, 10/256.
     assert bootstrap([0.0, 4.0, 8.0, 12.0]) == pytest.approx((2.0, 10.0))
 
 
@@ -89,7 +89,7 @@ def test_differences_are_paired_by_seed_and_position() -> None:
     assert failures(group) == ["failed: ssmax, n = 16: out of memory (1 of 3 seeds)"]
 
 
-def test_a_run_is_trained_if_its_score_reaches_the_bar() -> None:
+def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     rows = [row("softmax", 0.95), row("ssmax", 0.949), row("ssmax", 1.0, length=64)]
     (group,) = groups(rows)
     assert group.untrained(SOFTMAX) == 0
@@ -99,12 +99,12 @@ def test_a_run_is_trained_if_its_score_reaches_the_bar() -> None:
     assert "chance 10 %" in shown.title
     assert legend(group) == ["† 1/1: did not reach 95 % at the train length (n = 16)"]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
-    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed is not a trained one
+    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed counts as untrained
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
     assert text.untrained(Series("softmax", "rope")) == 0
 
 
-def test_tables_show_intervals_differences_costs_and_what_was_learned() -> None:
+def test_tables_show_intervals_differences_costs_and_learned_parameters() -> None:
     rows = [row("softmax", 0.5 + seed / 10, seed=seed) for seed in range(2)]
     rows += [row("ssmax", 0.7, seed=seed, learned={"s": [0.2, 0.4]}) for seed in range(2)]
     (group,) = groups(rows)
@@ -163,7 +163,7 @@ def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> 
     ]
     for order in (rows, rows[::-1]):
         found = groups(order)
-        assert {(group.apart, group.rows[0]["metrics"]["accuracy"]) for group in found} == {
+        assert {(group.distinction, group.rows[0]["metrics"]["accuracy"]) for group in found} == {
             ("steps 10, device cpu, test sequences 8 at 16", 0.1),
             ("steps 11", 0.2),
             ("steps 10, device cpu, test sequences 4 at 16", 0.3),
@@ -174,8 +174,8 @@ def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> 
         assert sorted((line["accuracy"], line["steps"]) for line in lines) == [
             ("0.1", "10"), ("0.2", "11"), ("0.3", "10"), ("0.4", "10")
         ]  # fmt: skip
-        assert {line["settings"] for line in lines} == {group.apart for group in found}
-    assert [group.apart for group in groups(rows[:1])] == [""]
+        assert {line["settings"] for line in lines} == {group.distinction for group in found}
+    assert [group.distinction for group in groups(rows[:1])] == [""]
 
 
 def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
     assert float(line["accuracy_minus_softmax"]) == pytest.approx(gain, abs=1e-5)
     assert [float(line[f"accuracy_{end}"]) for end in ("low", "high")] == pytest.approx(
         [min(found), max(found)], rel=1e-5
-    )  # of two seeds, a quarter of the resamples is twice the one, a quarter twice the other
+    )  # a quarter of the resamples of two seeds draws the smaller twice, a quarter the larger
     for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
         assert (undisturbed / TASK / name).read_bytes()[:4] == b"\x89PNG"
     assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()

@@ -1,5 +1,5 @@
-"""Sequence tasks: data against values by hand, an oracle and blind guesses; the model, its training
-and evaluation."""
+"""Sequence tasks: data computed by hand, scores of an oracle and of blind guesses, the model, its
+training and evaluation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMOKE = {name: task.presets["smoke"].settings for name, task in SEQUENCES.items(
 
 
 def words(seed: int, split: int, length: int, index: int, count: int) -> list[int]:
-    """The raw words of one sequence from numpy's Philox."""
+    """The random uint64 of one sequence from numpy's Philox."""
     key = np.array([seed, (split << 32) | length], dtype=np.uint64)
     blocks = -(-count // 4)
     return np.random.Philox(counter=index * blocks, key=key).random_raw(4 * blocks).tolist()[:count]
@@ -38,7 +38,7 @@ def choice(word: int, choices: int) -> int:
 
 
 def ranked(some: list[int]) -> list[int]:
-    """Indices of the words in ascending order."""
+    """Indices that sort the numbers in ascending order."""
     return sorted(range(len(some)), key=some.__getitem__)
 
 
@@ -47,7 +47,7 @@ def ranked(some: list[int]) -> list[int]:
 
 def test_mqar_has_pairs_and_then_each_key() -> None:
     settings = mqar.Settings(steps=1, batch=1, train_shortest=8, train_longest=8, vocabulary=16)
-    raw = words(5, 2, 8, 3, 8 + 2 + 4)  # a word per key, per value and per later position
+    raw = words(5, 2, 8, 3, 8 + 2 + 4)  # 8 possible keys, 2 values, 4 positions after the pairs
     keys = [1 + k for k in ranked(raw[:8])[:2]]
     values = [9 + choice(word, 7) for word in raw[8:10]]
     later = [4 + index for index in ranked(raw[10:14])[:2]]
@@ -124,12 +124,14 @@ def test_training_text_is_separate_and_every_second_sequence_has_a_needle() -> N
     train, test = (texts[split].tobytes() for split in ("train", "test"))
     known = {train[i : i + 64] for i in range(0, len(train) - 64, 4)}
     pieces = [test[i + j : i + j + 64] for i in range(0, len(test) - 68, 256) for j in range(4)]
-    shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)  # one of four would align
+    shared = sum(piece in known for piece in pieces) / (
+        len(pieces) / 4
+    )  # of 4 offsets, one is in known
     assert 0 < shared < 0.03
     batch = language_model.draw(0, "train", 128, 0, 40, None)
     found = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
     assert found == [0, 2] * 20
-    assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # every byte is predicted
+    assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # predicts the next byte
     assert batch.asked.all()
 
 
@@ -149,7 +151,7 @@ def test_a_sequence_depends_on_seed_split_length_and_index_only() -> None:
     ("name", "length", "message"),
     [
         ("mqar", 30, "multiple of density = 4"),
-        ("mqar", 1024, "at most 128 pairs"),
+        ("mqar", 1024, "length / density <= vocabulary // 2 = 128"),
         ("flip-flop", 7, "an even int >= 4, got 7"),
         ("language-model", 20, ">= 44, got 20"),
     ],
@@ -299,7 +301,7 @@ def test_all_splits_and_heads_are_measured(positions: str) -> None:
     for outcome in found.values():
         assert outcome.status == "ok", outcome.message
         assert {metric.name for metric in FLIP.metrics} <= set(outcome.metrics)
-        assert len(outcome.curves["head_peak"]) == 4  # two layers of two heads
+        assert len(outcome.curves["head_peak"]) == 4  # two layers with two heads each
         assert outcome.curves["head_weight_sum"] == pytest.approx([1] * 4)
     assert found["own"].curves["head_peak"] != found["substitute"].curves["head_peak"]
 
@@ -351,9 +353,9 @@ def test_softmax_stays_below_its_bound(positions: str) -> None:
         attention(q, k, k, is_causal=True, scale=0.3, **slopes)
     found = watch.curves()
     assert (found["head_peak"] <= found["head_bound"]).all()
-    assert found["head_peak"].shape == (2 * 4, 2)  # of two sequences the last four rows
+    assert found["head_peak"].shape == (2 * 4, 2)  # the last four rows of two sequences
     assert (found["head_bound"] < 1).any() == (positions == "none")
-    if positions == "alibi":  # although the farthest keys have weight 0 in fp64
+    if positions == "alibi":  # the range includes keys whose weight underflows to 0 in fp64
         assert (found["head_range"][:, 0] > 4 * 290).all()
     assert "head_jacobian" not in found  # beyond 256 keys
 

@@ -1,4 +1,4 @@
-"""Specs, wrong options, keys, shards, result files and the progress display."""
+"""Specs, invalid options, keys, shards, result files and the progress display."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
     assert main(["max-retrieval", *few, "--dry-run", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    # Two trainings per seed serve three variants.
+    # softmax->log_n uses the model of softmax, so three variants need two trainings per seed.
     assert re.search(
         r"max-retrieval: 3 variants, 3 seeds, train length 16, eval lengths up to 32: 6 runs .*\n"
         r"max-retrieval: 6 runs, about [\d:]+ of computing time\n"

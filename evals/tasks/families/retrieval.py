@@ -24,7 +24,7 @@ from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Publish
 from evals.task import Settings as Base
 
 CLASSES = 10
-BEST_KEYS = 16  # columns of the heat map: mean weight of the 16 keys that come closest
+BEST_KEYS = 16  # number of keys in the curve ``best_keys``: those with the largest closeness
 
 METRICS = (
     Metric("accuracy", "Accuracy, %", 100, 1),
@@ -73,8 +73,8 @@ class Settings(Base):
 class Batch:
     """Sequences of one length.
 
-    features: (B, n, F) of the items. classes: (B, n). query: (B, G). closeness: (B, n), largest at
-    the true item; the first of several equal ones is the true item.
+    features: (B, n, F) of the items. classes: (B, n). query: (B, G). closeness: (B, n); the
+    true item is the one with the largest closeness, the first of equals.
     """
 
     features: Tensor
@@ -222,7 +222,7 @@ class RetrievalTask(Task):
                 *exact, attention.variant, scale=model.scale, **own
             )[:, 0, 0]
             found = weight_metrics(weights, target, batch.classes, label, CLASSES)
-            # Adding 0 · logits makes a NaN among the logits a NaN, not a wrong answer.
+            # Adding 0 · logits propagates a NaN, which would otherwise count as a wrong answer.
             right = (logits.argmax(dim=-1) == label).double()
             found["accuracy"] = right + 0 * logits.sum(dim=-1)
             curves = {"best_keys": weights.gather(1, order)}

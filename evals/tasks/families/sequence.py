@@ -45,7 +45,10 @@ class Settings(Base):
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens (B, N), and answers (B, N): the token to predict there, or −1 for none. int64."""
+    """Tokens and answers, both (B, N) int64.
+
+    An answer is the token to predict at its position, or −1 if nothing is to be predicted there.
+    """
 
     tokens: Tensor
     answers: Tensor
