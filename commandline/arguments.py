@@ -10,14 +10,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-MOST = 2**31  # a larger number is a typo
+MOST = 2**31  # larger numbers are rejected as typos
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line in the form "NAME must be X, got Y".
 
-    Subcommands made with ``add_subparsers`` are of this class too. An unknown option or command is
-    answered with the closest known one.
+    Subcommands made with ``add_subparsers`` are of this class too. The error for an unknown
+    option or command suggests the closest known one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
 
 
 def integer(low: int, high: int = MOST) -> Callable[[str], int]:
-    """The type of an argument: an int from low to high."""
+    """An argument type for argparse: an int from low to high."""
 
     def read(text: str) -> int:
         try:
@@ -98,12 +98,12 @@ def integer(low: int, high: int = MOST) -> Callable[[str], int]:
     return read
 
 
-# torch takes 64 bits, but some seeds are made from several.
+# Below torch's 64 bits, because benchmarks multiply the seed to derive others.
 seed = integer(0, 2**32 - 1)
 
 
 def numbers(text: str) -> list[int]:
-    """The type of an argument: positive ints separated by commas."""
+    """An argument type for argparse: positive ints separated by commas."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:

@@ -31,8 +31,8 @@ extensions = [
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 templates_path = ["_templates"]
 nitpicky = True
-# Words in backticks in docstrings, types of other packages, and names in signatures that are defined
-# in private modules. What a page refers to must exist.
+# Words in backticks in docstrings, types of other packages, and names in signatures that are
+# defined in private modules. All other references must resolve.
 nitpick_ignore_regex = [
     (r"py:obj", r".*"),
     (r"py:.*", r"(?!attnzoo\.).*"),

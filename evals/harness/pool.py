@@ -1,8 +1,9 @@
 """Executes runs on worker processes, or in this one.
 
-Workers are spawned with one torch thread each and send their rows as each length is finished. Only
-the parent writes result files. The parent notices the death of a worker by its closed pipe and
-repeats its run once. If the same length kills the worker again, its rows get the status "oom".
+Each worker is spawned with one torch thread and sends its rows after each length. Only the parent
+writes result files. If a worker dies, its pipe closes and the parent repeats its run. If SIGKILL
+ends it a second time at the same length, the system was probably out of memory: the rows of this
+length get the status "oom" (all rows if it died in training). Any other exit code fails the run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from evals.measures.metrics import Outcome
 
 
 class Failure(NamedTuple):
-    """A run that an error ended: its name, the error in one line, and the traceback."""
+    """A failed run: its name, the error in one line, and the traceback."""
 
     run: str
     reason: str
@@ -41,7 +42,7 @@ def _failure(run: Run, text: str) -> Failure:
 
 
 def _work_loop(pipe: Connection, context: Context) -> None:
-    """A worker: execute runs from the pipe until None arrives or the parent is gone."""
+    """Execute runs from the pipe, in a worker, until None arrives or the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         with lean_arithmetic():
@@ -91,7 +92,7 @@ def _forward(listener: Listener, progress: Progress, run: Run, message: Message)
 
 
 class _Worker:
-    """A process, its current run, and the length that it evaluates (None: training)."""
+    """A process, its current run, and the length it is evaluating (None: training)."""
 
     def __init__(self, context: Context) -> None:
         spawn = get_context("spawn")
@@ -182,7 +183,7 @@ class Pool:
         self.progress.finish(failure.run, "failed")
 
     def _after_death(self, worker: _Worker) -> list[Run]:
-        """What is left to execute of a dead worker's run."""
+        """Record the death of a worker; return what remains of its run, to execute again."""
         run, stage = worker.run, worker.stage
         assert run is not None
         worker.process.join()
@@ -228,7 +229,7 @@ def execute_here(
 
 
 def default_workers(device: str) -> int:
-    """The number of cores that this process may use, or of GPUs."""
+    """The default number of workers: one per core that this process may use, or one per GPU."""
     if device.startswith("cuda"):
         return 1 if ":" in device else max(1, torch.cuda.device_count())
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

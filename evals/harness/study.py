@@ -1,7 +1,7 @@
 """A study: the runs of one task, from its variants, position encodings, seeds and settings.
 
-The key of a row is a hash of everything that its scores depend on. So an interrupted study finds
-its rows again, and a changed setting never finds rows of another.
+The key of a row is a hash of everything that affects its scores. So an interrupted study reuses its
+rows, and a study with a changed setting does not.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class RowSpec(NamedTuple):
 class Study:
     """The runs of one task.
 
-    plugins: hash of the plugin's file by the names of its variants and tasks; a changed file gives
-    other keys. left_out: the reason for each unsupported pair of variant and position encoding.
+    plugins: the names of a plugin's variants and tasks, each with the hash of its file; a changed
+    file gives other keys. left_out: the unsupported pairs of variant and position encoding, each
+    with the reason.
     """
 
     task: Task
@@ -67,7 +68,7 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """All rows, seed by seed, so that early results cover all variants."""
+        """All result rows, seed by seed, so that the first results cover all variants."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
@@ -116,14 +117,14 @@ class Study:
         return key_of({"train": self._variant(spec.train), "test": self._variant(spec.test)})
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
-        """The rows of this study among others, in its order."""
+        """Select the rows of this study, in the order of `row_specs`."""
         keys = map(self.row_key, self.row_specs())
         return [by_key[key] for key in keys if key in by_key]
 
     def runs(
         self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
     ) -> list[Run]:
-        """The shard's runs that miss rows, each with these rows. ``retry`` repeats failed rows."""
+        """The shard's runs, each with its missing rows only; ``retry`` adds the failed rows."""
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for row in self.row_specs():
             lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})
@@ -144,7 +145,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     """Check the options and make the study.
 
     Raises:
-        UsageError: something cannot be run.
+        UsageError: an option is invalid, or a variant supports none of the encodings.
     """
     if options.preset not in task.presets:
         known = ", ".join(task.presets)
@@ -155,9 +156,8 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     settings = _settings(task, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
     _once("--lengths", asked)
-    lengths = tuple(
-        sorted({settings.train_longest, *asked})
-    )  # results always have the train length
+    # Results always include the train length.
+    lengths = tuple(sorted({settings.train_longest, *asked}))
     positions = preset.positions if options.positions is None else tuple(options.positions)
     if options.positions is not None and not set(positions) <= set(task.positions):
         raise UsageError(
@@ -165,11 +165,8 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
             f"got {', '.join(positions)}"
         )
     _once("--positions", positions)
-    for length in (
-        settings.train_shortest,
-        *lengths,
-    ):  # raises for a length that the task cannot have
-        task.batch(0, "test", length, 0, 1, settings)
+    for length in (settings.train_shortest, *lengths):
+        task.batch(0, "test", length, 0, 1, settings)  # raises UsageError for an invalid length
     for encoding in positions:
         try:
             task.build(VariantCall("softmax"), encoding, settings)

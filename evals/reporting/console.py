@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from commandline.table import Table
 from evals.reporting.scores import KEPT, Line, Scores, of_group
 from evals.reporting.tables import PARTIAL, cost_table, legend, score_tables
-from evals.results.summary import Group, Series, failures, mixtures
+from evals.results.summary import Group, Series, failures, version_warnings
 from evals.theory import trained_heads as theory
 from evals.theory.trained_heads import Heads
 
@@ -35,7 +35,7 @@ def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
         print(line)
     if len(failed) > FEW and not verbose:
         print(f"failed: {len(failed) - FEW} more; --verbose lists all")
-    for line in mixtures([group]):
+    for line in version_warnings([group]):
         print(line)
 
 
@@ -55,10 +55,10 @@ def _table(group: Group, scores: Scores, errors: bool) -> Table:
     over = (
         "1 seed" if seeds == 1 else f"mean {'± standard error ' if errors else ''}of {seeds} seeds"
     )
-    apart = f" ({group.apart})" if group.apart else ""
+    differences = f" ({group.differences})" if group.differences else ""
     title = (
-        f"{group.task.name}{apart}: {score.title} ({better} is better) by eval length n; train "
-        f"length {scores.train_length}, chance {scores.shown(group.chance)}, {over}"
+        f"{group.task.name}{differences}: {score.title} ({better} is better) by eval length n; "
+        f"train length {scores.train_length}, chance {scores.shown(group.chance)}, {over}"
     )
     effective = [scores.effective_length(line) for line in scores.lines]
     shown = any(effective)

@@ -24,7 +24,7 @@ from evals.reporting.pictures import figures
 from evals.reporting.readme_tables import markdown_table
 from evals.reporting.scores import Scores, of_group
 from evals.results.store import read_rows
-from evals.results.summary import Group, groups, mixtures
+from evals.results.summary import Group, groups, version_warnings
 from evals.task import Metric
 from evals.theory.trained_heads import fitted
 
@@ -46,7 +46,7 @@ def csv_tables(tables: Sequence[Scores]) -> str:
         for line in table.lines:
             for length, value in zip(table.lengths, line.values, strict=True):
                 writer.writerow([
-                    table.task.name, table.apart, line.variant, line.encoding, length,
+                    table.task.name, table.differences, line.variant, line.encoding, length,
                     table.metric.name, *map(_number, value[:4]), value.seeds, value.failed,
                     line.untrained, _number(table.chance), table.train_length,
                 ])  # fmt: skip
@@ -92,7 +92,7 @@ def main(given: argparse.Namespace) -> int:
     to_one_file = _writes_one_file(given)
     found = groups(read_rows(given.folders))
     _check_chosen(found, given.metric, given.lengths)
-    for warning in mixtures(found):
+    for warning in version_warnings(found):
         print(warning, file=sys.stderr)
     tables: dict[str, Scores] = {}
     files: dict[Path, str | bytes] = {}

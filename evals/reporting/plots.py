@@ -192,8 +192,8 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     notes = [seeds, f"grey: lengths of training, n = {trained[0]} to {trained[1]}"]
     if any("->" in series.variant for series in group.series):
         notes.append("dashed: a->b, trained with a, b substituted at inference")
-    apart = f" · {group.apart}" if group.apart else ""
-    axes.set_title(f"{group.task.name}{apart}: {metric.title}\n", loc="left", fontsize=12)
+    differences = f" · {group.differences}" if group.differences else ""
+    axes.set_title(f"{group.task.name}{differences}: {metric.title}\n", loc="left", fontsize=12)
     where = {"transform": axes.transAxes, "fontsize": 8.5, "color": "#555555"}
     axes.text(0, 1.02, "; ".join(notes), **where)
     name_lines(axes, ends, metric.log)

@@ -27,7 +27,7 @@ from evals.reporting.tables import (
     score_tables,
 )
 from evals.results.rows import Row
-from evals.results.summary import UNTRAINED, Group, Point, mixtures
+from evals.results.summary import UNTRAINED, Group, Point, version_warnings
 from evals.theory import trained_heads as theory
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -170,7 +170,7 @@ def report_html(shown: Sequence[Shown], note: str) -> str:
         title="Length generalization of attention variants" + f": {tasks[0]}" * (len(tasks) == 1),
         what_was_run=_what_was_run(groups),
         note=note,
-        warnings=mixtures(groups),
+        warnings=version_warnings(groups),
         sections=sections,
         failed=_failed(sections),
         open=_OPEN,
@@ -189,7 +189,7 @@ def _sections(shown: Sequence[Shown]) -> list[Section]:
         same = [other for other in shown if other.group.task is task]
         if len(same) > 1:
             ident += f"-{same.index(one) + 1}"
-            heading += f" · {one.group.apart}"
+            heading += f" · {one.group.differences}"
         found.append(Section(one, ident, heading))
     return found
 

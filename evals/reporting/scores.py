@@ -48,8 +48,8 @@ class Line(NamedTuple):
 class Scores:
     """One metric of one task, the variant that is best at the longest length first.
 
-    chance: the score of blind guessing; None for the other metrics. apart: the settings that tell
-    these results from others of the same task.
+    chance: the score of blind guessing; None for the other metrics. differences: from
+    the other results of the task, as text.
     """
 
     task: Task
@@ -60,7 +60,7 @@ class Scores:
     chance: float | None
     schedule: str
     lines: list[Line]
-    apart: str = ""
+    differences: str = ""
 
     def shown(self, value: float) -> str:
         """The number as tables show it: 0.986 as "98.6"."""
@@ -69,7 +69,7 @@ class Scores:
     @property
     def title(self) -> str:
         """A description of the table in sentences."""
-        name = f"{self.task.name} ({self.apart})" if self.apart else self.task.name
+        name = f"{self.task.name} ({self.differences})" if self.differences else self.task.name
         seeds = "One seed" if self.seeds == 1 else f"Mean of {self.seeds} seeds"
         interval = "" if self.seeds == 1 else " (95 % bootstrap interval)"
         chance = self.chance
@@ -134,7 +134,7 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
         chance=group.chance if metric is group.task.score else None,
         schedule=group.rows[0]["schedule"],
         lines=_best_first(lines, metric),
-        apart=group.apart,
+        differences=group.differences,
     )
 
 

@@ -1,4 +1,4 @@
-"""The fields of a result row, and error messages for rows and options that are wrong."""
+"""The fields of a result row, and error messages for invalid rows and options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Lists = dict[str, list[float]]
 
 
 class Settings(BaseModel):
-    """The settings that tables and figures use."""
+    """The settings that every row must have, because tables and figures use them."""
 
     model_config = ConfigDict(strict=True)
 
@@ -25,7 +25,7 @@ class Settings(BaseModel):
 
 
 class Fields(BaseModel):
-    """The fields of a row; others are allowed."""
+    """The required fields of a row; more are allowed."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -56,7 +56,7 @@ class Fields(BaseModel):
 
 
 def problem(row: object) -> str | None:
-    """The error message for a row that was read from a file, or None if it is right."""
+    """The error message for a row that was read from a file, or None if the row is valid."""
     try:
         found = Fields.model_validate(row)
     except ValidationError as error:
@@ -83,7 +83,7 @@ _ALLOWED = {
     "model_type": "a table",
     "sequence_str": "a list",
     "string_type": "text",
-    "too_short": "a list with an entry",
+    "too_short": "a non-empty list",
 }
 
 
@@ -100,6 +100,6 @@ def first_error(error: ValidationError) -> str:
     allowed = _ALLOWED[wrong["type"]].format(**wrong.get("ctx", {}))
     came = repr(wrong["input"])
     came = came if len(came) <= 60 else f"{came[:57]}..."
-    # The error is in an entry of a list if the location ends with an index.
-    must = "must be" if len(names) == len(wrong["loc"]) else "must each be"
+    # A location that ends with an index is that of a list's entry.
+    must = "must be" if len(names) == len(wrong["loc"]) else "entries must be"
     return f"{where} {must} {allowed}, got {came}"

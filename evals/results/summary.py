@@ -31,7 +31,7 @@ _DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over seeds, its standard error s/√k and 95 % bootstrap interval (None for one seed)."""
+    """Mean over seeds, with standard error and 95 % bootstrap interval; both None for one seed."""
 
     mean: float
     error: float | None
@@ -52,7 +52,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The estimate from one value per seed; None without values."""
+    """The estimate from one value per seed; None if there are no values."""
     if not values:
         return None
     count, mean = len(values), sum(values) / len(values)
@@ -96,7 +96,7 @@ class Point:
     series: Series
     length: int
     metrics: dict[str, Estimate]
-    versus_baseline: Estimate | None  # of the score, paired by seed
+    versus_baseline: Estimate | None  # score minus that of softmax, paired by seed
     curves: dict[str, list[float]]
     rows: list[Row]
     failures: dict[str, int]  # status -> seeds
@@ -114,8 +114,8 @@ class Group:
     seeds: list[int]
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
-    left_out: list[str]  # a text for each series with superseded rows
-    apart: str = ""  # the settings that differ from other groups of its task, as text
+    left_out: list[str]  # a message per series whose rows of older versions are left out
+    differences: str = ""  # from the other groups of its task, as text
 
     @property
     def chance(self) -> float:
@@ -141,7 +141,7 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """Group rows by task, settings, data, device and number of sequences, in the order of tasks.
+    """Group rows by task, settings, data, device and number of sequences, in the order of TASKS.
 
     Raises:
         UsageError: the task of a row is unknown.
@@ -155,11 +155,11 @@ def groups(rows: Iterable[Row]) -> list[Group]:
         found.setdefault((row["task"], same), []).append(row)
     ordered = sorted(found.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
     every = [_group(TASKS[name], part) for (name, _), mine in ordered for part in _by_sizes(mine)]
-    return [replace(group, apart=_apart(group, every)) for group in every]
+    return [replace(group, differences=_differences(group, every)) for group in every]
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows that have several numbers of sequences at one length, the largest first."""
+    """Split rows so that each part has one number of sequences per length, the largest first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}
@@ -170,9 +170,12 @@ def _by_sizes(rows: list[Row]) -> list[list[Row]]:
     return [parts[index] for index in sorted(parts)]
 
 
-def _apart(group: Group, every: Sequence[Group]) -> str:
-    """A text of what differs from the other groups of the task: settings, else data and device,
-    else numbers of sequences."""
+def _differences(group: Group, every: Sequence[Group]) -> str:
+    """Describe how a group differs from the other groups of its task.
+
+    Data and device are compared only between groups with equal settings. Numbers of sequences are
+    compared only between groups that are equal in everything else.
+    """
     others = [one for one in every if one.task is group.task and one is not group]
     words = []
     for read in (_settings, _origins, _sizes):
@@ -202,8 +205,10 @@ def _series(row: Row) -> Series:
 
 
 def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """The latest row of each (series, length, seed) in the latest version of its series, and a
-    text for each series with rows left out."""
+    """Keep the latest row of each (series, length, seed), from the latest version of each series.
+
+    Also returns a message for each series with rows left out.
+    """
     version = {_series(row): row["version"] for row in rows}
     same = [row for row in rows if row["version"] == version[_series(row)]]
     found = {(_series(row), row["length"], row["seed"]): row for row in same}
@@ -264,7 +269,7 @@ def _point(
 
 
 def failures(group: Group) -> list[str]:
-    """A text for each reason why results of a series failed or are missing."""
+    """One message per series and reason for results that failed or are missing."""
     found: dict[tuple[Series, str, int], list[int]] = {}
     for point in group.points.values():
         for status, seeds in point.failures.items():
@@ -277,8 +282,8 @@ def failures(group: Group) -> list[str]:
     ]
 
 
-def mixtures(groups: Sequence[Group]) -> list[str]:
-    """Warnings about results of several versions."""
+def version_warnings(groups: Sequence[Group]) -> list[str]:
+    """Warn about results of several variant versions, commits, or torch or attnzoo releases."""
     found = [f"warning: {group.task.name}: {words}" for group in groups for words in group.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo"):
@@ -305,7 +310,7 @@ def _cells(found: Estimate | None) -> list[str]:
 def csv_text(groups: Sequence[Group]) -> str:
     """The summary.csv of a task: one line per (group, series, length).
 
-    The column ``settings`` has what differs between the groups, and is empty for a single group.
+    The column ``settings`` lists the differences between the groups; it is empty for one group.
     """
     task = groups[0].task
     header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
@@ -319,7 +324,7 @@ def csv_text(groups: Sequence[Group]) -> str:
         settings = group.settings
         constants = [
             f"{group.chance:.6g}", settings["train_longest"], settings["steps"],
-            group.rows[0]["schedule"], group.apart,
+            group.rows[0]["schedule"], group.differences,
         ]  # fmt: skip
         for series in sorted(group.series):
             for point in group.of(series):

@@ -27,7 +27,7 @@ IGNORED = {"train": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
-    """Draw sequences; each takes one random word per instruction and one per bit."""
+    """Draw sequences; each uses one random uint64 per instruction and one per bit."""
     if length % 2 or length < 4:
         raise UsageError(f"a length of flip-flop must be an even int >= 4, got {length}")
     steps = length // 2

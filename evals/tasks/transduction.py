@@ -37,7 +37,7 @@ def draw(
     transform: Callable[[np.ndarray], np.ndarray],
     seed: int, split: str, length: int, start: int, stop: int, settings: Any,
 ) -> Batch:  # fmt: skip
-    """Draw sequences; each takes one random word per symbol."""
+    """Draw sequences; each uses one random uint64 per symbol."""
     symbols = integers(words(seed, split, length, start, stop, length), SYMBOLS)
     answer = transform(symbols)
     mark = np.full((len(symbols), 1), MARK)

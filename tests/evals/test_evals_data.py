@@ -34,7 +34,7 @@ def trained(variant: str, seed: int, settings: Settings = TINY) -> Model:
 
 def test_max_retrieval_draws_the_expected_numbers() -> None:
     """Compare with values computed from the raw words of numpy's Philox."""
-    length, index = 6, 5  # 7 words: two counters of four words each
+    length, index = 6, 5  # 7 words: Philox yields 4 words per counter, so 2 counters per sequence
     key = np.array([1, (2 << 32) | length], dtype=np.uint64)
     words = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
     batch = max_retrieval.draw(1, "test", length, index, index + 1)
@@ -52,7 +52,7 @@ def test_the_data_are_uniform() -> None:
     assert batch.features.var().item() == pytest.approx(1 / 12, abs=0.002)
     assert batch.features.max() < 1
     assert batch.features.min() >= 0
-    # The index of the largest item tells nothing about its class.
+    # The class of the largest item is uniform too.
     assert batch.label.bincount(minlength=10).max() < 260
     drawn = lengths(0, 5, [16] * 6000)
     assert set(drawn) == set(range(5, 17))
@@ -64,7 +64,7 @@ def test_label_and_input_of_a_batch_by_hand() -> None:
     rho = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.5, 0.25]])
     classes = torch.tensor([[4, 7, 0], [2, 3, 9]])
     batch = Batch(rho[..., None], classes, query=torch.zeros(2, 1), closeness=rho)
-    assert batch.target.tolist() == [1, 0]  # of equals, the first
+    assert batch.target.tolist() == [1, 0]  # a tie: the first one
     assert batch.label.tolist() == [7, 2]
     items = batch.items()
     assert items.shape == (2, 3, 11)
@@ -73,7 +73,7 @@ def test_label_and_input_of_a_batch_by_hand() -> None:
 
 def test_only_the_needle_has_the_querys_key() -> None:
     """Compare with values computed from the raw words."""
-    length, index = 3, 2  # 2 + 2 · 3 words: two counters
+    length, index = 3, 2  # 2 + 2 · 3 = 8 words: 2 Philox counters per sequence
     key = np.array([7, (2 << 32) | length], dtype=np.uint64)
     words = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
 
@@ -124,7 +124,7 @@ def test_weight_metrics_by_hand() -> None:
 def test_an_oracle_scores_one_and_blind_weights_score_chance(name: str, length: int) -> None:
     batch = TASKS[name].batch(0, "test", length, 0, 3000, TINY)
     sharp = torch.nn.functional.one_hot(batch.target, length).double()
-    blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # sharp, but anywhere
+    blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # sharp, at a random key
     rates = []
     for weights in (sharp, blind):
         found = weight_metrics(weights, batch.target, batch.classes, batch.label, 10)
@@ -170,7 +170,7 @@ def test_training_is_reproducible_and_variants_share_initial_values() -> None:
     models = [trained("ssmax", 5) for _ in range(2)]
     for x, y in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(x, y)
-    none = Settings(steps=1, width=8, learning_rate=1e-30)  # a step that moves nothing
+    none = Settings(steps=1, width=8, learning_rate=1e-30)  # the step changes no parameter
     first, other = trained("softmax", 5, none), trained("ssmax", 5, none)
     for name, value in first.named_parameters():
         assert torch.equal(value, other.get_parameter(name))

@@ -23,7 +23,7 @@ from evals.results.summary import (
     estimate,
     failures,
     groups,
-    mixtures,
+    version_warnings,
 )
 from helpers.evals_rows import SETTINGS, row, written
 
@@ -43,9 +43,10 @@ def test_estimates() -> None:
 
 
 def test_the_bootstrap_of_few_seeds_enumerates_resamples() -> None:
-    # Of three seeds each of the 27 resamples; all three the same occurs once: 1/27 > 2.5 %.
+    # 3 seeds have 27 resamples. (0, 0, 0) has probability 1/27 > 2.5 %, so 0 is the lower end.
     assert bootstrap([0.0, 3.0, 6.0]) == (0.0, 6.0)
-    # Of four 256: four times the least has 1/256, with one of the second least 5/256, and so on.
+    # 4 seeds have 256 resamples. P(mean = 0) = 1/256 and P(mean <= 1) = 5/256 are below 2.5 %, and
+    # P(mean <= 2) = 15/256 is above it, so 2 is the lower end.
     assert bootstrap([0.0, 4.0, 8.0, 12.0]) == pytest.approx((2.0, 10.0))
 
 
@@ -89,7 +90,7 @@ def test_differences_are_paired_by_seed_and_position() -> None:
     assert failures(group) == ["failed: ssmax, n = 16: out of memory (1 of 3 seeds)"]
 
 
-def test_a_run_is_trained_if_its_score_reaches_the_bar() -> None:
+def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     rows = [row("softmax", 0.95), row("ssmax", 0.949), row("ssmax", 1.0, length=64)]
     (group,) = groups(rows)
     assert group.untrained(SOFTMAX) == 0
@@ -99,7 +100,7 @@ def test_a_run_is_trained_if_its_score_reaches_the_bar() -> None:
     assert "chance 10 %" in shown.title
     assert legend(group) == ["† 1/1: did not reach 95 % at the train length (n = 16)"]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
-    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed is not a trained one
+    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed counts as untrained
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
     assert text.untrained(Series("softmax", "rope")) == 0
 
@@ -139,7 +140,7 @@ def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
 
 def test_results_of_several_versions_give_a_warning() -> None:
     rows = [row("softmax", 0.5), row("softmax", 0.5, seed=1, torch="3")]
-    assert mixtures(groups(rows)) == ["warning: results of several versions of torch: 2, 3"]
+    assert version_warnings(groups(rows)) == ["warning: results of several versions of torch: 2, 3"]
 
 
 def test_two_versions_of_a_variant_are_never_averaged() -> None:
@@ -148,7 +149,7 @@ def test_two_versions_of_a_variant_are_never_averaged() -> None:
     rows += [row("mine", 0.9, seed=0, version="new", key="other")]
     (group,) = groups(rows)
     assert group.points[Series("mine", "none"), 16].metrics["accuracy"].mean == 0.9
-    assert [line.split("warning: max-retrieval: ")[1] for line in mixtures([group])] == [
+    assert [line.split("warning: max-retrieval: ")[1] for line in version_warnings([group])] == [
         "mine: left out 2 result(s) of other versions of the variant"
     ]
 
@@ -163,19 +164,19 @@ def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> 
     ]
     for order in (rows, rows[::-1]):
         found = groups(order)
-        assert {(group.apart, group.rows[0]["metrics"]["accuracy"]) for group in found} == {
+        assert {(group.differences, group.rows[0]["metrics"]["accuracy"]) for group in found} == {
             ("steps 10, device cpu, test sequences 8 at 16", 0.1),
             ("steps 11", 0.2),
             ("steps 10, device cpu, test sequences 4 at 16", 0.3),
             ("steps 10, device cuda", 0.4),
         }
-        assert mixtures(found) == []
+        assert version_warnings(found) == []
         lines = list(csv.DictReader(io.StringIO(csv_text(found))))
         assert sorted((line["accuracy"], line["steps"]) for line in lines) == [
             ("0.1", "10"), ("0.2", "11"), ("0.3", "10"), ("0.4", "10")
         ]  # fmt: skip
-        assert {line["settings"] for line in lines} == {group.apart for group in found}
-    assert [group.apart for group in groups(rows[:1])] == [""]
+        assert {line["settings"] for line in lines} == {group.differences for group in found}
+    assert [group.differences for group in groups(rows[:1])] == [""]
 
 
 def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_results_are_read_from_a_folder_or_the_folder_of_a_task(tmp_path: Path) 
         read_rows([folder, tmp_path / "nosuch"])
 
 
-def spoilt(**changes: object) -> dict:
+def changed_row(**changes: object) -> dict:
     """A row with changed values; ``...`` removes a field."""
     changed = row("softmax", 0.5) | changes
     return {name: value for name, value in changed.items() if value is not ...}
@@ -218,20 +219,23 @@ def spoilt(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (spoilt(positions=..., seed=...), "positions is missing"),
+        (changed_row(positions=..., seed=...), "positions is missing"),
         (
-            spoilt(metrics={"accuracy": float("nan")}),
+            changed_row(metrics={"accuracy": float("nan")}),
             "metrics.accuracy must be a finite number, got nan",
         ),
-        (spoilt(metrics={"hit_rate": 0.5}), "metrics must have 'accuracy' where status is 'ok'"),
-        (spoilt(metrics=0.5), "metrics must be a table, got 0.5"),
         (
-            spoilt(curves={"head_peak": [0.5, None]}),
-            "curves.head_peak must each be a number, got None",
+            changed_row(metrics={"hit_rate": 0.5}),
+            "metrics must have 'accuracy' where status is 'ok'",
         ),
-        (spoilt(seed="0"), "seed must be an int, got '0'"),
-        (spoilt(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
-        (spoilt(settings={"steps": 3}), "settings.train_shortest is missing"),
+        (changed_row(metrics=0.5), "metrics must be a table, got 0.5"),
+        (
+            changed_row(curves={"head_peak": [0.5, None]}),
+            "curves.head_peak entries must be a number, got None",
+        ),
+        (changed_row(seed="0"), "seed must be an int, got '0'"),
+        (changed_row(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
+        (changed_row(settings={"steps": 3}), "settings.train_shortest is missing"),
         ([1], "the row must be a table, got [1]"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Sequence tasks: data against values by hand, an oracle and blind guesses; the model, its training
-and evaluation."""
+"""Sequence tasks: data against hand-computed values, scores of an oracle and of random answers,
+and the model, its training and evaluation."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_training_text_is_separate_and_every_second_sequence_has_a_needle() -> N
     train, test = (texts[split].tobytes() for split in ("train", "test"))
     known = {train[i : i + 64] for i in range(0, len(train) - 64, 4)}
     pieces = [test[i + j : i + j + 64] for i in range(0, len(test) - 68, 256) for j in range(4)]
-    shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)  # one of four would align
+    # Of the four shifts of a piece, one aligns with ``known``.
+    shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)
     assert 0 < shared < 0.03
     batch = language_model.draw(0, "train", 128, 0, 40, None)
     found = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
@@ -339,7 +340,8 @@ def test_head_metrics_by_hand() -> None:
     assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
     jacobian = torch.diag(p) - torch.outer(p, p)
     assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
-    assert found["head_alignment"] == pytest.approx(1 / 3)  # cosines 0, 0 and 1
+    # The pairwise cosines of the keys are 0, 0 and 1.
+    assert found["head_alignment"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("positions", ["none", "alibi"])
@@ -351,9 +353,10 @@ def test_softmax_stays_below_its_bound(positions: str) -> None:
         attention(q, k, k, is_causal=True, scale=0.3, **slopes)
     found = watch.curves()
     assert (found["head_peak"] <= found["head_bound"]).all()
-    assert found["head_peak"].shape == (2 * 4, 2)  # of two sequences the last four rows
+    # The last four rows of each of two sequences, for two heads.
+    assert found["head_peak"].shape == (2 * 4, 2)
     assert (found["head_bound"] < 1).any() == (positions == "none")
-    if positions == "alibi":  # although the farthest keys have weight 0 in fp64
+    if positions == "alibi":  # the range includes far keys whose weight is 0 in fp64
         assert (found["head_range"][:, 0] > 4 * 290).all()
     assert "head_jacobian" not in found  # beyond 256 keys
 
