@@ -78,7 +78,7 @@ class Settings(Base):
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
-    """Draw sequences; the random words are the start in the text, the needle's depth and digits."""
+    """Draw sequences; random uint64 give the start in the text, the needle's depth and digits."""
     if length < SHORTEST:
         raise UsageError(f"a length of language-model must be >= {SHORTEST}, got {length}")
     text = corpus()[0]["train" if split == "train" else "test"]

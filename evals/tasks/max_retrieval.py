@@ -52,10 +52,10 @@ PUBLISHED = Published(
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
-    """Draw sequences; the first random word is the query, each further one an item.
+    """Draw sequences; the first random uint64 gives the query, each further one an item.
 
-    The upper 24 bits are rho, exact in fp32, so that the label is the argmax of what the model
-    sees. The lower 32 bits are the class.
+    The upper 24 bits give the item's value, exact in fp32, so that the label is the argmax of the
+    model's input. The lower 32 bits give the class.
     """
     raw = words(seed, split, length, start, stop, length + 1)
     uniform = torch.from_numpy(np.ascontiguousarray(uniforms(raw)))

@@ -46,8 +46,10 @@ class Settings(Base):
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
-    """Draw sequences; each takes one random word per possible key (the smallest words are taken),
-    one per value, and one per later position."""
+    """Draw sequences; each uses one random uint64 per possible key, value and later position.
+
+    The keys with the smallest numbers are chosen, and likewise the positions of the queries.
+    """
     pairs = settings.pairs(length)
     rest = length - 2 * pairs
     raw = words(seed, split, length, start, stop, settings.keys + pairs + rest)

@@ -21,7 +21,7 @@ KEYS = 16
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
-    """Draw sequences; random words: query, its item's index, all classes, all keys."""
+    """Draw sequences; random uint64 give the query, its item's index, the classes and the keys."""
     raw = words(seed, split, length, start, stop, 2 + 2 * length)
     asked, index = integers(raw[:, 0], KEYS), integers(raw[:, 1], length)
     keys = integers(raw[:, 2 + length :], KEYS - 1)
