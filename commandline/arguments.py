@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-MOST = 2**31  # a larger number is a typo
+MOST = 2**31  # larger numbers are rejected as typos
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,7 +83,7 @@ def add_plugin(parser: argparse.ArgumentParser, words: str = "") -> None:
 
 
 def integer(low: int, high: int = MOST) -> Callable[[str], int]:
-    """The type of an argument: an int from low to high."""
+    """An argument type for argparse: an int from low to high."""
 
     def read(text: str) -> int:
         try:
@@ -103,7 +103,7 @@ seed = integer(0, 2**32 - 1)
 
 
 def numbers(text: str) -> list[int]:
-    """The type of an argument: positive ints separated by commas."""
+    """An argument type for argparse: positive ints separated by commas."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from commandline.variants import VariantCall
 
-# A larger setting is a typo.
+# Larger settings are rejected as typos.
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 
 
@@ -106,7 +106,7 @@ class Settings:
         return min(self.test_sequences, max(self.test_least, self.test_items // length))
 
     def identity(self) -> dict[str, object]:
-        """The settings that a training depends on."""
+        """The settings that affect training; they are part of its key."""
         mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
         return {**mine, "dtype": "float32"}
 
@@ -168,8 +168,8 @@ class Published:
 class BatchResult:
     """Measurements on one batch.
 
-    metrics: one value per sequence or per token; the mean is reported. curves: (R, K) values; the
-    mean over R is reported.
+    metrics: one value per sequence or per token; the mean is reported. curves: several values per
+    sequence or row, as a matrix; the mean over dim 0 is reported.
     """
 
     metrics: dict[str, Tensor]
@@ -177,8 +177,7 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """The number of sequences of a batch, from its start, whose heads are measured, and the number
-    of these whose Jacobians are measured too."""
+    """Measure heads on the first ``sequences`` of a batch, Jacobians on the first ``jacobians``."""
 
     sequences: int
     jacobians: int
@@ -245,4 +244,4 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, model: Any, batch: Any, sample: HeadSample) -> Measure:
-        """Compute what all variants share, and return a function that measures one variant."""
+        """Compute the part shared by all variants; return a function that measures one variant."""

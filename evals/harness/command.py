@@ -72,7 +72,7 @@ class Studies:
             logger.scalar(name, "train/loss", value, step)
 
     def show_plan(self) -> None:
-        """Print what will be executed and what is left out."""
+        """Print the runs to execute and the combinations left out."""
         shard, verbose = self.options.shard, self.options.verbose
         part = f" in shard {shard.index} of {shard.count}" if shard.count > 1 else ""
         for name, study in self.studies.items():

@@ -40,7 +40,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _shard(text: str) -> Shard:
-    """Read I/N, or with "env" the rank and size that torchrun or a SLURM array has set."""
+    """Read I/N; "env" takes both numbers from the variables of torchrun or a SLURM array."""
     local_rank = None
     if text == "env":
         local_rank = os.environ.get("LOCAL_RANK")
@@ -88,8 +88,8 @@ Length = Annotated[int, Field(ge=2, le=MAX_LENGTH)]
 class Options(BaseModel):
     """The options of an eval. None means the preset's value.
 
-    ``settings`` are fields of the task's Settings. Of a field, ``title`` is the placeholder in the
-    command line's help, and ``description`` the help text.
+    ``settings`` are fields of the task's Settings. In the command line's help, ``title`` is a
+    field's placeholder and ``description`` its text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -141,12 +141,12 @@ class Options(BaseModel):
     dry_run: bool = Field(False, description="Estimate the time of the runs, and run nothing")
 
 
-# Options that a task's own table in the file may have.
-OF_A_TASK = ("variants", "positions", "seeds", "lengths", "steps", "settings")
+# The options that are allowed in the file's table of a single task.
+TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "settings")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser; options that are not given are not in its namespace."""
+    """Add the options to a parser. The parsed namespace has only the options that were given."""
     parser.argument_default = argparse.SUPPRESS
     words = "Read options from a TOML file; options of the command line replace them"
     parser.add_argument("--config", type=Path, metavar="FILE.toml", help=words)
@@ -165,10 +165,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options]:
-    """The options of each named task: those of the file, replaced by those of the command line.
+    """The options of each named task, from the file and the command line; the command line wins.
 
-    In the file, the table of a task's name holds options for that task only; ``[settings]`` holds
-    settings. With several tasks, a setting or position encoding applies to the tasks that have it.
+    In the file, a table named after a task has options for that task only. With several tasks, a
+    setting or position encoding applies to the tasks that have it.
 
     Raises:
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
@@ -188,15 +188,15 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
         merged: dict[str, Any] = {}
         for layer in (shared, file.get(task, {}), line):
             if several and layer is not file.get(task):
-                layer = _of_task(task, layer)
+                layer = _without_unknown(task, layer)
             settings = {**merged.get("settings", {}), **layer.get("settings", {})}
             merged |= {**layer, "settings": settings}
-        found[task] = _of_rank(_valid(merged, "--"))
+        found[task] = _with_local_rank(_valid(merged, "--"))
     return found
 
 
 def _valid(given: Mapping[str, Any], where: str) -> Options:
-    """Check options; raises UsageError for the first that is wrong."""
+    """Check options; raises UsageError for the first invalid one."""
     try:
         return Options.model_validate(given)
     except ValidationError as error:
@@ -216,8 +216,8 @@ def no_setting(task: str, name: str, known: Collection[str]) -> str:
     )
 
 
-def _of_task(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among those for several tasks that apply to one of them."""
+def _without_unknown(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the settings and position encodings that this task does not have."""
     mine = dict(layer)
     if "settings" in mine:
         known = settings_of(task)
@@ -227,8 +227,8 @@ def _of_task(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     return mine
 
 
-def _of_rank(options: Options) -> Options:
-    """Under torchrun a process has one GPU and by default one worker."""
+def _with_local_rank(options: Options) -> Options:
+    """Under torchrun, use the GPU of the local rank, and one worker by default."""
     rank = options.shard.local_rank
     if rank is None:
         return options
@@ -249,7 +249,7 @@ def _read(path: Path) -> dict[str, Any]:
     for task, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"--config {path}: {task} must be a table, got {table!r}")
-        found[task] = _checked(path, f"[{task}] ", table, OF_A_TASK)
+        found[task] = _checked(path, f"[{task}] ", table, TASK_OPTIONS)
         for name in found[task].get("settings", {}):
             if name not in (known := settings_of(task)):
                 raise UsageError(f"--config {path}: {no_setting(task, name, known)}")

@@ -1,8 +1,9 @@
 """Executes runs on worker processes, or in this one.
 
-Workers are spawned with one torch thread each and send their rows as each length is finished. Only
-the parent writes result files. The parent notices the death of a worker by its closed pipe and
-repeats its run once. If the same length kills the worker again, its rows get the status "oom".
+Each worker is spawned with one torch thread and sends its rows after each length. Only the parent
+writes result files. If a worker dies, its pipe closes and the parent repeats its run. If SIGKILL
+ends it a second time at the same length, the system was probably out of memory: the rows of this
+length get the status "oom" (all rows if it died in training). Any other exit code fails the run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from evals.measures.metrics import Outcome
 
 
 class Failure(NamedTuple):
-    """A run that an error ended: its name, the error in one line, and the traceback."""
+    """A failed run: its name, the error in one line, and the traceback."""
 
     run: str
     reason: str
@@ -91,7 +92,7 @@ def _forward(listener: Listener, progress: Progress, run: Run, message: Message)
 
 
 class _Worker:
-    """A process, its current run, and the length that it evaluates (None: training)."""
+    """A process, its current run, and the length it is evaluating (None: training)."""
 
     def __init__(self, context: Context) -> None:
         spawn = get_context("spawn")
@@ -228,7 +229,7 @@ def execute_here(
 
 
 def default_workers(device: str) -> int:
-    """The number of cores that this process may use, or of GPUs."""
+    """The default number of workers: one per core that this process may use, or one per GPU."""
     if device.startswith("cuda"):
         return 1 if ":" in device else max(1, torch.cuda.device_count())
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Context:
-    """What all runs have in common. Trained models are kept in out/<task>/models."""
+    """Settings shared by all runs. Trained models are stored in out/<task>/models."""
 
     device: str
     plugin: Path | None
@@ -69,7 +69,7 @@ NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}
 
 
 def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the trained model or train it; returns it with its time and learned parameters."""
+    """Load or train the model; returns it with its training time and learned parameters."""
     task, path = TASKS[run.task], context.model(run)
     if path.exists():
         model = task.build(run.variant, run.positions, run.settings).to(context.device)
@@ -97,7 +97,7 @@ def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dic
 
 
 def _work(run: Run) -> tuple[float, dict[int, float]]:
-    """Estimated work in items through the model: of the training, and of each length."""
+    """Estimate the work of the training and of each eval length, in tokens through the model."""
     task, settings = TASKS[run.task], run.settings
     middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
     training = 3.0 * settings.steps * settings.batch_size(middle) * middle

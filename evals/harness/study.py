@@ -52,8 +52,9 @@ class RowSpec(NamedTuple):
 class Study:
     """The runs of one task.
 
-    plugins: hash of the plugin's file by the names of its variants and tasks; a changed file gives
-    other keys. left_out: the reason for each unsupported pair of variant and position encoding.
+    plugins: the names of a plugin's variants and tasks, each with the hash of its file; a changed
+    file gives other keys. left_out: the unsupported pairs of variant and position encoding, each
+    with the reason.
     """
 
     task: Task
@@ -67,7 +68,7 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """All rows, seed by seed, so that early results cover all variants."""
+        """All result rows, seed by seed, so that the first results cover all variants."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
@@ -144,7 +145,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     """Check the options and make the study.
 
     Raises:
-        UsageError: something cannot be run.
+        UsageError: an option is invalid, or a variant supports none of the encodings.
     """
     if options.preset not in task.presets:
         known = ", ".join(task.presets)
@@ -155,9 +156,8 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     settings = _settings(task, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
     _once("--lengths", asked)
-    lengths = tuple(
-        sorted({settings.train_longest, *asked})
-    )  # results always have the train length
+    # Results always include the train length.
+    lengths = tuple(sorted({settings.train_longest, *asked}))
     positions = preset.positions if options.positions is None else tuple(options.positions)
     if options.positions is not None and not set(positions) <= set(task.positions):
         raise UsageError(
@@ -165,11 +165,8 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
             f"got {', '.join(positions)}"
         )
     _once("--positions", positions)
-    for length in (
-        settings.train_shortest,
-        *lengths,
-    ):  # raises for a length that the task cannot have
-        task.batch(0, "test", length, 0, 1, settings)
+    for length in (settings.train_shortest, *lengths):
+        task.batch(0, "test", length, 0, 1, settings)  # raises UsageError for an invalid length
     for encoding in positions:
         try:
             task.build(VariantCall("softmax"), encoding, settings)

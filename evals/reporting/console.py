@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from commandline.table import Table
 from evals.reporting.scores import KEPT, Line, Scores, of_group
 from evals.reporting.tables import PARTIAL, cost_table, legend, score_tables
-from evals.results.summary import Group, Series, failures, mixtures
+from evals.results.summary import Group, Series, failures, version_warnings
 from evals.theory import trained_heads as theory
 from evals.theory.trained_heads import Heads
 
@@ -35,7 +35,7 @@ def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
         print(line)
     if len(failed) > FEW and not verbose:
         print(f"failed: {len(failed) - FEW} more; --verbose lists all")
-    for line in mixtures([group]):
+    for line in version_warnings([group]):
         print(line)
 
 

@@ -24,7 +24,7 @@ from evals.reporting.pictures import figures
 from evals.reporting.readme_tables import markdown_table
 from evals.reporting.scores import Scores, of_group
 from evals.results.store import read_rows
-from evals.results.summary import Group, groups, mixtures
+from evals.results.summary import Group, groups, version_warnings
 from evals.task import Metric
 from evals.theory.trained_heads import fitted
 
@@ -92,7 +92,7 @@ def main(given: argparse.Namespace) -> int:
     to_one_file = _writes_one_file(given)
     found = groups(read_rows(given.folders))
     _check_chosen(found, given.metric, given.lengths)
-    for warning in mixtures(found):
+    for warning in version_warnings(found):
         print(warning, file=sys.stderr)
     tables: dict[str, Scores] = {}
     files: dict[Path, str | bytes] = {}

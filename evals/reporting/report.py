@@ -27,7 +27,7 @@ from evals.reporting.tables import (
     score_tables,
 )
 from evals.results.rows import Row
-from evals.results.summary import UNTRAINED, Group, Point, mixtures
+from evals.results.summary import UNTRAINED, Group, Point, version_warnings
 from evals.theory import trained_heads as theory
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -170,7 +170,7 @@ def report_html(shown: Sequence[Shown], note: str) -> str:
         title="Length generalization of attention variants" + f": {tasks[0]}" * (len(tasks) == 1),
         what_was_run=_what_was_run(groups),
         note=note,
-        warnings=mixtures(groups),
+        warnings=version_warnings(groups),
         sections=sections,
         failed=_failed(sections),
         open=_OPEN,

@@ -83,7 +83,7 @@ _ALLOWED = {
     "model_type": "a table",
     "sequence_str": "a list",
     "string_type": "text",
-    "too_short": "a list with an entry",
+    "too_short": "a non-empty list",
 }
 
 
@@ -100,6 +100,6 @@ def first_error(error: ValidationError) -> str:
     allowed = _ALLOWED[wrong["type"]].format(**wrong.get("ctx", {}))
     came = repr(wrong["input"])
     came = came if len(came) <= 60 else f"{came[:57]}..."
-    # The error is in an entry of a list if the location ends with an index.
-    must = "must be" if len(names) == len(wrong["loc"]) else "must each be"
+    # A location that ends with an index is that of a list's entry.
+    must = "must be" if len(names) == len(wrong["loc"]) else "entries must be"
     return f"{where} {must} {allowed}, got {came}"

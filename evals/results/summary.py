@@ -31,7 +31,7 @@ _DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over seeds, its standard error s/√k and 95 % bootstrap interval (None for one seed)."""
+    """Mean over seeds, with standard error and 95 % bootstrap interval; both None for one seed."""
 
     mean: float
     error: float | None
@@ -52,7 +52,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The estimate from one value per seed; None without values."""
+    """The estimate from one value per seed; None if there are no values."""
     if not values:
         return None
     count, mean = len(values), sum(values) / len(values)
@@ -96,7 +96,7 @@ class Point:
     series: Series
     length: int
     metrics: dict[str, Estimate]
-    versus_baseline: Estimate | None  # of the score, paired by seed
+    versus_baseline: Estimate | None  # score minus that of softmax, paired by seed
     curves: dict[str, list[float]]
     rows: list[Row]
     failures: dict[str, int]  # status -> seeds
@@ -160,7 +160,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows that have several numbers of sequences at one length, the largest first."""
+    """Split rows so that each part has one number of sequences per length, the largest first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}
@@ -203,8 +203,10 @@ def _series(row: Row) -> Series:
 
 
 def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """The latest row of each (series, length, seed) in the latest version of its series, and a
-    text for each series with rows left out."""
+    """Keep the latest row of each (series, length, seed), from the latest version of each series.
+
+    Also returns a message for each series with rows left out.
+    """
     version = {_series(row): row["version"] for row in rows}
     same = [row for row in rows if row["version"] == version[_series(row)]]
     found = {(_series(row), row["length"], row["seed"]): row for row in same}
@@ -265,7 +267,7 @@ def _point(
 
 
 def failures(group: Group) -> list[str]:
-    """A text for each reason why results of a series failed or are missing."""
+    """One message per series and reason for results that failed or are missing."""
     found: dict[tuple[Series, str, int], list[int]] = {}
     for point in group.points.values():
         for status, seeds in point.failures.items():
@@ -278,8 +280,8 @@ def failures(group: Group) -> list[str]:
     ]
 
 
-def mixtures(groups: Sequence[Group]) -> list[str]:
-    """Warnings about results of several versions."""
+def version_warnings(groups: Sequence[Group]) -> list[str]:
+    """Warn about results of several variant versions, commits, or torch or attnzoo releases."""
     found = [f"warning: {group.task.name}: {words}" for group in groups for words in group.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo"):

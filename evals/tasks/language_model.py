@@ -61,7 +61,9 @@ def corpus() -> tuple[dict[str, np.ndarray], str]:
             parts["test" if held_out else "train"].append(path.read_bytes())
     texts = {split: b"\n".join(found) for split, found in parts.items()}
     if min(map(len, texts.values())) < 2**18:
-        raise UsageError(f"language-model needs Python's standard library sources, not in {root}")
+        raise UsageError(
+            f"language-model reads the .py files of Python's standard library; {root} has too few"
+        )
     digest = hashlib.sha256(texts["train"] + b"\0" + texts["test"]).hexdigest()[:16]
     return {split: np.frombuffer(text, dtype=np.uint8) for split, text in texts.items()}, digest
 

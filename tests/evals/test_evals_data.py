@@ -52,7 +52,7 @@ def test_the_data_are_uniform() -> None:
     assert batch.features.var().item() == pytest.approx(1 / 12, abs=0.002)
     assert batch.features.max() < 1
     assert batch.features.min() >= 0
-    # The index of the largest item tells nothing about its class.
+    # The class of the largest item is uniform too.
     assert batch.label.bincount(minlength=10).max() < 260
     drawn = lengths(0, 5, [16] * 6000)
     assert set(drawn) == set(range(5, 17))

@@ -23,7 +23,7 @@ from evals.results.summary import (
     estimate,
     failures,
     groups,
-    mixtures,
+    version_warnings,
 )
 from helpers.evals_rows import SETTINGS, row, written
 
@@ -139,7 +139,7 @@ def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
 
 def test_results_of_several_versions_give_a_warning() -> None:
     rows = [row("softmax", 0.5), row("softmax", 0.5, seed=1, torch="3")]
-    assert mixtures(groups(rows)) == ["warning: results of several versions of torch: 2, 3"]
+    assert version_warnings(groups(rows)) == ["warning: results of several versions of torch: 2, 3"]
 
 
 def test_two_versions_of_a_variant_are_never_averaged() -> None:
@@ -148,7 +148,7 @@ def test_two_versions_of_a_variant_are_never_averaged() -> None:
     rows += [row("mine", 0.9, seed=0, version="new", key="other")]
     (group,) = groups(rows)
     assert group.points[Series("mine", "none"), 16].metrics["accuracy"].mean == 0.9
-    assert [line.split("warning: max-retrieval: ")[1] for line in mixtures([group])] == [
+    assert [line.split("warning: max-retrieval: ")[1] for line in version_warnings([group])] == [
         "mine: left out 2 result(s) of other versions of the variant"
     ]
 
@@ -169,7 +169,7 @@ def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> 
             ("steps 10, device cpu, test sequences 4 at 16", 0.3),
             ("steps 10, device cuda", 0.4),
         }
-        assert mixtures(found) == []
+        assert version_warnings(found) == []
         lines = list(csv.DictReader(io.StringIO(csv_text(found))))
         assert sorted((line["accuracy"], line["steps"]) for line in lines) == [
             ("0.1", "10"), ("0.2", "11"), ("0.3", "10"), ("0.4", "10")
@@ -209,7 +209,7 @@ def test_results_are_read_from_a_folder_or_the_folder_of_a_task(tmp_path: Path) 
         read_rows([folder, tmp_path / "nosuch"])
 
 
-def spoilt(**changes: object) -> dict:
+def changed_row(**changes: object) -> dict:
     """A row with changed values; ``...`` removes a field."""
     changed = row("softmax", 0.5) | changes
     return {name: value for name, value in changed.items() if value is not ...}
@@ -218,20 +218,23 @@ def spoilt(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (spoilt(positions=..., seed=...), "positions is missing"),
+        (changed_row(positions=..., seed=...), "positions is missing"),
         (
-            spoilt(metrics={"accuracy": float("nan")}),
+            changed_row(metrics={"accuracy": float("nan")}),
             "metrics.accuracy must be a finite number, got nan",
         ),
-        (spoilt(metrics={"hit_rate": 0.5}), "metrics must have 'accuracy' where status is 'ok'"),
-        (spoilt(metrics=0.5), "metrics must be a table, got 0.5"),
         (
-            spoilt(curves={"head_peak": [0.5, None]}),
-            "curves.head_peak must each be a number, got None",
+            changed_row(metrics={"hit_rate": 0.5}),
+            "metrics must have 'accuracy' where status is 'ok'",
         ),
-        (spoilt(seed="0"), "seed must be an int, got '0'"),
-        (spoilt(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
-        (spoilt(settings={"steps": 3}), "settings.train_shortest is missing"),
+        (changed_row(metrics=0.5), "metrics must be a table, got 0.5"),
+        (
+            changed_row(curves={"head_peak": [0.5, None]}),
+            "curves.head_peak entries must be a number, got None",
+        ),
+        (changed_row(seed="0"), "seed must be an int, got '0'"),
+        (changed_row(status="fine"), "status must be 'ok', 'nan' or 'oom', got 'fine'"),
+        (changed_row(settings={"steps": 3}), "settings.train_shortest is missing"),
         ([1], "the row must be a table, got [1]"),
     ],
 )

@@ -341,7 +341,8 @@ def test_head_metrics_by_hand() -> None:
     assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
     jacobian = torch.diag(p) - torch.outer(p, p)
     assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
-    assert found["head_alignment"] == pytest.approx(1 / 3)  # cosines 0, 0 and 1
+    # The pairwise cosines of the keys are 0, 0 and 1.
+    assert found["head_alignment"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("positions", ["none", "alibi"])

@@ -94,14 +94,14 @@ WRONG = {
     "a value of its own kind": (["--variants", "ssmax(s={[]: 1})"], "cannot read variant"),
     "log": (
         ["--log", "paper", "--dry-run"],
-        "--log must each be 'tensorboard' or 'wandb', got 'paper'",
+        "--log entries must be 'tensorboard' or 'wandb', got 'paper'",
     ),
     "out": (["--out", "/proc/nosuch"], "/proc/nosuch"),
     "not a spec": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
     "seeds": (["--seeds", "0"], "--seeds must be >= 1, got 0"),
     "steps": (["--steps", "0"], "--steps must be >= 1, got 0"),
     "workers": (["--workers", "-1"], "--workers must be >= 0, got -1"),
-    "length": (["--lengths", "16,1"], "--lengths must each be >= 2, got 1"),
+    "length": (["--lengths", "16,1"], "--lengths entries must be >= 2, got 1"),
     "lengths twice": (["--lengths", "16,16"], "twice"),
     "device": (["--device", "abacus"], "--device must be cpu, cuda or cuda:N"),
     "no such GPU": (["--device", "cuda:99"], "got 'cuda:99'; torch finds"),
@@ -295,7 +295,7 @@ def test_torn_lines_are_skipped(tmp_path: Path) -> None:
     assert not path.parent.exists()
     for key in "abc":
         rows.append(row("softmax", 0.5, key=key))
-    path.write_bytes(path.read_bytes()[:-5])  # the last line is cut
+    path.write_bytes(path.read_bytes()[:-5])  # truncate the last line
     rows = Rows(path)
     assert (sorted(rows.by_key), rows.damaged) == (["a", "b"], 1)
     rows.append(row("softmax", 0.75, key="c"))
