@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from helpers.pages import (
     make_targets,
     make_variables,
     name_of,
+    outputs,
     python_blocks,
     text_of,
 )
@@ -56,9 +58,11 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
         else:  # a traceback then names the line of the page
             text = "\n" * block.line + block.text
             code.append(f"exec(compile({text!r}, {page!r}, 'exec'))")
+    # Without Triton's interpreter, which tests of kernels turn on: the pages show a plain CPU.
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(code)],
-        cwd=folder, capture_output=True, text=True,
+        cwd=folder, capture_output=True, text=True, env=env,
     )  # fmt: skip
 
 
@@ -76,6 +80,8 @@ def with_code() -> list[object]:
 def test_code_runs_in_order(path: Path, tmp_path: Path) -> None:
     done = run_blocks(python_blocks(TEXTS[path]), name_of(path), tmp_path)
     assert done.returncode == 0, done.stderr
+    for shown in outputs(TEXTS[path]):
+        assert shown in done.stdout
 
 
 def test_code_of_variant_pages_runs(tmp_path: Path) -> None:

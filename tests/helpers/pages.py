@@ -51,6 +51,11 @@ def python_blocks(text: str) -> list[Block]:
     ]
 
 
+def outputs(text: str) -> list[str]:
+    """The ``text`` blocks of a page: what its code prints."""
+    return [dedent(m[3]) for m in FENCE.finditer(text) if m[2] == "text"]
+
+
 def prose(text: str) -> str:
     """The text without its code blocks."""
     return FENCE.sub("", text)
