@@ -294,7 +294,7 @@ class Attention(nn.Module):
 
         Notes:
             A state has F·(Dv + 1) numbers per head, keys and values D + Dv numbers per head and
-            token. `taylor` at D = Dv = 64 (F = 2145) breaks even at 1089 tokens; use "keys" for
+            token. `taylor` at D = Dv = 64 (F = 2145) is smaller from 1090 tokens on; use "keys" for
             shorter sequences.
         """
         if kind not in (None, "keys", "state"):

@@ -43,7 +43,7 @@ def forms(call: Call, b: PerQuery) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="sink",
     formula="exp(z) / (e^b + Σ exp(z))",
-    use="Train, from scratch or from softmax (b = −10), if a query may attend to nothing.",
+    use="Train, from scratch or from softmax (start at b = −10), if a query may attend to nothing.",
     paper="Miller 2023; OpenAI 2025 (gpt-oss), arXiv:2508.10925",
     weights=weights,
     params=(Param("b", 0.0, doc="score of the sink; a number, or one per head (H,)", init=0.0),),

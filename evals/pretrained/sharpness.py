@@ -3,7 +3,8 @@
 Each variant is substituted at inference, without training. For each length and head this measures
 the largest weight, the entropy over log n, and the effective number of keys 1/Σw², as means over
 rows; n is the number of keys that a row sees. For each length it also measures the cosine
-similarity between the outputs of the model with the variant and with softmax.
+similarity between the outputs of the model with the variant and as it was loaded. A model that was
+converted with attnzoo is measured as it was loaded too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from evals.reporting.plots import png
 
 NAME = "sharpness"
 OWN = "softmax"
+LOADED = "as loaded"
 DEFAULT = "softmax,adaptive_temperature,log_n"
 SHORTEST = 16
 METRICS = ("max_weight", "entropy", "n_eff")
@@ -90,12 +92,20 @@ def main(given: argparse.Namespace) -> int:
     own: dict[int, Tensor] = {}
     pieces = {n: cut(tokens, n, given.samples) for n in lengths}
     smallest = {"input_ids": pieces[min(lengths)]}
+    converted = any(isinstance(module, attnzoo.nn.Attention) for module in model.modules())
     try:
-        convert(model, OWN, inputs=smallest)
+        if not converted:
+            convert(model, OWN, inputs=smallest)
+        for n in lengths:
+            own[n], weights = states(model, pieces[n])
+            if converted:
+                rows += measured(LOADED, n, weights)
+                similar[LOADED, n] = 1.0
     except (TypeError, ValueError) as error:
         raise UsageError(f"--model {given.model}: {error}") from error
-    for n in lengths:
-        own[n] = states(model, pieces[n])[0]
+    if converted:
+        for text in table(rows, similar, LOADED, lengths):
+            print(text, flush=True)
     for spec in specs:
         try:
             convert(model, spec.test.name, inputs=smallest, **spec.test.params)
@@ -122,6 +132,12 @@ def read(name: str, file: Path) -> tuple[Tensor, Any]:
 
     if not file.is_file():
         raise UsageError(f"--text must be a file, got {file}, which does not exist")
+    # Without these files some models get a tokenizer without a vocabulary, not an error.
+    kinds = ("tokenizer*", "vocab*", "*.model")
+    if Path(name).is_dir() and not any(any(Path(name).glob(kind)) for kind in kinds):
+        raise UsageError(
+            f"--model {name} has no tokenizer; write one there with tokenizer.save_pretrained"
+        )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model = transformers.AutoModel.from_pretrained(name).eval()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from attnzoo.integrations.transformers import convert
 from evals.__main__ import main
@@ -49,6 +50,25 @@ def test_softmax_flattens_in_a_real_model(
     assert mean(same, 64, "cosine_of_outputs") < 0.999
     assert (tmp_path / "sharpness.png").read_bytes().startswith(b"\x89PNG")
     assert "ssmax(s=0.3)" in capsys.readouterr().out
+
+
+def test_converted_model_is_measured_as_it_was_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    given = ["sharpness", "--model", str(folder), *GIVEN[3:], "--lengths", "16", "--samples", "1"]
+    convert(transformers.AutoModel.from_pretrained(MINILM), "ssmax", s=0.5).save_pretrained(folder)
+    assert main([*given, "--out", str(out)]) == 2
+    assert "tokenizer.save_pretrained" in capsys.readouterr().err
+    transformers.AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
+    assert main([*given, "--variants", "softmax,ssmax(s=0.5)", "--out", str(out)]) == 0
+    rows = list(csv.DictReader((out / "sharpness.csv").read_text().splitlines()))
+    heads = {
+        name: [float(row["max_weight"]) for row in rows if row["variant"] == name]
+        for name in ("as loaded", "softmax", "ssmax(s=0.5)")
+    }
+    assert heads["as loaded"] == pytest.approx(heads["ssmax(s=0.5)"])
+    assert heads["as loaded"] != pytest.approx(heads["softmax"])
 
 
 def test_causal_rows_count_only_visible_keys() -> None:

@@ -146,7 +146,7 @@ def test_revert_restores_the_model() -> None:
         revert(model)
 
 
-def test_calibrate_sets_the_mean_temperature_to_one() -> None:
+def test_calibrate_sets_the_mean_gain_to_one() -> None:
     model, batch = llama(), {"input_ids": ids(40)}
     original = model(**batch).logits
     distance = {}
@@ -292,7 +292,13 @@ def test_parameter_groups_exclude_scales_from_weight_decay() -> None:
         (llama, ("ssmax",), {"layers": [2]}, ValueError, "layers must be from 0 to 1, got 2"),
         (llama, ("ssmax",), {"layers": "0"}, TypeError, "layers must be a list of numbers"),
         (llama, ("ssmax",), {"layers": ["x"]}, ValueError, "layers must be among model.layers.0"),
-        (llama, ("entmax",), {"calibrate": {}}, ValueError, "'entmax' has no temperature"),
+        (
+            llama,
+            ("entmax",),
+            {"calibrate": {}},
+            ValueError,
+            "'entmax' cannot be calibrated; variants that can: log_n, ssmax",
+        ),
         (lambda: torch.nn.Linear(2, 2), ("ssmax",), {}, TypeError, "PreTrainedModel, got Linear"),
     ],
 )

@@ -33,6 +33,20 @@ def test_identity_start_keeps_the_outputs(variant: str, make: Any) -> None:
     assert torch.allclose(outputs(model), outputs(make()), atol=1e-6)
 
 
+def test_sink_at_minus_ten_learns_and_at_identity_does_not() -> None:
+    tokens = ids()
+    for params, moves in (({"b": -10.0}, True), ({"start": "identity"}, False)):
+        model = convert(llama(), "sink", **params)
+        sinks = [p for name, p in model.named_parameters() if name.endswith("attnzoo.b")]
+        before = torch.stack(sinks).detach().clone()
+        optimizer = torch.optim.AdamW(sinks, lr=1e-2, weight_decay=0.0)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        assert (not torch.equal(torch.stack(sinks), before)) is moves
+
+
 def test_variants_with_an_identity_start() -> None:
     assert set(SOFTMAX) == {"softmax", "ssmax", "sink"}
 

@@ -42,11 +42,11 @@ def convert(
         learn: names of the variant's parameters to learn, as for `attnzoo.nn.Attention`.
         start: "identity" starts with the parameters with which the variant equals softmax (ssmax:
             s = 0, b = 1; sink: b = -100), so that the model's outputs do not change. These
-            parameters are learned, unless ``learn`` is given. None starts with the variant's own
-            initial values.
+            parameters are learned, unless ``learn`` is given; see Notes for sink. None starts with
+            the variant's own initial values.
         calibrate: inputs of typical length: a tensor of token ids, a mapping of the model's forward
             arguments, or a list of these. Sets the initial values of each layer such that the mean
-            temperature over all rows is 1 (ssmax: s = 1 / mean log n).
+            gain, the factor of the scores, is 1 over all rows (ssmax: s = 1 / mean log n).
         inputs: inputs for the run that finds the attention modules, in the same forms. None is
             ``calibrate`` or a minimal batch.
         **params: parameters of the variant, as for `attnzoo.nn.Attention`.
@@ -68,6 +68,9 @@ def convert(
         Attention('entmax', num_heads=4, alpha=1.3)
 
     Notes:
+        At b = -100 the gradient of a sink vanishes in fp32, so training does not move it. To
+        train a sink, start with ``convert(model, "sink", b=-10.0)``, which is close to softmax.
+
         The model is run once to find its attention modules, their order and numbers of heads.
 
         In an encoder, where all rows see equally many keys, a calibrated model stays close to the
@@ -82,7 +85,10 @@ def convert(
         if calibrate is not None and given is not None:
             raise ValueError(f"{other} must be None when calibrate is given")
     if get_variant(variant).calibrate is None and calibrate is not None:
-        raise ValueError(f"calibrate must be None: {variant!r} has no temperature to calibrate")
+        known = ", ".join(name for name in list_variants() if get_variant(name).calibrate)
+        raise ValueError(
+            f"calibrate must be None: {variant!r} cannot be calibrated; variants that can: {known}"
+        )
     if start is not None:
         learn, params = _from_identity(variant, start, learn, params)
     name = "inputs" if calibrate is None else "calibrate"
