@@ -53,10 +53,10 @@ def numpy_settings() -> dict[str, dict[str, str]]:
 
 
 def run(name: str, marker: str, values: dict[str, str], cleared: tuple[str, ...]) -> bool:
-    """Whether the tests with this marker pass with these environment variables.
+    """Run the tests with this marker and these environment variables; True if all pass.
 
-    ``cleared`` variables are removed first. Two workers with one thread each run the tests, or one
-    process with two threads.
+    Removes the ``cleared`` variables first. Starts one process if OMP_NUM_THREADS is 2, otherwise
+    two workers.
     """
     files = [str(next((ROOT / "tests").rglob(f"test_{part}.py"))) for part in NUMERICAL]
     workers = [] if values.get("OMP_NUM_THREADS") == "2" else ["-n", "2", "--dist", "worksteal"]

@@ -29,9 +29,9 @@ FP64_COST = 2  # cost of a multiplication in fp64 relative to one in fp32, on a 
 # size of q.
 FEW_FEATURES = 512
 
-# Keys in reach from which on `decode` comes before `flash`, and before torch's fused softmax. The
-# latter splits keys too, so `decode` needs more keys to pay for its partial results and second
-# launch.
+# From MANY_KEYS keys on (see `keys_to_split`) `decode` is preferred to `flash`, and from MORE_KEYS
+# on also to torch's fused softmax. The latter splits keys too, so `decode` needs more keys to make
+# up for its partial results and second launch.
 MANY_KEYS = 1024
 MORE_KEYS = 4096
 
@@ -96,7 +96,7 @@ def _meets(backend: Backend, form: Form) -> bool:
 
 
 def keys_to_split(call: Call) -> int:
-    """Number of keys in reach, or 0 if queries × heads of a group exceed the limit of `decode`."""
+    """Keys within the window, or 0 if queries × heads of a group exceed the limit of `decode`."""
     rows, most = decode.packed_rows(call)
     reach = call.keys if call.left is None else min(call.keys, call.left + call.queries)
     return reach if rows <= most else 0
@@ -111,8 +111,8 @@ def linear_work(form: Linear, call: Call) -> float:
 
     The scan takes F·(Dv + 1) for each key and for each query that reads the state. Under causality
     each query also takes F for each key of its chunk. The pairwise form takes D + Dv for each pair
-    of a query and a key that it reaches. A multiplication of the scan counts `LINEAR_COST` times,
-    and in fp64 another `FP64_COST` times.
+    of a query and a key that causality and window allow. A multiplication of the scan counts
+    `LINEAR_COST` times, and in fp64 another `FP64_COST` times.
     """
     reach = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
     if call.left is not None:

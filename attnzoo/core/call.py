@@ -139,7 +139,7 @@ class Call(Visibility):
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
-        """The call of these rows over the keys in their reach, and the range of those keys."""
+        """The call of these rows over their `key_range`, and that range."""
         part = self.rows(
             batches,
             heads,

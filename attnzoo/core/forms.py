@@ -250,11 +250,11 @@ class Definition:
 
 @dataclass(frozen=True)
 class NoForm:
-    """A form that a variant does not have for this call.
+    """States that a variant has no form of this kind for a call, and why.
 
     Attributes:
         kind: "pairwise" or "linear".
-        why: The reason, for `explain`.
+        why: The reason, shown by `explain` and in errors.
     """
 
     kind: str

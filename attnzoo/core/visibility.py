@@ -140,7 +140,7 @@ class Visibility:
         return found
 
     def rows(self, batches: slice, heads: slice, rows: slice, **changes: Any) -> Self:
-        """The part of these rows over the keys in their reach, with ``changes`` to other fields."""
+        """The part of these rows over their `key_range`, with ``changes`` to other fields."""
         keys = self.key_range(rows)
         mask, segments, counts = self.mask, self.segments, self.whole_counts
         if mask is not None:
@@ -202,7 +202,7 @@ def _count_visible(call: Visibility) -> Tensor:
 
 
 def _bounds(call: Visibility) -> tuple[Tensor, Tensor]:
-    """first and last, (Nq,): causality and window let query i see the keys first_i … last_i − 1."""
+    """The keys [first, last) that causality and window allow for each query: two tensors (Nq,)."""
     at = torch.arange(call.queries, device=call.device) + (call.query_origin - call.key_origin)
     first = torch.zeros_like(at) if call.left is None else (at - call.left).clamp(0, call.keys)
     if call.right is None:

@@ -370,6 +370,6 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
             if child in new:
                 setattr(module, name, new[child])
         if isinstance(module, nn.TransformerEncoder):
-            # Only torch's fused path, which would bypass the new layers, reads nested tensors.
+            # Nested tensors need torch's fused path, which would bypass the new layers.
             module.enable_nested_tensor = module.use_nested_tensor = False
     return new.get(model, model)

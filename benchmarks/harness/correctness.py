@@ -261,7 +261,10 @@ def plan_of(case: Case, inputs: Inputs, backend: str | None) -> attnzoo.Plan:
 
 
 def linear_condition(plan: attnzoo.Plan, inputs: Inputs) -> float:
-    """Σ|ψ(q)ψ(k)| / |Σ ψ(q)ψ(k)| over the last keys, median over rows; 1 for other forms."""
+    """Median over the last `ROWS` queries of Σ|ψ(q)ψ(k)| / |Σ ψ(q)ψ(k)|; 1 for other forms.
+
+    The sums are over all features of the last `ROWS` keys.
+    """
     forms = [
         c.form for c in plan.candidates
         if c.backend == plan.chosen and isinstance(c.form, attnzoo.Linear)

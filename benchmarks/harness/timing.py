@@ -71,7 +71,7 @@ def interleave(
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """The spread of the ratios, one ratio per round."""
+    """The spread over rounds of the ratio ours / theirs."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 

@@ -10,7 +10,7 @@ from commandline.errors import UsageError
 from commandline.variants import load_plugin
 from evals.tasks import TASKS
 
-_TASKS: dict[Path, list[str]] = {}  # by file; loading a file again registers nothing new
+_TASKS: dict[Path, list[str]] = {}  # task names by file, because a second load registers nothing
 
 
 def load(path: Path) -> tuple[attnzoo.Plugin, list[str]]:

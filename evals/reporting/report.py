@@ -31,7 +31,7 @@ from evals.results.summary import UNTRAINED, Group, Point, version_warnings
 from evals.theory import trained_heads as theory
 
 TEMPLATE = Path(__file__).parent / "template"
-_OPEN = 12  # a list of up to this many failures is open
+_OPEN = 12  # longer lists of failures start collapsed
 _VERSIONS = ("schedule", "data", "torch", "attnzoo", "commit", "device")
 _SETTINGS = {"train_shortest": "shortest train length", "train_longest": "train length"}
 

@@ -24,7 +24,7 @@ from evals.tasks.families.sequence import Settings as Base
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Settings of MQAR: the number of tokens, and the number of tokens per pair."""
+    """Settings of MQAR. A sequence of N tokens has N / ``density`` key-value pairs."""
 
     vocabulary: int = 256
     density: int = 4

@@ -130,7 +130,7 @@ WRONG_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS, ids=lambda case: "-".join(case[0]))
-def test_wrong_calls(case: tuple[dict[str, Any], type[Exception], str]) -> None:
+def test_invalid_argument_raises(case: tuple[dict[str, Any], type[Exception], str]) -> None:
     wrong, error, words = case
     arguments = {"q": Q, "k": K, "v": V, **wrong}
     with pytest.raises(error, match=words):
@@ -208,7 +208,9 @@ def case_name(case: tuple[str, dict[str, Any], type[Exception], str]) -> str:
 
 
 @pytest.mark.parametrize("case", WRONG_PARAMETERS, ids=case_name)
-def test_wrong_parameters(case: tuple[str, dict[str, Any], type[Exception], str]) -> None:
+def test_invalid_variant_parameter_raises(
+    case: tuple[str, dict[str, Any], type[Exception], str],
+) -> None:
     variant, params, error, words = case
     with pytest.raises(error, match=words):
         attnzoo.attention(Q, K, V, variant, **params)
@@ -240,7 +242,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("kind", UNUSUAL)
 @pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask", "alibi", "segment_ids", "s"])
-def test_nested_and_sparse_tensors(name: str, kind: str) -> None:
+def test_nested_and_sparse_tensors_raise(name: str, kind: str) -> None:
     make, words = UNUSUAL[kind]
     given = {"q": Q, "k": K, "v": V, "variant": "ssmax", name: make()}
     with pytest.raises(TypeError, match=f"{name}.* {words}"):
@@ -312,7 +314,7 @@ WRONG_STATES: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("case", WRONG_STATES, ids=lambda case: case[2][:30])
-def test_wrong_states(case: tuple[Any, type[Exception], str]) -> None:
+def test_invalid_linear_state_raises(case: tuple[Any, type[Exception], str]) -> None:
     state, error, words = case
     with pytest.raises(error, match=words):
         attnzoo.linear_attention(*X, "taylor", state=state)
@@ -379,7 +381,7 @@ def test_parameter_named_like_an_argument_raises(reserved: str) -> None:
     assert "taken" not in attnzoo.list_variants()
 
 
-def test_wrong_registrations() -> None:
+def test_invalid_registration_raises() -> None:
     with pytest.raises(TypeError, match="variant must be an attnzoo.Variant, got function"):
         attnzoo.register_variant(weights)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'softmax' is taken"):

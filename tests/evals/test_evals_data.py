@@ -161,8 +161,8 @@ def test_evaluation_does_not_depend_on_the_chunk_size(
         assert best == pytest.approx(pieces[name].curves["best_keys"], abs=1e-7)
         for curve, values in whole[name].curves.items():
             assert values == pytest.approx(pieces[name].curves[curve], abs=1e-6), curve
-        assert sum(best) == pytest.approx(1)  # n = 16: all keys are the best 16
-    # log n / log 16 is 1 at n = 16: the substitute is softmax itself.
+        assert sum(best) == pytest.approx(1)  # the best 16 keys are all keys
+    # The gain log n / log 16 of the substitute is 1 at n = 16, as in softmax.
     assert whole["own"].metrics == pytest.approx(whole["substitute"].metrics, abs=1e-6)
 
 

@@ -64,7 +64,7 @@ def call_of(
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some queries of some heads of a call, with the keys in their reach."""
+    """Some queries of some heads of a call, with the keys that causality and window allow."""
 
     whole: Call
     batches: slice
@@ -99,7 +99,7 @@ class Block:
 
 
 def blocks(call: Call) -> Iterator[Block]:
-    """Blocks that cover all queries with at least one key in reach of causality and window."""
+    """Blocks that cover all queries for which causality and window allow at least one key."""
     bare = call.mask is None and call.segments is None
     for start in range(0, call.queries, ROWS):
         stop = min(start + ROWS, call.queries)
@@ -116,7 +116,7 @@ def blocks(call: Call) -> Iterator[Block]:
             over = slice(low, min(low + rows, stop))
             keys = call.key_range(over)
             if keys.start == keys.stop:
-                continue  # these queries have no key in reach
+                continue  # causality and window allow no key
             first = call.block(slice(0, 1), slice(0, call.group), over)[0] if bare else None
             edges = None if first is None else first.hidden()
             yield from _heads_of(call, over, keys, edges, batches, heads)

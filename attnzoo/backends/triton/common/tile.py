@@ -1,4 +1,4 @@
-"""Helpers of the kernels: loading tiles, the keys in reach of a query, and scores.
+"""Helpers of the kernels: loading tiles, ranges of keys and queries, and scores.
 
 Query i and key j are ``i + offset − j`` positions apart. The index tensors i and j broadcast
 against each other, so the same code serves a tile [BLOCK_M, BLOCK_N] and its transpose.
@@ -83,9 +83,9 @@ def store_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, value)
 
 @triton.jit
 def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of keys in reach of the queries from ``start``: [low, high).
+    """Blocks [low, high) of keys that causality and window allow for the queries from ``start``.
 
-    Without a window all these queries see the blocks below ``full`` whole.
+    Without a window all these queries see every key of the blocks below ``full``.
     """
     first = start + keys - queries
     last = tl.minimum(start + BLOCK_M, queries) - 1 + keys - queries
@@ -100,7 +100,7 @@ def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of queries that reach one of the keys from ``start``: [low, high)."""
+    """Blocks [low, high) of queries for which causality and window allow a key from ``start``."""
     first = start + queries - keys
     last = tl.minimum(start + BLOCK_N, keys) - 1 + queries - keys
     low, high = 0, tl.cdiv(queries, BLOCK_M)
@@ -154,7 +154,7 @@ def scores(
 
     ``vectors``: from `load_vectors`. ``where``: (mask, mask_at, mask_m, mask_n, k_segments, alibi).
     ``size``: (queries, keys, left, right). With EDGE the tile may extend beyond the matrix or
-    beyond the keys in reach.
+    beyond the range of keys that causality and window allow.
     """
     alibi = where[5]
     queries, keys = size[0], size[1]

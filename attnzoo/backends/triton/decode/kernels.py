@@ -236,7 +236,7 @@ def decode_threshold(
     gain, shape, alibi, mask, q_segments, k_segments,
     mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right, first, splits, width,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the shape is α
+    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if α = shape
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """τ of one query; see `threshold`.

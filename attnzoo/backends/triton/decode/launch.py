@@ -34,8 +34,8 @@ from attnzoo.backends.triton.decode import kernels
 LEAST_KEYS = 256
 # Fewest programs per multiprocessor.
 PER_PROCESSOR = 2
-# Unit of the range of keys in reach. Independent of the kernel's block size, because a tracer has
-# to know the sizes of results.
+# Unit of the range of keys, see `reach`. Independent of the kernel's block size, because a tracer
+# has to know the sizes of results.
 KEYS = 128
 # Scores per iteration of the threshold kernel.
 SCORES = 2048
@@ -65,7 +65,7 @@ def reach(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
 
 
 def new_products(q: Tensor, k: Tensor, layout: Layout) -> Tensor:
-    """Empty q kᵀ of the keys in reach: fp32 (B, Hkv, queries × heads of a group, keys)."""
+    """Empty q kᵀ of the keys in `reach`: fp32 (B, Hkv, queries × heads of a group, keys)."""
     first, last = reach(q, k, layout)
     shape = q.shape[0], k.shape[1], _rows(q, k), (last - first) * KEYS
     return q.new_empty(shape, dtype=torch.float32)

@@ -4,11 +4,11 @@
     dq_i  = gain_i · scale · Σ_j dS_ij k_j      dk_j = scale · Σ_i gain_i dS_ij q_i
     δ_i   = 0 (neither) · dO_i·o_i (SUM) · Σ φ' dO·v / Σ φ' (THRESHOLD)
 
-`flash_dq` has one program per (batch, head, block of queries). It goes through the keys in reach
-and writes δ, dq and the gradients of per-query vectors. `flash_dkdv`, launched after it, has one
-program per (batch, key/value head, block of keys). It goes through the queries that reach them and
-writes dk and dv. Its tiles are transposed, k qᵀ, so that no result of a product has to be
-transposed.
+`flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
+causality and window allow, and writes δ, dq and the gradients of per-query vectors. `flash_dkdv`,
+launched after it, has one program per (batch, key/value head, block of keys). It loops over the
+queries that may see them, and writes dk and dv. Its tiles are transposed, k qᵀ, so that no result
+of a product has to be transposed.
 
 There are no atomics, so results are deterministic.
 """

@@ -1,8 +1,8 @@
 """Forward of every pairwise form: o = Σ_j φ(s_ij − τ_i) v_j / Z_i.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q once,
-goes through the keys and values in reach once (see `fold`), and writes its block of o, and of lse
-and the statistics for the backward if they are wanted.
+loops once over the keys and values that causality and window allow (see `fold`), and writes its
+block of o, and of lse and the statistics for the backward if they are wanted.
 """
 
 import triton

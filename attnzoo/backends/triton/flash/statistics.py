@@ -1,7 +1,7 @@
 """lse = log Σ e^s and the entropy of softmax(s) in nats, per query, in one pass over the keys.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q and
-the keys in reach, and writes its block of lse and entropy.
+the keys that causality and window allow, and writes its block of lse and entropy.
 
 With Z = Σ e^{s−m} and T = Σ (s−m) e^{s−m}: lse = m + log Z, H = log Z − T/Z. When the maximum m
 changes to m', T becomes e^{m−m'} (T + (m−m') Z).

@@ -46,7 +46,7 @@ def threshold(
     gain, shape, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the shape is α
+    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if α = shape
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -112,7 +112,10 @@ def describe_dy_dv(
     x: Tensor | None, y: Tensor, v: Tensor, do: Tensor | None, kept: Tensor, stats: Stats | None,
     arch: int,
 ) -> tuple[tuple[Launch, Launch], Tensor, Tensor]:  # fmt: skip
-    """``kept`` is R. x, do and stats are None if there is no sum within a chunk."""
+    """Returns the launches, dy and dv. ``kept``: R of each chunk, or a single R without x.
+
+    x, do and stats are None in the backward of `linear_state`, where only R contributes.
+    """
     dy, dv = torch.empty_like(y), torch.empty_like(v)
     given = {
         "x": x, "do": do, "states": kept, "chunks": kept.shape[2], "z": stats and stats[0],
