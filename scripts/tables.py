@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def pages(root: Path = ROOT) -> Iterator[Path]:
-    """All pages written by hand, the README among them."""
+    """All hand-written pages, including the README."""
     yield from sorted(root.glob("*.md"))
     generated = {f"{name}.md" for name in attnzoo.list_variants()}
     for path in sorted((root / "docs").rglob("*.md")):

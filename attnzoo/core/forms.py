@@ -92,11 +92,11 @@ class Activation:
             raise ValueError(f"{what}: alpha must be {allowed}, got {shown(alpha)}")
         if (self.exponential or self.solvable) and not self.vanishes:
             raise ValueError(
-                f"{what}: vanishes must be True with exponential, alpha or convex, got False"
+                f"{what}: vanishes must be True if exponential, alpha or convex is set, got False"
             )
         unit = log2(e) if self.exponential else 1.0 if alpha is not None else self.unit
         if self.triton is not None and self.unit != unit:
-            why = "log2(e) with exponential" if self.exponential else "1.0 with alpha"
+            why = "log2(e) if exponential is True" if self.exponential else "1.0 if alpha is set"
             raise ValueError(f"{what}: unit must be {why}, got {shown(self.unit)}")
 
     @property

@@ -89,7 +89,7 @@ def linear_attention(
     check_supported(ready)
     call = ready.call
     if call.queries != call.keys:
-        raise ValueError(f"q and k must hold the same tokens, got {call.queries} and {call.keys}")
+        raise ValueError(f"q and k must have equal lengths, got {call.queries} and {call.keys}")
     form = _linear_form(ready.forms, variant)
     if (reason := linear.unsupported(form, call)) is not None:
         raise ValueError(f"linear_attention {reason}")

@@ -120,7 +120,7 @@ class Bench:
                 d: Row(self.suite, e.name, e.case, e.kind, d, setting) for d in self.directions
             }
             rows += e.rows.values()
-            if self.budget.spent:  # the implementations before are still timed
+            if self.budget.spent:  # earlier implementations are still timed
                 e.note("left out: time budget used up")
                 continue
             try:
@@ -146,7 +146,10 @@ class Bench:
         self.timer.release()
 
     def check(self, e: Implementation, setting: Setting) -> None:
-        """Fills in the errors. A call with gradients may run other code, so both are checked."""
+        """Fills in the errors of the rows.
+
+        Calls with and without gradients may run different code, so each kind is checked.
+        """
         if e.kind == "state":
             for row in e.rows.values():
                 row.backend = "state"

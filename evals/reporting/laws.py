@@ -65,7 +65,7 @@ def _shrinking_table(law: Law, points: list[Point]) -> Table:
 
 
 def _jacobian_table(points: list[Point]) -> Table:
-    """Measurement and law of all variants at each n."""
+    """One row per variant: the measured norm and the law's prediction at each n."""
     header = ["variant", *(text for n in JACOBIAN_LENGTHS for text in (f"n={n}", "law"))]
     rows = []
     for name in dict.fromkeys(str(point.law) for point in points):

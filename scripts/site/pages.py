@@ -1,4 +1,4 @@
-"""A page per variant, written from its file before the documentation is read."""
+"""Writes a page for each variant before Sphinx reads the documentation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from scripts import variant_facts as facts
 from scripts.site import variant_plots
 
 FOLDER = "variants"
-# Pages of the root that are pages of the site too.
+# Files in the repository root that are also pages of the site.
 INCLUDED = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-# The sections of the docstring that stand before the plots, and those after the tables.
+# Sections of the docstring before the plots, and after the table of parameters.
 FIRST, LAST = ("Effect",), ("Initial values", "Source", "Differences", "Notes")
 HEADS, HEAD_DIM, KEYS = 8, 64, 4096
-# Training on either device, and the next token of a sequence: queries, device, dtype, gradients.
+# Columns of the table of backends: number of queries, device, dtype, gradients.
 CALLS = {
     "CPU, training": (KEYS, "cpu", torch.float32, True),
     "GPU, training": (KEYS, "cuda", torch.bfloat16, True),
@@ -123,13 +123,13 @@ def cost(name: str) -> str:
     return (
         f"Cost per head, for N queries and keys of dimension D: {found or 'definition: N²·D'}.\n\n"
         "The table shows which backends support it, in causal calls with "
-        f"{HEADS} heads, {KEYS} keys and D = {HEAD_DIM}. “first” marks the one that is chosen; a "
-        "reason stands where a backend cannot run the form."
+        f"{HEADS} heads, {KEYS} keys and D = {HEAD_DIM}. “first” marks the one that is chosen. "
+        "If a backend cannot run the form, the cell shows the reason."
     )
 
 
 def backends(variant: attnzoo.Variant) -> str:
-    """What `explain` says of some calls."""
+    """A table of what `explain` reports for each of `CALLS`."""
     plans = {title: explained(variant, *options) for title, options in CALLS.items()}
     pairs = dict.fromkeys(
         (c.backend, c.form.kind) for plan in plans.values() for c in plan.candidates
@@ -143,7 +143,7 @@ def backends(variant: attnzoo.Variant) -> str:
 def explained(
     variant: attnzoo.Variant, queries: int, device: str, dtype: torch.dtype, grad: bool
 ) -> attnzoo.Plan:
-    # Fake tensors have a device, here or not, and no memory.
+    # Fake tensors take no memory, and their device need not exist on this machine.
     with FakeTensorMode():
         q, k, v = (
             torch.empty(1, HEADS, n, HEAD_DIM, device=device, dtype=dtype, requires_grad=grad)
@@ -181,16 +181,16 @@ def write(folder: Path) -> None:
             path.unlink()
     for name, text in files.items():
         path = folder / name
-        # Written only where it changed, so that a second build reads only what changed.
+        # Unchanged pages are not written, so that Sphinx does not read them again.
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
 
 
 def relink(text: str, folder: Path, docs: Path) -> str:
-    """The links of a page in the folder as the site needs them.
+    """Rewrite the relative links of a page in ``folder`` for the site.
 
-    Files at the root that the site includes are pages; what is no part of the site is no link.
+    A link to a file that is not part of the site becomes plain text.
     """
 
     def target(match: re.Match[str]) -> str:

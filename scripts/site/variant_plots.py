@@ -1,4 +1,4 @@
-"""Two pictures of a variant: the weights of one row, and the largest weight as the row grows."""
+"""Two plots of a variant: the weights of one row, and the largest weight against the row length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BASELINE = "softmax"
 ROW, LARGEST_LOGIT = 64, 4.0
 LENGTHS = [2**i for i in range(3, 17)]
 LEAD = 8.0
-# Required parameters suit so many keys: what depends on the distance of two keys is then flat.
+# Required parameters are those for this many keys, so that effects of distance hardly show.
 LONGEST = 2**20
 
 matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the fonts of the page
@@ -34,7 +34,7 @@ class Colors:
     variant: str
 
 
-# Drawn once; the dark picture is the light one with other colors.
+# A plot is drawn once, in light colors. The dark version has the colors replaced.
 LIGHT = Colors(ink="#323638", grid="#d9dde0", baseline="#7d8590", variant="#0a6f87")
 DARK = Colors(ink="#ced6dd", grid="#3a4149", baseline="#99a2ac", variant="#3fc5dd")
 
@@ -71,7 +71,7 @@ def row_plot(name: str) -> str:
 
 
 def growth_plot(name: str) -> str:
-    """The weight of a key that leads n − 1 others, against n."""
+    """The weight of a key with logit `LEAD` among n − 1 random ones, against n."""
     noise = torch.randn(
         LENGTHS[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -101,7 +101,7 @@ def frame(x: str, y: str) -> tuple[Figure, Axes]:
 
 
 def draw(axes: Axes, x: Sequence[float], y: Sequence[float], name: str) -> None:
-    # The baseline is dashed and above: where both agree, both can be seen.
+    # The baseline is dashed and on top, so that both lines are visible where they coincide.
     color, style, order = (LIGHT.variant, "-", 2)
     if name == BASELINE:
         color, style, order = (LIGHT.baseline, "--", 3)

@@ -75,7 +75,7 @@ def levels() -> list[Level]:
 
 
 def cases() -> Iterator[Any]:
-    """One array per kernel path, see `kernel_paths`. The arrays of the variants are slow."""
+    """Covering arrays: one per kernel path (see `kernel_paths`), and slow ones per variant."""
     for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels(), anything, THIN)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
     for variant in DECODE:
@@ -99,13 +99,13 @@ def setting(variant: str, **others: Any) -> dict[str, Any]:
     return {**case, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
 
 
-# ---- far scores, missing keys ---------------------------------------------------------------
+# ---- scores far from zero, missing keys -----------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("score", [-200.0, 80.0])
 @every_variant
-def test_far_scores(variant: str, score: float, dtype: torch.dtype) -> None:
+def test_scores_far_from_zero(variant: str, score: float, dtype: torch.dtype) -> None:
     inputs = make(variant, setting(variant, dtype=dtype, span="causal"))
     inputs.leaves["q"][..., 0], inputs.leaves["k"][..., 0] = 4.0, score
     assert disagreements(variant, inputs) == []

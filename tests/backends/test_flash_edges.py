@@ -1,4 +1,4 @@
-"""flash in unusual cases: far scores, empty rows and tensors, thresholds, skipped blocks."""
+"""flash in unusual cases: large scores, empty rows and tensors, thresholds, skipped blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def setting(variant: str, **others: Any) -> dict[str, Any]:
     return {**{name: levels[0] for name, levels in factors(variant)}, "batch": 1, **others}
 
 
-# ---- far scores -------------------------------------------------------------------------------
+# ---- scores far from zero ---------------------------------------------------------------------
 
 
 def scores_around(inputs: Inputs, score: float) -> Inputs:
@@ -46,7 +46,7 @@ def scores_around(inputs: Inputs, score: float) -> Inputs:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("score", [-200.0, 80.0])
 @every_variant
-def test_far_scores(variant: str, score: float, dtype: torch.dtype) -> None:
+def test_scores_far_from_zero(variant: str, score: float, dtype: torch.dtype) -> None:
     case = setting(variant, shape=(17, 40), dtype=dtype, lse=variant not in NO_LSE)
     case.update(params="default", span="causal")
     assert disagreements(variant, "flash", scores_around(make(variant, case), score)) == []

@@ -61,7 +61,7 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
 
 
 def rows() -> list[Row]:
-    """Two seeds of needle, of which ssmax lacks one at n = 64, and one of the language model."""
+    """needle with two seeds (ssmax has one at n = 64), and the language model with one."""
     found = []
     for variant, scores in ACCURACY.items():
         for length, score in zip(LENGTHS, scores):
@@ -76,7 +76,7 @@ def rows() -> list[Row]:
 
 
 def shown(found: list[Row]) -> list[Shown]:
-    """The groups of the rows, without pictures."""
+    """Group the rows as the report does, without pictures."""
     return [Shown(group, fitted(group)) for group in groups(found)]
 
 

@@ -244,7 +244,7 @@ class Weights:
         return x.map(f, self.times, size)
 
     def threshold(self, x: Approx, peak: Tensor) -> Approx:
-        """τ relative to the peak. Its error is the mean error of the scores, weighted with φ'."""
+        """τ − peak. Its error: the scores' mean error, weighted with φ', plus the solver's."""
         alpha = None if self.alpha is None else self.alpha[..., 0]
         hidden = x.value.masked_fill(~self.visible, float("-inf"))
         tau = solve_threshold(hidden, alpha, self.act)[..., None]

@@ -88,7 +88,7 @@ ANY_SCALE = pytest.mark.parametrize("variant", [x for x in CASES if x not in ONE
 
 @ANY_SCALE
 def test_negative_scale_equals_negated_queries(variant: str) -> None:
-    """With the backend that is chosen for many scores."""
+    """More scores than `FEW_SCORES`, so a CPU does not choose `eager`."""
     q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
     options = {"is_causal": True, **params_of(variant)}
     out = attnzoo.attention(q, k, v, variant, scale=-0.7, **options)
@@ -193,7 +193,7 @@ def test_hidden_nan_key_changes_no_row(backend: str) -> None:
 def test_infinite_score_gives_nan_and_no_error(
     variant: str, backend: str, params: dict[str, Any]
 ) -> None:
-    """With a normalizer ∞/∞ = NaN, as in torch's softmax; sigmoid has σ(∞) = 1."""
+    """Normalized weights are ∞/∞ = NaN, as in torch's softmax. Sigmoid gives σ(∞) = 1."""
     q, k, v = (x.abs() + 0.5 for x in qkv(precise(backend)))
     options = {"is_causal": True, "backend": backend, **params}
     out = attnzoo.attention(q, spoil(k, 1, 5, torch.inf), v, variant, **options)
@@ -207,7 +207,7 @@ def test_infinite_score_gives_nan_and_no_error(
         assert only_these_are_nan(out, clean, rows)
 
 
-# ---- masks at the end of the range ------------------------------------------------------------
+# ---- masks with the lowest fp32 number --------------------------------------------------------
 
 LEAST = torch.finfo(torch.float32).min
 kernels = pytest.mark.parametrize(
@@ -222,7 +222,7 @@ kernels = pytest.mark.parametrize(
 
 @kernels
 def test_lse_of_a_row_at_the_lowest_float(backend: str) -> None:
-    """Scores vanish beside it, and times log2(e), the kernels' unit, it overflows."""
+    """The lowest float absorbs all scores. Times log2(e), the kernels' unit, it overflows."""
     q, k, v = qkv(torch.float32)
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST
@@ -257,7 +257,7 @@ def test_gradients_of_lse_with_a_row_at_the_lowest_float() -> None:
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 def test_entropy_of_a_row_at_the_lowest_float(backend: str, differentiable: bool) -> None:
-    """33 equal scores: log 33 is lost to rounding beside the mask."""
+    """The mask makes 33 scores equal. Adding log 33 to it changes nothing in fp32."""
     q, k, v = (rand(1, 2, 33, 8, seed=i, dtype=torch.float32) for i in (1, 2, 3))
     mask = torch.zeros(1, 1, 33, 33)
     mask[:, :, 7] = LEAST
@@ -286,7 +286,7 @@ def test_mask_without_queries(variant: str, backend: str) -> None:
             out.sum().backward()
 
 
-# ---- features that cancel ---------------------------------------------------------------------
+# ---- cancellation in sums of features ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

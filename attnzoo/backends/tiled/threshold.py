@@ -52,7 +52,7 @@ def _newton(x: Tensor, shape: Tensor | None, activation: Activation) -> Tensor:
 
 
 def _fast_step(x: Tensor, tau: Tensor, alpha: float, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The excess over 1 of Σφ (α = 2), or over 2 of the norm 2√Σφ (α = 1.5); and the step of τ."""
+    """The excess Σφ − 1 (α = 2) or 2√Σφ − 2 (α = 1.5), and the step to add to τ."""
     torch.add(x, 1 / (alpha - 1) - tau, out=u).relu_()
     total = u.sum(-1, keepdim=True)
     if alpha == 2.0:
@@ -67,7 +67,7 @@ def _fast_step(x: Tensor, tau: Tensor, alpha: float, u: Tensor) -> tuple[Tensor,
 def _step(
     x: Tensor, tau: Tensor, shape: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """Σφ − 1, and the step of τ."""
+    """The excess Σφ − 1, and the step to add to τ."""
     at = x - tau
     phi = activation.value(at, shape)
     z, slope = phi.sum(-1, keepdim=True), activation.slope(at, phi, shape).sum(-1, keepdim=True)

@@ -127,7 +127,7 @@ def load_vectors(
         factor *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if tau is not None:
         tau_i = tl.load(tau + at + i, mask=i < queries, other=0.0)
-        # log 0 of a query without keys. −∞ − τ must stay −∞.
+        # τ is log 0 = −∞ for a query without keys. Its hidden scores minus τ would be NaN.
         tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i) * TAU_UNIT
     if shape is not None:
         shape_i = tl.load(shape + at + i, mask=i < queries, other=1.5)

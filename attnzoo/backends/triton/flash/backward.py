@@ -195,7 +195,8 @@ def _sum_over_keys(
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         ds = slope * (dp - mean) * per_z
         if dlse is not None:
-            ds += tl.exp2(s - lse_i) * dlse_i  # not from φ, which includes the sink
+            # φ cannot be used here: its τ includes the sink, lse does not.
+            ds += tl.exp2(s - lse_i) * dlse_i
         if TOTAL:
             total += tl.sum(ds, 1)
         if DISTANCE:
