@@ -123,7 +123,8 @@ def test_a_file_of_a_page_is_evaluated(path: Path, words: str, file: str, tmp_pa
     assert done.returncode == 0, done.stderr
     rows = re.findall(rf"^{name}\b.* \d+\.\d+", done.stdout, re.MULTILINE)
     assert len(rows) >= (8 if words.startswith("evals all") else 0)
-    assert (tmp_path / "out" / "report.html").exists()
+    folder = tmp_path / "out" / ("" if words.startswith("evals all") else name)
+    assert (folder / "report.html").exists()
 
 
 def write_files(text: str, folder: Path) -> None:
