@@ -23,6 +23,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commands: Mapping[str, argparse.ArgumentParser] = {}
+        self.command_hint = ""  # a line below the error for an unknown command
 
     def add_subparsers(self, **kwargs: Any) -> Any:
         """Add subcommands and keep their parsers by name in ``commands``."""
@@ -51,6 +52,8 @@ class Parser(argparse.ArgumentParser):
             choices = found[3].replace("'", "").split(", ")
             message = f"{found[1]} must be {either(choices)}, got {found[2]!r}"
             message += did_you_mean(found[2], choices)
+            if self.command_hint and found[1].endswith("COMMAND"):
+                message += f"\n{self.command_hint}"
         message = message.replace(": expected one argument", " needs a value")
         message = re.sub(r": invalid (\w+) value: (.*)", r" must be of type \1, got \2", message)
         self.exit(2, f"error: {message}\nFor help: {self.prog} --help\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from commandline.arguments import Parser, add_plugin, seed
 from commandline.errors import UsageError
 from evals.harness.command import run_tasks
-from evals.harness.options import add_arguments, gather
+from evals.harness.options import add_arguments, gather, plugin_of_file
 from evals.harness.plugins import load, load_plugins
 from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, laws
@@ -24,6 +24,7 @@ ALL = "all"
 def parser() -> Parser:
     """The command line."""
     top = Parser(prog="python -m evals", description=__doc__)
+    top.command_hint = "A task of your own needs --plugin FILE.py"
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = "Run all tasks and write one report"
     everything = commands.add_parser(ALL, help=words, description=f"{words}.")
@@ -37,7 +38,7 @@ def parser() -> Parser:
     page.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="Read results from DIR")
     words = "Write the report to FILE (default: report.html in the first DIR)"
     page.add_argument("--out", type=Path, metavar="FILE", help=words)
-    add_plugin(page)
+    add_plugin(page, " or tasks")
     export.add_parser(commands)
     words = "Print the gain in score from results A to results B, paired by seed"
     versus = commands.add_parser("compare", help=words, description=f"{words}.")
@@ -45,7 +46,7 @@ def parser() -> Parser:
     versus.add_argument("b", type=Path, metavar="B", help="Read the second results from folder B")
     words = "Exit with 1 if a gain is missing or < X, in units of the table; -1 allows a drop of 1"
     versus.add_argument("--fail-below", type=float, metavar="X", help=words)
-    add_plugin(versus)
+    add_plugin(versus, " or tasks")
     words = (
         "Compare the largest weight of each variant with its formula; exit with 1 if they differ"
     )
@@ -69,13 +70,15 @@ def parser() -> Parser:
 
 
 def _load_plugin_first(arguments: Sequence[str]) -> None:
-    """Load the file of ``--plugin``, so that the parser has the tasks that it registers."""
+    """Load the plugin of the command line or of the TOML file, so that the parser has its tasks."""
     early = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     early.add_argument("--plugin", type=Path)
+    early.add_argument("--config", type=Path)
     try:
-        path = early.parse_known_args(list(arguments))[0].plugin
+        given = early.parse_known_args(list(arguments))[0]
     except argparse.ArgumentError:  # the real parser reports it
         return
+    path = given.plugin or plugin_of_file(given.config)
     if path is not None:
         load(path)
 

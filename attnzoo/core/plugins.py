@@ -55,7 +55,8 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
     file = Path(path).resolve()
     name = file.stem
     if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"plugin must be a Python file, got {os.fspath(path)!r}")
+        missing = "" if file.exists() else ": no such file"
+        raise ValueError(f"plugin must be a Python file, got {os.fspath(path)!r}{missing}")
     if not name.isidentifier() or iskeyword(name):
         raise ValueError(
             f"plugin must have a file name that is a module name, such as my_variant.py, got {file}"

@@ -93,8 +93,11 @@ class Studies:
                 missing = sum(len(tests) for run in mine for tests in run.tests.values())
                 print(f"  eval lengths: {', '.join(map(str, study.lengths))}")
                 print(f"  schedule: {study.settings.schedule}")
+                place = (
+                    f"on {counted(self.workers, 'worker')}" if self.workers else "in this process"
+                )
                 print(f"  to do: {counted(trainings, 'training')} and {missing} of {total} results"
-                      f" on {counted(self.workers, 'worker')}, in {self.out / name}")  # fmt: skip
+                      f" {place}; results in {self.out / name}")  # fmt: skip
             for (spec, positions), reason in study.left_out.items():
                 print(f"  left out: {spec} with position encoding {positions}: {reason}")
             if damaged := self.folders[name].damaged:

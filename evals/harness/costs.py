@@ -154,6 +154,6 @@ def show(runs: Sequence[Run], device: str, workers: int, verbose: bool) -> None:
         print(f"{task}: {counted(len(each), 'run')}, about {clock(sum(each))} of computing time")
     total = sum(map(sum, seconds.values())) / workers
     print(
-        f"all together: about {clock(total)} (h:mm:ss or m:ss) on {counted(workers, 'worker')}, an "
-        "estimate from one training step and a few test sequences per model, timed here"
+        f"Total: about {clock(total)} (h:mm:ss or m:ss) on {counted(workers, 'worker')}. "
+        "This is an estimate: one training step and a few test sequences of each model were timed."
     )

@@ -237,14 +237,31 @@ def _with_local_rank(options: Options) -> Options:
     return options.model_copy(update={"device": device, "workers": workers})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def plugin_of_file(path: Path | None) -> Path | None:
+    """The plugin named by a TOML file. `gather` reports a file or value that is wrong."""
     try:
-        content = tomllib.loads(path.read_text())
+        found = None if path is None else _parsed(path).get("plugin")
+    except UsageError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = _parsed(path)
     tables = {name: content.pop(name) for name in TASKS if name in content}
+    for name, value in content.items():
+        if isinstance(value, dict) and name not in Options.model_fields:
+            hint = did_you_mean(name, TASKS) or f"; known: {', '.join(TASKS)}"
+            raise UsageError(f"--config {path}: unknown task [{name}]{hint}")
     found: dict[str, Any] = _checked(path, "", content, list(Options.model_fields))
     for task, table in tables.items():
         if not isinstance(table, dict):

@@ -166,7 +166,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
         )
     _once("--positions", positions)
     for length in (settings.train_shortest, *lengths):
-        task.batch(0, "test", length, 0, 1, settings)  # raises UsageError for an invalid length
+        _check_data(task, length, settings, options.verbose)
     for encoding in positions:
         try:
             task.build(VariantCall("softmax"), encoding, settings)
@@ -190,6 +190,21 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     return Study(
         task, specs, positions, seeds, lengths, settings, options.device, plugins, left_out
     )
+
+
+def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> None:
+    """Draw one sequence; raises UsageError for a length that the task cannot have."""
+    try:
+        task.batch(0, "test", length, 0, 1, settings)
+    except UsageError:
+        raise
+    except Exception as error:
+        if verbose:
+            raise
+        raise UsageError(
+            f"{task.name}: draw failed at length {length}: {type(error).__name__}: {error}\n"
+            "Repeat the command with --verbose for the traceback."
+        ) from error
 
 
 def _left_out(

@@ -10,7 +10,7 @@ from pathlib import Path
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.results.store import read_rows
-from evals.results.summary import Estimate, Group, Series, estimate, groups
+from evals.results.summary import Estimate, Group, Point, Series, estimate, groups
 from evals.task import Metric
 
 
@@ -115,6 +115,25 @@ def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
     ]
 
 
+def _unshared_seeds(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
+    """A line for each task of which B has seeds that A lacks: then A + gain is not B."""
+    theirs = {group.task.name: group.points for group in after}
+    return [
+        f"note: {name} has seeds in B that A lacks: column B includes them, the gains do not"
+        for group in before
+        if (other := theirs.get(name := group.task.name)) is not None
+        and any(
+            _seeds(other[key]) - _seeds(point) and _seeds(other[key]) & _seeds(point)
+            for key, point in group.points.items()
+            if key in other
+        )
+    ]
+
+
+def _seeds(point: Point) -> set[int]:
+    return {row["seed"] for row in point.rows if row["status"] == "ok"}
+
+
 def main(a: Path, b: Path, fail_below: float | None = None) -> int:
     """Print the gains; return 1 if one is missing or below ``fail_below``."""
     if fail_below is not None and not math.isfinite(fail_below):
@@ -125,7 +144,7 @@ def main(a: Path, b: Path, fail_below: float | None = None) -> int:
         raise UsageError(f"A must have at least one score, got none in {a}")
     for name in dict.fromkeys(change.task for change in found):
         print(f"{table(name, [c for c in found if c.task == name]).text()}\n")
-    for line in differing(before, after):
+    for line in [*differing(before, after), *_unshared_seeds(before, after)]:
         print(line)
     if fail_below is None:
         return 0

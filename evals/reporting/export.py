@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
     add("--out", type=Path, metavar="FILE-OR-DIR",
         help="Write all tables to this .csv, .tex or .md file, or each table and figure to a file "
         "in this folder (default: print the tables)")  # fmt: skip
-    add_plugin(parser)
+    add_plugin(parser, " or tasks")
 
 
 def main(given: argparse.Namespace) -> int:

@@ -291,7 +291,7 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
         "this δ. 2e^δ: the n beyond which softmax gives no key half of the weight. β/log n: the "
         "strength of the query, to compare with the critical gain γ_c = 1/(1 − ρ), where ρ is the "
         "mean cosine between keys. ‖∂w/∂z‖₂: the Jacobian norm of the weights, at the longest n "
-        "with a measurement."
+        "with a measurement. Here n is the number of keys."
     )
     title = "Bounds on each head at the longest n"
     return Table(title, header, rows, note + _shown(found))

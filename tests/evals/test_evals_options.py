@@ -62,7 +62,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     [
         ("presett = 'smoke'", "unknown key 'presett'; did you mean 'preset'"),
         ("[mqar]\nout = 'x'", r"\[mqar\] unknown key 'out'"),
-        ("[nosuch]\nseeds = 1", "unknown key 'nosuch'"),
+        ("[nosuch]\nseeds = 1", r"unknown task \[nosuch\]; known: max-retrieval"),
         ("mqar = 3", "mqar must be a table, got 3"),
         ("seeds = 'two'", "seeds must be an int, got 'two'"),
         ("seeds = true", "seeds must be an int, got True"),

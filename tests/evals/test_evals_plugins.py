@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,57 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
     del TASKS["recall"]
     assert main(["report", out]) == 2
     assert "unknown task 'recall': load its file with --plugin" in capsys.readouterr().err
+
+
+@pytest.fixture
+def recall(tmp_path: Path) -> Iterator[Path]:
+    """The file of the documented task; the task is removed after the test."""
+    file = tmp_path / f"recall_{tmp_path.name}.py"
+    file.write_text(documented_task())
+    yield file
+    TASKS.pop("recall", None)
+
+
+def test_the_plugin_of_a_toml_file_is_loaded_before_the_command(
+    recall: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["recall", *SMALL])
+    assert "A task of your own needs --plugin FILE.py" in capsys.readouterr().err
+    config = tmp_path / "run.toml"
+    config.write_text(f'plugin = "{recall}"\n[recall]\nlengths = [16, 24]\n')
+    options = ["--config", str(config), "--variants", "softmax", "--dry-run"]
+    assert main(["recall", *options]) == 0
+    assert "eval lengths up to 24: 1 run to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("return tokens, answers", "ValueError: draw must return a SequenceBatch, got tuple"),
+        (
+            "return SequenceBatch(tokens[:, 1:], answers[:, 1:])",
+            "ValueError: tokens must have the shape (stop - start, size(2)) = (1, 2), got (1, 1)",
+        ),
+        ("return SequenceBatch(tokens, answers.int())", "ValueError: answers must be int64, got"),
+        (
+            "return SequenceBatch(tokens, answers + 99)",
+            "ValueError: answers must be from -1 to vocabulary - 1 = 15, got",
+        ),
+        ("return tokens[99]", "IndexError: "),
+    ],
+)
+def test_a_wrong_draw_ends_with_one_line_before_training(
+    line: str, message: str, recall: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recall.write_text(documented_task().replace("return SequenceBatch(tokens, answers)", line))
+    options = ["recall", "--plugin", str(recall), *SMALL, "--dry-run"]
+    assert main(options) == 2
+    shown = capsys.readouterr().err
+    assert f"error: recall: draw failed at length 2: {message}" in shown
+    assert "--verbose" in shown
+    with pytest.raises((ValueError, IndexError)):
+        main([*options, "--verbose"])
 
 
 def test_register_task_checks_the_name_and_the_presets() -> None:

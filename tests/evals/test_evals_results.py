@@ -297,6 +297,17 @@ def test_compare_shows_gains_and_fails_below_a_bound(
     assert "1 of 2 gains are at least -3.5" in text
 
 
+def test_compare_notes_seeds_that_only_b_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.6, seed=s) for s in (0, 1)])
+    note = "note: max-retrieval has seeds in B that A lacks"
+    assert main(["compare", *folders]) == 0
+    assert note in capsys.readouterr().out
+    assert main(["compare", folders[0], folders[0]]) == 0
+    assert note not in capsys.readouterr().out
+
+
 def test_compare_rejects_a_nan_bound_and_reports_other_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,7 +163,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert re.search(
         r"max-retrieval: 3 variants, 3 seeds, train length 16, eval lengths up to 32: 6 runs .*\n"
         r"max-retrieval: 6 runs, about [\d:]+ of computing time\n"
-        r"all together: about [\d:]+ \(h:mm:ss or m:ss\) on \d+ workers?, an estimate .*\n\Z",
+        r"Total: about [\d:]+ \(h:mm:ss or m:ss\) on \d+ workers?. This is an estimate: .*\n\Z",
         text,
     )
     assert main(["max-retrieval", *few, "--dry-run", "--verbose", "--out", str(out)]) == 0
@@ -194,7 +194,7 @@ def test_a_dry_run_draws_little_data_and_times_equal_models_once(
     assert sum(length * count for _, _, length, count in tests) < 10_000  # not 9 times 2¹⁵
     assert sum(split == "train" for _, split, _, _ in made) == 4
     text = capsys.readouterr().out
-    assert "an estimate from one training step" in text
+    assert "This is an estimate: one training step" in text
     needle, here = (plan_study(TASKS[t], Options(), {}).runs({})[0] for t in ("needle", TASK.name))
     assert costs.kind(needle) == costs.kind(here)  # equal models: timed once for both
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,7 +29,10 @@ LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Settings of a sequence task."""
+    """Settings of a sequence task; `evals.task.Settings` describes the fields.
+
+    heads and depth: of the transformer.
+    """
 
     width: int = 64
     heads: int = 2
@@ -90,7 +94,7 @@ class SequenceTask(Task):
         vocabulary: the number of different tokens; a function if it depends on the settings.
         chance_score: the score of blind guessing; a function if it depends on the settings.
         version: the version of ``draw``. A task in the checkout changes it when its data change.
-        size: the number of tokens in a sequence of a length.
+        size: the number of tokens in a sequence of a length; by default the length itself.
         read: the metrics, a function of (logits, batch).
         text: a digest of the files that the data come from, if any.
     """
@@ -139,7 +143,27 @@ class SequenceTask(Task):
     def batch(
         self, seed: int, split: str, length: int, start: int, stop: int, settings: Settings
     ) -> Batch:
-        return self.draw(seed, split, length, start, stop, settings)
+        batch = self.draw(seed, split, length, start, stop, settings)
+        self._check(batch, length, (stop - start, self.tokens(length)), settings)
+        return batch
+
+    def _check(
+        self, batch: object, length: int, shape: tuple[int, int], settings: Settings
+    ) -> None:
+        """Check what ``draw`` returned; raises ValueError."""
+        if not isinstance(batch, Batch):
+            raise ValueError(f"draw must return a SequenceBatch, got {type(batch).__name__}")
+        for name, values in (("tokens", batch.tokens), ("answers", batch.answers)):
+            if tuple(values.shape) != shape:
+                raise ValueError(
+                    f"{name} must have the shape (stop - start, size({length})) = {shape}, "
+                    f"got {tuple(values.shape)}"
+                )
+            if values.dtype != torch.int64:
+                raise ValueError(f"{name} must be int64, got {values.dtype}")
+        last, largest = self.vocabulary_size(settings) - 1, int(batch.answers.max())
+        if largest > last:
+            raise ValueError(f"answers must be from -1 to vocabulary - 1 = {last}, got {largest}")
 
     def loss(self, model: Transformer, batch: Batch) -> Tensor:
         asked = batch.asked
