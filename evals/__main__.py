@@ -52,6 +52,8 @@ def parser() -> Parser:
     )
     law = commands.add_parser("laws", help=words, description=f"{words}.")
     law.add_argument("--out", type=Path, metavar="DIR", help="Write laws.csv and laws.png to DIR")
+    words = "Show only these variants: names, separated by commas (default: all)"
+    law.add_argument("--variants", metavar="LIST", help=words)
     add_plugin(law)
     words = "Print ranks of attention matrices and of mixtures of softmaxes"
     rank = commands.add_parser("ranks", help=words, description=f"{words}.")
@@ -101,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     if given.command == "laws":
-        return laws.command(given.out, given.plugin)
+        names = None if given.variants is None else given.variants.replace(" ", "").split(",")
+        return laws.command(given.out, given.plugin, names)
     if given.command == "ranks":
         load_plugins(given.plugin)
         return ranks.main(given.out, given.seed)

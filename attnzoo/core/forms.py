@@ -190,7 +190,12 @@ class Pairwise:
         for field in ("offset", "sink", "keep"):
             given = getattr(self, field)
             if given is not None and extra[how] != field:
-                raise ValueError(f"{field} must be None with normalize={how!r}, got {shown(given)}")
+                hint = ""
+                if field == "offset" and how == "sum":
+                    hint = "; an activation with shape_slope takes an offset as shape"
+                raise ValueError(
+                    f"{field} must be None with normalize={how!r}, got {shown(given)}{hint}"
+                )
         if (how == "none" and self.offset is None) or (how == "select" and self.keep is None):
             raise ValueError(f"{extra[how]} must be given with normalize={how!r}, got None")
         phi, family = self.activation, self.activation.shape_slope is not None
@@ -204,7 +209,11 @@ class Pairwise:
                 f"normalize='select' needs an activation that vanishes at −∞, {phi.name} does not"
             )
         if family != (self.shape is not None):
-            raise ValueError(f"shape must be {'given' if family else 'None'} for {phi.name}")
+            needed, has = ("given", "has a") if family else ("None", "has no")
+            raise ValueError(
+                f"shape must be {needed} for {phi.name}, which {has} shape_slope, "
+                f"got {shown(self.shape)}"
+            )
 
     @property
     def softmax(self) -> bool:

@@ -42,11 +42,15 @@ def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
     for param in variant.params:
         value = given.get(param.name, param.default)
         if value is REQUIRED:
-            raise TypeError(
-                f"variant {variant.name!r} requires the parameter {param.name!r}: {param.doc}"
-            )
+            raise TypeError(missing(variant.name, param))
         bound[param.name] = _bind_one(f"{variant.name}'s {param.name}", param, value, call)
     return bound
+
+
+def missing(variant: str, param: Param) -> str:
+    """The error for a required parameter that was not given."""
+    meaning = f": {param.doc}" if param.doc else ""
+    return f"variant {variant!r} requires the parameter {param.name!r}{meaning}"
 
 
 def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.float64) -> Any:

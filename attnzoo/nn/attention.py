@@ -18,7 +18,7 @@ from attnzoo.core.checks import (
     shown,
 )
 from attnzoo.core.forms import REQUIRED, Param
-from attnzoo.core.parameters import check_entries, check_value
+from attnzoo.core.parameters import check_entries, check_value, missing
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.nn.bounded import Bounded
@@ -101,7 +101,7 @@ class Attention(nn.Module):
             if name in learned:
                 self._learn(spec, value if name in params or spec.init is None else spec.init)
             elif value is REQUIRED:
-                raise TypeError(f"variant {variant!r} requires the parameter {name!r}: {spec.doc}")
+                raise TypeError(missing(variant, spec))
             elif isinstance(value, Tensor):
                 # A clone: checkpoints reject tensors that share memory.
                 self._initial[name] = self._checked(spec, value).detach().clone()

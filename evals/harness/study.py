@@ -223,7 +223,9 @@ def _left_out(
                     found[spec, encoding] = reason
         mine = [reason for (other, _), reason in found.items() if other == spec]
         if len(mine) == len(positions):
-            raise UsageError(f"variant {spec}: {mine[0]}")
+            known = {spec.train.name, spec.test.name} <= {*attnzoo.list_variants()}
+            hint = "" if known else "; --plugin FILE.py loads your own variant"
+            raise UsageError(f"variant {spec}: {mine[0]}{hint}")
     return found
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
+import attnzoo
+from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.table import Table
 from commandline.variants import VariantCall, load_plugin
@@ -146,7 +148,7 @@ def _print_measured(variant: VariantCall) -> None:
     try:
         print(f"{measured_table(variant).text()}\n")
     except (ValueError, TypeError, RuntimeError) as error:
-        print(f"{variant}: no closed form, and these scores are unsupported: {error}\n")
+        print(f"{variant}: no closed form, and not measured: {error}\n")
 
 
 def plot(points: list[Point]) -> Figure:
@@ -184,10 +186,27 @@ def plot(points: list[Point]) -> Figure:
     return figure
 
 
-def command(out: Path | None = None, plugin: Path | None = None) -> int:
-    """Check all laws, those of a plugin too, and measure the variants without a law."""
+def command(
+    out: Path | None = None, plugin: Path | None = None, names: Sequence[str] | None = None
+) -> int:
+    """Check the laws, those of a plugin too, and measure the variants without a law.
+
+    names: the variants to show; None shows all.
+
+    Raises:
+        UsageError: a name is not that of a registered variant.
+    """
     laws = (*LAWS, *(() if plugin is None else stated(load_plugin(plugin).module)))
-    return main(out, laws, without_law(laws))
+    others = without_law(laws)
+    if names is not None:
+        for name in names:
+            try:
+                attnzoo.get_variant(name)
+            except ValueError as error:
+                raise UsageError(f"--variants: {error}") from None
+        laws = tuple(law for law in laws if law.variant in names)
+        others = [variant for variant in others if variant.name in names]
+    return main(out, laws, others)
 
 
 def main(

@@ -245,6 +245,7 @@ def test_wrong_activations(fields: dict[str, Any], error: type[Exception], words
             "vanishes at −∞, flat does not",
         ),
         ({"activation": EXP, "normalize": "sum", "shape": 1.5}, "shape must be None for expon"),
+        ({"activation": EXP, "normalize": "sum", "offset": 1.5}, "takes an offset as shape"),
         ({"activation": POWER, "normalize": "sum"}, "shape must be given for power"),
     ],
 )

@@ -36,6 +36,18 @@ def test_every_law_holds_and_is_printed(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(line["failed"] == "0" for line in lines)
 
 
+def test_laws_of_chosen_variants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["laws", "--variants", "softmax, topk", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "softmax: " in text
+    assert "topk(top_k=8): measured only" in text
+    assert "sigmoid" not in text
+    assert "sink" not in text
+    assert main(["laws", "--variants", "topk", "--out", str(tmp_path)]) == 0  # no closed form
+    assert main(["laws", "--variants", "softmx"]) == 2
+    assert "--variants: unknown variant 'softmx'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -4,7 +4,8 @@
 
 x is already multiplied by the activation's ``unit``, so that exp is a single exp2. φ' is the
 derivative with respect to the scores, without the unit. Masked scores are −∞. If the activation
-vanishes there, φ and φ' must be 0. The compiler removes φ or φ' if the caller does not use it.
+vanishes there, φ and φ' must be 0. NaN must stay NaN, unless only thresholds use the activation:
+``tl.maximum`` of NaN and 0 is 0. The compiler removes φ or φ' if the caller does not use it.
 """
 
 import triton
