@@ -99,7 +99,7 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
         return q, k, None
     if is_readable(q) and is_readable(k) and bool((q.sum() + k.sum()).isfinite()):
         return q, k, None
-    queries = (q * 0).isnan().any(-1, keepdim=True)  # an infinite query has no finite score
+    queries = (q * 0).isnan().any(-1, keepdim=True)  # also true for ±∞: scores are ±∞ or NaN
     k = _without_unseen(k, call)
     keys = k.isnan().any(-1, keepdim=True)
     q, k = q.masked_fill(queries, 0.0), k.masked_fill(keys, 0.0)

@@ -98,7 +98,7 @@ def plugin_activations(path: Path) -> list[str]:
     """The names of the activations that the plugin defines.
 
     Raises:
-        UsageError: none has a Triton function.
+        UsageError: no activation of the plugin has a Triton function.
     """
     found = variant_forms(load_plugin(path).variants)
     own = [

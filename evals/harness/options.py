@@ -88,8 +88,8 @@ Length = Annotated[int, Field(ge=2, le=MAX_LENGTH)]
 class Options(BaseModel):
     """The options of an eval. None means the preset's value.
 
-    ``settings`` are fields of the task's Settings. In the command line's help, ``title`` is a
-    field's placeholder and ``description`` its text.
+    ``settings`` overrides fields of the task's Settings. The title of a field below is its
+    placeholder in the command line's help, such as N, and the description is its help text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -1,5 +1,7 @@
-"""Markdown about evals for README and documentation: the tasks, and the scores in docs/results,
-which are the summary.csv files of runs."""
+"""Markdown tables for README and documentation: the tasks, and the scores in docs/results.
+
+Each file in docs/results is the summary.csv of one task.
+"""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_empty_tensors(variant: str) -> None:
 
 
 def test_inputs_and_gradients_with_any_strides() -> None:
-    """Transposed q, expanded k and v, and a dO that is an expanded number."""
+    """q is transposed; k, v and dO are expanded, dO from a scalar."""
     q = rand(1, 2, 8, 17, seed=1).float().mT
     k, v = (rand(1, 1, 17, 8, seed=i).float().expand(1, 2, 17, 8) for i in (2, 3))
     found = []

@@ -332,7 +332,7 @@ def test_nan_kills_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_path: Path)
         ("my_relu", 32): "ok",
         ("my_relu", 48): "ok",
         ("softmax->my_holes", 16): "ok",
-        ("softmax->my_holes", 32): "oom",  # in the process that was killed
+        ("softmax->my_holes", 32): "oom",  # ran in the process that my_greedy killed
         ("softmax->my_holes", 48): "nan",
         ("softmax->my_greedy", 16): "ok",
         ("softmax->my_greedy", 32): "oom",

@@ -129,7 +129,7 @@ def _covering(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ..
 def quick_variants(
     variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
 ) -> list[ParameterSet]:
-    """All variants as test parameters, marked slow unless the first with their activation."""
+    """All variants as test parameters. Slow if an earlier one has the same activation."""
     known, values = set(), []
     for variant in variants:
         path = path_of(Level(variant, "default"), kinds)

@@ -275,7 +275,7 @@ def test_replace_keeps_shared_layers_shared_and_returns_a_single_layer() -> None
 
 
 def test_replacing_twice_exchanges_the_variant() -> None:
-    """Both for layers that were replaced before and for torch's layers."""
+    """One call replaces torch's layers and exchanges the variant of layers replaced before."""
     model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True, dropout=0.0).eval()
     once = replace(copy.deepcopy(model), "entmax", alpha=1.3)
     replace(model.encoder, "ssmax")

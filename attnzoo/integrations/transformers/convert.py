@@ -340,7 +340,10 @@ def _minimal_batch(model: Any) -> dict[str, Tensor]:
     if main == "input_ids":
         ids = torch.zeros(1, 4, dtype=torch.long, device=device)
         return {main: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
-    raise ValueError(f"inputs must hold a batch for {type(model).__name__}, which takes {main}")
+    raise ValueError(
+        f"inputs must be given for {type(model).__name__}, because its main input {main!r} has no "
+        "default batch"
+    )
 
 
 def _chosen(found: Mapping[str, ObservedCall], layers: Sequence[int | str] | None) -> list[str]:

@@ -69,7 +69,7 @@ def _unsupported_call(call: Call) -> str | None:
 
 
 def unsupported_here(call: Call, other: str) -> str | None:
-    """Why no kernel runs on this machine, or None. ``other`` is a backend that runs."""
+    """Why no kernel runs on this machine, or None. The reason names ``other`` as an alternative."""
     if find_spec("triton") is None:
         return "needs Triton: pip install 'attnzoo[gpu]'"
     if call.device.type != "cuda" and not _interpreted():

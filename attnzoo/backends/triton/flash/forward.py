@@ -26,8 +26,8 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flash_forward(
-    # stat: log2 of the sum including the sink (ONLINE), or Z (SUM). If weight_sum is given, stat is
-    # m and weight_sum is Z. All of them vectors or None.
+    # Outputs, each a per-query vector or None. SUM: stat is Z. ONLINE: stat is log2 of the sum with
+    # the sink. If weight_sum is given, stat is the maximum, and weight_sum the sum relative to it.
     q, k, v, o, stat, weight_sum, lse,
     gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
