@@ -9,16 +9,16 @@ import sys
 import attnzoo
 from benchmarks.harness.cases import Case
 
-# Of the example's parameters, and of a linear cost: a common length and head dimension.
+# The length for the example parameters, and the head dimension for the cost of linear forms.
 LENGTH, HEAD_DIM = 1024, 64
 # The paragraphs of a variant's module docstring, in this order.
 SECTIONS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Notes")
-ESCAPED = re.compile(r"[\\*$|\[\]{}#~^]|(?<!\w)_|_(?!\w)")  # what Markdown would take for markup
+ESCAPED = re.compile(r"[\\*$|\[\]{}#~^]|(?<!\w)_|_(?!\w)")  # special in Markdown
 Form = attnzoo.Pairwise | attnzoo.Linear
 
 
 def forms_of(name: str) -> list[Form]:
-    """The forms that the variant offers with the parameters of its example."""
+    """The forms of the variant with its example parameters."""
     case = Case.parse(name, LENGTH)
     return [form for form in (case.pairwise, case.linear) if form is not None]
 
@@ -55,7 +55,7 @@ def typeset(formula: str) -> str:
     """
     text = formula.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"\^(?:\{([^}]*)\}|([-−]?\w+(?:\.\d+)?))", _raised, text)
-    # A name as train_length is no variable with a subscript.
+    # Only a single letter or a closing bracket gets a subscript: train_length stays as it is.
     return re.sub(
         r"(?:(?<=\W\w)|(?<=^\w)|(?<=[\])|])|(?<=\w)(?=_\d))_(?:\{([^}]*)\}|(\d[\d.]*|\w+|\+))",
         lambda m: f"<sub>{m[1] or m[2]}</sub>",
@@ -64,7 +64,7 @@ def typeset(formula: str) -> str:
 
 
 def prose(text: str) -> str:
-    """A docstring's paragraphs in Markdown, in which its characters stay what they are.
+    """A docstring's paragraphs in Markdown, with Markdown's special characters escaped.
 
     >>> print(prose("e^2 * ``a_b``, see arXiv:1706.03762 [1]"))
     e<sup>2</sup> \\* `a_b`, see [arXiv:1706.03762](https://arxiv.org/abs/1706.03762) \\[1\\]

@@ -69,7 +69,7 @@ class Loaded(HTMLParser):
 
 
 def pages(site: Path) -> list[str]:
-    """All pages, relative to the site; what the theme leaves in its own folder is none."""
+    """All pages, relative to the site, without the files in the theme's folder."""
     found = (path.relative_to(site).as_posix() for path in site.rglob("*.html"))
     return sorted(name for name in found if not name.startswith("_static/"))
 
@@ -100,7 +100,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
-    """The site on a local server: from disk, a browser does not let the search read pages."""
+    """The site on a local server. A browser does not let the search read pages from disk."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     thread = Thread(target=server.serve_forever)
     thread.start()
@@ -216,7 +216,7 @@ def test_search_finds_pages(address: str, browser: webdriver.Chrome) -> None:
 
 
 def test_formulas_are_drawn(address: str, browser: webdriver.Chrome) -> None:
-    """MathML takes room: a browser that cannot draw it shows nothing or a line of letters."""
+    """Each formula has a size; a browser without MathML shows nothing or a line of letters."""
     browser.get(f"{address}variants/index.html")
     drawn = browser.find_elements(By.TAG_NAME, "math")
     assert drawn

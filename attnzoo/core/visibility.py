@@ -43,7 +43,7 @@ class Visibility:
     right: int | None = None
     mask: Tensor | None = None  # [B|1, H|1, Nq|1, Nk], bool or float
     segments: tuple[Tensor, Tensor] | None = None  # int64 [B, Nq], [B, Nk]
-    whole_counts: Tensor | None = None  # for blocks: the counts of the whole rows
+    whole_counts: Tensor | None = None  # of a block: n_i over all keys of the call
     cache: dict[str, tuple[Tensor, int]] | None = field(default=None, init=False)  # see `caching`
 
     @property
@@ -174,7 +174,7 @@ class Visibility:
         if self.cache is None:
             return make()
         found = self.cache.get(name)
-        # The version tells whether a caller has written into the tensor.
+        # The version changes when a caller writes into the tensor.
         if found is not None and found[0]._version == found[1]:
             return found[0]
         with torch.inference_mode(False):

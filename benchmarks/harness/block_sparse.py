@@ -1,8 +1,8 @@
 """Block-sparse inputs: most 64 × 64 blocks of the weight matrix are 0 for a sparse normalizer.
 
-On i.i.d. Gaussian inputs the few keys with weight are scattered, so almost no block is empty and a
-kernel that skips empty blocks gains nothing. In trained models nearby tokens often attend to the
-same keys; `block_sparse` imitates that.
+On i.i.d. Gaussian inputs the few keys with nonzero weight are scattered, so almost no block is
+empty and a kernel that skips empty blocks gains nothing. In trained models nearby tokens often
+attend to the same keys; `block_sparse` imitates that.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ def _by_name(variants: tuple[str, ...]) -> dict[str, VariantForm]:
 
 
 def activations() -> dict[str, VariantForm]:
-    """One form for each activation of the registered variants, by name; a plain one if any."""
+    """One form per activation of the registered variants, by activation name.
+
+    If several forms share an activation, a plain one is preferred.
+    """
     return _by_name(tuple(attnzoo.list_variants()))
 
 

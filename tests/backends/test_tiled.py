@@ -74,7 +74,7 @@ def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, 
         part += 1
         assert (block.call.batch, block.call.heads) == part.shape[:2]
         assert (block.call.queries, block.call.keys) == part.shape[2:]
-        # A block has whole groups of heads, and its flat range of key heads is right.
+        # A block has whole groups of query heads, and `kv` selects their key heads.
         assert block.call.heads % call.group == 0
         flat = torch.arange(2 * kv_heads).view(2, kv_heads)
         own = flat[block.batches, block.heads.start // call.group : block.heads.stop // call.group]
@@ -231,7 +231,7 @@ def test_forward_mode_raises_and_names_eager() -> None:
 
 
 def with_and_without(variant: str, change: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Outputs (2, 2, 12, 4) with and without the change of q, k and v."""
+    """The outputs (2, 2, 12, 4) after and before ``change`` modifies q, k and v in place."""
     inputs = [rand(2, 2, 12, 4, seed=i).float() for i in range(3)]
     options = {"backend": "tiled", **params_of(variant), **options}
     clean = attnzoo.attention(*inputs, variant, **options)

@@ -95,7 +95,7 @@ def test_block_sees_the_same_keys_as_the_call(shape: tuple[int, int]) -> None:
             part, keys = call.block(slice(1, 2), slice(0, 2), rows)
             expected = whole[1:2, :, rows, keys]
             assert torch.equal(part.visible.expand(expected.shape), expected), options
-            # No visible key is outside of the block's range, so its counts are those of the rows.
+            # The block's key range holds all visible keys, so its counts equal the call's.
             assert int(expected.sum()) == int(whole[1:2, :, rows].sum())
             _ = call.counts
             part, _ = call.block(slice(1, 2), slice(0, 2), rows)

@@ -47,7 +47,7 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
     assert "Recall the first symbol of a sequence." in capsys.readouterr().out
     assert main(["recall", *plugin, "--preset", "paper"]) == 2
     assert "recall has no preset 'paper'; it has: quick" in capsys.readouterr().err
-    # A changed file gives other keys.
+    # The keys of the runs contain a hash of the plugin's file: a change means new runs.
     with file.open("a") as more:
         more.write("# changed\n")
     assert main(["recall", *plugin, *SMALL, "--dry-run", "--out", out]) == 0

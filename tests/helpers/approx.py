@@ -84,7 +84,7 @@ class Approx:
         return Approx(value, error, self.eps).rounded(count / 2, size)
 
     def rounded(self, times: float, size: Tensor) -> Approx:
-        """The same value after ``times`` more roundings of numbers as large as ``size``."""
+        """Add the error of ``times`` roundings of numbers as large as ``size``; keep the value."""
         return replace(self, error=self.error + times * self.eps * size.abs())
 
     def where(self, mask: Tensor) -> Approx:

@@ -244,7 +244,7 @@ class Weights:
         return x.map(f, self.times, size)
 
     def threshold(self, x: Approx, peak: Tensor) -> Approx:
-        """τ − peak. Its error: the scores' mean error, weighted with φ', plus the solver's."""
+        """τ − peak. Its error: the mean of the scores' errors weighted by φ', plus the solver's."""
         alpha = None if self.alpha is None else self.alpha[..., 0]
         hidden = x.value.masked_fill(~self.visible, float("-inf"))
         tau = solve_threshold(hidden, alpha, self.act)[..., None]
@@ -305,7 +305,7 @@ class Weights:
         return self.slope * self.dp / self.z
 
     def mean(self, dp: Approx) -> Approx:
-        """Σ φ' dP / Σ φ', a mean of dP over the keys with φ' > 0, and so within their range."""
+        """Σ φ' dP / Σ φ', a weighted mean of dP, so within the range of dP where φ' > 0."""
         total = self.slope.sum(-1, keepdim=True)
         mean = (self.slope.value * dp.value).sum(-1, keepdim=True)
         mean = mean / total.value.masked_fill(total.value == 0, 1.0)

@@ -169,7 +169,9 @@ def test_padding_becomes_a_key_mask() -> None:
     padded = make_mask(2, 12, 12, attention_mask=left_padding().bool())
     assert (padded.shape, padded.dtype) == ((2, 1, 1, 12), torch.uint8)
     assert make_mask(2, 12, 12) is None
-    assert make_mask(2, 12, 20) is None  # first call of a static cache with unused keys
+    assert (
+        make_mask(2, 12, 20) is None
+    )  # first call with a static cache: causality hides unused keys
     assert make_mask(2, 1, 20, q_offset=torch.tensor(7)).shape == (2, 1, 1, 8)
     assert make_mask(2, 3, 10, q_offset=7).shape == (2, 1, 1, 10)
     window = sliding_window_causal_mask_function(4)

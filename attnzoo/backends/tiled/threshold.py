@@ -9,8 +9,8 @@ The iteration ends when every |Z − 1| is within 1e-6 (1e-13 in fp64), or when 
 floating point. With many equal scores, one unit in the last place of τ moves Z by more than the
 tolerance.
 
-A step is four cheap passes over the scores. Packing the few keys that can still have weight after
-the first step (1.5 % of 4096 Gaussian scores) was tried. It cost as much as it saved.
+A step is four cheap passes over the scores. Packing the few keys that can still have nonzero weight
+after the first step (1.5 % of 4096 Gaussian scores) was tried. It cost as much as it saved.
 """
 
 from __future__ import annotations

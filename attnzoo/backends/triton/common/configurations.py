@@ -150,7 +150,7 @@ def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Conf
 
 
 def map_tile(head_dim: int, bits: int, several: bool) -> tuple[int, int]:
-    """Queries and keys per tile in the map of blocks that hold weight.
+    """Queries and keys per tile in the map of blocks with nonzero weights.
 
     The size of the map follows from it, so it must not depend on the device: it is taken from the
     entries of "threshold", which have the same block sizes on all architectures.

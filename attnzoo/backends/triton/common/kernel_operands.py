@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """Which tiles hold weight, as `flash.threshold` computes it. None: any tile may."""
+    """The tiles with nonzero weights, from `flash.threshold`. If None, no tile is skipped."""
 
     blocks: Tensor | None = None
     counts: Tensor | None = None

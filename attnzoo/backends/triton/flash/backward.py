@@ -210,7 +210,7 @@ def flash_dkdv(
     q, k, v, do, dk, dv,
     gain, tau, z, shape, alibi, lse, dlse, delta,  # vectors or None
     mask, q_segments, k_segments,
-    blocks, counts,  # tiles of MAP_M queries with weight, per tile of MAP_N keys; or None
+    blocks, counts,  # query tiles with nonzero weights, per tile of MAP_N keys; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dk_b, dk_h, dk_n,
     dv_b, dv_h, dv_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,

@@ -31,7 +31,7 @@ def flash_forward(
     q, k, v, o, stat, weight_sum, lse,
     gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
-    blocks, counts,  # blocks of keys with weight, per tile of MAP_M queries; or None
+    blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,

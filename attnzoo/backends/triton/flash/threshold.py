@@ -1,14 +1,14 @@
-"""τ of sparsemax and entmax, Σ_j φ(s_ij − τ_i) = 1, and the map of blocks that hold weight.
+"""τ of sparsemax and entmax, Σ_j φ(s_ij − τ_i) = 1, and the blocks with nonzero weights.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q
-and, in each solver step, the keys that can still have weight. It writes its block of τ, the list
-of blocks of keys that hold weight, and a flag for each of them.
+and, in each solver step, the keys that can still have nonzero weight. It writes its block of τ,
+the list of key blocks with nonzero weights, and a flag for each of them.
 
 Newton's method on the norm, τ += (Z − Z^{2−α})/((α−1) Σφ') with Z = Σφ. It starts at the maximum
 of each query's scores, increases monotonically, and is exact in one step for equal scores. A key
-at or below τ − 1/(α−1) has no weight and, because τ only grows, never will. Blocks of keys
-without a key above that are dropped from the list in each step. Forward and backward then read
-only the blocks that are left.
+at or below τ − 1/(α−1) has weight 0 and keeps it, because τ only grows. Key blocks without a key
+above this bound are dropped from the list in each step. Forward and backward then read only the
+blocks that are left.
 
 All steps run in one launch. Their number depends on the scores, and the host does not wait for
 it.
@@ -42,7 +42,7 @@ RUNTIME = (
 @triton.jit(do_not_specialize=RUNTIME)
 def threshold(
     q, k, tau, blocks, counts,  # blocks: int32 [B·H, tiles of queries, tiles of keys]
-    live,  # uint8, shaped as blocks, initially 0: 1 where a tile holds weight
+    live,  # uint8, shaped as blocks, initially 0: 1 where a tile has nonzero weights
     gain, shape, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
@@ -74,7 +74,7 @@ def threshold(
         a = tl.full([BLOCK_M], ALPHA - 1.0, tl.float32)
 
     low, _, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    # The maximum, and the blocks that can have weight given the maximum so far.
+    # The maximum, and the blocks that can have nonzero weight given the maximum so far.
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     kept, has_nan = 0, tl.zeros([BLOCK_M], tl.int32)
     for n in range(low, high):
