@@ -22,7 +22,7 @@ ALL = "all"
 
 
 def parser() -> Parser:
-    """The command line."""
+    """The parser of all commands; every task is a command."""
     top = Parser(prog="python -m evals", description=__doc__)
     top.command_hint = "A task of your own needs --plugin FILE.py"
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -31,7 +31,7 @@ def parser() -> Parser:
     add_arguments(everything)
     words = f"Run {sharpness.NAME} on this pretrained model too; needs --text"
     everything.add_argument("--model", metavar="PATH_OR_NAME", help=words)
-    words = "Read this UTF-8 text with --model"
+    words = "Measure --model on this UTF-8 text"
     everything.add_argument("--text", type=Path, metavar="FILE", help=words)
     words = "Write one HTML report of several results folders"
     page = commands.add_parser("report", help=words, description=f"{words}.")
@@ -72,7 +72,7 @@ def parser() -> Parser:
 
 
 def _load_plugin_first(arguments: Sequence[str]) -> None:
-    """Load the plugin of the command line or of the TOML file, so that the parser has its tasks."""
+    """Load the plugin before parsing, because its tasks are commands of the parser."""
     early = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     early.add_argument("--plugin", type=Path)
     early.add_argument("--config", type=Path)
@@ -86,7 +86,7 @@ def _load_plugin_first(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 1 (a failure or a deviation) or 2 (wrong usage)."""
+    """Run one command. Returns 0, 1 (a run or check failed), 2 (wrong usage) or 130 (Ctrl-C)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without × or †
     arguments = sys.argv[1:] if arguments is None else arguments
