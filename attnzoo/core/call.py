@@ -1,7 +1,7 @@
 """A validated call: sizes, visible keys, scale, dtypes and additive scores.
 
-A block of query rows of a call is a `Call` too, with explicit origins and the counts of the whole
-rows, so definitions run on blocks without change.
+A block of queries is a `Call` too. It stores the positions of its first query and key, and n_i over
+all keys of the whole call. Definitions therefore run on blocks without change.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Call(Visibility):
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
-        """The call of these rows over their `key_range`, and that range."""
+        """The `Call` of these queries and the keys of their `key_range`, and that range."""
         part = self.rows(
             batches,
             heads,

@@ -20,7 +20,7 @@ class Plan:
     Attributes:
         variant: The name of the variant.
         chosen: The name of the backend; None if the call is unsupported.
-        candidates: All pairs of backend and form, the preferred one first. Each has the fields
+        candidates: Pairs of a backend and a form, the preferred one first. Each has the fields
             ``backend`` (a name), ``form``, ``reason`` (why it cannot run the call, or None) and
             ``note``.
         reason: Why the variant does not support the call, or None.
