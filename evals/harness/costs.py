@@ -26,7 +26,7 @@ MOST_TOKENS = 2048  # the longest timed sequence; longer ones are extrapolated
 
 
 class Timed(NamedTuple):
-    """Seconds of a training step, and (a, b) of a test sequence by substituted variant or None."""
+    """Seconds per training step; (a, b) of a test sequence by substitute (None: no substitute)."""
 
     step: float
     tests: dict[VariantCall | None, tuple[float, float]]
@@ -44,7 +44,7 @@ class Timed(NamedTuple):
 
 
 def kind(run: Run) -> tuple[object, ...]:
-    """Everything that the time of a run depends on. Tasks may differ only in data and share it."""
+    """Everything that the time of a run depends on; equal for tasks that differ only in data."""
     task = TASKS[run.task]
     sizes = tuple(task.tokens(n) for n in (run.settings.train_longest, *run.tests))
     substitutes = tuple(

@@ -46,7 +46,7 @@ class TensorBoard:
 class Wandb:
     """Logs each run to the wandb project attnzoo-evals, with its files below ``out``.
 
-    Metrics are logged over the eval length as an own axis, because wandb's step must not decrease.
+    Metrics use the eval length as their axis, because wandb's own step must not decrease.
     """
 
     def __init__(self, out: Path) -> None:

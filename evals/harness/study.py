@@ -1,7 +1,7 @@
 """A study: the runs of one task, from its variants, position encodings, seeds and settings.
 
-The key of a row is a hash of everything that its scores depend on. An
-interrupted study therefore finds its rows again, and rows of other settings are never reused.
+The key of a row is a hash of everything that its scores depend on. An interrupted study therefore
+finds its rows again, and rows of other settings are never reused.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """One series at one length, over the seeds."""
+    """The results of one series at one eval length, over all seeds."""
 
     series: Series
     length: int
@@ -114,7 +114,7 @@ class Group:
     seeds: list[int]
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
-    left_out: list[str]  # a text for each series with superseded rows
+    left_out: list[str]  # a message for each series with rows of older versions
     distinction: str = ""  # how it differs from the task's other groups, such as "steps 3"
 
     @property
@@ -141,8 +141,8 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """Group rows by task, settings, data, device and number of sequences, sorted by task
-    as in `TASKS`.
+    """Group rows by task, settings, data, device and number of sequences, in the task order of
+    `TASKS`.
 
     Raises:
         UsageError: the task of a row is unknown.
@@ -160,7 +160,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows so that each part has one number of sequences per length, the largest first."""
+    """Split rows that differ in the number of sequences at a length; largest numbers first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}
