@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint around a call gives the same gradients, on every backend that trains."""
+"""torch.utils.checkpoint around a call does not change gradients, on backends with a backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Function = Callable[..., Tensor]
 
 
 def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Tensor]]:
-    """A call on this backend as a function of its leaves, and the leaves."""
+    """A function that calls this backend, and its inputs: q, k, v and learned parameters."""
     dtype = precise(backend)
     leaves = [rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3)]
     constant = (variant, backend) in CONSTANT_PARAMETERS

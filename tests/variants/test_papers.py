@@ -19,7 +19,7 @@ BACKENDS = ["eager", "tiled"]
 
 
 def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: Any) -> Tensor:
-    """The weights (R, n) for scores (R, n); keys are unit vectors, so q is the scores."""
+    """The weights (R, n) of scores (R, n). Keys are unit vectors, so the queries are the scores."""
     n = scores.shape[-1]
     eye = torch.eye(n, dtype=scores.dtype)[None, None]
     return attnzoo.attention(
@@ -30,7 +30,7 @@ def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: A
 @pytest.mark.interpreter
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if CASES[v].paper.weights])
 def test_weights_of_the_paper_example(variant: str) -> None:
-    """On every backend that supports it; D = 1 and q = 1, so the keys are the scores."""
+    """Tested on each backend that supports it. D = 1 and q = 1, so the keys are the scores."""
     paper = CASES[variant].paper
     k = torch.tensor(paper.scores, dtype=torch.float64)[None, None, :, None]
     v = torch.eye(len(paper.scores), dtype=torch.float64)[None, None]
@@ -64,8 +64,8 @@ def test_softmax_equals_scaled_dot_product_attention() -> None:
 @pytest.mark.parametrize(
     ("n", "ssmax", "softmax"), [(10, 0.9401, 0.9428), (100, 0.9951, 0.5999), (1000, 0.9996, 0.1293)]
 )
-def test_ssmax_figure_1(n: int, ssmax: float, softmax: float) -> None:
-    """All scores −2, the last +3, s = 0.43: the weight of the last."""
+def test_ssmax_and_softmax_weights_of_figure_1(n: int, ssmax: float, softmax: float) -> None:
+    """The weight of the last key, whose score is 3; the other scores are −2, and s = 0.43."""
     scores = torch.full((1, n), -2.0, dtype=torch.float64)
     scores[0, -1] = 3.0
     for backend in BACKENDS:
@@ -132,7 +132,7 @@ def test_adaptive_temperature_multiplies_scores_by_beta() -> None:
 
 
 def grads(function: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """The value, and the gradients for a fixed random upstream gradient."""
+    """The function's value, and its gradients for a fixed random upstream gradient."""
     leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
     out = function(*leaves)
     return (out, *torch.autograd.grad(out, leaves, rand(*out.shape, seed=77, dtype=out.dtype)))
@@ -240,7 +240,7 @@ def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
     agree(grads(ours, q, *values), grads(theirs, q, *values))
 
 
-# ---- the others -------------------------------------------------------------------------------
+# ---- other variants ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -254,7 +254,9 @@ def test_sigmoid_by_hand(backend: str) -> None:
     agree(grads(ours, scores, bias), grads(lambda s, b: 1 / (1 + (-s - b).exp()), scores, bias))
     counted = weights_of(scores, "sigmoid", backend)
     assert torch.allclose(counted, 1 / (1 + 20 * (-scores).exp()))
-    constant = weights_of(scores, "sigmoid", backend, bias=-math.log(20))  # as the authors do
+    constant = weights_of(
+        scores, "sigmoid", backend, bias=-math.log(20)
+    )  # the constant of the authors
     assert torch.allclose(counted, constant)
 
 
