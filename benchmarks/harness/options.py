@@ -105,7 +105,7 @@ def command(
     """The function that runs a suite's command and returns its exit status.
 
     prepare: checks the options and returns the cases. measure: adds rows to the report. conclude:
-    the final notes, from all rows.
+    returns the report's last notes, from all rows.
     """
 
     def run(args: argparse.Namespace) -> int:
