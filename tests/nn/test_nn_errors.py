@@ -115,7 +115,7 @@ MODULES: list[Case] = [
     (
         lambda: transformer(None),
         TypeError,
-        r"variant must be a name .*or a list of 1 entries, got None",
+        r"variant must be a name .* a list of 1 entries, got None",
     ),
     (lambda: transformer([3]), ValueError, r"variant must hold names or pairs .*got 3"),
     (lambda: transformer(rope_base="x"), TypeError, r"rope_base must be a number from 1.*got 'x'"),
