@@ -34,7 +34,7 @@ def nested(*shapes: tuple[int, ...]) -> Tensor:
 
 
 NESTED = nested((4, 3, 8), (4, 2, 8))
-NESTED_1D = nested((2,), (2,))
+NT_1D = nested((2,), (2,))
 
 
 def ssmax(**options: Any) -> Attention:
@@ -76,8 +76,8 @@ MODULES: list[Case] = [
         ValueError,
         r"ssmax's s must be .*got 1e\+300 at \[2\].*torch.float32",
     ),
-    (lambda: ssmax(s=NESTED_1D), TypeError, "ssmax's s must be a dense tensor, got a nested one"),
-    (lambda: ssmax(b=NESTED_1D), TypeError, "ssmax's b must be a dense tensor, got a nested one"),
+    (lambda: ssmax(s=NT_1D), TypeError, "ssmax's s must be a dense tensor, got a nested one"),
+    (lambda: ssmax(b=NT_1D), TypeError, "ssmax's b must be a dense tensor, got a nested one"),
     (lambda: ssmax(s=SPARSE), TypeError, "ssmax's s must be a dense .*got a torch.sparse_coo one"),
     (lambda: ssmax(b=SPARSE), TypeError, "ssmax's b must be a dense .*got a torch.sparse_coo one"),
     (
@@ -107,11 +107,7 @@ MODULES: list[Case] = [
     (lambda: project(X[0], need_weights=1), TypeError, "need_weights must be a bool, got 1"),
     (lambda: project(X[0], is_causal="x"), TypeError, "is_causal must be a bool, got 'x'"),
     (lambda: project(X[0], average_attn_weights=0), TypeError, "average_attn_weights must be a b"),
-    (
-        lambda: project(X[0], attn_mask=NESTED_1D),
-        TypeError,
-        "attn_mask must be a dense tensor, got",
-    ),
+    (lambda: project(X[0], attn_mask=NT_1D), TypeError, "attn_mask must be a dense tensor, got"),
     (
         lambda: transformer(None),
         TypeError,
