@@ -1,7 +1,7 @@
 """Every variant agrees with its fp64 definition on every backend: outputs and all gradients.
 
 Testing all combinations of settings would take too long, so each variant runs a covering array, in
-which every pair of settings occurs. ``eager`` and ``tiled`` share one array. ``sdpa`` and ``linear``
+which every pair of settings occurs. ``eager`` and ``tiled`` share an array. ``sdpa`` and ``linear``
 have arrays of their own, limited to the settings that `coverage_table.py` lists for them.
 Uninitialized memory is filled with NaN.
 """
