@@ -148,8 +148,8 @@ TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "settings"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser. The parsed namespace has only the options that were given."""
     parser.argument_default = argparse.SUPPRESS
-    words = "Read options from a TOML file; options of the command line replace them"
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=words)
+    text = "Read options from a TOML file; options of the command line replace them"
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=text)
     add_plugin(parser, " or tasks")
     for name, field in Options.model_fields.items():
         flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"

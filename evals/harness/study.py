@@ -155,7 +155,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     seeds = preset.seeds if options.seeds is None else options.seeds
     settings = _settings(task, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
-    _once("--lengths", asked)
+    _check_unique("--lengths", asked)
     # Results always include the train length.
     lengths = tuple(sorted({settings.train_longest, *asked}))
     positions = preset.positions if options.positions is None else tuple(options.positions)
@@ -164,7 +164,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
             f"--positions of {task.name} must be {either(task.positions)}, "
             f"got {', '.join(positions)}"
         )
-    _once("--positions", positions)
+    _check_unique("--positions", positions)
     for length in (settings.train_shortest, *lengths):
         _check_data(task, length, settings, options.verbose)
     for encoding in positions:
@@ -184,7 +184,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
         Spec(complete(spec.train, longest), complete(spec.test, longest))
         for spec in parse_specs(texts)
     )
-    _once("--variants", list(map(str, specs)))
+    _check_unique("--variants", list(map(str, specs)))
     sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
     left_out = _left_out(specs, positions, sizes)
     return Study(
@@ -282,7 +282,7 @@ def _check_device(device: str) -> None:
             )
 
 
-def _once(name: str, values: Sequence[object]) -> None:
+def _check_unique(name: str, values: Sequence[object]) -> None:
     twice = [value for i, value in enumerate(values) if value in values[:i]]
     if twice:
         raise UsageError(f"{name} must not repeat an entry, got {twice[0]} twice")

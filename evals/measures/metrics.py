@@ -86,10 +86,10 @@ class Tally:
                 total, count = self.metrics.get(prefix + name, (0.0, 0))
                 total += values.double().sum().item()
                 self.metrics[prefix + name] = total, count + values.numel()
-            for name, rows in result.curves.items():
+            for name, values in result.curves.items():
                 total, count = self.curves.get(prefix + name, (0.0, 0))
-                total = total + rows.double().sum(dim=0).cpu()
-                self.curves[prefix + name] = total, count + len(rows)
+                total = total + values.double().sum(dim=0).cpu()
+                self.curves[prefix + name] = total, count + len(values)
         except (MemoryError, RuntimeError) as error:
             self.fail(error)
         self.cpu_seconds += time.process_time() - began

@@ -175,13 +175,13 @@ def _distinction(group: Group, every: Sequence[Group]) -> str:
     """How a group differs from the other groups of its task: by settings, otherwise by data and
     device, otherwise by numbers of sequences."""
     others = [one for one in every if one.task is group.task and one is not group]
-    words = []
+    parts = []
     for read in (_settings, _origins, _sizes):
         mine, theirs = read(group), [read(other) for other in others]
         differs = [name for name in mine if any(x.get(name) != mine[name] for x in theirs)]
-        words += [f"{name} {mine[name]}" for name in differs]
+        parts += [f"{name} {mine[name]}" for name in differs]
         others = [other for other, x in zip(others, theirs) if x == mine]
-    return ", ".join(words)
+    return ", ".join(parts)
 
 
 def _settings(group: Group) -> dict[str, Any]:
@@ -210,14 +210,14 @@ def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
     version = {_series(row): row["version"] for row in rows}
     same = [row for row in rows if row["version"] == version[_series(row)]]
     found = {(_series(row), row["length"], row["seed"]): row for row in same}
-    words = []
+    messages = []
     for series in version:
         old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in found)
         if old:
-            words.append(
+            messages.append(
                 f"{series.label}: left out {old} result(s) of other versions of the variant"
             )
-    return list(found.values()), words
+    return list(found.values()), messages
 
 
 def _group(task: Task, every: list[Row]) -> Group:
@@ -282,7 +282,7 @@ def failures(group: Group) -> list[str]:
 
 def version_warnings(groups: Sequence[Group]) -> list[str]:
     """Warn about results of several variant versions, commits, or torch or attnzoo releases."""
-    found = [f"warning: {group.task.name}: {words}" for group in groups for words in group.left_out]
+    found = [f"warning: {group.task.name}: {text}" for group in groups for text in group.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo"):
         values = sorted({str(row[name]) for row in every})

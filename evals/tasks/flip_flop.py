@@ -84,8 +84,8 @@ PRESETS = {
 TASK = SequenceTask(
     name="flip-flop",
     about="Flip-flop language modelling (arXiv:2306.00946): predict the bit that was written last, "
-    "past many bits to ignore. Training has 80 % bits to ignore, the evaluation also 98 % (sparse) "
-    "and 10 % (dense).",
+    "after many bits to ignore. The share of bits to ignore is 80 % in training, and 80 %, 98 % "
+    "(sparse) and 10 % (dense) in the evaluation.",
     version=f"{GENERATOR}, flip-flop 1",
     draw=draw,
     vocabulary=5,

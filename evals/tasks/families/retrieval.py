@@ -228,7 +228,7 @@ class RetrievalTask(Task):
             curves = {"best_keys": weights.gather(1, order)}
             if sample.sequences:
                 seen = heads.measure(attention, *exact, {"scale": model.scale}, sample)
-                curves |= {f"head_{name}": rows for name, rows in seen.items()}
+                curves |= {f"head_{name}": values for name, values in seen.items()}
             return BatchResult(found, curves)
 
         return measured
