@@ -25,7 +25,7 @@ from attnzoo.nn.bounded import Bounded
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import AttentionKeywords, attend
 
-# The name that torch.nn.utils.parametrize uses, so that its checkpoints load.
+# The name that torch.nn.utils.parametrize uses in checkpoints, so that those checkpoints load.
 BOUNDED = "parametrizations"
 
 
@@ -304,7 +304,7 @@ class Attention(nn.Module):
                 f"kind must be 'keys' or None, got 'state': {self.variant!r} has no state with "
                 "these parameters"
             )
-        keys = KVCache(max_length)  # made in any case, because it checks max_length
+        keys = KVCache(max_length)  # always created, because it checks max_length
         return StateCache() if possible and kind != "keys" else keys
 
     def _params(self) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class StateCache:
         return state
 
     def crop(self, length: int) -> None:
-        """Resets to length 0, or keeps all tokens. A sum cannot forget single tokens."""
+        """Accepts only 0 (reset) and the current length: a sum cannot forget single tokens."""
         if _checked_length(length, self.length) == 0:
             self.state = None
         elif length != self.length:

@@ -366,7 +366,7 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     for layer, attend in zip(ours, attends):
         layer.attend = attend
     for module in list(model.modules()):
-        for name, child in list(module._modules.items()):  # named_children skips shared ones
+        for name, child in list(module._modules.items()):  # named_children skips repeated modules
             if child in new:
                 setattr(module, name, new[child])
         if isinstance(module, nn.TransformerEncoder):

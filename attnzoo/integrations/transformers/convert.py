@@ -74,8 +74,8 @@ def convert(
         The model is run once to find its attention modules, their order and numbers of heads.
 
         In an encoder, where all queries see equally many keys, a calibrated model stays close to
-        the original. In a causal model, calibration may be no closer than the variant's own initial
-        values: queries with many keys get sharper weights than before, queries with few flatter.
+        the original. In a causal model it may differ as much as with the variant's own initial
+        values: queries with many keys get sharper weights than before, those with few flatter ones.
 
         Exclude the learned parameters from weight decay with `attnzoo.nn.parameter_groups`. In a
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.

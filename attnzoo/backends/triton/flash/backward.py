@@ -129,7 +129,7 @@ def flash_dq(
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # Computed before acc is multiplied by the gain, which may be 0 (s · log 1).
+        # Computed here, because dividing by the gain later would fail if it is 0 (s · log 1).
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )

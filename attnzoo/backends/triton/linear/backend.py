@@ -2,8 +2,8 @@
 
 Features are computed in torch, so that autograd differentiates them. They are bf16 for bf16 inputs
 and fp32 for others, because products of fp16 features may exceed 65504. The features take F/D times
-the memory of q and k. A state of (F, Dv) in fp32 is kept for each chunk, which `linear` only does
-with gradients.
+the memory of q and k. Causal attention stores a state (F, Dv) in fp32 for each chunk; `linear` does
+so only if gradients are needed.
 """
 
 from __future__ import annotations

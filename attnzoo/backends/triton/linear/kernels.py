@@ -69,7 +69,7 @@ def linear_states(
     x, y,  # [B·Hkv·GROUP, N, F] and [.., N, Dv]: a state is the sum over the heads of a group
     first,  # [B·Hkv, F, WIDTH] or None: the initial state
     states,  # [B·Hkv, chunks, F, WIDTH] or None: the state before each chunk
-    last,  # [B·Hkv, spans, F, WIDTH]: the state after each span of chunks
+    last,  # [B·Hkv, spans, F, WIDTH]: first + the sum over each span of chunks
     z, delta,  # vectors or None: x is divided by z, and the last column of y is −δ, not 1
     length, chunks, spans, span,  # span: chunks per program
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
