@@ -53,7 +53,7 @@ def _shard(text: str) -> Shard:
 
 
 def _shard_from_environment() -> str:
-    """I/N of this process. SLURM array indices may start above 0 and have a step."""
+    """Read I/N from torchrun or SLURM. SLURM indices may start above 0 and have a step."""
     found = os.environ
     if "RANK" in found and "WORLD_SIZE" in found:
         return f"{found['RANK']}/{found['WORLD_SIZE']}"

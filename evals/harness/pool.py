@@ -43,7 +43,7 @@ def _failure(run: Run, text: str) -> Failure:
 
 
 def _work_loop(pipe: Connection, context: Context) -> None:
-    """A worker: execute runs from the pipe until None arrives or the parent has exited."""
+    """The main function of a worker: execute runs from the pipe until None or the parent's exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         with lean_arithmetic():

@@ -29,7 +29,7 @@ from evals.task import BatchResult
 def weight_metrics(
     weights: Tensor, target: Tensor, classes: Tensor, label: Tensor, class_count: int
 ) -> dict[str, Tensor]:
-    """The metrics (B,) by name.
+    """Compute the metrics above: a (B,) tensor for each name.
 
     Args:
         weights: (B, n), of one query per sequence.
