@@ -44,7 +44,7 @@ def all_allowed(case: dict[str, Any]) -> bool:
 
 
 def sdpa_allowed(case: dict[str, Any]) -> bool:
-    """Exclude causality with a mask, or unless Nq = Nk or Nq = 1 (see FEATURE_BACKENDS)."""
+    """Allow causality only without a mask and with Nq = Nk or Nq = 1 (see FEATURE_BACKENDS)."""
     queries, keys = case.get("shape", (1, 1))
     causal = case.get("span") == "causal"
     return not causal or (case.get("mask", "none") == "none" and queries in (1, keys))

@@ -280,7 +280,7 @@ def test_errors_name_a_backend_that_supports_the_call() -> None:
     [v if v in ("sink", "entmax") else pytest.param(v, marks=pytest.mark.slow) for v in DECODE],
 )
 def test_decoding_with_a_cache_agrees_with_the_whole_sequence(variant: str) -> None:
-    """30 tokens at once, then 3, then one at a time. One sequence is left-padded."""
+    """Passes 30 tokens, then 3, then one at a time. One sequence is left-padded."""
     q, k, v = (rand(2, 4 if i == 0 else 2, 40, 8, seed=i).float() for i in range(3))
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     mask[1, ..., :9] = False

@@ -54,7 +54,7 @@ def test_scores_far_from_zero(variant: str, score: float, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("order", [2, 4])
 def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None:
-    """T(400) is 80401 at order 2. The first scores are near 0, so the running maximum grows."""
+    """At order 2, T(400) = 80401 exceeds fp16. The running maximum grows after 50 keys."""
     inputs = make("taylor", setting("taylor", shape=(17, 100), dtype=torch.float16), seed=3)
     scores_around(inputs, 400.0).leaves["k"][..., :50, 0] = 0.0
     inputs.rest["order"] = order

@@ -242,7 +242,7 @@ def power2(x, shape):
 
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers third-party variants w = φ(z) with φ = 2^x and the given normalization."""
+    """A function that registers the third-party variant w = 2^z, with a normalization."""
     (tmp_path / "more_kernels.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))

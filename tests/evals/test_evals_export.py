@@ -38,7 +38,7 @@ def table_rows(text: str) -> list[list[str]]:
 def test_overview_shows_train_longest_and_effective_length(tmp_path: Path) -> None:
     found = rows(
         {
-            "softmax": (1.0, 0.86, 0.85, 0.3),  # 85 % is not above 85 %
+            "softmax": (1.0, 0.86, 0.85, 0.3),  # 0.85 is not above 85 % of 1.0
             "ssmax": (1.0, 0.9, 0.9, 0.88),
             "sigmoid": (0.9, 0.9, 0.9, 0.2),  # not trained
             "dips": (1.0, 0.5, 0.99, 0.1),

@@ -53,7 +53,7 @@ def test_option_variants_selects_the_laws(
 @pytest.mark.parametrize(
     "wrong",
     [
-        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # n, not n − 1
+        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # n instead of n − 1
         laws.Law("sparsemax", {}, None, forms.entmax_shrinking(1.8)),
         laws.Law("softmax", {}, None, lambda n, kappa: math.nan),
         laws.Law("entmax", {}, uniform=lambda n: 1 / n),  # the law of softmax

@@ -100,7 +100,7 @@ def test_copy_reverse_and_sort_by_hand(
     assert SEQUENCES[name].tokens(5) == 11
 
 
-def test_the_split_planted_by_hand() -> None:
+def test_a_sequence_of_the_planted_split_by_hand() -> None:
     length, index = 96, 3
     raw = random_numbers(4, 6, length, index, 2 + DIGITS)
     text = corpus()[0]["test"]
