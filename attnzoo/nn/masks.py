@@ -30,7 +30,7 @@ def attended_keys(
 
 
 def both_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """One mask that applies both."""
+    """Combines two masks; either may be None."""
     if a is None or b is None:
         return b if a is None else a
     if a.dtype == b.dtype == torch.bool:
