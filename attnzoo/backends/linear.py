@@ -71,7 +71,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def sums_in_fp64(form: Linear, call: Call) -> bool:
-    """Whether inputs of a lower precision are summed in fp64.
+    """Whether inputs in a lower precision than fp64 are summed in fp64.
 
     fp64 takes twice as long as fp32 on a CPU, but 64 times as long on many GPUs.
     """

@@ -23,7 +23,7 @@ Operands are passed by name. Each field of a group becomes an operand of the tor
 
 The parameters of a fake function are the operands that it needs. The parameters of a backward
 function are the operands and outputs that it needs, which are saved for it, and gradients of
-outputs, named ``d`` + the output's name. They must include every operand to differentiate. The
+outputs, named ``d`` + the output's name. The operands must include those to differentiate. The
 backward returns gradients by operand name, at least those listed in ``wanted``, an optional
 parameter. The backward is an operator too. Differentiating it raises RuntimeError.
 

@@ -133,7 +133,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
-    # A single query sees all keys. Branches, because torch.compile may make a comparison a
+    # A single query sees all keys. Branches, because under torch.compile a comparison may be a
     # symbolic bool, which torch does not accept here.
     is_causal = grouped = False
     if call.group > 1:

@@ -89,7 +89,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
 
 def _meets(backend: Backend, form: Form) -> bool:
-    """Whether to list the pair. Missing forms are listed for backends that accept no other."""
+    """Whether to list the pair. A missing form is listed for backends of only that kind of form."""
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds

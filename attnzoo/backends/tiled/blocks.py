@@ -19,7 +19,7 @@ from attnzoo.core.visibility import cut
 
 SCORES = 2**20  # per block: 4 MiB of fp32
 ROWS = 128  # largest number of queries per block
-HEADS = 2  # per block at least, if possible: the number of queries is reduced first
+HEADS = 2  # smallest number per block, if possible: the number of queries is reduced first
 
 Hidden = list[tuple[slice, Tensor]]  # ranges of keys, and masks of the hidden keys in them
 
