@@ -46,9 +46,9 @@ class Call(Visibility):
         head_dim: D of q and k.
         value_dim: Dv.
         scale: Factor of q·k.
-        dtype: Of scores, per-query vectors and sums: fp32, or fp64 for fp64 inputs.
-        input_dtype: Of q, k, v and the output.
-        device: Of all tensors.
+        dtype: Dtype of scores, per-query vectors and sums: fp32, or fp64 for fp64 inputs.
+        input_dtype: Dtype of q, k, v and the output.
+        device: Device of all tensors.
         query_origin: Position of the first query.
         key_origin: Position of the first key.
         dropout_p: Dropout probability; backends apply it to the weights.
@@ -96,7 +96,7 @@ class Call(Visibility):
     def hide(self, scores: Tensor, fill: float = float("-inf")) -> Tensor:
         """Scores with ``fill`` at invisible keys; a row without visible keys stays unchanged.
 
-        Such a row would give inf − inf, also in its gradient: zero its weights afterwards.
+        With −∞ throughout, softmax and its gradient would be NaN. Zero such weights afterwards.
         """
         if self.sees_all:
             return scores

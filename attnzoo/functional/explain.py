@@ -13,7 +13,7 @@ from attnzoo.functional.prepare import prepare
 
 @dataclass(frozen=True)
 class Plan:
-    """Which backend `attention` would use for a call, and why; made by `explain`.
+    """Which backend `attention` would use for a call, and why; returned by `explain`.
 
     ``str(plan)`` is a table with one line per candidate, in the order of preference.
 
