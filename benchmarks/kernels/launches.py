@@ -13,7 +13,7 @@ from benchmarks.kernels.specializations import BARE, DTYPES, EXTRAS, Specializat
 # The second-order Taylor series has 153 features at D = 16, padded to a multiple of 8.
 FEATURES = 160
 KEYS = 4096  # number of keys in decode calls
-PROCESSORS = 132
+PROCESSORS = 132  # multiprocessors of an H200
 
 
 class Described(NamedTuple):

@@ -298,7 +298,7 @@ class Weights:
         if self.form.normalize == "threshold":
             self.r = self.mean(dp)
         else:
-            # Computed as Σ w dP, or as dO·o from the stored output.
+            # Backends compute r as Σ w dP, or as dO·o from the stored output.
             r, stored = (self.w * dp).sum(-1, keepdim=True), (do * out).sum(-1, keepdim=True)
             self.r = replace(r, error=torch.maximum(r.error, stored.error))
         self.dp = dp - self.r
