@@ -58,7 +58,7 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
         else:  # blank lines make a traceback name the line of the page
             text = "\n" * block.line + block.text
             code.append(f"exec(compile({text!r}, {page!r}, 'exec'))")
-    # Triton's interpreter, which conftest.py turns on, would change the outputs on the pages.
+    # The outputs on the pages are those without Triton's interpreter, which conftest.py turns on.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(code)],

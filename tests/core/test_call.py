@@ -104,7 +104,7 @@ def test_block_sees_the_same_keys_as_the_call(shape: tuple[int, int]) -> None:
 
 
 def test_counts_of_long_calls_take_linear_memory() -> None:
-    """65 536² bools would take 4 GiB."""
+    """A mask of 65 536² bools would take 4 GiB."""
     n = 65536
     ids = (torch.arange(n) // 1000)[None]
     q = torch.zeros(1, 1, n, 1)

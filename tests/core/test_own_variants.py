@@ -53,7 +53,7 @@ def test_parameter_per_head_equals_one_call_per_head(queries: int, keys: int, ba
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_parameter_per_query_applies_to_the_rows(backend: str) -> None:
+def test_parameter_per_query_equals_the_formula(backend: str) -> None:
     register(shifted_relu, params=(Param("power", 1.0, per_token=True),))
     q, k, v = rand(3, 2, 4, 4, 8).unbind()
     power = 1 + rand(2, 4, 4, seed=5).abs()

@@ -83,7 +83,7 @@ every_backend = pytest.mark.parametrize(("variant", "backend"), BACKENDS)
 
 
 @every_backend
-def test_nested_checkpoint(variant: str, backend: str) -> None:
+def test_nested_checkpoint_gives_the_same_gradients(variant: str, backend: str) -> None:
     run, leaves = call(variant, backend)
     agree(
         gradients(lambda *x: nested(run, *x), leaves), gradients(lambda *x: run(*x).sin(), leaves)
@@ -91,14 +91,14 @@ def test_nested_checkpoint(variant: str, backend: str) -> None:
 
 
 @every_backend
-def test_reentrant_checkpoint(variant: str, backend: str) -> None:
+def test_reentrant_checkpoint_gives_the_same_gradients(variant: str, backend: str) -> None:
     run, leaves = call(variant, backend)
     found = gradients(lambda *x: once(run, *x, use_reentrant=True), leaves)
     agree(found, gradients(run, leaves))
 
 
 @every_backend
-def test_checkpoint_under_autocast(variant: str, backend: str) -> None:
+def test_checkpoint_under_autocast_gives_the_same_gradients(variant: str, backend: str) -> None:
     """The recomputation uses the autocast of the forward; the backward uses none."""
     run, leaves = call(variant, backend)
     leaves = [x.detach().float().requires_grad_() for x in leaves]
@@ -137,7 +137,7 @@ def test_nested_checkpoint_of_a_gain_from_statistics() -> None:
 
 
 def test_nested_checkpoint_of_a_variant_without_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tiled` checkpoints each of its blocks too."""
+    """For such a variant, `tiled` itself checkpoints each block."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(blocks, "ROWS", 4)
     monkeypatch.setitem(CASES, "halved", CASES["softmax"])
@@ -172,7 +172,9 @@ def test_recomputed_dropout_is_the_same() -> None:
         pytest.param("ssmax", "flash", {}, marks=[pytest.mark.slow, pytest.mark.interpreter]),
     ],
 )
-def test_compiled_checkpoint(variant: str, backend: str, options: dict[str, Any]) -> None:
+def test_compiled_checkpoint_gives_the_same_gradients(
+    variant: str, backend: str, options: dict[str, Any]
+) -> None:
     run, leaves = call(variant, backend, **options)
     torch.compiler.reset()
     compiled = torch.compile(lambda *x: once(run, *x), fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): no graph break, and the results of eager mode.
+"""torch.compile(fullgraph=True) works without a graph break and gives the results of eager mode.
 
 Compilations are slow, so each (variant, backend) is compiled with one set of options. Consecutive
 variants get different options, so that each option is compiled with some variant.
@@ -123,7 +123,7 @@ def test_second_length_and_scale_compile(backend: str) -> None:
         assert torch.allclose(compiled(q, k, v, **options), attend(q, k, v, **options), atol=1e-6)
 
 
-LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # two to four blocks of rows
+LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # two to four blocks of 128 rows
 
 
 def graphs_over(

@@ -123,7 +123,7 @@ def drawn(heads: int = 4, n: int = 200) -> Tensor:
 
 
 def test_rows_keys_and_heads_are_drawn_independently() -> None:
-    """Half of the weights are kept. Heads, rows, keys and diagonals are not correlated."""
+    """Half of the weights are kept. Neighbouring heads, rows and keys are not correlated."""
     kept = drawn().double() - 0.5
     n = kept[0].numel()
     limit = 5 / n**0.5

@@ -86,7 +86,7 @@ def test_softmax_keeps_generated_tokens(make: Any, options: dict[str, Any]) -> N
 
 @every_variant
 def test_every_variant_generates_the_same_with_and_without_cache(variant: str) -> None:
-    """Dynamic cache, static cache and beam search, with left padding."""
+    """Tested with a dynamic cache, a static cache and beam search, and with left padding."""
     model = convert(llama(), variant, **params_of(variant))
     uncached = generate(model, use_cache=False)
     assert torch.equal(generate(model), uncached)

@@ -1,7 +1,7 @@
 """Decoding with a cache gives the outputs of one call over the whole sequence.
 
-All variants are tested with KVCache, with windows, segments, ALiBi, masks and grouped heads; those
-with a state also with StateCache. Then follow cropping, reordering and errors.
+`KVCache` is tested with all variants (masks, windows, segments, ALiBi, grouped heads), `StateCache`
+with the variants that have a state. Further tests cover cropping, reordering and errors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def whole(variant: str, tensors: list[Tensor], **options: Any) -> Tensor:
 
 
 def left_padding() -> Tensor:
-    """A key mask that pads the three sequences with 0, 4 and 7 tokens."""
+    """A key mask that hides the first 0, 4 and 7 tokens of the three sequences."""
     keys = torch.arange(LENGTH)
     return torch.stack([keys >= pad for pad in (0, 4, 7)])[:, None, None]
 
@@ -274,7 +274,7 @@ def test_failed_call_appends_nothing() -> None:
     assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
 
 
-def test_attention_with_updated_keys_equals_one_call() -> None:
+def test_attention_over_keys_of_update_equals_one_call() -> None:
     (q, k, v), cache = qkv(), KVCache(LENGTH)
     for part in (slice(0, 9), slice(9, LENGTH)):
         keys, values = cache.update(k[:, :, part], v[:, :, part])

@@ -18,7 +18,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# decode launches several kernels for each prefix length, so only softmax is not marked slow.
+# decode launches several kernels for each prefix length. All its pairs but softmax are slow.
 PREFIX_PAIRS = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
     if pair.values[1] == "decode" and pair.values[0] != "softmax"

@@ -79,7 +79,7 @@ def test_gradients_on_sdpa_and_linear(variant: str, backend: str) -> None:
         return attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
 
     leaves = [x.requires_grad_() for x in (q, k, v, *named.values())]
-    if variant == "adaptive_temperature":  # no gradient through β: see the test below
+    if variant == "adaptive_temperature":  # has no gradient through β, see the test below
         leaves = [q.detach(), k.detach(), v]
     assert gradcheck(run, leaves, fast_mode=True)
 

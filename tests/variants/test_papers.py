@@ -1,4 +1,4 @@
-"""Each variant against a value from its paper, its authors' code, or a hand calculation."""
+"""Each variant is compared with its paper, with its authors' code, or with a hand calculation."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_log_n_equals_softmax_at_the_train_length() -> None:
 
 
 def test_adaptive_temperature_by_hand() -> None:
-    """Half of the weight on one of 100 keys: H = log 2 + ½ log 99 = 2.99071 nats.
+    """Softmax gives one of 100 keys half of the weight: H = log 2 + ½ log 99 = 2.99071 nats.
 
     Horner: −0.037·H = −0.110656; (+0.481)·H = 1.107577; (−2.3)·H = −3.566205;
     (+4.917)·H = 4.039694; −1.791 = 2.248694 = β.
@@ -174,7 +174,7 @@ def test_entmax15_against_the_package(kind: str, backend: str) -> None:
 def test_entmax_against_the_package_and_its_gradient_to_alpha(
     kind: str, alpha: float, backend: str
 ) -> None:
-    """The package solves by bisection and has dα in closed form (Correia et al.)."""
+    """The package finds τ by bisection and computes dα in closed form (Correia et al.)."""
     scores = SCORES[kind]()
 
     def theirs(s: Tensor, a: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def test_entmax_tends_to_softmax(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
-    """entmax-1.5 of (δ + β (log n_i)^γ) z with causal n_i = 1 … 9; the gain is δ at n = 1."""
+    """Weights are entmax-1.5 of (δ + β (log n_i)^γ) z, n_i = 1 … 9. At n = 1 the gain is δ."""
     q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))
     shape = (2, 3, 9) if per_token else (3,)
     values = [rand(*shape, seed=4).abs(), rand(*shape, seed=5), 1 + 0.1 * rand(*shape, seed=6)]
@@ -299,7 +299,7 @@ def test_cosformer_equals_its_pairwise_definition(causal: bool, backend: str) ->
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
 def test_cosformer_is_invariant_to_scales(backend: str) -> None:
-    """Scales of a query, of all keys, or of the call; the denominator is not clamped."""
+    """Scaling a query, all keys or the scores changes nothing: the denominator is not clamped."""
     q, k, v = (rand(1, 2, 6, 4, seed=i) for i in range(3))
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 10.0, 1e3, 1e6], dtype=torch.float64)[:, None]
     options = dict(max_length=16, backend=backend, is_causal=True)
