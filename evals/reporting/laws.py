@@ -54,7 +54,7 @@ def _shrinking_table(law: Law, points: list[Point]) -> Table:
     for point in points:
         why = "" if point.n >= SHRINKING_FROM else f"n < {SHRINKING_FROM}"
         if not law.holds(point.n, KAPPA):
-            why = "no law: support = n"
+            why = "no law: all weights > 0"
         deviation = f"{100 * point.deviation:.2f} %"
         rows.append(
             [str(point.n), f"{point.measured:.6f}", f"{point.predicted:.6f}", deviation, why]

@@ -64,7 +64,7 @@ def _vector(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
 
 
 def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
-    """Colour, line style and marker of each variant. Softmax is black and solid."""
+    """Matplotlib options for the line of each variant: colour, style, marker. Softmax is black."""
     colours, markers, looks, used = cycle(_COLOURS), cycle(_MARKERS), {}, 0
     for variant in variants:
         if variant.split(" · ")[0] == BASELINE:

@@ -126,7 +126,7 @@ class Section:
             f"{score.title}, by variant and eval length n. "
             f"{means} {better} is better; blind guessing reaches "
             f"{chance_text(score, self.group.chance)}. Click on a column to sort by it, on a score "
-            f"to see its rows.{effective * self.board.has_effective}"
+            f"to see its result rows.{effective * self.board.has_effective}"
         )
 
     def point_ident(self, point: Point) -> str:

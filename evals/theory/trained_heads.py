@@ -185,8 +185,8 @@ def heads_of(group: Group, series: Series) -> Heads | None:
             peaks[at, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
             for name, values in ({} if spec.is_substitution else row["learned"]).items():
                 every = torch.tensor(values, dtype=torch.float64)
-                blank = every[indices].expand(len(seeds), -1).clone()
-                learned.setdefault(name, blank)[seed] = every[indices]
+                initial = every[indices].expand(len(seeds), -1).clone()
+                learned.setdefault(name, initial)[seed] = every[indices]
     names = head_names(len(last), group.settings.get("heads", len(last)))
     keys = [group.task.tokens(point.length) for point in points]
     found = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
