@@ -230,7 +230,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "error", "words"), WRONG, ids=lambda x: str(x)[:30])
-def test_wrong_activation_field_raises(
+def test_wrong_activation_raises(
     fields: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -251,6 +251,6 @@ def test_wrong_activation_field_raises(
         ({"activation": POWER, "normalize": "sum"}, "shape must be given for power"),
     ],
 )
-def test_wrong_pairwise_field_raises(fields: dict[str, Any], words: str) -> None:
+def test_wrong_pairwise_raises(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Pairwise(**fields)

@@ -281,8 +281,6 @@ def test_unsupported_must_return_a_str_or_none() -> None:
         ({"keep": 2}, ValueError, "keep must be None with normalize='sum', got 2"),
     ],
 )
-def test_wrong_pairwise_field_raises(
-    fields: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_wrong_pairwise_raises(fields: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         attnzoo.Pairwise(**{"activation": EXP, "normalize": "sum", **fields})
