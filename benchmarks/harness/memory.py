@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             (implementation,) = (e for e in found if e.name == request["baseline"])
         return call(implementation.make(), implementation.inputs, direction)
 
-    # The small call allocates the memory of libraries and threads, which is not to be counted.
+    # The small call allocates the memory of libraries and threads, which should not be counted.
     prepare(replace(setting, length=min(64, setting.length)))()
     print(peak_beyond(prepare(setting)))
     return 0

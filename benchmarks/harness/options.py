@@ -40,7 +40,7 @@ def positive(kind: type):
 
 
 def subset_of(names: Sequence[str]):
-    """The type of an argument that lists some of these names; the empty text means none."""
+    """The type of an argument that lists some of these names; the empty string lists none."""
 
     def convert(text: str) -> list[str]:
         chosen = text.split(",")

@@ -72,7 +72,7 @@ GROUPS = (
     Group(PASSES, "online none threshold", "bf16", (96,)),
     Group(("forward", "dq"), "online none", "bf16", (48, 192)),
     Group(FLASH, "online threshold", "fp32", POWERS),
-    # "sum" differs from "online" only by a running maximum of φ, which only fp16 needs.
+    # "sum" is compiled only for fp16, the only dtype for which it needs a running maximum of φ.
     Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),

@@ -77,7 +77,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--check-only", action="store_true", help="Check results only")
     add("--time", action=yes_no, default=True, help="Measure time (default)")
     add("--memory", action=yes_no, default=True,
-        help="Measure memory (default), on a CPU in a fresh process for each table row")  # fmt: skip
+        help="Measure memory (default), on a CPU in a new process for each table row")  # fmt: skip
     parser.set_defaults(run=command(prepare, measure))
 
 

@@ -142,7 +142,7 @@ def test_no_kernel_is_compiled_twice() -> None:
 
 
 def test_quick_compiles_every_kernel_without_extras() -> None:
-    """The calls are causal or full, with or without a gain."""
+    """These kernels serve causal and full calls, with and without a gain."""
     found = list(quick_specializations(list(ARCHITECTURES)))
     assert set(found) < set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
     assert len(found) < 250

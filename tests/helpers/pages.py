@@ -62,7 +62,7 @@ def prose(text: str) -> str:
 
 
 def links(text: str) -> Iterator[str]:
-    """Targets of links and images, without those on the web."""
+    """Targets of links and images, except web addresses."""
     for target in re.findall(r"\]\(<?([^)>\s]+)", prose(text)):
         if not re.match(r"[a-z]+:", target):
             yield target
