@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Backends for pairwise forms. Variants without a pairwise form run on `tiled`.
 PAIRWISE_BACKENDS = {"cpu": "tiled", "cuda": "flash"}
-# Tokens per head at every length, on a GPU.
+# B·N at every length, on a GPU.
 TOKENS = 2**17
 
 

@@ -101,7 +101,8 @@ CASES = {
         smooth=False,
     ),
     "asentmax": Case(
-        # δ + β (log 2)^γ = 0 + 2 / (log 2)² · (log 2)² = 2: half the scores of entmax above.
+        # The gain is δ + β (log 2)^γ = 0 + 2 / (log 2)² · (log 2)² = 2. Half the scores of the
+        # entmax example therefore give the same weights.
         Paper(
             (0.5, 0.0),
             ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),
@@ -124,7 +125,7 @@ CASES = {
             {"top_k": 2},
             "two keys have score 0; the first is kept",
         ),
-        params={"top_k": 5},  # many tests have seven keys, and the example's top_k is 8
+        params={"top_k": 5},  # many tests have fewer keys than the example's top_k
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,
     ),
