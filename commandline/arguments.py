@@ -101,7 +101,7 @@ def integer(low: int, high: int = MOST) -> Callable[[str], int]:
     return read
 
 
-# 32 bits, so that seeds computed from this one fit into the 64 bits that torch takes.
+# At most 32 bits, so that seeds computed from this one fit into the 64 bits of a torch seed.
 seed = integer(0, 2**32 - 1)
 
 

@@ -1,4 +1,4 @@
-"""The commit of the checkout, and the output of other programs."""
+"""The git commit of the checkout, and the output of programs that are run in it."""
 
 from __future__ import annotations
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """Settings that cannot be run. The message is the one line that the user reads."""
+    """A wrong argument, setting or file. The command prints the message as one line and exits."""

@@ -32,7 +32,7 @@ class VariantCall:
         return f"{self.name}({inside})" if inside else self.name
 
     def identity(self) -> dict[str, object]:
-        """Name and parameters with their defaults: a changed default gives another run."""
+        """Name and parameters, with defaults, so that a changed default changes the run's key."""
         defaults = {p.name: repr(p.default) for p in attnzoo.get_variant(self.name).params}
         given = {name: repr(value) for name, value in self.arguments}
         return {"name": self.name, "params": defaults | given, "given": sorted(given)}
@@ -126,8 +126,8 @@ def parse_specs(texts: list[str]) -> list[Spec]:
 def complete(variant: VariantCall, longest: int) -> VariantCall:
     """The variant with example values for required parameters that were not given.
 
-    ``longest`` is the largest number of keys in any call. It does not depend on the chosen
-    lengths, so that runs with different eval lengths share a training.
+    longest: the largest number of keys in any call. It must not depend on the chosen eval lengths,
+    so that runs with different eval lengths share a training.
     """
     if variant.name not in attnzoo.list_variants():
         return variant  # planning the study reports the unknown name

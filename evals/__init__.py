@@ -1,6 +1,6 @@
 """Evals of attention variants: how well does each one work beyond the lengths it was trained on?
 
-The names below are what a plugin with a task of its own needs; see docs/evals.md.
+A plugin that defines a task imports the names below; see docs/evals.md.
 
 The packages import each other in this order only:
 

@@ -22,44 +22,42 @@ ALL = "all"
 
 
 def parser() -> Parser:
-    """The command line."""
+    """The parser of all commands; every task is a command."""
     top = Parser(prog="python -m evals", description=__doc__)
     top.command_hint = "A task of your own needs --plugin FILE.py"
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    words = "Run all tasks and write one report"
-    everything = commands.add_parser(ALL, help=words, description=f"{words}.")
+    text = "Run all tasks and write one report"
+    everything = commands.add_parser(ALL, help=text, description=f"{text}.")
     add_arguments(everything)
-    words = f"Run {sharpness.NAME} on this pretrained model too; needs --text"
-    everything.add_argument("--model", metavar="PATH_OR_NAME", help=words)
-    words = "Read this UTF-8 text with --model"
-    everything.add_argument("--text", type=Path, metavar="FILE", help=words)
-    words = "Write one HTML report of several results folders"
-    page = commands.add_parser("report", help=words, description=f"{words}.")
+    text = f"Run {sharpness.NAME} on this pretrained model too; needs --text"
+    everything.add_argument("--model", metavar="PATH_OR_NAME", help=text)
+    text = "Measure --model on this UTF-8 text"
+    everything.add_argument("--text", type=Path, metavar="FILE", help=text)
+    text = "Write one HTML report of several results folders"
+    page = commands.add_parser("report", help=text, description=f"{text}.")
     page.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="Read results from DIR")
-    words = "Write the report to FILE (default: report.html in the first DIR)"
-    page.add_argument("--out", type=Path, metavar="FILE", help=words)
+    text = "Write the report to FILE (default: report.html in the first DIR)"
+    page.add_argument("--out", type=Path, metavar="FILE", help=text)
     add_plugin(page, " or tasks")
     export.add_parser(commands)
-    words = "Print the gain in score from results A to results B, paired by seed"
-    versus = commands.add_parser("compare", help=words, description=f"{words}.")
+    text = "Print the gain in score from results A to results B, paired by seed"
+    versus = commands.add_parser("compare", help=text, description=f"{text}.")
     versus.add_argument("a", type=Path, metavar="A", help="Read the first results from folder A")
     versus.add_argument("b", type=Path, metavar="B", help="Read the second results from folder B")
-    words = "Exit with 1 if a gain is missing or < X, in units of the table; -1 allows a drop of 1"
-    versus.add_argument("--fail-below", type=float, metavar="X", help=words)
+    text = "Exit with 1 if a gain is missing or below X (table units); -1 allows a drop of 1"
+    versus.add_argument("--fail-below", type=float, metavar="X", help=text)
     add_plugin(versus, " or tasks")
-    words = (
-        "Compare the largest weight of each variant with its formula; exit with 1 if they differ"
-    )
-    law = commands.add_parser("laws", help=words, description=f"{words}.")
+    text = "Compare the largest weight of each variant with its formula; exit with 1 if they differ"
+    law = commands.add_parser("laws", help=text, description=f"{text}.")
     law.add_argument("--out", type=Path, metavar="DIR", help="Write laws.csv and laws.png to DIR")
-    words = "Show only these variants: names, separated by commas (default: all)"
-    law.add_argument("--variants", metavar="LIST", help=words)
+    text = "Show only these variants: names, separated by commas (default: all)"
+    law.add_argument("--variants", metavar="LIST", help=text)
     add_plugin(law)
-    words = "Print ranks of attention matrices and of mixtures of softmaxes"
-    rank = commands.add_parser("ranks", help=words, description=f"{words}.")
+    text = "Print ranks of attention matrices and of mixtures of softmaxes"
+    rank = commands.add_parser("ranks", help=text, description=f"{text}.")
     rank.add_argument("--out", type=Path, metavar="DIR", help="Write ranks.csv to DIR")
-    words = "Draw the matrices with seed N (default: 0)"
-    rank.add_argument("--seed", type=seed, default=0, metavar="N", help=words)
+    text = "Draw the matrices with seed N (default: 0)"
+    rank.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
     add_plugin(rank)
     sharpness.add_parser(commands)
     for name, task in TASKS.items():
@@ -72,7 +70,7 @@ def parser() -> Parser:
 
 
 def _load_plugin_first(arguments: Sequence[str]) -> None:
-    """Load the plugin of the command line or of the TOML file, so that the parser has its tasks."""
+    """Load the plugin before parsing, because its tasks are commands of the parser."""
     early = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     early.add_argument("--plugin", type=Path)
     early.add_argument("--config", type=Path)
@@ -86,7 +84,7 @@ def _load_plugin_first(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 1 (a failure or a deviation) or 2 (wrong usage)."""
+    """Run one command. Returns 0, 1 (a run or check failed), 2 (wrong usage) or 130 (Ctrl-C)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without × or †
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -24,24 +24,24 @@ MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 class Settings:
     """Sizes of the training and of the evaluation; the base class of each family's settings.
 
-    Fields that begin with ``test_`` belong to the evaluation and do not cause a new training.
+    Fields that begin with ``test_`` affect only the evaluation. Changing them needs no retraining.
 
     Attributes:
         steps: training steps.
-        batch: sequences per training step; with ``fill``, sequences of the longest length.
+        batch: sequences per training step; with ``fill``, at length ``train_longest``.
         learning_rate: peak of the one-cycle schedule.
-        weight_decay: of AdamW; parameters of a variant are not decayed.
+        weight_decay: weight decay of AdamW; learned parameters of a variant are not decayed.
         warmup: share of the steps in which the learning rate rises.
         width: width of the model.
         train_shortest, train_longest, train_stride: the lengths trained on. All sequences of a
             step have the same length. ``train_longest`` is the train length of the results.
-        fill: with shorter lengths, take more sequences per step, so that the number of tokens per
-            step stays about the same.
-        curriculum: share of the steps in which the longest length grows up to train_longest.
+        fill: whether steps with shorter sequences have more of them, so that all steps have about
+            the same number of tokens.
+        curriculum: share of the steps in which the maximum length grows to ``train_longest``.
             Small models learn retrieval on short sequences first.
-        test_sequences: the most sequences evaluated at one length.
-        test_least: the fewest sequences evaluated at one length.
-        test_items: tokens or items evaluated at one length, within these two bounds.
+        test_sequences: maximum number of sequences evaluated at one length.
+        test_least: minimum number of sequences evaluated at one length.
+        test_items: number of tokens or items to evaluate at one length, within these bounds.
     """
 
     steps: int
@@ -106,7 +106,7 @@ class Settings:
         return min(self.test_sequences, max(self.test_least, self.test_items // length))
 
     def identity(self) -> dict[str, object]:
-        """The settings that affect training; they are part of its key."""
+        """The settings that affect training; they are part of the training key."""
         mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
         return {**mine, "dtype": "float32"}
 
@@ -133,7 +133,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Preset:
-    """Defaults of a run under one name. Options of the command line replace them one by one."""
+    """A named set of defaults. Each command-line option replaces one of them."""
 
     lengths: tuple[int, ...]
     settings: Any
@@ -156,7 +156,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Published:
-    """A published table to print beside the results: scores by variant and length, as shown."""
+    """A published table to print beside the results.
+
+    rows: for each variant, one score per entry of ``lengths``, in the unit of the metric's title.
+    second_hand: the lengths whose scores are quoted second-hand; the table marks them with "?".
+    """
 
     title: str
     lengths: tuple[int, ...]
@@ -168,8 +172,8 @@ class Published:
 class BatchResult:
     """Measurements on one batch.
 
-    metrics: one value per sequence or per token; the mean is reported. curves: several values per
-    sequence or row, as a matrix; the mean over dim 0 is reported.
+    metrics: each (S,), with one value per sequence or answer; the mean is reported. curves: each
+    (S, K), with K values per sequence or query; the mean over dim 0 is reported.
     """
 
     metrics: dict[str, Tensor]
@@ -177,13 +181,13 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """Measure heads on the first ``sequences`` of a batch, Jacobians on the first ``jacobians``."""
+    """How many sequences of a batch to measure heads on, and how many of them for Jacobians."""
 
     sequences: int
     jacobians: int
 
 
-# Measures one batch, with the trained variant (None) or with a substitute in its place.
+# Measures one batch, with the trained variant (None) or with another one substituted for it.
 Measure = Callable[[VariantCall | None], BatchResult]
 
 
@@ -194,11 +198,12 @@ class Task(ABC):
         name: its name on the command line.
         about: one paragraph that explains it.
         presets: `Preset` by name: "quick" (the default of the command line), "smoke", "paper".
-        positions: the position encodings that its model can have.
+        positions: the position encodings that its model supports.
         metrics: what is measured; the first one is the score.
-        splits: the data splits that are evaluated, by the prefix of their metrics' names.
+        splits: maps a prefix of metric names to the data split evaluated under it.
         head_sequences: the number of sequences per length on which heads are measured.
-        trained_score: the score at the train length below which a run counts as not trained.
+        trained_score: a run with a lower score at the train length counts as not trained. None:
+            every run counts as trained.
         published: a published table for comparison.
     """
 
@@ -222,11 +227,11 @@ class Task(ABC):
 
     @abstractmethod
     def chance(self, settings: Any) -> float:
-        """The score of blind guessing."""
+        """The score of random guessing."""
 
     @abstractmethod
     def tokens(self, length: int) -> int:
-        """The number of keys that attention sees at a length."""
+        """The number of keys that attention sees at an eval or train length."""
 
     @abstractmethod
     def build(self, variant: VariantCall, positions: str, settings: Any) -> nn.Module:

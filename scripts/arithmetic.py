@@ -1,9 +1,9 @@
-"""Run the numerical tests with every vector unit and BLAS kernel of this CPU.
+"""Run the numerical tests with several vector units and BLAS kernels of this CPU.
 
 This is `make test-arithmetic`. Results depend on the order of additions, which differs between
-vector units, numbers of threads and BLAS kernels. Tests must pass with all of them. Tests on torch
-run once for each setting of ATen and MKL. Tests in Triton's interpreter, where numpy multiplies the
-matrices, run once for each OpenBLAS kernel. All settings run; the exit status is 1 if one fails.
+vector units, numbers of threads and BLAS kernels. Tests must pass with all of them. Tests of torch
+code run once for each setting of ATen and MKL. Tests in Triton's interpreter, where numpy
+multiplies matrices, run once for each OpenBLAS kernel. The exit status is 1 if a test fails.
 
     python scripts/arithmetic.py [arguments of pytest]
 """
@@ -32,7 +32,7 @@ OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 def torch_settings() -> dict[str, dict[str, str]]:
-    """Environment variables of each setting, by its name."""
+    """The environment variables of each setting of ATen and MKL, by its name."""
     found = {
         "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default"},
         "avx2, 2 threads": {"ATEN_CPU_CAPABILITY": "avx2"},

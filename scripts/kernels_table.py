@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 def kernels_table(results: Path = RESULTS, dims: Sequence[int] = HEAD_DIMS) -> str:
-    """A paragraph and a table for each device, from the newest file in the folder."""
+    """A paragraph and a table for each device, from its newest file in the folder."""
     newest: dict[str, Record] = {}
     for path in sorted(results.glob("*.json")):
         document = json.loads(path.read_text())
@@ -65,7 +65,7 @@ def device_table(document: Record, dims: Sequence[int]) -> str:
 
 
 def cell(row: Record | None) -> str:
-    """As "410 (0.90, 1.20)": TFLOP/s and the two ratios, with a dash for what was not measured."""
+    """TFLOP/s and two time ratios, such as "410 (0.90, 1.20)"; a dash if not measured."""
     if row is None:
         return "–"
     shown = f"{row['figures']['tflops']:.0f}"

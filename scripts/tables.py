@@ -30,7 +30,7 @@ MARKER = re.compile(r"<!-- [\w-]+: (?:begin|end)\b")
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.tables", description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if outdated"
+        "--check", action="store_true", help="write nothing; exit with 1 if a page is outdated"
     )
     args = parser.parse_args(arguments)
     outdated = {path: new for path in pages() if (new := rendered(path)) != path.read_text()}

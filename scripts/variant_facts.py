@@ -9,7 +9,7 @@ import sys
 import attnzoo
 from benchmarks.harness.cases import Case
 
-# The length for the example parameters, and the head dimension for the cost of linear forms.
+# The number of keys for example parameters, and the head dimension for the cost of linear forms.
 LENGTH, HEAD_DIM = 1024, 64
 # The paragraphs of a variant's module docstring, in this order.
 SECTIONS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Notes")

@@ -1,6 +1,6 @@
-"""What README, CONTRIBUTING and docs/ show is true: code runs, commands, files and links exist.
+"""The code of README, CONTRIBUTING and docs/ runs; their commands, files and links exist.
 
-A new page is tested without a change here.
+New pages are found automatically.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from scripts.site import pages as variant_pages
 
 ROOT = tables.ROOT
 TEXTS = {path: text_of(path) for path in PAGES}
-# The changelog names what existed once; its links and tables are tested all the same.
+# The changelog may name commands and options that no longer exist.
 CURRENT = [path for path in PAGES if path.name != "CHANGELOG.md"]
 ALL_TEXT = "\n".join(TEXTS[path] for path in CURRENT)
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the blocks in order, in a process of their own; warnings are errors."""
+    """Run the blocks in order in a new process. Warnings are errors."""
     code = [f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]"]
     for block in blocks:
         if block.file is not None:  # Triton reads the source of a kernel from a file
             (folder / block.file).write_text(block.text)
-        else:  # a traceback then names the line of the page
+        else:  # blank lines make a traceback name the line of the page
             text = "\n" * block.line + block.text
             code.append(f"exec(compile({text!r}, {page!r}, 'exec'))")
-    # Without Triton's interpreter, which tests of kernels turn on: the pages show a plain CPU.
+    # The outputs on the pages are those without Triton's interpreter, which conftest.py turns on.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(code)],
@@ -67,7 +67,7 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
 
 
 def with_code() -> list[object]:
-    """Pages with Python in them; those that import transformers take seconds."""
+    """Pages with Python code. Those that import transformers take seconds and are marked slow."""
     found = [path for path in PAGES if python_blocks(TEXTS[path])]
     slow = {path for path in found if "transformers" in TEXTS[path]}
     return [
@@ -102,7 +102,7 @@ def test_first_example_of_readme_has_at_most_five_lines() -> None:
 
 
 def evaluated() -> list[object]:
-    """Commands of pages that train a variant or run a task from a file of the same page."""
+    """Commands on pages that evaluate a variant or a task from a file shown on the same page."""
     return [
         pytest.param(path, words, file, id=f"{name_of(path)}-{file}")
         for path in CURRENT
@@ -116,7 +116,9 @@ def evaluated() -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "words", "file"), evaluated())
-def test_a_file_of_a_page_is_evaluated(path: Path, words: str, file: str, tmp_path: Path) -> None:
+def test_evals_command_with_a_file_of_its_page_runs(
+    path: Path, words: str, file: str, tmp_path: Path
+) -> None:
     write_files(TEXTS[path], tmp_path)
     name = Path(file).stem
     few = "--steps 2 --set test_sequences=4 --set test_least=4 --workers 0".split()
@@ -140,7 +142,7 @@ def write_files(text: str, folder: Path) -> None:
 
 @cache
 def help_of(module: str, words: tuple[str, ...]) -> tuple[object, str]:
-    """The exit status of the command with --help, and what it prints."""
+    """The exit status and the output of a command with --help."""
     name = f"{module}.__main__" if (ROOT / module).is_dir() else module
     main = importlib.import_module(name).main
     printed = io.StringIO()
@@ -165,7 +167,7 @@ def test_command_and_its_options_exist(command: Command, tmp_path: Path) -> None
         assert importlib.util.find_spec(command.module) is not None
         return
     status, text = help_of(command.module, command.words)
-    if status != 0 and command.plugin is not None:  # a command that the file registers
+    if status != 0 and command.plugin is not None:  # the plugin registers this command
         write_files(ALL_TEXT, tmp_path)
         arguments = [*command.words, "--plugin", str(tmp_path / command.plugin), "--help"]
         done = subprocess.run(

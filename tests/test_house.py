@@ -33,7 +33,7 @@ KNOWN = {module_name(path) for path in ALL}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The full names that a file imports anywhere, also in functions and for type checking."""
+    """All full names that a file imports, including imports in functions and for type checking."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -67,7 +67,7 @@ ORDER = {
 
 
 def package_of(name: str) -> str:
-    """As attnzoo.backends.sdpa -> attnzoo.backends; evals.tasks.mqar -> evals."""
+    """For example attnzoo.backends.sdpa -> attnzoo.backends, evals.tasks.mqar -> evals."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "attnzoo" else parts[0]
 
@@ -102,11 +102,11 @@ def test_no_import_cycles() -> None:
     graph = {module_name(path): {n for n in imports(path) if n in KNOWN} for path in ALL}
     done: set[str] = set()
 
-    def visit(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " -> ".join((*way, name))
+    def visit(name: str, chain: tuple[str, ...]) -> None:
+        assert name not in chain, " -> ".join((*chain, name))
         if name not in done:
             for other in sorted(graph[name]):
-                visit(other, (*way, name))
+                visit(other, (*chain, name))
             done.add(name)
 
     for name in graph:
@@ -114,7 +114,7 @@ def test_no_import_cycles() -> None:
 
 
 def at_import(path: Path) -> set[str]:
-    """The names that a file imports when it is imported itself."""
+    """The names that a file imports outside of functions."""
     tree = ast.parse(path.read_text())
     inside = {
         inner
@@ -132,7 +132,7 @@ def at_import(path: Path) -> set[str]:
 
 
 def test_triton_is_imported_only_when_a_kernel_is_launched() -> None:
-    """Modules that import Triton are themselves imported only inside functions."""
+    """Modules that import Triton at their top are themselves imported only inside functions."""
     folder = PACKAGE / "backends" / "triton"
     users = {module_name(path) for path in FILES if "triton" in at_import(path)}
     assert users
@@ -145,12 +145,11 @@ def test_triton_is_imported_only_when_a_kernel_is_launched() -> None:
             "operators",
         ):
             assert not users & at_import(path), path
-    numbers = at_import(folder / "common" / "configurations.py")
-    assert not [name for name in numbers if name.split(".")[0] in ("attnzoo", "torch", "triton")]
+    imported = at_import(folder / "common" / "configurations.py")
+    assert not [name for name in imported if name.split(".")[0] in ("attnzoo", "torch", "triton")]
 
 
-def test_imports_between_variants() -> None:
-    """Only variants that share mathematics import each other."""
+def test_only_variants_with_shared_mathematics_import_each_other() -> None:
     found = {
         (path.stem, name.rsplit(".", 1)[-1])
         for path in (PACKAGE / "variants").glob("*.py")
@@ -165,7 +164,7 @@ PUBLIC = ("attnzoo", "attnzoo.nn", "attnzoo.integrations.transformers")
 
 @pytest.mark.parametrize("folder", ["evals", "benchmarks"])
 def test_evals_and_benchmarks_use_public_names(folder: str) -> None:
-    """Except benchmarks.kernels, which compiles the kernels."""
+    """Only benchmarks.kernels may also import backends, because it compiles the kernels."""
     public = {*attnzoo.__all__, "__version__"}
     for path in sorted((ROOT / folder).rglob("*.py")):
         compiles = path.parent.name == "kernels"
@@ -235,7 +234,7 @@ def test_each_file_in_variants_defines_one_variant() -> None:
         assert variants == [module.VARIANT]
 
 
-# Files about particular variants: activations, the layer of one paper, baselines, presets of evals,
+# Files that may name variants: activations, the layer of one paper, baselines, presets of evals,
 # closed forms by variant, and names of test files.
 ABOUT_VARIANTS = {
     "attnzoo/core/activations.py",
@@ -246,15 +245,15 @@ ABOUT_VARIANTS = {
     "evals/theory/closed_forms.py",
     "scripts/arithmetic.py",
 }
-# Names of variants that are also a vector of a form, a property of a call, and a function.
+# Variants whose names are also used for a vector of a form, a property of a call and a function.
 ALSO_WORDS = {"sink", "log_n", "sigmoid"}
-# Files that name the package entmax.
+# Files in which "entmax" is the name of the Python package.
 PACKAGES = {"benchmarks/harness/report.py", "benchmarks/suites/attention.py"}
 
 
 @pytest.mark.parametrize("path", ALL, ids=module_name)
 def test_general_code_names_no_variant(path: Path) -> None:
-    """Except softmax, the default. Docstrings may have examples, and tasks have presets."""
+    """Exceptions are softmax (the default), docstrings with examples, and presets of tasks."""
     place = path.relative_to(ROOT).as_posix()
     if place in ABOUT_VARIANTS | PACKAGES or place.startswith(
         ("attnzoo/variants/", "evals/tasks/")

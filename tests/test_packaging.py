@@ -41,28 +41,28 @@ def test_wheel_contains_only_attnzoo(tmp_path: Path) -> None:
 
 def test_all_dependencies_are_pinned() -> None:
     extras = PROJECT["optional-dependencies"].values()
-    asked = [*PROJECT["dependencies"], *(one for extra in extras for one in extra)]
-    names = {canonical(re.split(r"[\[<>=!~; ]", one)[0]) for one in asked}
+    required = [*PROJECT["dependencies"], *(entry for extra in extras for entry in extra)]
+    names = {canonical(re.split(r"[\[<>=!~; ]", entry)[0]) for entry in required}
     assert names <= pins().keys()
     assert pins()["torch"] == "2.13.0"
 
 
-def test_core_has_three_dependencies() -> None:
-    names = {re.split(r"[<>=]", one)[0] for one in PROJECT["dependencies"]}
+def test_library_depends_on_torch_einops_and_numpy_only() -> None:
+    names = {re.split(r"[<>=]", entry)[0] for entry in PROJECT["dependencies"]}
     assert names == {"torch", "einops", "numpy"}
 
 
-@pytest.mark.parametrize(("stamped", "made"), [(False, True), (True, False)])
-def test_make_recreates_an_incomplete_venv(tmp_path: Path, stamped: bool, made: bool) -> None:
+@pytest.mark.parametrize(("installed", "created"), [(False, True), (True, False)])
+def test_make_recreates_an_incomplete_venv(tmp_path: Path, installed: bool, created: bool) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv").mkdir()
-    if stamped:
+    if installed:
         (tmp_path / ".venv" / ".installed").touch()
     plan = subprocess.run(
         ["make", "-n", "test"], cwd=tmp_path, check=True, capture_output=True, text=True
     ).stdout
-    assert ("-m venv" in plan) is made
+    assert ("-m venv" in plan) is created
     assert "-m pytest" in plan
 
 

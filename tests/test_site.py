@@ -1,5 +1,5 @@
-"""The documentation site: it builds without a warning, loads nothing from the network, and works in
-a browser, on a desktop and on a phone, light and dark."""
+"""The documentation site builds without a warning, loads nothing from the network, and works in a
+browser: at desktop and phone width, in the light and the dark theme."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ FLAGS = (
     "disable-component-update disable-sync disable-dev-shm-usage window-size=1280,900"
 ).split()
 WIDTHS = {"desktop": 1280, "phone": 390}
-# One page of each kind; every other page is only tested for horizontal scrolling.
-LOOKED_AT = ("index.html", "variants/index.html", "api/attention.html", "results.html")
+# Pages whose contrast is tested, besides one variant page.
+CONTRAST_PAGES = ("index.html", "variants/index.html", "api/attention.html", "results.html")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; the workers of one test run share it."""
+    """The folder of the built site, which the workers of a test run share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if base.name.startswith("popen-") else base) / "site"
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "html" / "index.html").exists():
             command = f"{sys.executable} -m sphinx -W --keep-going -q -b html -d {folder}/trees"
-            # Notebooks are executed anew by `make docs` and by their own test.
+            # Reuse the notebook outputs that `make docs` cached.
             command += f" -D nb_execution_cache_path={ROOT}/docs/_build/.jupyter_cache"
             done = subprocess.run(
                 [*command.split(), str(ROOT / "docs"), str(folder / "html")],
@@ -55,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loaded(HTMLParser):
-    """What a browser loads for a page: sources, style sheets, icons."""
+    """Collects the addresses that a browser loads for a page: sources, style sheets, icons."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Loaded(HTMLParser):
 
 
 def pages(site: Path) -> list[str]:
-    """All pages, relative to the site, without the files in the theme's folder."""
+    """Paths of all pages relative to the site, without those of the theme in _static."""
     found = (path.relative_to(site).as_posix() for path in site.rglob("*.html"))
     return sorted(name for name in found if not name.startswith("_static/"))
 
@@ -100,7 +100,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
-    """The site on a local server. A browser does not let the search read pages from disk."""
+    """Address of the site on a local server. From disk, a browser blocks the site's search."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     thread = Thread(target=server.serve_forever)
     thread.start()
@@ -153,11 +153,11 @@ def test_no_page_scrolls_sideways_or_reports_an_error(
 def test_text_can_be_read_in_both_themes(
     address: str, browser: webdriver.Chrome, theme: str
 ) -> None:
-    """The contrast of text with the page is at least 4.5, and one picture of each pair is shown."""
+    """The contrast of text is at least 4.5, and of each pair of plots only one is shown."""
     browser.get(f"{address}index.html")
     browser.execute_script("localStorage.setItem('mode', arguments[0])", theme)
     variant = f"variants/{attnzoo.list_variants()[0]}.html"
-    for name in (*LOOKED_AT, variant):
+    for name in (*CONTRAST_PAGES, variant):
         browser.get(address + name)
         chosen = browser.find_element(By.TAG_NAME, "html").get_attribute("data-theme")
         assert chosen == theme
@@ -170,7 +170,7 @@ def test_text_can_be_read_in_both_themes(
     assert sum(element.is_displayed() for element in shown) == 2
 
 
-# The color of an element, and the first opaque background below it.
+# The color of an element, and its nearest background that is not transparent.
 COLORS = """
 const own = getComputedStyle(arguments[0]).color;
 for (let at = arguments[0]; at; at = at.parentElement) {
@@ -216,7 +216,7 @@ def test_search_finds_pages(address: str, browser: webdriver.Chrome) -> None:
 
 
 def test_formulas_are_drawn(address: str, browser: webdriver.Chrome) -> None:
-    """Each formula has a size; a browser without MathML shows nothing or a line of letters."""
+    """Each formula has a minimum size. Without MathML it would be empty or a line of letters."""
     browser.get(f"{address}variants/index.html")
     drawn = browser.find_elements(By.TAG_NAME, "math")
     assert drawn

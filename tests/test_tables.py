@@ -1,4 +1,4 @@
-"""Generated tables of README and docs/: blocks are filled, the text around them is kept."""
+"""Generated tables of README and docs/: marked blocks are filled, other text is kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_blocks_are_filled_and_the_text_around_them_is_kept(tmp_path: Path) -> N
     assert tables.rendered(path) == new
 
 
-def test_a_page_without_blocks_stays_as_it_is(tmp_path: Path) -> None:
+def test_page_without_blocks_is_unchanged(tmp_path: Path) -> None:
     assert tables.rendered(page(tmp_path, "# Title\n")) == "# Title\n"
 
 
@@ -50,7 +50,7 @@ def test_wrong_blocks_raise(tmp_path: Path, text: str, message: str) -> None:
         tables.rendered(page(tmp_path, text))
 
 
-def test_examples_of_docstrings() -> None:
+def test_docstring_examples_of_variant_facts_run() -> None:
     found = doctest.testmod(variant_facts)
     assert (found.failed, found.attempted) == (0, 2)
 

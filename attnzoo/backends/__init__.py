@@ -1,7 +1,7 @@
-"""The backends. Each computes forms of variants, and is one file or folder.
+"""All backends. A backend computes some kinds of form and is one module or package.
 
-A new backend is a file with a ``BACKEND``, an entry in this list, and a place in the order of
-preference in ``selection``.
+To add a backend, write a module that defines ``BACKEND``, list it here, and place it in the order
+of preference in ``selection``.
 """
 
 from attnzoo.backends import eager, linear, sdpa

@@ -1,4 +1,4 @@
-"""The definition: dense weights times values, with torch's own autograd to any order."""
+"""Runs the definition: dense weights times values, differentiable to any order by autograd."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor, Tensor | None]:
-    """The weights after dropout, and lse if the call asks for it."""
-    # Upcast once, so that the gradients of several uses are summed in fp32.
+    """The weights after dropout (B, H, Nq, Nk), and lse (B, H, Nq) if the call asks for it."""
+    # Cast once, so that the gradients of several uses are summed in call.dtype.
     q, k = q.to(call.dtype), k.to(call.dtype)
     if call.mask is not None and call.mask.is_floating_point():
         call = replace(call, mask=call.mask.to(call.dtype))

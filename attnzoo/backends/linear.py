@@ -1,10 +1,11 @@
-"""Linear forms as a scan over chunks in PyTorch: time linear in N, and a state to resume from.
+"""Runs linear forms as a scan over chunks in PyTorch. Time is linear in N.
 
-Products ψ(q)·ψ(k) are computed directly within a chunk. Between chunks they go through the state: Σ
-ψ(k) vᵀ, and as one more column Σ ψ(k). With gradients each chunk is checkpointed, so that only the
-states between chunks are kept.
+Products ψ(q)·ψ(k) are computed directly within a chunk. Keys of earlier chunks contribute through
+the state: Σ ψ(k) vᵀ, with Σ ψ(k) as an extra column. If gradients are needed, each chunk is
+checkpointed, so that only the states between chunks are kept.
 
-On a CPU, `run` sums features that may cancel in fp64. States that a caller keeps are fp32.
+On a CPU, `run` uses fp64 for forms with ``cancels``. A state returned to the caller is fp32, or
+fp64 for fp64 inputs.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ CHUNK = 128
 
 
 def chunk_length(size: int, needs_grad: bool) -> int:
-    """Tokens per chunk. With gradients a state is kept for each chunk, so chunks are longer."""
+    """Tokens per chunk for ``size`` features. Longer if a state is kept per chunk for gradients."""
     return max(CHUNK, min(4 * CHUNK, size // 4)) if needs_grad else CHUNK
 
 
 @dataclass(frozen=True)
 class LinearState:
-    """The state of a causal linear variant after some keys. Its size does not grow.
+    """The state of a causal linear variant. Its size does not depend on the number of keys.
 
     Args:
         sums: (B, Hkv, F, Dv + 1): Σ ψ(k) vᵀ, with Σ ψ(k) as the last column. fp32, or fp64 for fp64
@@ -70,9 +71,9 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def sums_in_fp64(form: Linear, call: Call) -> bool:
-    """Whether inputs below fp64 are summed in fp64.
+    """Whether inputs in a lower precision than fp64 are summed in fp64.
 
-    fp64 takes twice the time of fp32 on a CPU, but 64 times as long on many GPUs.
+    fp64 takes twice as long as fp32 on a CPU, but 64 times as long on many GPUs.
     """
     return form.cancels and call.dtype != torch.float64 and call.device.type == "cpu"
 
@@ -88,7 +89,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal: each query reads the state before its chunk, and the chunk up to itself."""
+    """Causal: a query uses the state before its chunk, and the keys of its chunk up to its own."""
     call, k, v, sums = prepare(call, k, v, sums)
     keyless, lead = offsets(call)
     state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)
@@ -105,7 +106,7 @@ def scan(
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tuple[Tensor, Tensor]:
-    """Not causal: each query reads the state of all keys."""
+    """Not causal: every query uses the state after all keys."""
     call, k, v, _ = prepare(call, k, v, None)
     sums = _absorb(k, v, call, form, None, call.key_origin)
     out = [_zero_rows(v, call, 0)]
@@ -120,15 +121,15 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tu
 def prepare(
     call: Call, k: Tensor, v: Tensor, sums: Tensor | None
 ) -> tuple[Call, Tensor, Tensor, Tensor | None]:
-    """The call with masked keys set to 0, and with Hkv = H if heads of a group see different keys.
+    """Set masked keys to 0, and expand k, v and sums to H heads if heads of a group differ.
 
-    Heads of a group differ if the mask or the given state has H heads. Masked keys are zeroed
-    because NaN there would otherwise reach features and gradients.
+    Heads of a group differ if the mask or the given state has H heads. Masked keys are set to 0
+    because a NaN in them would spread to features and gradients.
     """
-    apart = sums is not None and sums.shape[1] != call.kv_heads
-    if call.group > 1 and (apart or (call.mask is not None and call.mask.shape[1] > 1)):
+    per_head = sums is not None and sums.shape[1] != call.kv_heads
+    if call.group > 1 and (per_head or (call.mask is not None and call.mask.shape[1] > 1)):
         k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
-        if sums is not None and not apart:
+        if sums is not None and not per_head:
             sums = sums.repeat_interleave(call.group, dim=1)
         call = replace(call, kv_heads=call.heads)
     if call.mask is not None:
@@ -137,7 +138,7 @@ def prepare(
 
 
 def offsets(call: Call) -> tuple[int, int]:
-    """Number of queries before the first key, and of keys before the next query's own key."""
+    """Number of queries that precede all keys, and of keys that precede the first other query."""
     keyless = min(call.queries, max(0, call.key_origin - call.query_origin))
     return keyless, call.keys - (call.queries - keyless)
 
@@ -149,7 +150,7 @@ def _zero_rows(v: Tensor, call: Call, rows: int) -> Tensor:
 def _values(v: Tensor, at: Tensor, call: Call) -> Tensor:
     """Values with a column of ones, both zeroed for masked keys: [B, Hkv, c, Dv + 1].
 
-    This removes a masked key from both sums, whatever its features are.
+    This removes masked keys from both sums, whatever their features are.
     """
     values = torch.nn.functional.pad(v.to(call.dtype), (0, 1), value=1.0)
     if call.mask is None:
@@ -165,7 +166,7 @@ def _run(call: Call, step: Any, *inputs: Any) -> Any:
 
 
 def _absorb(k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None, at: int) -> Tensor:
-    """The state after these keys."""
+    """The state after adding these keys to ``sums``. The first key is at position ``at``."""
     size = form.size(call.head_dim)
     shape = (call.batch, call.kv_heads, size, call.value_dim + 1)
     state = v.new_zeros(shape, dtype=call.dtype) if sums is None else sums
@@ -201,7 +202,7 @@ def _read(q: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tens
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear
 ) -> tuple[Tensor, Tensor]:
-    """The output of a chunk and the state after it."""
+    """The output of a chunk [B, H, c, Dv], and the state after it."""
     psi_q = _query_features(q, at, call, form)  # [B, Hkv, G·c, F]
     psi_k = form.features(k.to(call.dtype), at)  # [B, Hkv, c, F]
     values = _values(v, at, call)

@@ -19,17 +19,16 @@
         *, q: Tensor, vectors: Vectors, scale: float, lse: Tensor, dout: Tensor
     ) -> dict[str, Tensor]: ...
 
-Operands are passed by name. Each field of a group is an operand of the schema, so a new operand is
-a new field.
+Operands are passed by name. Each field of a group becomes an operand of the torch schema.
 
-A fake function names the operands that it needs. A backward function names the operands and outputs
-that it needs, which are then saved for it, and the gradients of outputs as ``d`` + the output's
-name. It must name every operand that it differentiates. It returns gradients by operand name, at
-least those in ``wanted``, which it may take as an argument. A backward is an operator too; its own
-derivative raises.
+The parameters of a fake function are the operands that it needs. The parameters of a backward
+function are the operands and outputs that it needs, which are saved for it, and gradients of
+outputs, named ``d`` + the output's name. The operands must include those to differentiate. The
+backward returns gradients by operand name, at least those listed in ``wanted``, an optional
+parameter. The backward is an operator too. Differentiating it raises RuntimeError.
 
-The first operand is a tensor. An output that was not requested is None here. Operators of torch
-return tensors only, so the operator itself returns a tensor of shape (0,) in its place.
+The first operand must be a tensor. An output that was not requested is None. Torch operators return
+only tensors, so the underlying torch operator returns a tensor of shape (0,) for it.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Operator(Generic[P, R]):
         self._gradient: Operator[Any, list[Tensor]] | None = None
         self._differentiable: tuple[str, ...] = ()
         self._keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None
-        # Does what torch.library.custom_op does. Its first call would import the compiler and
+        # Equivalent to torch.library.custom_op, whose first call would import the compiler and
         # Triton.
         qualified = f"attnzoo::{self.name}"
         inputs_schema = ", ".join(f"{TYPES[hint]} {name}" for name, hint in self._operands.items())
@@ -101,7 +100,7 @@ class Operator(Generic[P, R]):
         return self._result(*self._or_none(outputs)) if isinstance(outputs, tuple) else outputs
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
-        """The operands in the order of ``overload``, with groups replaced by their fields."""
+        """The operands as positional arguments of ``overload``: groups replaced by their fields."""
         if args or len(operands) != len(self._names) or any(x not in operands for x in self._names):
             raise TypeError(
                 f"{self.name} takes the keyword arguments {', '.join(self._names)}, got "
@@ -155,8 +154,8 @@ class Operator(Generic[P, R]):
             hints = {**hints, "wanted": list[str], "return": list[Tensor]}
             gradient = Operator(gradients, hints, NO_DOUBLE)
             assert set(differentiable) <= set(gradient._operands)
-            # If only another output has a gradient, zeros for this one are made from the output
-            # itself.
+            # A missing gradient of an output becomes zeros_like(output), so the output must be
+            # saved.
             for output in self._outputs if len(self._outputs) > 1 else ():
                 required = gradient._operands.get(f"d{output}") is Tensor
                 assert not required or output in gradient._operands, output
@@ -190,7 +189,7 @@ class Operator(Generic[P, R]):
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # Hides the function from the compiler. Without a compiler loaded, avoids importing it.
+        # The compiler must not trace the function. torch.compiler.disable would import it.
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 
@@ -200,7 +199,7 @@ class Operator(Generic[P, R]):
             return
         operands = dict(zip(self._operands, inputs))
         outputs = self._or_none(output if isinstance(output, tuple) else (output,))
-        ctx.there = [x is not None for x in outputs]
+        ctx.requested = [x is not None for x in outputs]
         known = {**operands, **dict(zip(self._outputs, outputs))}
         known = {name: known[name] for name in self._gradient._operands if name in known}
         tensors = {name: x for name, x in known.items() if isinstance(x, Tensor)}
@@ -215,12 +214,12 @@ class Operator(Generic[P, R]):
             raise RuntimeError(self._no_gradient)
         if all(grad is None for grad in grads):
             return (None,) * len(self._operands)
-        # Read saved_tensors only once: a checkpoint gives out recomputed tensors a single time.
+        # saved_tensors can be read only once: a checkpoint discards what it recomputed.
         given = {**ctx.known, **dict(zip(ctx.tensors, ctx.saved_tensors))}
-        for output, there, grad in zip(self._outputs, ctx.there, grads):
+        for output, requested, grad in zip(self._outputs, ctx.requested, grads):
             missing = grad is None and gradient._operands.get(f"d{output}") is Tensor
             grad = torch.zeros_like(given[output]) if missing else grad
-            given[f"d{output}"] = grad if there else None
+            given[f"d{output}"] = grad if requested else None
         needs = zip(self._operands, ctx.needs_input_grad)
         wanted = [name for name, needed in needs if needed and name in self._differentiable]
         given["wanted"] = wanted

@@ -1,8 +1,8 @@
-"""Torch's fused softmax, for softmax with an optional gain per query.
+"""Runs softmax, with an optional gain per query, through torch's fused attention kernels.
 
 The gain is multiplied into q in fp32 and rounded once to q's dtype. A call is only supported if
 torch's fused kernels compute it exactly. Torch never gets a mask together with ``is_causal``, and
-queries without visible keys are zeroed here.
+outputs of queries without visible keys are set to 0 here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnzoo.core.checks import is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
-# In keys: more than the 16 fp32 numbers of an AVX-512 vector.
+# A number of keys above the 16 fp32 numbers of an AVX-512 vector.
 WIDER_THAN_A_VECTOR = 64
 
 
@@ -63,7 +63,7 @@ def _unsupported_call(call: Call) -> str | None:
 
 
 def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The mask, and which queries have no visible key. None without a mask.
+    """The mask, and a mask of the queries without visible keys. Both are None without a mask.
 
     In the returned mask such queries see all keys, so that torch never has to handle them.
     """
@@ -76,11 +76,10 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
-    """q and a positive scale that give the same products. The change of sign is exact.
+    """q and a positive scale that give the same products. Changing the sign of q is exact.
 
     Torch's fused CPU kernel adds −∞ to a causally hidden key before it scales. A negative scale
-    would turn that into +∞. A scale of 0, or one that is 0 in the kernel's precision, would turn it
-    into NaN.
+    would turn that into +∞. A scale that is 0, or underflows to 0, would turn it into NaN.
     """
     scale = abs(call.scale)
     if scale < torch.finfo(call.dtype).tiny:
@@ -92,8 +91,8 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
     """q and k without NaN, and the queries [B, H, Nq, 1] with NaN among their visible scores.
 
     With fewer keys than a vector register holds, torch's fused CPU kernel treats a query whose
-    scores are all NaN as one without keys. It also hides keys by adding −∞, which leaves NaN as it
-    is. The sum over q and k is the cheapest test for NaN.
+    scores are all NaN like a query without keys. It also hides keys by adding −∞, which does not
+    remove NaN. The sum over q and k is the cheapest test for NaN.
     """
     if call.device.type != "cpu" or (call.mask is None and call.keys >= WIDER_THAN_A_VECTOR):
         return q, k, None
@@ -114,7 +113,7 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
 
 
 def _without_unseen(k: Tensor, call: Call) -> Tensor:
-    """k with 0 for keys that the mask hides from all queries, since infinite ones give NaN."""
+    """Set keys that the mask hides from all queries to 0: infinite ones would give NaN."""
     if call.mask is None:
         return k
     seen = visible_entries(call.mask).any(2)  # [B|1, H|1, Nk]
@@ -134,8 +133,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
-    # One query sees all keys. These are branches because torch takes no symbolic bool under
-    # compile.
+    # A single query sees all keys. Branches, because under torch.compile a comparison may be a
+    # symbolic bool, which torch does not accept here.
     is_causal = grouped = False
     if call.group > 1:
         grouped = True

@@ -20,8 +20,8 @@ FEW_SCORES = 2**17
 # torch's fused softmax.
 FEWEST_SCORES = 2**14
 
-# Cost of a multiplication in the scan relative to one in a block of scores. The scan also has to
-# compute the features.
+# Cost of a multiplication in the scan relative to one in a block of scores. Above 1 because the
+# scan also has to compute the features.
 LINEAR_COST = 3
 FP64_COST = 2  # cost of a multiplication in fp64 relative to one in fp32, on a CPU
 
@@ -48,8 +48,8 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
     On a GPU, and on a CPU above `FEW_SCORES` scores:
 
-    1. A linear form if `linear_is_cheaper`. On a GPU `flash_linear` comes before `linear` up to
-       `FEW_FEATURES` features, and after it above, because it keeps all features in memory.
+    1. A linear form if `linear_is_cheaper`. On a GPU, `flash_linear` comes before `linear` with up
+       to `FEW_FEATURES` features. With more it comes after, as it keeps all features in memory.
     2. On a GPU, `decode` for few queries and at least `MORE_KEYS` keys.
     3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` and `decode` if the gain comes
        from statistics of the logits: those backends compute statistics in a kernel.
@@ -89,17 +89,17 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
 
 def _meets(backend: Backend, form: Form) -> bool:
-    """Whether `explain` lists the pair: an absent form only for backends that accept no other."""
+    """Whether to list the pair. A missing form is listed for backends of only that kind of form."""
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds
 
 
 def keys_to_split(call: Call) -> int:
-    """Keys within the window, or 0 if queries × heads of a group exceed the limit of `decode`."""
+    """Number of keys that queries can see, or 0 if `decode` does not accept so many queries."""
     rows, most = decode.packed_rows(call)
-    reach = call.keys if call.left is None else min(call.keys, call.left + call.queries)
-    return reach if rows <= most else 0
+    visible = call.keys if call.left is None else min(call.keys, call.left + call.queries)
+    return visible if rows <= most else 0
 
 
 def linear_is_cheaper(form: Linear, call: Call) -> bool:
@@ -109,18 +109,18 @@ def linear_is_cheaper(form: Linear, call: Call) -> bool:
 def linear_work(form: Linear, call: Call) -> float:
     """Cost of the scan relative to the cost of the pairwise form, in multiplications.
 
-    The scan takes F·(Dv + 1) for each key and for each query that reads the state. Under causality
-    each query also takes F for each key of its chunk. The pairwise form takes D + Dv for each pair
-    of a query and a key that causality and window allow. A multiplication of the scan counts
-    `LINEAR_COST` times, and in fp64 another `FP64_COST` times.
+    The scan takes F·(Dv + 1) for each key and each query. With causality it also takes F for each
+    pair of a query and a key of the same chunk. The pairwise form takes D + Dv for each pair that
+    causality and window allow. A multiplication of the scan counts `LINEAR_COST` times, and in
+    fp64 another `FP64_COST` times.
     """
-    reach = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
+    visible = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
     if call.left is not None:
-        reach = min(reach, call.left + 1 + (call.right or 0))
+        visible = min(visible, call.left + 1 + (call.right or 0))
     size = form.size(call.head_dim)
     chunk = linear.chunk_length(size, call.needs_grad) if call.right == 0 else 0
     scan = size * ((call.keys + call.queries) * (call.value_dim + 1) + call.queries * chunk)
-    pairs = call.queries * reach * (call.head_dim + call.value_dim)
+    pairs = call.queries * visible * (call.head_dim + call.value_dim)
     cost = LINEAR_COST * (FP64_COST if linear.sums_in_fp64(form, call) else 1)
     return cost * scan / pairs if pairs > 0 else math.inf
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """Scale, mask and layout arguments of a call. Backends convert ``mask`` and ``alibi`` first."""
+    """Scale, mask and layout arguments. Triton backends convert ``mask`` and ``alibi`` first."""
 
     scale: float
     left: int | None

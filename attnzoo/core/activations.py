@@ -112,6 +112,6 @@ def _taylor(order: int) -> Activation:
     )
 
 
-# By order; 171! overflows a float. Created here because torch.compile does not support activations
-# created inside a compiled call.
+# Keyed by order; 171! overflows a float. Created here because torch.compile does not support
+# activations created inside a compiled call.
 TAYLOR = {order: _taylor(order) for order in range(2, 171, 2)}

@@ -1,7 +1,7 @@
 """A validated call: sizes, visible keys, scale, dtypes and additive scores.
 
-A block of query rows of a call is a `Call` too, with explicit origins and the counts of the whole
-rows, so definitions run on blocks without change.
+A block of queries is a `Call` too. It stores the positions of its first query and key, and n_i over
+all keys of the whole call. Definitions therefore run on blocks without change.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Call(Visibility):
         head_dim: D of q and k.
         value_dim: Dv.
         scale: Factor of q·k.
-        dtype: Of scores, per-query vectors and sums: fp32, or fp64 for fp64 inputs.
-        input_dtype: Of q, k, v and the output.
-        device: Of all tensors.
+        dtype: Dtype of scores, per-query vectors and sums: fp32, or fp64 for fp64 inputs.
+        input_dtype: Dtype of q, k, v and the output.
+        device: Device of all tensors.
         query_origin: Position of the first query.
         key_origin: Position of the first key.
         dropout_p: Dropout probability; backends apply it to the weights.
@@ -96,7 +96,7 @@ class Call(Visibility):
     def hide(self, scores: Tensor, fill: float = float("-inf")) -> Tensor:
         """Scores with ``fill`` at invisible keys; a row without visible keys stays unchanged.
 
-        Such a row would give inf − inf, also in its gradient: zero its weights afterwards.
+        With −∞ throughout, softmax and its gradient would be NaN. Zero such weights afterwards.
         """
         if self.sees_all:
             return scores
@@ -139,7 +139,7 @@ class Call(Visibility):
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
-        """The call of these rows over their `key_range`, and that range."""
+        """The `Call` of these queries and the keys of their `key_range`, and that range."""
         part = self.rows(
             batches,
             heads,

@@ -1,4 +1,4 @@
-"""Checks of single arguments, and how error messages show a value."""
+"""Checks of single arguments, and helpers for the text of errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_number(x: Any) -> bool:
 
 
 def is_finite(x: float, dtype: torch.dtype = torch.float64) -> bool:
-    """Whether a number is finite in the dtype; it may be an int that no float can hold."""
+    """Whether a number is finite in the dtype; accepts ints that are too large for a float."""
     return abs(x) <= torch.finfo(dtype).max
 
 

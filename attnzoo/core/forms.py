@@ -146,7 +146,7 @@ class Pairwise:
     Attributes:
         activation: φ. "threshold" needs one with ``alpha`` or ``convex``, "select" one that
             vanishes at −∞.
-        normalize: One of the rows above.
+        normalize: One of the names in the table.
         gain: Per-query vector, or a `FromStatistics`.
         offset: Per-query vector; required by "none".
         shape: Per-query vector; required by activations with a ``shape_slope``.
@@ -230,8 +230,8 @@ class Linear:
     Attributes:
         features: ``features(x, positions) -> ψ``, from (..., N, D) and (N,) to (..., N, F).
         size: ``size(D) -> F``.
-        cancels: ψ(q)·ψ(k) can be far below |ψ(q)||ψ(k)|, because features have either sign. The
-            rounding error is relative to the latter, so such sums are taken in fp64 on a CPU.
+        cancels: Whether features can be negative, so that ψ(q)·ψ(k) can be far below |ψ(q)||ψ(k)|.
+            Rounding errors grow with the latter, so the sums are computed in fp64 on a CPU.
 
     Example:
         >>> import torch, attnzoo
@@ -284,8 +284,8 @@ class Param:
         kind: "per_head": a float, or a tensor () or (H,) that may get a gradient. "int", "float",
             "bool": a setting without a gradient.
         doc: What it means and which shapes it may have, for error messages and documentation.
-        init: The value from which `attnzoo.nn.Attention` learns it by default. None: not learned
-            there unless requested. Only for kind "per_head".
+        init: Initial value in `attnzoo.nn.Attention`, which then learns the parameter by default.
+            None: it is learned only on request. Only for kind "per_head".
         per_token: Whether a tensor (B, H, Nq) is accepted too. Only for kind "per_head".
         check: ``check(value) -> bool`` for a number, elementwise for a tensor; None accepts all
             finite values.
@@ -325,7 +325,7 @@ def no_state(**params: Any) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to turn logits into attention weights; make it known with `register_variant`.
+    """One way to turn logits into attention weights; add it with `register_variant`.
 
     Only the first four fields are required. A definition (``weights``) is enough for masks, GQA,
     gradients and memory linear in N; forms make the faster backends available.

@@ -124,7 +124,8 @@ def check_vectors(what: str, form: Pairwise, call: Call) -> None:
 def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | None = None) -> None:
     """Raise if an entry is out of range or not finite in the dtype (default: the tensor's own).
 
-    Skipped where values cannot be read for free; `attnzoo.nn.Attention` keeps learned ones inside.
+    Tensors that are not `is_readable` are not checked; `attnzoo.nn.Attention` keeps learned values
+    in range.
     """
     if not is_readable(value):
         return

@@ -79,7 +79,7 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
 
 
 def _owner(name: str) -> str | None:
-    """What ``import name`` gives without the plugin: a file, a description, or None."""
+    """File or description of the module that ``import name`` would give, or None."""
     if name in sys.modules:
         found = getattr(sys.modules[name], "__file__", None)
         return "a loaded module" if found is None else str(Path(found).resolve())

@@ -35,8 +35,8 @@ def register_variant(variant: Variant) -> Variant:
     Raises:
         TypeError: A field has a wrong type, or a function does not accept the arguments that the
             library passes.
-        ValueError: The name is taken or no identifier, the name of a parameter is reserved, or a
-            default is out of range.
+        ValueError: The name is taken or is not an identifier, the name of a parameter is reserved,
+            or a default is out of range.
 
     Example:
         >>> import attnzoo

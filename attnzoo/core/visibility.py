@@ -23,7 +23,7 @@ def cut(tensor: Tensor, *slices: slice) -> Tensor:
 
 
 def visible_entries(mask: Tensor) -> Tensor:
-    """Where a mask leaves a key visible: True, or any finite number."""
+    """Entries of a mask that leave a key visible: True, or any number but −∞."""
     return mask if mask.dtype == torch.bool else mask != float("-inf")
 
 
@@ -43,7 +43,7 @@ class Visibility:
     right: int | None = None
     mask: Tensor | None = None  # [B|1, H|1, Nq|1, Nk], bool or float
     segments: tuple[Tensor, Tensor] | None = None  # int64 [B, Nq], [B, Nk]
-    whole_counts: Tensor | None = None  # of a block: n_i over all keys of the call
+    whole_counts: Tensor | None = None  # set in a block: n_i over all keys of the call
     cache: dict[str, tuple[Tensor, int]] | None = field(default=None, init=False)  # see `caching`
 
     @property
@@ -120,10 +120,10 @@ class Visibility:
         return slice(start, max(start, stop))
 
     def hidden(self) -> list[tuple[slice, Tensor]]:
-        """All invisible entries as pairs (columns, bool (.., Nq, columns)).
+        """The invisible entries as pairs (slice of keys, bool (…, Nq, keys of the slice)).
 
-        Without masks and segments only columns at the diagonal and at the far edge of a window are
-        listed.
+        Without mask and segments, the slices hold only keys that causality or the window hides
+        from some query.
         """
         if self.mask is not None or self.segments is not None:
             return [(slice(0, self.keys), ~self.visible)]
@@ -140,7 +140,7 @@ class Visibility:
         return found
 
     def rows(self, batches: slice, heads: slice, rows: slice, **changes: Any) -> Self:
-        """The part of these rows over their `key_range`, with ``changes`` to other fields."""
+        """The part for these queries and their `key_range`; ``changes`` replace other fields."""
         keys = self.key_range(rows)
         mask, segments, counts = self.mask, self.segments, self.whole_counts
         if mask is not None:
@@ -162,9 +162,8 @@ class Visibility:
         )
 
     def caching(self) -> Self:
-        """A copy that caches what it computes from sizes; only for calls without tensors.
-
-        ``replace`` gives an object without the cache.
+        """A copy that caches its counts and position masks; only for calls without mask, ALiBi and
+        segments. ``replace`` gives an object without the cache.
         """
         kept = replace(self)
         object.__setattr__(kept, "cache", {})

@@ -118,7 +118,7 @@ def attention(
             divided by 1 − p. Random numbers differ between backends.
         backend: Name of the backend to use; an error is raised if it cannot run the call. None
             lets the library choose (see `explain`).
-        return_lse: Also return lse_i = log Σ_j exp(s_ij), s_ij the scores after gain and bias.
+        return_lse: Also return lse_i = log Σ_j exp(s_ij) of the scores s_ij after gain and bias.
             Supported by variants that are a softmax of scores; a sink is not included.
         **params: Parameters of the variant: a number, or a tensor () or (H,) with one value per
             query head, or (B, H, Nq) where the variant accepts one value per query.
@@ -184,7 +184,7 @@ def attention(
 
 
 def with_signature_of(source: F) -> Callable[[Callable[..., Any]], F]:
-    """Give a function the signature of another: for type checkers, `help` and `inspect`."""
+    """Give a function the signature of ``source``, for type checkers, `help` and `inspect`."""
 
     def decorate(function: Any) -> F:
         function.__signature__ = signature(source)

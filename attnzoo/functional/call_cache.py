@@ -31,7 +31,7 @@ from attnzoo.core.registry import get_variant
 from attnzoo.functional.prepare import Prepared, definition_of
 
 MAX_ENTRIES = 4096
-SMALL_SCORES = 2**10  # up to this many scores, counts and position masks are cached too
+SMALL_SCORES = 2**10  # calls with at most this many scores cache counts and position masks too
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (type(None), bool, int, float, str)
@@ -39,17 +39,17 @@ _LAYOUT = ("attn_mask", "alibi", "segment_ids")
 
 
 class Entry(NamedTuple):
-    """A call that was run, without its tensors."""
+    """A validated call without its tensors."""
 
     variant: Variant
     call: Call
-    params: dict[str, Any]  # those that are not tensors
-    tensor_params: tuple[tuple[str, Param], ...]  # the others, each with its name in errors
+    params: dict[str, Any]  # the parameters that are not tensors
+    tensor_params: tuple[tuple[str, Param], ...]  # (name in errors, Param)
     backend: Backend
-    form_index: int  # which of the variant's forms ran; −1 is the definition
-    has_tensors: bool  # among parameters and layout arguments
+    form_index: int  # index into the variant's forms; −1 is the definition
+    has_tensors: bool  # a parameter, mask, ALiBi or segment_ids is a tensor
     with_grad: bool  # gradients were enabled
-    outlines: tuple[Hashable, ...]  # of all forms
+    outlines: tuple[Hashable, ...]  # one per form; see `_outline`
 
     def rebuild(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
         """The call and form with the tensors of a new call; None if it must be validated again."""
@@ -66,8 +66,8 @@ class Entry(NamedTuple):
                 return None
         if self.form_index < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)
-        # Computed with gradients even if the definition runs: a checkpoint compares the number of
-        # tensors saved by its two runs.
+        # With gradients, forms are computed even if the definition runs, as in the first call:
+        # both runs of a checkpoint must save the same number of tensors.
         forms = self.variant.forms(call, **params)
         if tuple(map(_outline, forms)) != self.outlines:
             return None
@@ -90,8 +90,8 @@ def key_of(
 ) -> Hashable | None:
     """The key of a call; None if it must not be cached.
 
-    Not cached: traced and transformed calls, calls under autocast, and arguments of types other
-    than tensors and Python's numbers.
+    Calls are not cached under tracing, transforms and autocast, or if an argument has a type other
+    than a tensor, a Python scalar or a tuple of ints.
     """
     if (
         torch.compiler.is_compiling()
@@ -126,7 +126,7 @@ def key_of(
 def find(
     key: Hashable | None, variant: str, arguments: dict[str, Any], params: dict[str, Any]
 ) -> tuple[Backend, Call, Form] | None:
-    """What runs the call, if it is cached and its variant and backend are still registered."""
+    """Backend, call and form of a call; None if it is not cached or must be validated again."""
     entry = None if key is None else _CACHE.get(key)
     if entry is None or entry.variant is not get_variant(variant):
         return None
@@ -178,7 +178,7 @@ def remember(
 
 
 def _outline(form: Form) -> Hashable:
-    """Everything about a form on which the choice of a backend may depend."""
+    """The properties of a form that may change which backend is chosen."""
     if isinstance(form, Pairwise):
         vectors = (form.gain, form.offset, form.shape, form.sink)
         return form.activation, form.normalize, form.keep, *map(type, vectors), *map(_kind, vectors)

@@ -13,14 +13,14 @@ from attnzoo.functional.prepare import prepare
 
 @dataclass(frozen=True)
 class Plan:
-    """Which backend `attention` would use for a call, and why; made by `explain`.
+    """Which backend `attention` would use for a call, and why; returned by `explain`.
 
     ``str(plan)`` is a table with one line per candidate, in the order of preference.
 
     Attributes:
         variant: The name of the variant.
         chosen: The name of the backend; None if the call is unsupported.
-        candidates: All pairs of backend and form, the preferred one first. Each has the fields
+        candidates: Pairs of a backend and a form, the preferred one first. Each has the fields
             ``backend`` (a name), ``form``, ``reason`` (why it cannot run the call, or None) and
             ``note``.
         reason: Why the variant does not support the call, or None.

@@ -16,7 +16,7 @@ from attnzoo.core.checks import check_dense, is_int, shown
 from attnzoo.core.forms import Linear, NoForm
 from attnzoo.functional.prepare import check_supported, prepare
 
-# Fewer tokens are less than one chunk of a kernel; the torch backend runs them.
+# Fewer tokens would not fill one chunk of a kernel, so they run in PyTorch.
 MIN_TOKENS = 64
 
 
@@ -36,8 +36,8 @@ def linear_attention(
 
     out_i = ψ(q_i)·S_i / ψ(q_i)·z_i with S_i = Σ_{j ≤ i} ψ(k_j) v_jᵀ and z_i = Σ_{j ≤ i} ψ(k_j),
     where j runs over the keys summed in ``state`` and those given here. A sequence may be cut
-    anywhere: the outputs are those of ``attention(..., is_causal=True)`` on the whole. The cost of
-    a token does not depend on the length. Differentiable, also through the state.
+    anywhere: the outputs equal those of ``attention(..., is_causal=True)`` on all of it. The cost
+    per token does not depend on the length. Gradients also flow through the state.
 
     Args:
         q: Queries of the next N tokens (B, H, N, D).
@@ -117,7 +117,7 @@ def _length(state: Any) -> int:
     if not is_int(state.length):
         raise TypeError(f"state.length must be an int, got {shown(state.length)}")
     if not 0 <= state.length < 2**62:
-        raise ValueError(f"state.length must be from 0 to 2^62, got {shown(state.length)}")
+        raise ValueError(f"state.length must be >= 0 and < 2^62, got {shown(state.length)}")
     check_dense("state.sums", state.sums)
     return state.length
 

@@ -1,4 +1,4 @@
-"""Validation: from the arguments of a call to a `Prepared` one."""
+"""Validation: turns the arguments of a call into a `Prepared` call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnzoo.core.registry import get_variant
 
 
 class Prepared(NamedTuple):
-    """A validated call: its tensors, after autocast, and the variant with its bound parameters."""
+    """A validated call: q, k, v after autocast, the variant and its validated parameters."""
 
     q: Tensor
     k: Tensor
@@ -98,7 +98,7 @@ def prepare(
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, cast to its dtype as scaled_dot_product_attention does: all but fp64."""
+    """Cast all but fp64 to the autocast dtype, if any, as scaled_dot_product_attention does."""
     kinds = {x.device.type for x in tensors if isinstance(x, Tensor)}
     if len(kinds) != 1 or not torch.amp.is_autocast_available(kind := kinds.pop()):
         return tensors

@@ -25,7 +25,7 @@ from attnzoo.nn.bounded import Bounded
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import AttentionKeywords, attend
 
-# The name that torch.nn.utils.parametrize uses, so that its checkpoints load.
+# The name that torch.nn.utils.parametrize uses in checkpoints, so that those checkpoints load.
 BOUNDED = "parametrizations"
 
 
@@ -33,12 +33,12 @@ class Attention(nn.Module):
     """`attnzoo.attention` as a module that owns the parameters of a variant.
 
     Each learned parameter is an fp32 `torch.nn.Parameter` of shape (H,), one value per query head,
-    under the parameter's own name. Projections of queries, keys and values are not part of it.
+    under the parameter's own name. The module does not project queries, keys and values.
 
     Args:
         variant: a name from `attnzoo.list_variants`.
         num_heads: number of query heads, H.
-        learn: names of the parameters to learn. None learns those that the variant's paper learns
+        learn: names of the parameters to learn. None is the variant's default, as in its paper
             (ssmax: s; sink: b; asentmax: beta and gamma). () learns nothing.
         **params: values of the variant's parameters: floats or tensors of shape (H,). For a learned
             parameter this is the initial value; the default is the variant's own. A
@@ -46,8 +46,7 @@ class Attention(nn.Module):
             alpha) is learned through a sigmoid and stays inside the range.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; the message names it, what is allowed and what
-            it was.
+        ValueError, TypeError: an argument is wrong; the message names it.
 
     Example:
         >>> import torch
@@ -293,9 +292,9 @@ class Attention(nn.Module):
                 only). None is "state" where possible, else "keys".
 
         Notes:
-            A state has F·(Dv + 1) numbers per head, keys and values D + Dv numbers per head and
-            token. `taylor` at D = Dv = 64 (F = 2145) is smaller from 1090 tokens on; use "keys" for
-            shorter sequences.
+            A state has F·(Dv + 1) numbers per head. Keys and values have D + Dv numbers per head
+            and token. The state of `taylor` with D = Dv = 64 (F = 2145) is smaller than the keys
+            and values of 1090 or more tokens; use "keys" for shorter sequences.
         """
         if kind not in (None, "keys", "state"):
             raise ValueError(f"kind must be 'keys', 'state' or None, got {shown(kind)}")
@@ -305,7 +304,7 @@ class Attention(nn.Module):
                 f"kind must be 'keys' or None, got 'state': {self.variant!r} has no state with "
                 "these parameters"
             )
-        keys = KVCache(max_length)  # made in any case, because it checks max_length
+        keys = KVCache(max_length)  # always created, because it checks max_length
         return StateCache() if possible and kind != "keys" else keys
 
     def _params(self) -> dict[str, Any]:

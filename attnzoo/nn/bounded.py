@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class Bounded(nn.Module):
-    """A learned fp32 tensor inside (low, high), at least a thousandth of the width from either end.
+    """A learned fp32 tensor between low and high, at least (high − low)/1000 away from both.
 
-    The optimizer sees ``original``; the value is low + width · sigmoid(original).
+    The optimizer updates ``original``; the value is a sigmoid of it, scaled to the interval.
     """
 
     def __init__(self, name: str, low: float, high: float, start: Tensor) -> None:

@@ -95,7 +95,7 @@ class KVCache:
         """Replaces sequence i by a copy of sequence ``index[i]``, for beam search.
 
         Args:
-            index: int32 or int64 tensor (B',), numbers of sequences; B' is the new batch size.
+            index: int32 or int64 tensor (B',) of batch indices; B' is the new batch size.
         """
         _check_index(index, None if self._buffers is None else self._buffers[0])
         if self._buffers is not None:
@@ -140,12 +140,12 @@ class StateCache:
         return 0 if self.state is None else self.state.length
 
     def update(self, state: LinearState, made_by: dict[str, Any]) -> LinearState:
-        """Stores the state after the next tokens, and returns it."""
+        """Stores and returns ``state``, which includes the next tokens."""
         self.state, self.made_by = state, made_by
         return state
 
     def crop(self, length: int) -> None:
-        """Resets to length 0. Other lengths raise: a sum cannot forget single tokens."""
+        """Accepts only 0 (reset) and the current length: a sum cannot forget single tokens."""
         if _checked_length(length, self.length) == 0:
             self.state = None
         elif length != self.length:
@@ -158,7 +158,7 @@ class StateCache:
         """Replaces sequence i by a copy of sequence ``index[i]``, for beam search.
 
         Args:
-            index: int32 or int64 tensor (B',), numbers of sequences; B' is the new batch size.
+            index: int32 or int64 tensor (B',) of batch indices; B' is the new batch size.
         """
         _check_index(index, None if self.state is None else self.state.sums)
         if self.state is not None:
@@ -201,7 +201,7 @@ def _checked_length(length: int, current: int) -> int:
 
 
 def _check_index(index: Tensor, stored: Tensor | None) -> None:
-    """Checks an index against the stored sequences (B, ...), or None before the first update."""
+    """``stored``: a tensor (B, ...) of the cache, or None before the first update."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int32 or int64 tensor, got {kind}")

@@ -15,7 +15,7 @@ def check_module(name: str, x: Any) -> None:
 
 
 def check_heads(num_heads: int, num_kv_heads: int | None, **sizes: int) -> int:
-    """The number of key and value heads; each of ``sizes`` must be a multiple of num_heads."""
+    """Returns the number of key and value heads. ``sizes`` must be multiples of num_heads."""
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     for name, size in sizes.items():
         if size % num_heads:

@@ -58,8 +58,8 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the next tokens to all tokens so far; appends the next tokens to the cache.
 
-    Equals ``attention(..., is_causal=True)`` over the whole sequence at the next tokens' rows:
-    counts n_i, positions, windows and sinks are those of the whole sequence.
+    The output for the next tokens is the same as in ``attention(..., is_causal=True)`` over the
+    whole sequence, including key counts n_i, positions, windows and sinks.
 
     Args:
         cache: a `KVCache`, or a `StateCache` for variants that `attnzoo.linear_attention` accepts.
@@ -143,7 +143,7 @@ def _attend_to_state(
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compares the scale and parameters of two calls; `linear_attention` checks unknown names."""
+    """Raises if a call changes the variant, its parameters or the scale of the first call."""
     names = ["variant", "scale", *(param.name for param in get_variant(now["variant"]).params)]
     names += [name for name in before if name != "enable_gqa"]
     for name in dict.fromkeys(names):
@@ -155,7 +155,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _check_mask(mask: Tensor | None, length: int) -> None:
-    """The last dimension must be the number of keys so far: 1 would broadcast to all of them."""
+    """The last dimension must be the number of keys so far; 1 must not broadcast to them."""
     if mask is None:
         return
     check_dense("attn_mask", mask)

@@ -20,7 +20,8 @@ def attended_keys(
         raise ValueError(f"{name} must have shape {allowed}, got {tuple(mask.shape)}")
     if mask.dtype == torch.bool:
         return F.pad(~mask, (0, extra), value=True)
-    # Torch's encoder layers turn bool masks into floats; a compiled graph cannot read the values.
+    # Torch's encoder layers turn bool masks into float masks of 0 and −∞. Turn them back, except in
+    # a compiled graph, which cannot branch on the values.
     if not torch.compiler.is_compiling():
         blocked = mask == float("-inf")
         if bool((blocked | (mask == 0)).all()):
@@ -29,7 +30,7 @@ def attended_keys(
 
 
 def both_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """One mask that applies both."""
+    """Combines two masks; either may be None."""
     if a is None or b is None:
         return b if a is None else a
     if a.dtype == b.dtype == torch.bool:

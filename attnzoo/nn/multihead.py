@@ -1,4 +1,4 @@
-"""MultiheadAttention: torch's layer with any variant; replace() puts it into a model."""
+"""MultiheadAttention: torch's layer with any variant; replace() uses it in a torch model."""
 
 from __future__ import annotations
 
@@ -132,10 +132,10 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.MultiheadAttention, variant: str, **options: Any) -> MultiheadAttention:
-        """A layer that shares its parameters with a layer of torch.
+        """Creates a layer that shares its parameters with a `torch.nn.MultiheadAttention`.
 
         Args:
-            layer: the layer to take over. Its parameters are used, not copied.
+            layer: torch's layer. Its parameters are used, not copied.
             variant: a name from `attnzoo.list_variants`.
             **options: ``learn`` and parameters of the variant, as for `Attention`.
 
@@ -150,7 +150,7 @@ class MultiheadAttention(nn.Module):
             bool(layer.batch_first), device="meta", variant=variant, **options,
         )  # fmt: skip
         weight = layer.out_proj.weight
-        # Made again: on meta the variant's parameters have no values.
+        # Created again, because on meta the variant's parameters have no values.
         new.attend = Attention(variant, layer.num_heads, **options).to(device=weight.device)
         expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
         if (names := {name for name, _ in layer.named_parameters()}) != expected:
@@ -183,15 +183,15 @@ class MultiheadAttention(nn.Module):
 
         Args:
             query: (L, B, E); with batch_first (B, L, E); without a batch (L, E).
-            key: (S, B, kdim), or in the same way.
-            value: (S, B, vdim), or in the same way.
+            key: (S, B, kdim), (B, S, kdim) or (S, kdim), as for ``query``.
+            value: (S, B, vdim), (B, S, vdim) or (S, vdim), as for ``query``.
             key_padding_mask: (B, S), or (S,) without a batch. Bool: True = blocked. Float: added to
                 the scores.
-            need_weights: return the weights, which costs memory for all of them.
+            need_weights: also return the weights, which takes memory for B·H·L·S numbers.
             attn_mask: (L, S) or (B·H, L, S). Bool: True = blocked. Float: added to the scores.
             average_attn_weights: average the weights over the heads.
-            is_causal: causal attention. With ``attn_mask``, a hint that the mask is causal. It then
-                replaces the mask if L = S, no key is appended and need_weights is False.
+            is_causal: causal attention. With ``attn_mask``, a hint that the mask is causal: the
+                mask is ignored if L = S, no key is appended and need_weights is False.
 
         Returns:
             (output, weights). The output has the layout of ``query``. The weights are (B, L, S), or
@@ -287,7 +287,7 @@ class MultiheadAttention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the learned key and value, then those of zeros."""
+        """Appends the learned key and value (bias_k, bias_v), then a key and a value of zeros."""
         if self.bias_k is not None and self.bias_v is not None:
             biases = (b.view(1, -1, 1, self.head_dim) for b in (self.bias_k, self.bias_v))
             k, v = (
@@ -329,8 +329,8 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     """Replaces each `torch.nn.MultiheadAttention` of a model by a `MultiheadAttention`, in place.
 
     The new layers share the parameters of the old ones, so an existing optimizer stays valid. The
-    parameters that the variant learns are new, under each layer's ``attend``. A layer that is a
-    `MultiheadAttention` already only gets the new variant; what its former variant learned is lost.
+    parameters that the variant learns are new, under each layer's ``attend``. In a layer that is
+    already a `MultiheadAttention`, they replace the learned parameters of the former variant.
 
     Args:
         model: the model to change.
@@ -366,7 +366,7 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     for layer, attend in zip(ours, attends):
         layer.attend = attend
     for module in list(model.modules()):
-        for name, child in list(module._modules.items()):  # named_children skips shared ones
+        for name, child in list(module._modules.items()):  # named_children skips repeated modules
             if child in new:
                 setattr(module, name, new[child])
         if isinstance(module, nn.TransformerEncoder):

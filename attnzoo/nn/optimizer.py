@@ -1,4 +1,4 @@
-"""parameter_groups(): weight decay for a model, but not for what its variants learn."""
+"""parameter_groups(): excludes the learned parameters of variants from weight decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnzoo.nn.checks import check_module
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: no weight decay for what the variants learn.
+    """Parameter groups for an optimizer, without weight decay for learned variant parameters.
 
     Args:
         model: a module that contains `Attention` modules.

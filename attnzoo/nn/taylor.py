@@ -85,8 +85,8 @@ class Taylor(nn.Module):
 
         Args:
             x: tokens, (B, N, E).
-            cache: a cache from `new_cache`. x are then the next tokens; they attend causally to all
-                tokens so far.
+            cache: a cache from `new_cache`. x then holds the next tokens of the sequences; they
+                attend causally to all tokens so far.
             **keywords: keywords of `attnzoo.attention`; enable_gqa is set by the layer.
 
         Returns:
@@ -109,5 +109,5 @@ class Taylor(nn.Module):
         ) -> Tensor: ...
 
     def new_cache(self, max_length: int, kind: str | None = None) -> Cache:
-        """An empty cache, as `Attention.new_cache`."""
+        """An empty cache; see `Attention.new_cache`."""
         return self.attend.new_cache(max_length, kind)

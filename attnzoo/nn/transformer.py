@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws matrices from N(0, 0.02²); those that end a residual branch over √(2·depth)."""
+        """Draws matrices from N(0, 0.02²); the last of a branch with std 0.02/√(2·depth)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends_branch = name.endswith(("out.weight", "down.weight"))
@@ -168,13 +168,13 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The last hidden states, (B, N, E); takes the arguments of `forward`.
 
-        ``logits(states)`` gives the logits. Select the states of interest first if only a few are
-        needed.
+        ``logits(states)`` gives the logits. If only some logits are needed, select their states
+        first.
         """
         self._check_tokens(tokens)
         if caches is not None and len(caches) != len(self.layers):
             raise ValueError(
-                f"caches must hold {len(self.layers)}, one per layer, got {len(caches)}"
+                f"caches must hold {len(self.layers)} caches, one per layer, got {len(caches)}"
             )
         start = caches[0].length if caches else 0
         options: AttentionKeywords = {"attn_mask": attn_mask, "window": self.window}
@@ -258,7 +258,7 @@ class _Layer(nn.Module):
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotates the n-th feature of a head's first half and of its second half by the n-th angle."""
+    """Rotates feature n of a head's first half with feature n of its second half by angle n."""
     (cos, sin), count = rotation, rotation.shape[-1]
     first, second = x.float().chunk(2, dim=-1)
     a, b = first[..., :count], second[..., :count]
@@ -282,7 +282,7 @@ def _per_layer(
         return [(variant, params)] * depth
     if not isinstance(variant, Sequence):
         raise TypeError(
-            f"variant must be a name from list_variants() or a list of {depth}, got "
+            f"variant must be a name from list_variants() or a list of {depth} entries, got "
             f"{shown(variant)}"
         )
     if params:
@@ -292,7 +292,7 @@ def _per_layer(
         )
     if len(variant) != depth:
         raise ValueError(
-            f"variant must be one name or a list with one entry per layer, {depth}, got "
+            f"variant must be one name or a list of {depth} entries, one per layer, got "
             f"{len(variant)}"
         )
     pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in variant]

@@ -6,7 +6,7 @@ Formula:
 
 Effect: Rows of medium entropy become sharper: β exceeds 1 only for 0.85 < H < 5.95 and is at most
 2.42, at H = 4.41. As n grows the effect ends: a row with more than e^5.95 = 384 equally likely keys
-is plain softmax.
+gets plain softmax.
 
 Source: Veličković et al. 2024, arXiv:2410.01104, with the polynomial of Figure 5, which the authors
 fitted on one task.

@@ -15,9 +15,9 @@ arXiv:1909.00015, who use α = 1 + σ(a_h).
 Differences: Computed in the units of the scores as w = φ(z − τ'), with the q-exponential
 φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1): the same weights, and finite as α → 1.
 
-Notes: The numbers α = 1.5 and α = 2 are solved exactly by sorting. Other values, and tensors, are
-solved by bisection. The gradient reaches α. Inference-time substitution with the
-default α costs SmolLM2-135M 1.7 to 2.5 nats within its own length; train with the variant instead.
+Notes: The definition finds τ by sorting if α is the number 1.5 or 2, and by bisection for other
+values and for tensors. A tensor α gets a gradient. Inference-time substitution with the default α
+costs SmolLM2-135M 1.7 to 2.5 nats within its own length; train with the variant instead.
 """
 
 import torch

@@ -17,12 +17,13 @@ Differences: scale is that of the call, D^-½ by default. The linear form uses
 ψ(x) = [1, x, x_a²/√2, x_a x_b (a < b)] with 1 + D + D(D+1)/2 features: 153 at D = 16, where the
 full outer product has 273.
 
-Notes: The features have either sign. For nearly orthogonal q and k they cancel: with B the largest
-scale·|q||k|, the fp32 error of the linear form is up to about 1e-7 · (1 + B + B²/2) / mean T(z), of
-the pairwise form about 1e-7 · B. For normalized q and k (|x|² = D, B = √D) that is negligible; at
-B = 1000 the error was 6e-3, at B = 10⁴ no digit was correct. Therefore `attention` sums these
-features in fp64 on a CPU. The GPU kernels, and the states of `linear_attention` and of caches, use
-fp32: normalize q and k there, or pass ``backend="flash"`` or ``backend="tiled"``.
+Notes: Features can be negative, so the terms of ψ(q)·ψ(k) cancel for nearly orthogonal q and k. Let
+B be the largest scale·|q||k|. The fp32 error of the linear form is up to about
+1e-7 · (1 + B + B²/2) / mean T(z), that of the pairwise form about 1e-7 · B. For normalized q and k
+(|x|² = D, B = √D) this is negligible. At B = 1000 the error of the linear form was 6e-3, at B = 10⁴
+no digit was correct. `attention` therefore sums features in fp64 on a CPU. The GPU kernels, and the
+states of `linear_attention` and of caches, use fp32: normalize q and k there, or pass
+``backend="flash"`` or ``backend="tiled"``.
 """
 
 from math import factorial

@@ -1,1 +1,1 @@
-"""Shared by all suites: cases, timing, correctness, memory, reports."""
+"""Code that all suites share: cases, timing, correctness, memory, reports."""

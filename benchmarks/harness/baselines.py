@@ -68,7 +68,7 @@ def installed(package: str) -> bool:
 
 
 def sdpa(backend: str | None, setting: Setting) -> Attend:
-    """torch's scaled_dot_product_attention, with one of its backends or, if None, its choice."""
+    """torch's scaled_dot_product_attention on one of its backends; None lets torch choose."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     gqa = setting.kv_heads not in (None, setting.heads)

@@ -1,4 +1,4 @@
-"""Checks each implementation in a group, then times them in turn, round by round.
+"""Checks each implementation in a group, then times them in rounds of one call each.
 
 All implementations in a group have the same shape and kind of inputs, so that ratios compare calls
 from the same rounds. If one raises an error, the error becomes a note in its row and the others
@@ -29,7 +29,7 @@ class DeviceLost(RuntimeError):
 
 @dataclass
 class Implementation:
-    """One implementation in a group: what it computes, a factory, and its inputs.
+    """One implementation in a group: its case, its inputs, and a factory for its function.
 
     ``kind`` is "variant" (`attnzoo.attention`), "state" (`attnzoo.linear_attention` on one token)
     or "baseline" (code outside attnzoo).
@@ -50,7 +50,7 @@ class Implementation:
 
     @staticmethod
     def of(case: Case, inputs: Inputs, backend: str | None, name: str = "") -> Implementation:
-        """A variant through `attnzoo.attention`."""
+        """An implementation that calls `attnzoo.attention`."""
         make = partial(case.attend, inputs.params, backend, **inputs.options)
         return Implementation(name or case.spec, case, inputs, make, backend=backend)
 
@@ -58,7 +58,7 @@ class Implementation:
     def baselines(
         case: Case, inputs: Inputs, setting: Setting, names: Sequence[str]
     ) -> list[Implementation]:
-        """The baselines of a variant; for softmax, those that every variant is compared with."""
+        """The baselines that compute the same function as the case."""
         of = baselines.of_softmax(setting, names) if case == SOFTMAX else {}
         made = of | baselines.of_variant(case, setting, names)
         return [Implementation(name, case, inputs, make, "baseline") for name, make in made.items()]
@@ -75,7 +75,8 @@ class Bench:
     """Measures groups and writes their rows to a report.
 
     repeats, min_seconds, max_seconds: limits of the rounds of a group in one direction; see
-    `timing.interleave`. rate: figures computed from a timed row. budget: time for all groups.
+    `timing.interleave`. rate: computes figures such as TFLOP/s from a timed row. budget: time limit
+    of all groups.
     """
 
     suite: str
@@ -109,7 +110,7 @@ class Bench:
     def measure_group(
         self, implementations: Sequence[Implementation], setting: Setting, rows: list[Row]
     ) -> None:
-        """Appends the group's rows to ``rows``, which keeps them if the device fails.
+        """Appends the group's rows to ``rows``. They stay there if the device fails.
 
         Raises:
             DeviceLost: the device failed.
@@ -120,7 +121,7 @@ class Bench:
                 d: Row(self.suite, e.name, e.case, e.kind, d, setting) for d in self.directions
             }
             rows += e.rows.values()
-            if self.budget.spent:  # earlier implementations are still timed
+            if self.budget.spent:  # implementations already checked are still timed
                 e.note("left out: time budget used up")
                 continue
             try:
@@ -146,7 +147,7 @@ class Bench:
         self.timer.release()
 
     def check(self, e: Implementation, setting: Setting) -> None:
-        """Fills in the errors of the rows.
+        """Compares the results with fp64 and fills in the errors of the rows.
 
         Calls with and without gradients may run different code, so each kind is checked.
         """
@@ -172,7 +173,7 @@ class Bench:
             row.check = found[gradients]
 
     def time_direction(self, implementations: list[Implementation], direction: str) -> None:
-        """Times the implementations that run in this direction, in turn."""
+        """Times the implementations in this direction and notes errors in their rows."""
         calls: dict[str, Callable[[], object]] = {}
         rows = {e.name: e.rows[direction] for e in implementations}
         for e in implementations:

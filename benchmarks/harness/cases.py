@@ -77,7 +77,7 @@ class Case:
 
     @property
     def selects(self) -> bool:
-        """Whether the form keeps some keys only, which is not continuous in the scores."""
+        """Whether the form keeps only some keys. It is then discontinuous in the scores."""
         return self.pairwise is not None and self.pairwise.normalize == "select"
 
     def key_dim(self, head_dim: int, feature_dim: int) -> int | None:

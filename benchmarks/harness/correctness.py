@@ -1,18 +1,18 @@
 """Compares results with fp64, on up to 128 query rows, before anything is timed.
 
 **Reference.** The definition (backend `eager`) in fp64, computed for a few consecutive query rows
-at a time. In causal calls these rows get only the keys up to the last of them. With bottom-right
+at a time. In causal calls these rows get no keys after that of the last row. With bottom-right
 alignment they keep their positions and key counts, and memory is linear in N. In other calls a row
 gets all keys and its position is lost, so variants that need positions are not checked. For
 gradients, dO is zero outside the checked rows. With many (batch, head) pairs only some are compared
 (`Pairs`); the others must be finite.
 
 **Error budget.** The rms error may be twice that of the plain computation (the same rows in the
-inputs' dtype), plus one rounding. Threshold variants also get their solver's residual, 1e-6 in Σw.
+inputs' dtype), plus one rounding and the residual of a threshold solver, 1e-6 in Σw.
 The largest error may be eight times that of the plain computation: where the terms of a sum cancel,
-one order of summation may give exactly 0 while another leaves a rounding error. A linear form
-adds F products per key that may cancel too, so the error of the plain computation is multiplied
-by √(Σ|ψψ| / |Σψψ|).
+one order of summation may give exactly 0 while another leaves a rounding error. In a linear form
+the F products of features per key may cancel too, so the error of the plain computation is
+multiplied by √(Σ|ψψ| / |Σψψ|); see `linear_condition`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Deviation:
 
     @property
     def share(self) -> float:
-        """The larger share of its budget that either error uses; inf for NaN."""
+        """The larger of the two ratios error / budget; inf for NaN."""
         shares = [
             error / budget if budget > 0 else (0.0 if error == 0 else math.inf)
             for error, budget in ((self.error, self.budget), (self.largest, self.largest_budget))
@@ -68,10 +68,10 @@ class Pairs:
 
     @staticmethod
     def of(batch: int, heads: int, rows: int) -> Pairs:
-        """All pairs up to `MAX_PAIRS`; beyond that the first and last batch and head.
+        """All pairs if there are at most `MAX_PAIRS`, otherwise the first and last batch and head.
 
-        A wrong stride has the largest effect on the last ones. Calls with one query keep all heads,
-        since kernels process them together.
+        A wrong stride has the largest effect on the last ones. In calls with one query all heads
+        are checked, because kernels process them together.
         """
         if batch * heads <= MAX_PAIRS:
             return Pairs(list(range(batch)), list(range(heads)))
@@ -122,7 +122,7 @@ def rows_to_check(length: int, seed: int = 0) -> list[range]:
 def by_definition(
     case: Case, inputs: Inputs, ranges: list[range], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The outputs of these rows, (B, H, R, D), and the gradients if dO is 0 elsewhere."""
+    """The output of these R rows, (B, H, R, D), and the gradients for dO = 0 in all other rows."""
     q, k, v, do = (x.detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     leaves = inputs.leaves()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -217,7 +217,7 @@ class Reference:
         return Reference(case, inputs, ranges, pairs, exact, plain)
 
     def check(self, backend: str | None, gradients: bool) -> Check:
-        """Compares `attnzoo.attention` through this backend, with gradients or without."""
+        """Compares `attnzoo.attention` on this backend with the reference."""
         inputs = self.inputs if gradients else self.inputs.detached()
         attend = self.case.attend(inputs.params, backend, **inputs.options)
         found = by_call(attend, inputs, self.ranges, self.pairs)

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.harness.cases import Setting
 
-# Tokens per head. With 16 heads, B·H·N is 2^20 at any length.
+# B·N at every length, unless B is given. With 16 heads, B·H·N is 2^20.
 TOKENS = 2**16
-# FLOP of a backward pass divided by those of a forward pass: five matrix products versus two.
+# FLOP of the backward pass, with five matrix products, divided by the forward pass, with two.
 BACKWARD = 2.5
 MASKS = ("causal", "full")
 INPUTS = ("iid", "block-sparse")

@@ -1,6 +1,7 @@
 """Peak memory of one call on a CPU, without its inputs, measured in a fresh process.
 
-After other calls, an allocator has free memory that the next call would reuse unnoticed.
+In a process that ran other calls, the call would reuse memory that the allocator holds, and that
+memory would not be counted.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             (implementation,) = (e for e in found if e.name == request["baseline"])
         return call(implementation.make(), implementation.inputs, direction)
 
-    # A small call first, so that memory of libraries and threads is not counted.
+    # The small call allocates the memory of libraries and threads, which should not be counted.
     prepare(replace(setting, length=min(64, setting.length)))()
     print(peak_beyond(prepare(setting)))
     return 0
@@ -98,8 +99,8 @@ def peak_beyond(attend) -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         attend()
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
-    # Resets the peak. It starts from the parent's, and making the inputs took more memory than they
-    # hold now; both would hide a part of the call's memory.
+    # Making the inputs took more memory than they hold now. Without a reset, that peak would hide a
+    # part of the call's memory.
     _trim()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -108,7 +109,7 @@ def peak_beyond(attend) -> int:
 
 
 def _trim() -> None:
-    """Returns freed memory to the system, so that the call cannot reuse it unnoticed."""
+    """Returns freed memory to the system, so that the call cannot reuse it uncounted."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

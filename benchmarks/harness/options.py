@@ -40,7 +40,7 @@ def positive(kind: type):
 
 
 def subset_of(names: Sequence[str]):
-    """The type of an argument that lists some of these names; the empty text means none."""
+    """The type of an argument that lists some of these names; the empty string lists none."""
 
     def convert(text: str) -> list[str]:
         chosen = text.split(",")
@@ -105,7 +105,7 @@ def command(
     """The function that runs a suite's command and returns its exit status.
 
     prepare: checks the options and returns the cases. measure: adds rows to the report. conclude:
-    the final notes, from all rows.
+    returns the report's last notes, from all rows.
     """
 
     def run(args: argparse.Namespace) -> int:

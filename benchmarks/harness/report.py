@@ -43,7 +43,7 @@ class Row:
         kind: "variant", "state" (one token through a linear variant's state, not checked) or
             "baseline" (code outside attnzoo).
         check: the comparison with fp64, for variants.
-        error: rms error of the output relative to its rms, for baselines.
+        error: for baselines, the rms error of the output divided by the rms of the output in fp64.
         ratios: the time divided by that of another implementation in the same rounds, by name.
         peak_bytes: peak memory without the inputs. For "backward" it includes the forward pass.
         note: why something was not measured.
@@ -143,7 +143,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def finish(self) -> int:
-        """The exit status: 1 if a result was wrong, 2 if nothing could be measured."""
+        """Writes the files and returns the exit status: 1 for wrong results, 2 for no results."""
         self.write()
         for text in self.left_out:
             print(f"left out: {text}", file=sys.stderr)
@@ -194,7 +194,7 @@ def cells(row: Row, columns: Sequence[str]) -> list[str]:
     }
     found |= {FIGURES[n][0]: FIGURES[n][1].format(x) for n, x in row.figures.items()}
     found |= {f"time / {name}": f"{x.median:.2f}" for name, x in row.ratios.items()}
-    # Ratios to other implementations of the same variant have no column.
+    # Ratios to other implementations of the same variant have no column and go into the note.
     own = [f"{x} = {found[x]}" for x in found if x.startswith("time / ") and x not in columns]
     found["note"] = "; ".join(filter(None, (row.note, *own)))
     return [found.get(column, "") for column in columns]
@@ -209,7 +209,7 @@ def quartiles(spread: Spread) -> str:
 
 
 def line(columns: Sequence[str], texts: Sequence[str]) -> str:
-    """A line of the console's table. Its widths are fixed, since rows are printed one by one."""
+    """A line of the console's table. Widths are fixed, since rows are printed one by one."""
     left = [i for i, column in enumerate(columns) if column in LEFT]
     return aligned(texts, [WIDTHS.get(name, max(6, len(name))) for name in columns], left)
 

@@ -49,7 +49,7 @@ def interleave(
 
     Args:
         repeats: the minimum number of rounds, unless max_seconds is exceeded.
-        min_seconds: rounds continue until they took this long in total; short calls need it.
+        min_seconds: rounds continue until they took this long in total.
         max_seconds: no further round starts after this time, except the first `MIN_ROUNDS`.
         warmup: rounds that are not timed.
     """
@@ -100,7 +100,7 @@ class CudaEvents:
 
     Each call is preceded by ``flushes`` writes to a large buffer. While they run, the host queues
     the call, so that short kernels are not timed together with their launch. The writes also flush
-    the cache, so that every call starts with a cold one.
+    the cache, so that every call starts with a cold cache.
     """
 
     def __init__(

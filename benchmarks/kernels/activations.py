@@ -13,7 +13,7 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, complete, load_plugin
 
-# For variants whose example parameters depend on the number of keys.
+# Number of keys for which example parameters are made.
 LENGTH = 1024
 
 
@@ -44,7 +44,7 @@ class VariantForm(NamedTuple):
 def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
     """The forms with a Triton activation, once with default parameters and once with tensors.
 
-    With tensors for parameters, a form has per-query vectors, such as a shape.
+    Parameters given as tensors become per-query vectors of the form, such as its shape.
     """
     found = []
     x = torch.empty(1, 1, 1, 1)
@@ -90,7 +90,7 @@ def activations() -> dict[str, VariantForm]:
 
 
 def kinds() -> dict[str, str]:
-    """The name of one activation for each normalization; see `VariantForm.kind`."""
+    """The name of one activation for each `VariantForm.kind`."""
     found: dict[str, str] = {}
     for name, source in activations().items():
         found.setdefault(source.kind, name)

@@ -39,7 +39,7 @@ from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 from commandline.variants import load_plugin
 
-# The kernels that contain an activation.
+# The kernels that are compiled for the activations of a plugin.
 OF_ACTIVATIONS = ("forward", "dq", "dkdv", "decode")
 # Names in the machine code: wgmma on Hopper, tcgen05 on Blackwell, mma elsewhere.
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")

@@ -1,4 +1,4 @@
-"""The launch of the kernel that a specialization describes, on meta tensors."""
+"""Makes the kernel launch of a specialization, on meta tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.kernels.specializations import BARE, DTYPES, EXTRAS, Specializat
 # The second-order Taylor series has 153 features at D = 16, padded to a multiple of 8.
 FEATURES = 160
 KEYS = 4096  # number of keys in decode calls
-PROCESSORS = 132
+PROCESSORS = 132  # multiprocessors of an H200
 
 
 class Described(NamedTuple):
-    """Arguments of the launch functions."""
+    """Arguments that several launch functions share."""
 
     layout: Any
     form: Any
@@ -124,7 +124,7 @@ def describe_linear(spec: Specialization) -> Any:
 def few_queries(spec: Specialization) -> int:
     """Number of queries in a decode call with eight query heads per key head.
 
-    The extras and dtypes cover tiles of 16 rows, of 32 rows, and of the largest number of rows.
+    It differs between extras and dtypes, so that tiles of 16, 32 and 64 rows are compiled.
     """
     queries = {"": 1, "keys": 1, "heads": 1, "window": 4}
     return queries.get(spec.extra, 4 if spec.dtype == "fp32" else 8)

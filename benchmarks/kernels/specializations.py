@@ -19,7 +19,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
 # Calls without causality, without a per-query gain, or without both.
 BARE = ("full", "no gain", "full no gain")
-# Launches of `decode` that depend on no activation or on no head dimension.
+# Launches of `decode` that are compiled once for all activations or for all head dimensions.
 STAGES = ("decode statistics", "decode solver", "decode merge")
 
 
@@ -62,17 +62,17 @@ class Group(NamedTuple):
     archs: tuple[str, ...] = ARCHITECTURES
 
 
-BOTH = ("forward", "dq", "dkdv")
-FLASH = (*BOTH, "stats", "threshold")
+PASSES = ("forward", "dq", "dkdv")
+FLASH = (*PASSES, "stats", "threshold")
 POWERS = (64, 128, 256)  # other head dimensions are padded to a power of two
-DECODED = (96, *POWERS)
-FEW = ("", "keys", "heads", "window")
+DECODE_DIMS = (96, *POWERS)
+DECODE_EXTRAS = ("", "keys", "heads", "window")
 GROUPS = (
     Group(FLASH, "online none threshold family", "bf16", POWERS),
-    Group(BOTH, "online none threshold", "bf16", (96,)),
+    Group(PASSES, "online none threshold", "bf16", (96,)),
     Group(("forward", "dq"), "online none", "bf16", (48, 192)),
     Group(FLASH, "online threshold", "fp32", POWERS),
-    # "sum" differs from "online" only by a running maximum of φ, which only fp16 needs.
+    # "sum" is compiled only for fp16, the only dtype for which it needs a running maximum of φ.
     Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),
@@ -80,22 +80,24 @@ GROUPS = (
     Group(FLASH, "online", "fp32", (128, 256), ("all",)),
     Group(FLASH, "online", "bf16", POWERS, ("all unaligned",)),
     Group(FLASH, "online", "fp32", (256,), ("all unaligned",)),
-    Group(BOTH, "online", "bf16", QUICK_DIMS, BARE),
+    Group(PASSES, "online", "bf16", QUICK_DIMS, BARE),
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(BOTH, "online", "bf16", POWERS, ("segments",)),
-    Group(BOTH, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
+    Group(PASSES, "online", "bf16", POWERS, ("segments",)),
+    Group(PASSES, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
     # The extras and dtypes give each possible number of rows in a tile; see `few_queries`.
-    Group(("decode",), "online", "bf16 fp32", DECODED, (*FEW, "all", "all unaligned")),
-    Group(("decode",), "none", "bf16 fp32", DECODED),
-    Group(("decode",), "threshold", "bf16 fp32", DECODED, ("all",)),
-    Group(("decode",), "sum", "fp16", DECODED),
+    Group(
+        ("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all", "all unaligned")
+    ),
+    Group(("decode",), "none", "bf16 fp32", DECODE_DIMS),
+    Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("all",)),
+    Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(("decode products",), "threshold", "bf16 fp32", DECODED, FEW),
-    Group(("decode products",), "online", "bf16 fp32", DECODED, ("all",)),
+    Group(("decode products",), "threshold", "bf16 fp32", DECODE_DIMS, DECODE_EXTRAS),
+    Group(("decode products",), "online", "bf16 fp32", DECODE_DIMS, ("all",)),
     Group(("decode statistics",), "online", "fp32", (64,)),
     Group(("decode solver",), "threshold", "fp32", (64,)),
     Group(("decode solver",), "family", "fp32", (64,), ("all",)),
-    Group(("decode merge",), "online", "fp32", DECODED, ("", "all")),
+    Group(("decode merge",), "online", "fp32", DECODE_DIMS, ("", "all")),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16 fp32", (64,)),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16", (128,)),
 )

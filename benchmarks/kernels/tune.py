@@ -1,10 +1,10 @@
 """Try block sizes, numbers of warps and numbers of stages for one kernel.
 
-Compiles the kernel with each combination and prints those without register spills and within
-shared memory, as entries for the table in attnzoo/backends/triton/common/configurations.py. On a
+Compiles the kernel with each combination. Prints those that spill no registers and fit into shared
+memory, as entries for the table in attnzoo/backends/triton/common/configurations.py. On a
 GPU it also times the whole forward or backward pass with each configuration and with the current
-one in the same rounds, fastest first. Configurations whose result differs from the current one are
-reported and not ranked. Without a GPU, the largest tiles come first.
+one in the same rounds, fastest first. Configurations with a different result are reported and not
+ranked. Without a GPU, the largest tiles come first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOLERANCE = 2e-2
 
 
 class Tile(NamedTuple):
-    """A configuration to try, and the matching tile of a threshold's map of blocks."""
+    """A configuration to try and, for threshold variants, the tile of the block map."""
 
     config: Any  # attnzoo.backends.triton.common.configurations.Config
     map: tuple[int, int] | None
@@ -258,7 +258,7 @@ def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tupl
 
 
 def form_of(spec: Specialization) -> VariantForm:
-    """A variant that runs the kernel: by its activation or, for "stats", by its gain."""
+    """A form that runs the kernel: with its activation or, for "stats", with its kind of gain."""
     if spec.kernel != "stats":
         return activations()[spec.activation]
     every = variant_forms(attnzoo.list_variants())

@@ -1,7 +1,7 @@
 """Check `attnzoo.attention` against fp64, then measure time and memory.
 
-Columns: the error that uses the largest share of its budget, with that share; the median time and
-its quartiles; TFLOP/s by the usual count (4·B·H·N²·D forward, 2.5 times that backward, half if
+Columns: the error closest to its budget, with its share of the budget; the median time and its
+quartiles; TFLOP/s by the usual count (4·B·H·N²·D forward, 2.5 times that backward, half of both if
 causal); the time divided by that of each softmax baseline in the same rounds (below 1 is faster);
 and the peak memory without the inputs. Directions: forward, backward (gradients only) and both
 (output and gradients).
@@ -74,10 +74,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--baselines", type=subset_of(NAMES), metavar="NAME,…",
         help=f"Compare with some of {','.join(NAMES)}, or '' for none {default('baselines')}",
     )  # fmt: skip
-    add("--check-only", action="store_true", help="Skip time and memory")
+    add("--check-only", action="store_true", help="Check results only")
     add("--time", action=yes_no, default=True, help="Measure time (default)")
     add("--memory", action=yes_no, default=True,
-        help="Measure memory (default), on a CPU in a fresh process for each row")  # fmt: skip
+        help="Measure memory (default), on a CPU in a new process for each table row")  # fmt: skip
     parser.set_defaults(run=command(prepare, measure))
 
 

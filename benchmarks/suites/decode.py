@@ -1,11 +1,11 @@
 """Check and time decoding: one query per head against N keys.
 
-Pairwise variants read all keys and values once. On a GPU the table shows their bytes per second,
-divided by the rate of a large copy (bytes read and written); reading alone may be faster than a
-copy. The cache is flushed before each call. Linear variants read a state whose size does not depend
-on N: one token through `attnzoo.linear_attention`. Results of pairwise variants are compared with
-fp64 first. For that check the first, a middle and the last key get large weights, so that a missing
-key shows.
+Pairwise variants read all keys and values once. On a GPU the table shows the bytes read per second,
+divided by the bytes per second that a large copy reads and writes; reading alone may be faster than
+a copy. The cache is flushed before each call. Linear variants process one token with
+`attnzoo.linear_attention` and a state whose size does not depend on N. Before timing, results of
+pairwise variants are compared with fp64. In this check the first, the middle and the last key get
+large weights, so that the check detects a missing key.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**32}
-# Buffer writes before each timed call, about 2.5 ms on an H200. The host needs up to 1 ms per call.
+# Number of buffer writes before each timed call. They take about 2.5 ms on an H200, and the host
+# queues the call in at most 1 ms.
 FLUSHES = 8
-# Most tokens in the state of a linear variant. The state's size does not depend on it.
+# A state is made from at most this many tokens. Its size does not depend on their number.
 STATE_TOKENS = 64
 
 
@@ -78,7 +79,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
         raise UsageError(
             f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}"
         )
-    return cases_of(args, max(args.lengths) + 1)  # a state has N tokens before the next one
+    return cases_of(args, max(args.lengths) + 1)  # N tokens in the state, and the next one
 
 
 def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
@@ -137,9 +138,9 @@ def implementations(
 
 
 def add_heavy_keys(q: Tensor, k: Tensor) -> None:
-    """Gives three keys about the same total weight as all others, for the first head of a group.
+    """Gives three keys about half of the total weight, for the first query head of each group.
 
-    Among thousands of keys with equal weights, a missing key would not exceed the error budget.
+    Without them, the error from one missing key among thousands would be within the budget.
     """
     first, length = q[:, :: q.shape[1] // k.shape[1], 0].float(), k.shape[2]
     along = first / first.square().sum(-1, keepdim=True) * q.shape[-1] ** 0.5
@@ -148,7 +149,7 @@ def add_heavy_keys(q: Tensor, k: Tensor) -> None:
 
 
 def next_token(case: Case, feature_dim: int, setting: Setting) -> Attend:
-    """A call on one token, with a state that counts ``setting.length`` tokens."""
+    """A call on one token, with a state whose token count is set to ``setting.length``."""
     tokens = min(setting.length, STATE_TOKENS)
     key_dim = case.key_dim(setting.head_dim, feature_dim)
     i = Inputs.make(replace(setting, length=tokens, queries=tokens, key_dim=key_dim), case)

@@ -1,9 +1,9 @@
-"""Measure attention, decoding and linear forms on a GPU within a time budget, then run its tests.
+"""Measure attention, decoding and linear forms on a GPU within a time budget, then run GPU tests.
 
 Writes a JSON file and a Markdown file, named after the device, the date and the commit. Commit them
-to benchmarks/results; the published table of kernels is made from them. Both files are rewritten
-after each group of calls. After three quarters of the budget no group is started, and groups left
-out are listed; the last quarter is for the tests that require a GPU.
+to benchmarks/results: `make tables` makes the published table of kernels from them. Both files are
+rewritten after each group of calls. After three quarters of the budget no further group starts, and
+the groups left out are listed. The last quarter is for the tests that require a GPU.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ PLAN = (
     "decode --lengths 16384,262144 --batches 1,32",
 )
 SUITES: dict[str, Any] = {"attention": attention, "decode": decode, "linear": linear}
-TESTS = 0.25  # of the budget
+TESTS = 0.25  # share of the budget
 DEVICE = "cuda"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "gpu", help="Measure the tables of a GPU and run its tests", description=__doc__
+        "gpu", help="Measure all suites on a GPU and run its tests", description=__doc__
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="Write the files to DIR")
     add("--budget", type=positive(float), default=480.0, metavar="SECONDS",
-        help="Start nothing new after SECONDS (default: 480)")  # fmt: skip
+        help="Use about SECONDS, a quarter of them for the tests (default: 480)")  # fmt: skip
     add("--skip-tests", action="store_true", help="Skip the tests that require a GPU")
     add("--variants", metavar="a,b(x=1)",
         help="Measure these variants in attention and decode (default: all)")  # fmt: skip
     add_plugin(parser)
-    add("--commit", help="Record this commit; for a copy of the repository without .git")
+    add("--commit", help="Record this commit (needed in a copy without .git)")
     parser.set_defaults(run=run, json=None, markdown=None)
 
 
@@ -109,7 +109,7 @@ def parsed(line: str, args: argparse.Namespace) -> tuple[Any, argparse.Namespace
 
 
 def stem(where: dict[str, Any]) -> str:
-    """The name of the files, as h200-2026-01-31-0123456789ab."""
+    """The name of the files without suffix, such as h200-2026-01-31-0123456789ab."""
     device = (where["device"] or platform.machine()).lower().removeprefix("nvidia ")
     parts = (re.sub(r"[^a-z0-9]+", "-", device).strip("-"), where["date"], where["commit"])
     return "-".join(part for part in parts if part)

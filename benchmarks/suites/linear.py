@@ -2,8 +2,8 @@
 
 All calls are causal. Variants whose number of features grows faster than the dimension, such as
 taylor, use queries and keys of `--feature-dim`, as in the Based paper; values have the head
-dimension. The last lines tell from which length on each linear form is faster than softmax and than
-its pairwise form.
+dimension. The last lines give the length from which each linear form is faster than softmax, and
+the length from which it is faster than its pairwise form.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.harness.report import Report, Row
 from commandline.errors import UsageError
 
 BASELINE = "sdpa"
-PAIRWISE = ", pairwise"  # after a variant's name
+PAIRWISE = ", pairwise"  # appended to a variant's name
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "lengths": [1024, 2048, 4096, 8192, 16384], "dtype": "float32", "heads": 8, "batch": 1,
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Backends for pairwise forms. Variants without a pairwise form run on `tiled`.
 PAIRWISE_BACKENDS = {"cpu": "tiled", "cuda": "flash"}
-# Tokens per head at every length, on a GPU.
+# B·N at every length, on a GPU.
 TOKENS = 2**17
 
 
@@ -69,14 +69,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:
-    """The cases of ``--variants``, which must have linear forms, or all variants with one."""
+    """The cases in ``--variants``, or by default all registered variants with a linear form."""
     apply_defaults(args, DEFAULTS)
     if not args.direction:
         raise UsageError(f"--direction must list some of {', '.join(DIRECTIONS)}, got ''")
     cases = cases_of(args, max(args.lengths))
     for case in cases:
         if args.variants and case.linear is None:
-            raise UsageError(f"--variants must have linear forms, got {case.spec}")
+            raise UsageError(f"--variants must list variants with a linear form, got {case.spec}")
     return [case for case in cases if case.linear is not None]
 
 
@@ -132,7 +132,7 @@ def in_fla_layout(inputs: Inputs) -> Inputs:
 
 
 def crossovers(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
-    """For each linear form, the length from which on it was faster at all measured lengths."""
+    """Sentences with the length from which each linear form was faster at all measured lengths."""
     of = {(row.direction, row.name, row.setting.length): row for row in rows}
     for direction, variant in product(DIRECTIONS, (case.spec for case in cases)):
         for other in (BASELINE, variant + PAIRWISE):
@@ -143,7 +143,7 @@ def crossovers(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
             faster: list[int] = []
             for n in both:
                 share = of[direction, variant, n].ratios.get(other)
-                # A length that was not timed ends the range.
+                # A length that was not timed counts as slower.
                 faster = [*faster, n] if share is not None and share.median < 1 else []
             if both:
                 found = f"not faster than {other} at N = {both[-1]}, the longest measured"

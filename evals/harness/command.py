@@ -33,8 +33,8 @@ Show = Callable[[list[Row], Path, str, bool], None]
 class Studies:
     """The studies of several tasks, executed by one pool of workers.
 
-    Each task has its own folder of rows and models in ``out``. The results of runs become rows
-    there and go to the loggers.
+    The result rows and models of a task are stored in ``out``/<task>. The loggers get every result
+    too.
     """
 
     def __init__(self, studies: Sequence[Study], options: Options, out: Path) -> None:
@@ -141,7 +141,7 @@ class Studies:
         ]
 
     def other_rows(self) -> list[Row]:
-        """The rows of these tasks that were made with other options."""
+        """The stored rows of these tasks that other options produced."""
         mine = {row["key"] for row in self.rows()}
         folders = self.folders.values()
         return [row for at in folders for row in at.by_key.values() if row["key"] not in mine]
@@ -214,6 +214,6 @@ def run_tasks(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, 
         note = NOTES[shared.preset]
         if others:
             note += f" The folder also has {len(others)} results made with other options."
-        show([*others, *rows], out, note, shared.verbose)  # of several versions the last is shown
+        show([*others, *rows], out, note, shared.verbose)  # the last version is shown
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

@@ -26,7 +26,7 @@ MOST_TOKENS = 2048  # the longest timed sequence; longer ones are extrapolated
 
 
 class Timed(NamedTuple):
-    """Seconds of a training step, and (a, b) of a test sequence, by substituted variant."""
+    """Seconds per training step; (a, b) of a test sequence by substitute (None: no substitute)."""
 
     step: float
     tests: dict[VariantCall | None, tuple[float, float]]
@@ -44,7 +44,7 @@ class Timed(NamedTuple):
 
 
 def kind(run: Run) -> tuple[object, ...]:
-    """What the time of a run depends on; equal for tasks that differ only in their data."""
+    """Everything that the time of a run depends on; equal for tasks that differ only in data."""
     task = TASKS[run.task]
     sizes = tuple(task.tokens(n) for n in (run.settings.train_longest, *run.tests))
     substitutes = tuple(
@@ -99,7 +99,7 @@ def _test(
 
 
 def _line_and_square(n: int, first: float, m: int, last: float) -> tuple[float, float]:
-    """a, b >= 0 with a·n + b·n² = first and a·m + b·m² = last, if such exist."""
+    """Fit a·n + b·n² seconds to two timings. A negative coefficient is replaced by 0."""
     if m <= n:
         return first / n, 0.0
     b = max(0.0, (last / m - first / n) / (m - n))
@@ -108,7 +108,7 @@ def _line_and_square(n: int, first: float, m: int, last: float) -> tuple[float, 
 
 
 def _seconds(work: Callable[[], None], device: str) -> float:
-    """Seconds of the second call, in CPU time or on the GPU; the first call also allocates."""
+    """Time the second call, because the first also allocates: CPU time, or wall time on a GPU."""
     on_cpu = device == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     work()
@@ -131,7 +131,7 @@ def _timed_if_it_fits(run: Run, device: str) -> Timed | None:
 
 
 def show(runs: Sequence[Run], device: str, workers: int, verbose: bool) -> None:
-    """Print the estimated time of each task, with ``verbose`` of each run, and of all together."""
+    """Print the estimated time of each task and in total; with ``verbose``, also of each run."""
     known: dict[tuple[object, ...], Timed | None] = {}
     device = "cuda:0" if device == "cuda" else device
     seconds: dict[str, list[float]] = {}

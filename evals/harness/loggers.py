@@ -15,7 +15,7 @@ from evals.harness.options import LoggerName
 
 
 class Logger(Protocol):
-    """Logs numbers until it is closed."""
+    """Logs scalars."""
 
     def scalar(self, run: str, name: str, value: float, step: int) -> None: ...
 
@@ -46,7 +46,7 @@ class TensorBoard:
 class Wandb:
     """Logs each run to the wandb project attnzoo-evals, with its files below ``out``.
 
-    Metrics have their own axis, the length, because wandb's step must not decrease.
+    Metrics use the eval length as their axis, because wandb's own step must not decrease.
     """
 
     def __init__(self, out: Path) -> None:
@@ -93,5 +93,5 @@ def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
 
 
 def _file_name(run: str) -> str:
-    """A run's name with the characters replaced that file systems do not accept."""
+    """A run's name as a path: characters that file systems may not accept become underscores."""
     return "".join(letter if letter.isalnum() or letter in "/_-.=," else "_" for letter in run)

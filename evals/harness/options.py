@@ -1,7 +1,7 @@
 """The options of an eval, from a TOML file and the command line; the command line wins.
 
-`Options` describes both: each field has a type, bounds, a help text, and a function that reads it
-on the command line.
+`Options` describes both: each field has a type, bounds, a help text, and a function that parses
+its text on the command line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LoggerName = Literal["tensorboard", "wandb"]
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Read NAME=VALUE; the value is read as TOML, or is text."""
+    """Parse NAME=VALUE. VALUE is parsed as TOML, and kept as text if it is not valid TOML."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
@@ -40,7 +40,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _shard(text: str) -> Shard:
-    """Read I/N; "env" takes both numbers from the variables of torchrun or a SLURM array."""
+    """Parse I/N. "env" reads both numbers from the environment of torchrun or a SLURM array."""
     local_rank = None
     if text == "env":
         local_rank = os.environ.get("LOCAL_RANK")
@@ -53,7 +53,7 @@ def _shard(text: str) -> Shard:
 
 
 def _shard_from_environment() -> str:
-    """I/N of this process. SLURM array indices may start above 0 and have a step."""
+    """Read I/N from torchrun or SLURM. SLURM indices may start above 0 and have a step."""
     found = os.environ
     if "RANK" in found and "WORLD_SIZE" in found:
         return f"{found['RANK']}/{found['WORLD_SIZE']}"
@@ -75,13 +75,13 @@ def _checked_shard(value: object) -> Shard:
 
 @dataclass(frozen=True)
 class Read:
-    """The function that reads a value on the command line."""
+    """The function that parses an option's text on the command line."""
 
     function: Callable[[str], Any]
 
 
 Count = Annotated[int | None, Field(ge=1, le=MAX_SETTING), Read(int)]
-Words = Annotated[Sequence[str] | None, Field(min_length=1), Read(split_list)]
+Names = Annotated[Sequence[str] | None, Field(min_length=1), Read(split_list)]
 Length = Annotated[int, Field(ge=2, le=MAX_LENGTH)]
 
 
@@ -97,11 +97,11 @@ class Options(BaseModel):
     preset: PresetName = Field(
         "quick", description="Choose variants, lengths and model size (default: quick)"
     )
-    variants: Words = Field(
+    variants: Names = Field(
         None, title="a,b(x=1),a->b",
         description="Train and evaluate these; a->b trains a and substitutes b at inference",
     )  # fmt: skip
-    positions: Words = Field(
+    positions: Names = Field(
         None, title="none,rope,…", description="Combine each variant with these position encodings"
     )
     seeds: Count = Field(None, title="N", description="Train with the seeds 0 to N - 1")
@@ -112,7 +112,7 @@ class Options(BaseModel):
     steps: Count = Field(None, title="N", description="Train for N steps")
     settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
         {}, title="NAME=VALUE",
-        description="Change a setting of the task (repeatable); an unknown NAME lists them",
+        description="Change a setting of the task (repeatable); an unknown NAME lists all settings",
     )  # fmt: skip
     plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
     workers: Annotated[int | None, Read(int)] = Field(
@@ -121,7 +121,7 @@ class Options(BaseModel):
     )  # fmt: skip
     shard: Annotated[Shard, BeforeValidator(_checked_shard), Read(_shard)] = Field(
         WHOLE, title="I/N",
-        description="Run part I of N, from 0 on; env takes both from torchrun or a SLURM array",
+        description="Run part I of N (I from 0); env reads I and N from torchrun or a SLURM array",
     )  # fmt: skip
     out: Annotated[Path | None, Read(Path)] = Field(
         None, title="DIR", strict=False,
@@ -132,24 +132,24 @@ class Options(BaseModel):
     )
     log: Annotated[Sequence[LoggerName], Read(split_list)] = Field(
         (), title="NAME,…",
-        description=f"Send losses and metrics to {', '.join(get_args(LoggerName))} too",
+        description=f"Also log losses and metrics to {', '.join(get_args(LoggerName))}",
     )  # fmt: skip
     retry_failed: bool = Field(False, description="Repeat runs that ended in NaN or out of memory")
     verbose: bool = Field(
-        False, description="Print settings, all tables, times, keys and file names too"
+        False, description="Also print settings, all tables, times, keys and file names"
     )
     dry_run: bool = Field(False, description="Estimate the time of the runs, and run nothing")
 
 
-# The options that are allowed in the file's table of a single task.
+# The options that are allowed in a task's table of the TOML file.
 TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "settings")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser. The parsed namespace has only the options that were given."""
     parser.argument_default = argparse.SUPPRESS
-    words = "Read options from a TOML file; options of the command line replace them"
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=words)
+    text = "Read options from a TOML file; options of the command line replace them"
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=text)
     add_plugin(parser, " or tasks")
     for name, field in Options.model_fields.items():
         flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
@@ -168,7 +168,7 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
     """The options of each named task, from the file and the command line; the command line wins.
 
     In the file, a table named after a task has options for that task only. With several tasks, a
-    setting or position encoding applies to the tasks that have it.
+    setting applies to the tasks that have it; position encodings apply to tasks that support any.
 
     Raises:
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
@@ -217,7 +217,7 @@ def no_setting(task: str, name: str, known: Collection[str]) -> str:
 
 
 def _without_unknown(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the settings and position encodings that this task does not have."""
+    """Drop settings that this task does not have, and encodings if it supports only "none"."""
     mine = dict(layer)
     if "settings" in mine:
         known = settings_of(task)
@@ -238,7 +238,7 @@ def _with_local_rank(options: Options) -> Options:
 
 
 def plugin_of_file(path: Path | None) -> Path | None:
-    """The plugin named by a TOML file. `gather` reports a file or value that is wrong."""
+    """The plugin named by a TOML file, if any. `gather` reports errors in the file."""
     try:
         found = None if path is None else _parsed(path).get("plugin")
     except UsageError:

@@ -1,9 +1,10 @@
-"""Executes runs on worker processes, or in this one.
+"""Executes runs on worker processes, or in this process.
 
-Each worker is spawned with one torch thread and sends its rows after each length. Only the parent
-writes result files. If a worker dies, its pipe closes and the parent repeats its run. If SIGKILL
-ends it a second time at the same length, the system was probably out of memory: the rows of this
-length get the status "oom" (all rows if it died in training). Any other exit code fails the run.
+Each worker is spawned with one torch thread and sends its results after each eval length. Only the
+parent writes result files. If a worker dies, its pipe closes and the parent repeats its run. If
+SIGKILL ends it a second time at the same length, the system was probably out of memory: the rows
+of this length get the status "oom" (all rows if it died in training). Any other exit code fails
+the run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _failure(run: Run, text: str) -> Failure:
 
 
 def _work_loop(pipe: Connection, context: Context) -> None:
-    """A worker: execute runs from the pipe until None arrives or the parent has exited."""
+    """The main function of a worker: execute runs from the pipe until None or the parent's exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         with lean_arithmetic():
@@ -53,7 +54,7 @@ def _work_loop(pipe: Connection, context: Context) -> None:
                     status = execute(run, context, pipe.send)
                 except (BrokenPipeError, EOFError):
                     raise
-                except NotWritten as error:  # the next run could not be written either
+                except NotWritten as error:  # writing would fail for the next run too
                     pipe.send(("stopped", str(error)))
                 except Exception:  # one failed run must not end the others
                     pipe.send(("failed", traceback.format_exc()))
@@ -70,7 +71,7 @@ _KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": s
 
 
 class Listener(Protocol):
-    """Takes the results of runs."""
+    """Receives the results and training losses of runs."""
 
     def row(
         self, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
@@ -183,7 +184,7 @@ class Pool:
         self.progress.finish(failure.run, "failed")
 
     def _after_death(self, worker: _Worker) -> list[Run]:
-        """The part of a dead worker's run that is still to be executed."""
+        """Handle a worker's death; returns what is left of its run, or nothing."""
         run, stage = worker.run, worker.stage
         assert run is not None
         worker.process.join()
@@ -236,7 +237,7 @@ def default_workers(device: str) -> int:
 
 
 def worker_devices(device: str, workers: int) -> list[str]:
-    """The device of each worker; "cuda" without an index is spread over the GPUs."""
+    """The device of each worker; for "cuda" without an index, workers take the GPUs in rotation."""
     if device != "cuda":
         return [device] * workers
     return [f"cuda:{i % max(1, torch.cuda.device_count())}" for i in range(workers)]

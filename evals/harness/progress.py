@@ -37,9 +37,8 @@ def counted(count: int, noun: str) -> str:
 class Progress:
     """Shows how many runs are finished.
 
-    In a terminal it draws a bar for all runs and one for each running run. Elsewhere it prints a
-    line for each finished run, and with ``verbose`` a line about the running ones every ``every``
-    seconds.
+    In a terminal it draws a bar for all runs and one for each run in progress. Elsewhere it prints
+    a line for each finished run, and with ``verbose`` also a status line every ``every`` seconds.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Progress:
 
     @property
     def _part(self) -> float:
-        """The summed fractions of the running runs."""
+        """The sum of the finished fractions of the runs in progress."""
         return sum(fraction for fraction, _ in self.running.values())
 
     def _print(self, text: str) -> None:

@@ -26,10 +26,10 @@ from evals.tasks import TASKS
 
 @dataclass(frozen=True)
 class Run:
-    """One training and the rows to evaluate on its model.
+    """One training, and the evaluations of the trained model.
 
-    tests[length] maps the key of a row to the variant that is substituted at inference, or to None
-    for the trained variant.
+    tests[length] maps the key of a result row to the variant that is substituted at inference,
+    or to None for the trained variant.
     """
 
     task: str
@@ -97,7 +97,7 @@ def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dic
 
 
 def _work(run: Run) -> tuple[float, dict[int, float]]:
-    """Estimate the work of the training and of each eval length, in tokens through the model."""
+    """Work of the training and of each eval length, in tokens; a training token counts as 3."""
     task, settings = TASKS[run.task], run.settings
     middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
     training = 3.0 * settings.steps * settings.batch_size(middle) * middle

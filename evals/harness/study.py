@@ -1,7 +1,7 @@
 """A study: the runs of one task, from its variants, position encodings, seeds and settings.
 
-The key of a row is a hash of everything that its scores depend on. So an interrupted study finds
-its rows again, and changed settings never reuse rows of the old ones.
+The key of a row is a hash of everything that its scores depend on. An interrupted study therefore
+finds its rows again, and rows of other settings are never reused.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Study:
         )
 
     def version(self, spec: Spec) -> str:
-        """A hash of the variant behind a name: its default parameters and its plugin's file."""
+        """A hash of the spec's variants: their parameters with defaults, and the plugin's file."""
         return key_of({"train": self._variant(spec.train), "test": self._variant(spec.test)})
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
@@ -124,7 +124,7 @@ class Study:
     def runs(
         self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
     ) -> list[Run]:
-        """The shard's runs that lack rows, with only these rows. ``retry`` repeats failed rows."""
+        """The shard's runs with missing rows, restricted to these. ``retry`` adds failed rows."""
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for row in self.row_specs():
             lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})
@@ -155,7 +155,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     seeds = preset.seeds if options.seeds is None else options.seeds
     settings = _settings(task, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
-    _once("--lengths", asked)
+    _check_unique("--lengths", asked)
     # Results always include the train length.
     lengths = tuple(sorted({settings.train_longest, *asked}))
     positions = preset.positions if options.positions is None else tuple(options.positions)
@@ -164,7 +164,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
             f"--positions of {task.name} must be {either(task.positions)}, "
             f"got {', '.join(positions)}"
         )
-    _once("--positions", positions)
+    _check_unique("--positions", positions)
     for length in (settings.train_shortest, *lengths):
         _check_data(task, length, settings, options.verbose)
     for encoding in positions:
@@ -184,7 +184,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
         Spec(complete(spec.train, longest), complete(spec.test, longest))
         for spec in parse_specs(texts)
     )
-    _once("--variants", list(map(str, specs)))
+    _check_unique("--variants", list(map(str, specs)))
     sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
     left_out = _left_out(specs, positions, sizes)
     return Study(
@@ -193,7 +193,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
 
 
 def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> None:
-    """Draw one sequence; raises UsageError for a length that the task cannot have."""
+    """Draw one sequence; raises UsageError if the task does not support this length."""
     try:
         task.batch(0, "test", length, 0, 1, settings)
     except UsageError:
@@ -282,7 +282,7 @@ def _check_device(device: str) -> None:
             )
 
 
-def _once(name: str, values: Sequence[object]) -> None:
+def _check_unique(name: str, values: Sequence[object]) -> None:
     twice = [value for i, value in enumerate(values) if value in values[:i]]
     if twice:
         raise UsageError(f"{name} must not repeat an entry, got {twice[0]} twice")

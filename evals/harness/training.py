@@ -1,7 +1,7 @@
 """Training and evaluation of every task.
 
-Training uses AdamW with a one-cycle cosine schedule and keeps the last step. Evaluation sums its
-measurements over chunks of sequences.
+Training uses AdamW with a one-cycle cosine schedule. The model after the last step is kept.
+Evaluation averages its measurements over chunks of sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from evals.tasks.draws import lengths
 
 JACOBIANS = 4  # sequences per length whose Jacobians are measured
 CHUNK_ITEMS = 2**15  # keys per chunk of test sequences
-REPORT_EVERY = 25  # steps between two readings of the loss, which wait for the device
+REPORT_EVERY = 25  # steps between two reads of the loss, because a read waits for the device
 
 
 class NotFinite(ArithmeticError):
@@ -52,7 +52,7 @@ def fit(
     """Minimize loss_at(step) over the steps of the schedule.
 
     Raises:
-        NotFinite: the loss, read every few steps, or a parameter is not finite.
+        NotFinite: the loss or a parameter is not finite. The loss is read every few steps.
     """
     groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
     optimizer = torch.optim.AdamW(groups, fused=True)
@@ -90,7 +90,7 @@ def train(
     device: str,
     report: Report,
 ) -> nn.Module:
-    """Train a model. Every variant gets the same initial values and data for a seed."""
+    """Train a model. With the same seed, all variants get the same initial weights and data."""
     torch.manual_seed(seed)
     model = task.build(variant, positions, settings).to(device)
     longest = settings.longest_per_step()
@@ -126,7 +126,7 @@ def evaluate(
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             batch = task.batch(seed, split, length, start, stop, settings).to(device)
-            # The sample is the same for any size of chunks.
+            # The sampled sequences do not depend on the chunk size.
             most = (0, 0) if number else (task.head_sequences, JACOBIANS)
             sample = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
             began = time.process_time()

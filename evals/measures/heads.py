@@ -1,8 +1,8 @@
 """Measurements on each attention head: how sharp its weights are, and the inputs of the laws.
 
-They use the last rows of the score matrix of a call. Each row sees n keys. z = scale · q·k + bias
-are the scores before the gain, w the weights in fp64, and p = |w| / Σ|w|. Each measurement is a
-mean over rows and sequences:
+The last rows of the score matrix of an attention call are measured. Each row sees n keys. The
+scores before the gain are z = scale · q·k + bias, the weights in fp64 are w, and p = |w| / Σ|w|.
+Each measurement is a mean over rows and sequences:
 
     peak        the largest weight
     entropy     H(p) / log n
@@ -32,7 +32,7 @@ from commandline.variants import VariantCall
 from evals.task import HeadSample
 
 ROWS = 4  # measured rows of each sequence: the last ones
-MOST_KEYS = 4096  # the cosine between keys uses at most this many
+MOST_KEYS = 4096  # the cosine between keys uses at most this many, the last ones
 JACOBIAN_KEYS = 256
 _PASSED = ("is_causal", "alibi", "scale")
 
@@ -107,7 +107,7 @@ class Watch:
         self.layers.append(measure(module, q, k, v, options, self.look))
 
     def curves(self) -> dict[str, Tensor]:
-        """The measurements (rows, layers · heads) by name, such as "head_peak"."""
+        """The measurements by name, such as "head_peak": (measured rows, layers · heads)."""
         names = self.layers[0] if self.layers else {}
         return {
             f"head_{name}": torch.cat([layer[name] for layer in self.layers], -1) for name in names
@@ -136,7 +136,7 @@ def measure(
     options: dict[str, Any],
     look: HeadSample,
 ) -> dict[str, Tensor]:
-    """The measurements (rows, H) of one call by name."""
+    """The measurements of one call by name: (measured rows, H); for "jacobian" (sequences, H)."""
     q, k, v = (x[: look.sequences].double() for x in (q[:, :, -ROWS:], k, v[..., :1]))
     own = own_parameters(attention)
     w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **own)

@@ -2,15 +2,14 @@
 
 w (B, n) are the weights of one query per sequence, and p = |w| / Σ|w|:
 
-    hit_rate          whether the largest weight is on the true key: the limit set by the scores
-    oracle_accuracy   whether the class with the largest summed weight is the label: the limit set
-                      by the weights
+    hit_rate          whether the largest weight is on the true key
+    oracle_accuracy   whether the class with the largest summed weight is the label
     max_weight        the weight on the true key
     entropy           H(p) / log n
     n_eff             1 / Σ p²
     weight_sum        Σ w
 
-If all weights of a row are 0, hit_rate, oracle_accuracy, entropy and n_eff are 0.
+If all weights of a query are 0, hit_rate, oracle_accuracy, entropy and n_eff are 0.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from evals.task import BatchResult
 def weight_metrics(
     weights: Tensor, target: Tensor, classes: Tensor, label: Tensor, class_count: int
 ) -> dict[str, Tensor]:
-    """The metrics (B,) by name.
+    """Compute the metrics above: a (B,) tensor for each name.
 
     Args:
         weights: (B, n), of one query per sequence.
@@ -77,7 +76,7 @@ class Tally:
         self.failure: Outcome | None = None
 
     def add(self, work: Callable[[], BatchResult], prefix: str = "") -> None:
-        """Add the results of ``work()``, and record if it runs out of memory."""
+        """Add the results of ``work()``, or record that it ran out of memory."""
         if self.failure is not None:
             return
         began = time.process_time()
@@ -87,10 +86,10 @@ class Tally:
                 total, count = self.metrics.get(prefix + name, (0.0, 0))
                 total += values.double().sum().item()
                 self.metrics[prefix + name] = total, count + values.numel()
-            for name, rows in result.curves.items():
+            for name, values in result.curves.items():
                 total, count = self.curves.get(prefix + name, (0.0, 0))
-                total = total + rows.double().sum(dim=0).cpu()
-                self.curves[prefix + name] = total, count + len(rows)
+                total = total + values.double().sum(dim=0).cpu()
+                self.curves[prefix + name] = total, count + len(values)
         except (MemoryError, RuntimeError) as error:
             self.fail(error)
         self.cpu_seconds += time.process_time() - began
@@ -102,7 +101,7 @@ class Tally:
         self.failure = Outcome("oom", str(error).splitlines()[0] if str(error) else "out of memory")
 
     def outcome(self) -> Outcome:
-        """The means over all batches; a failure if memory ran out or a mean is not finite."""
+        """The means over all batches, or a failure if memory ran out or a mean is not finite."""
         if self.failure is not None or not self.metrics:
             failure = self.failure or Outcome("oom", "nothing was evaluated")
             return Outcome(failure.status, failure.message, cpu_seconds=self.cpu_seconds)

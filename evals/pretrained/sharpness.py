@@ -1,10 +1,10 @@
 """Measure how sharp the attention of a pretrained model stays as its input grows.
 
-Each variant is substituted at inference, without training. For each length and head this measures
-the largest weight, the entropy over log n, and the effective number of keys 1/Σw², as means over
-rows; n is the number of keys that a row sees. For each length it also measures the cosine
-similarity between the outputs of the model with the variant and as it was loaded. A model that was
-converted with attnzoo is measured as it was loaded too.
+Each variant is substituted at inference, without training. For each length and head the command
+measures the largest weight, the entropy divided by log n, and the effective number of keys 1/Σw².
+These are means over queries; n is the number of keys that a query sees. For each length it also
+measures the cosine similarity between the model's outputs with the variant and as loaded. A model
+that was converted with attnzoo before is also measured as loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ METRICS = ("max_weight", "entropy", "n_eff")
 
 @dataclass(frozen=True)
 class Row:
-    """One head at one length: means over the rows that see two keys or more."""
+    """One head at one length: means over the queries that see at least two keys."""
 
     variant: str
     length: int
@@ -131,8 +131,8 @@ def read(name: str, file: Path) -> tuple[Tensor, Any]:
     import transformers
 
     if not file.is_file():
-        raise UsageError(f"--text must be a file, got {file}, which does not exist")
-    # Without these files some models get a tokenizer without a vocabulary, not an error.
+        raise UsageError(f"--text must be a file, got {file}")
+    # Without these files transformers gives some models a tokenizer with no vocabulary, no error.
     kinds = ("tokenizer*", "vocab*", "*.model")
     if Path(name).is_dir() and not any(any(Path(name).glob(kind)) for kind in kinds):
         raise UsageError(
@@ -160,7 +160,7 @@ def usual_lengths(most: int) -> list[int]:
 
 
 def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
-    """Pieces (samples, length) of the text, spread evenly over it; fewer if it is too short."""
+    """Pieces (samples, length) of the text at even distances; fewer if the text is too short."""
     step = max(1, (len(tokens) - length) // max(1, samples - 1)) if samples > 1 else 1
     starts = range(0, len(tokens) - length + 1, step)[:samples]
     return torch.stack([tokens[s : s + length] for s in starts])
@@ -197,7 +197,7 @@ def measured(variant: str, length: int, weights: list[Tensor]) -> Iterator[Row]:
 def table(
     rows: list[Row], similar: dict[tuple[str, int], float], variant: str, lengths: list[int]
 ) -> Iterator[str]:
-    """The lines of a variant's table: means over all heads, by length."""
+    """The lines of a variant's table: one row per length, with means over all heads."""
     yield f"\n{variant}"
     yield (
         f"{'length':>7}  {'largest weight':>14}  {'entropy/log n':>13}  {'effective keys':>14}  "
@@ -236,6 +236,6 @@ def picture(rows: list[Row], length: int) -> bytes:
     figure.colorbar(
         panels[-1].images[0],
         ax=list(panels),
-        label=f"largest weight, mean over rows, length {length}",
+        label=f"largest weight, mean over queries, length {length}",
     )
     return png(figure)

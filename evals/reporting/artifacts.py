@@ -1,5 +1,4 @@
-"""The output of a study beside its rows: summary.csv and figures of each task, tables on the
-console, and one report of all tasks."""
+"""Writes summary.csv and figures for each task and one report of all tasks; prints the tables."""
 
 from __future__ import annotations
 
@@ -17,7 +16,11 @@ from evals.theory import trained_heads as theory
 
 
 def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = False) -> None:
-    """Write and print all output. The report of a single task goes into the folder of the task."""
+    """Write all files and print the tables.
+
+    The report goes into ``out``, or into the folder of the task if there is only one. ``note`` is
+    printed and shown at the top of the report.
+    """
     shown = [_drawn(group) for group in groups(rows)]
     names = list(dict.fromkeys(one.group.task.name for one in shown))
     for name in names:
@@ -36,7 +39,7 @@ def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = Fal
 
 
 def main(folders: Sequence[Path], out: Path | None) -> int:
-    """Write one report of the results in these folders."""
+    """Write a report of the results in these folders to ``out`` (default: in the first folder)."""
     found = groups(read_rows(folders))
     page = out or folders[0] / "report.html"
     note = f"results of {', '.join(map(str, folders))}"

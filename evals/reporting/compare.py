@@ -16,8 +16,10 @@ from evals.task import Metric
 
 @dataclass(frozen=True)
 class Change:
-    """One series at one length in A and B. gain: positive if B is better; None if B has no such
-    result."""
+    """One series at one length in A and B.
+
+    gain: positive if B is better; None if B lacks a seed of A. problem: the reason for None.
+    """
 
     task: str
     series: Series
@@ -29,7 +31,7 @@ class Change:
     problem: str = ""
 
     def fails(self, below: float) -> bool:
-        """Whether the gain, in the units of the metric, is missing or below a bound."""
+        """Whether the gain, in the unit of the tables, is missing or less than ``below``."""
         return self.gain is None or not self.metric.factor * self.gain.mean >= below
 
 
@@ -95,7 +97,7 @@ def table(task: str, found: Sequence[Change]) -> Table:
 
 
 def _conditions(group: Group) -> dict[str, object]:
-    """Settings, data and versions, which may differ between two results of a task."""
+    """Settings, data and versions of a group, by name."""
     conditions: dict[str, object] = dict(group.settings)
     for name in ("data", "device", "torch", "attnzoo"):
         conditions[name] = ", ".join(sorted({str(row[name]) for row in group.rows}))
@@ -116,7 +118,7 @@ def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
 
 
 def _unshared_seeds(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
-    """A line for each task of which B has seeds that A lacks: then A + gain is not B."""
+    """A note for each task where B has seeds that A lacks, so that the gain is not B − A."""
     theirs = {group.task.name: group.points for group in after}
     return [
         f"note: {name} has seeds in B that A lacks: column B includes them, the gains do not"
@@ -135,7 +137,7 @@ def _seeds(point: Point) -> set[int]:
 
 
 def main(a: Path, b: Path, fail_below: float | None = None) -> int:
-    """Print the gains; return 1 if one is missing or below ``fail_below``."""
+    """Print the gains. With ``fail_below``, return 1 if a gain is missing or less than it."""
     if fail_below is not None and not math.isfinite(fail_below):
         raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
     before, after = groups(read_rows([a])), groups(read_rows([b]))

@@ -1,4 +1,4 @@
-"""The score table of a task as it is printed at the end of a run, and all tables for --verbose."""
+"""Prints a task's score table at the end of a study, and with --verbose all its tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evals.theory import trained_heads as theory
 from evals.theory.trained_heads import Heads
 
 EFFECTIVE = "effective length"
-FEW = 5  # failures that are listed without --verbose
+FEW = 5  # without --verbose, at most this many failures are listed
 
 
 def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
@@ -23,7 +23,10 @@ def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
     table = score_table(group)
     print(f"\n{table.text()}")
     if EFFECTIVE in table.header:
-        print(f"{EFFECTIVE}: the longest n with a score above {KEPT:.0%} of that at train length")
+        print(
+            f"{EFFECTIVE}: the longest n up to which the score stays above {KEPT:.0%} of its value "
+            "at train length"
+        )
     if verbose:
         for table in [*score_tables(group)[1:], *theory.tables(group, heads), cost_table(group)]:
             print(f"\n{table.text()}")

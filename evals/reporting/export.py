@@ -1,6 +1,6 @@
-"""The command ``export``: tables of results as CSV, LaTeX or Markdown, figures as PNG, SVG or PDF.
+"""The command ``export``: writes tables of results as CSV, LaTeX or Markdown, and their figures.
 
-A LaTeX table is a bare ``tabular``, so that caption and label stay in the paper. The same result
+A LaTeX table is a ``tabular`` without caption and label, which belong in the paper. The same result
 rows always give the same bytes.
 """
 
@@ -38,7 +38,8 @@ CSV_HEADER = (
 
 
 def csv_tables(tables: Sequence[Scores]) -> str:
-    """One line per task, variant, position encoding, length and metric; numbers as measured."""
+    """One line per task, variant, position encoding, length and metric. Scores are not scaled to
+    percent."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CSV_HEADER)
@@ -102,7 +103,7 @@ def main(given: argparse.Namespace) -> int:
             tables |= {f"{name}-{m.name}": of_group(group, m, given.lengths) for m in metrics}
         if metrics and given.figures:
             heads = fitted(group)
-            for kind in given.figures:  # drawn anew: a second layout of a figure differs slightly
+            for kind in given.figures:  # redrawn, because saving a figure moves its layout slightly
                 for drawing in figures(group, heads, metrics):
                     path = given.out / f"{name}-{drawing.name}.{kind}"
                     files[path] = FIGURES[kind](drawing.figure)
@@ -124,7 +125,7 @@ def _writes_one_file(given: argparse.Namespace) -> bool:
     """Whether --out is one file for all tables.
 
     Raises:
-        UsageError: the arguments do not go together.
+        UsageError: --out does not fit --format and --figures, or one of these is invalid.
     """
     if wrong := [kind for kind in given.figures if kind not in FIGURES]:
         raise UsageError(f"--figures must be among {', '.join(FIGURES)}, got {', '.join(wrong)}")
@@ -164,7 +165,7 @@ def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
 
 
 def _named(found: Sequence[Group]) -> Iterator[tuple[str, Group]]:
-    """Each group with the start of its file names: the task, numbered if it has several groups."""
+    """Each group with the prefix of its file names: the task, numbered if it has several groups."""
     count: dict[str, int] = {}
     for group in found:
         name = re.sub(r"[^\w.-]+", "-", group.task.name)

@@ -1,4 +1,4 @@
-"""Tables of scores in LaTeX: a bare ``tabular`` with the rules of the package booktabs."""
+"""Tables of scores in LaTeX: a ``tabular`` without caption, for the package booktabs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ESCAPES = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#",
     "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "—": "---",
-    "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row these would be arguments of \\
+    "[": "{[}", "]": "{]}", "*": "{*}",  # after \\ LaTeX would read these as its options
 }  # fmt: skip
 
 
@@ -20,7 +20,7 @@ def escape(text: str) -> str:
 
 
 def latex_table(scores: Scores) -> str:
-    """Mean and 95 % interval by variant and length; comments above say what a caption needs."""
+    """A table of mean and 95 % interval by variant and length, below comments for the caption."""
     count = len(scores.lengths)
     comments = [scores.title, *scores.notes(), r"needs \usepackage{booktabs}"]
     body = [

@@ -1,4 +1,4 @@
-"""The command ``laws``: tables of all laws and measurements, laws.csv and laws.png."""
+"""The command ``laws``: prints tables of laws and measurements; writes laws.csv and laws.png."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from evals.theory.laws import (
 
 
 def _fixed_table(law: Law, points: list[Point]) -> Table:
-    """Measurement and law at each Δ."""
+    """One row per n: the measured weight and the law's prediction at each Δ."""
     header = ["n", *(text for gap in GAPS for text in (f"Δ={gap:g}", "law"))]
     rows = []
     for n in dict.fromkeys(point.n for point in points):
@@ -49,12 +49,12 @@ def _fixed_table(law: Law, points: list[Point]) -> Table:
 
 
 def _shrinking_table(law: Law, points: list[Point]) -> Table:
-    """Measurement and law, with the reason if a point is not checked."""
+    """One row per n: measurement, prediction, and the reason if the point is not checked."""
     rows = []
     for point in points:
-        why = "" if point.n >= SHRINKING_FROM else "n is small"
+        why = "" if point.n >= SHRINKING_FROM else f"n < {SHRINKING_FROM}"
         if not law.holds(point.n, KAPPA):
-            why = "no law: support = n"
+            why = "no law: all weights > 0"
         deviation = f"{100 * point.deviation:.2f} %"
         rows.append(
             [str(point.n), f"{point.measured:.6f}", f"{point.predicted:.6f}", deviation, why]
@@ -79,7 +79,7 @@ def _jacobian_table(points: list[Point]) -> Table:
 
 
 def tables(points: list[Point]) -> list[Table]:
-    """A table for each law and gap, and one for all Jacobians."""
+    """A table for each law and kind of gap, and one for all Jacobian norms."""
     found = []
     for make, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking")):
         for name in dict.fromkeys(str(point.law) for point in points):
@@ -92,7 +92,7 @@ def tables(points: list[Point]) -> list[Table]:
 
 
 def csv_text(points: list[Point]) -> str:
-    """laws.csv: a line for each comparison."""
+    """laws.csv: a line for each comparison. held: 1 if its deviation is checked."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     names = ("variant", "gap", "size", "n", "measured", "predicted", "deviation", "tolerance")
@@ -152,7 +152,7 @@ def _print_measured(variant: VariantCall) -> None:
 
 
 def plot(points: list[Point]) -> Figure:
-    """Laws as lines and measurements as marks, for two fixed gaps and the shrinking gap."""
+    """Plot laws as lines and measurements as marks, for two fixed gaps and the shrinking gap."""
     panels = [("fixed", 1.5), ("fixed", 3.0), ("shrinking", KAPPA)]
     titles = ["one key at Δ = 1.5, others at 0", "one key at Δ = 3, others at 0",
               f"keys at κ(j + ½)/n, κ = {KAPPA:g}"]  # fmt: skip
@@ -189,12 +189,12 @@ def plot(points: list[Point]) -> Figure:
 def command(
     out: Path | None = None, plugin: Path | None = None, names: Sequence[str] | None = None
 ) -> int:
-    """Check the laws, those of a plugin too, and measure the variants without a law.
+    """Check the laws, including those of a plugin, and measure the variants without a law.
 
     names: the variants to show; None shows all.
 
     Raises:
-        UsageError: a name is not that of a registered variant.
+        UsageError: a name is not a registered variant.
     """
     laws = (*LAWS, *(() if plugin is None else stated(load_plugin(plugin).module)))
     others = without_law(laws)
@@ -212,7 +212,7 @@ def command(
 def main(
     out: Path | None = None, laws: Sequence[Law] = LAWS, variants: Sequence[VariantCall] = ()
 ) -> int:
-    """Measure, print and, with ``out``, write laws.csv and laws.png; return 1 if a law is broken.
+    """Measure and print; with ``out``, write laws.csv and laws.png. Return 1 if a law is broken.
 
     variants: variants without closed forms, which are measured but not checked.
     """

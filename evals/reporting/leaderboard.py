@@ -11,11 +11,11 @@ from evals.task import Metric
 
 
 class Cell(NamedTuple):
-    """A cell of the leaderboard.
+    """A score in the leaderboard.
 
-    text: the score; span: its interval. value: the number that the column is sorted by, None
-    without a score. percent: how much of the cell is coloured, None if the score is not a
-    percentage.
+    text: the score as shown. span: its 95 % interval as shown. value: the score as a number, for
+    sorting; None if there is none. percent: the width of the coloured bar; None if the score is
+    not a percentage.
     """
 
     point: Point
@@ -26,7 +26,11 @@ class Cell(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One series of the leaderboard, by length, with its effective length as text and number."""
+    """One series of the leaderboard.
+
+    label: the text to sort by. name: the label with † if seeds are untrained. cells: one per
+    length. effective: the effective length as shown.
+    """
 
     label: str
     name: str
@@ -38,8 +42,8 @@ class Line(NamedTuple):
 class Leaderboard(NamedTuple):
     """Series by their score at the longest length, the best first, failed ones last.
 
-    columns: each length, and its relation to the train length. order: the value of ``aria-sort``.
-    has_effective: whether any series has an effective length.
+    columns: pairs such as (256, "4 × train"). order: "descending", or "ascending" if lower is
+    better. has_effective: whether any series has an effective length.
     """
 
     columns: list[tuple[int, str]]
@@ -50,7 +54,7 @@ class Leaderboard(NamedTuple):
 
 
 def leaderboard(group: Group) -> Leaderboard:
-    """The first table of the report: the scores of a group."""
+    """The leaderboard of a group, with the score of its task."""
     score = group.task.score
     scores = of_group(group, score)
     found = {(line.variant, line.encoding): line for line in scores.lines}

@@ -15,7 +15,7 @@ from evals.theory.trained_heads import Heads, head_names
 
 
 class Drawing(NamedTuple):
-    """A figure; name is that of its file without the suffix, kind is "curve", "theory" or "map"."""
+    """A figure. name: its file name without suffix. kind: "curve", "theory" or "map"."""
 
     name: str
     title: str
@@ -43,7 +43,7 @@ def pictures(group: Group, heads: Sequence[Heads]) -> list[Picture]:
 def figures(
     group: Group, heads: Sequence[Heads], metrics: Sequence[Metric] | None = None
 ) -> Iterator[Drawing]:
-    """The curves of these metrics (default: of all), then fitted laws and heat maps."""
+    """The curves of these metrics (default: all metrics), then fitted laws and heat maps."""
     for metric in group.task.metrics if metrics is None else metrics:
         yield Drawing(metric.name, metric.title, "curve", plots.metric_plot(group, metric))
     if (law := theory_plot(group, heads)) is not None:
@@ -52,7 +52,7 @@ def figures(
     over = ", mean over seeds" * (len(group.seeds) > 1)
     maps = (
         ("best_keys", "Mean weight of the closest keys by rank; rank 1 is the true key", True),
-        ("bits_by_position", "Bits per byte along the sequence, in sixteenths of it", False),
+        ("bits_by_position", "Bits per byte for each sixteenth of the sequence", False),
         ("head_peak", "Largest weight of each head, by layer and head", True),
     )
     for curve, title, weights in maps:

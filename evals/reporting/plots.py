@@ -1,7 +1,7 @@
 """Figures of a group: a metric against n, and heat maps of its curves.
 
-The colours are those of Okabe and Ito, which are distinct with the common kinds of colour
-blindness. Markers tell the variants apart without colour, and each line is named at its end.
+Most colours are from the palette of Okabe and Ito, for readers with colour blindness. Markers tell
+the variants apart without colour, and each line is named at its end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def png(figure: Figure, dpi: int = _DPI) -> bytes:
     figure.set_dpi(dpi)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    # With 256 colours a file has a third of the bytes; a report embeds dozens of figures.
+    # 256 colours shrink a file to a third; a report embeds dozens of figures.
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     buffer = io.BytesIO()
     image.quantize(256, dither=Image.Dither.NONE).save(buffer, "png")
@@ -64,7 +64,7 @@ def _vector(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
 
 
 def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
-    """Colour, line style and marker of each variant. Softmax is black and solid."""
+    """Matplotlib options for the line of each variant: colour, style, marker. Softmax is black."""
     colours, markers, looks, used = cycle(_COLOURS), cycle(_MARKERS), {}, 0
     for variant in variants:
         if variant.split(" · ")[0] == BASELINE:
@@ -134,7 +134,8 @@ def line_height(group: Group) -> float:
 
 
 def length_axis(axes: Axes, lengths: list[int], name: str = "number of keys n") -> None:
-    """Make the x axis a log axis with a tick at each length, or at each second of many."""
+    """Make the x axis a log axis with a tick at each length, or at every second if there are more
+    than nine."""
     axes.set_xscale("log", base=2)
     step = 1 if len(lengths) <= 9 else 2
     axes.set_xticks(lengths[::step], [str(n) for n in lengths[::step]])
@@ -189,7 +190,7 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     seeds = "band: ± one standard error over seeds" if len(group.seeds) > 1 else "one seed"
-    notes = [seeds, f"grey: lengths of training, n = {trained[0]} to {trained[1]}"]
+    notes = [seeds, f"grey: train lengths, n = {trained[0]} to {trained[1]}"]
     if any("->" in series.variant for series in group.series):
         notes.append("dashed: a->b, trained with a, b substituted at inference")
     distinction = f" · {group.distinction}" if group.distinction else ""
@@ -213,11 +214,11 @@ def heat_map(
 
     Args:
         group: the results.
-        curve: the name of the curve.
+        curve: the name of a curve in the result rows, such as "head_peak".
         title: the title of the figure.
         columns: the names of the columns, given their number.
-        weights: whether the values are weights, which have a log colour scale up to 1. Other values
-            have a linear scale from the smallest to the largest.
+        weights: whether the values are weights. Weights have a log colour scale up to 1, other
+            values a linear scale from the smallest to the largest.
     """
     drawn = [
         (series.label, points)

@@ -19,7 +19,7 @@ NONE_YET = "Nothing has been measured yet.\n"
 
 
 def tasks_table() -> str:
-    """Each task, what it asks, and the lengths of its quick preset."""
+    """A list of the tasks, with descriptions and the lengths of the quick preset."""
     lines = []
     for name, task in TASKS.items():
         quick = task.presets["quick"]

@@ -1,5 +1,5 @@
-"""report.html: leaderboards, length curves, heat maps, tables, settings and rows in one file that
-needs no network and no server. Its markup, style and script are in ``template``."""
+"""Makes report.html: leaderboards, figures, tables, settings and result rows in one file that needs
+no network and no server. Its markup, style and script are in ``template``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Shown:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The content of the page about one group, with an id and a heading of its own."""
+    """The section of the page about one group. ident: its HTML id."""
 
     shown: Shown
     ident: str
@@ -126,7 +126,7 @@ class Section:
             f"{score.title}, by variant and eval length n. "
             f"{means} {better} is better; blind guessing reaches "
             f"{chance_text(score, self.group.chance)}. Click on a column to sort by it, on a score "
-            f"to see its rows.{effective * self.board.has_effective}"
+            f"to see its result rows.{effective * self.board.has_effective}"
         )
 
     def point_ident(self, point: Point) -> str:
@@ -181,7 +181,8 @@ def report_html(shown: Sequence[Shown], note: str) -> str:
 
 
 def _sections(shown: Sequence[Shown]) -> list[Section]:
-    """A section for each group; the headings of groups of one task name what differs."""
+    """A section for each group. If a task has several groups, the headings name the settings that
+    differ."""
     found = []
     for one in shown:
         task = one.group.task

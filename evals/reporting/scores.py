@@ -1,6 +1,6 @@
 """The scores of one task by variant and length, from result rows or from a summary.csv.
 
-The tables in README, in the documentation and of ``export`` are made from these.
+They fill the tables of the console, the report, the README, the documentation and ``export``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT = 0.85  # the share of the score at the train length that defines the effec
 class Value(NamedTuple):
     """A metric at one length: its mean over seeds, its standard error and its 95 % interval.
 
-    failed: what happened to the seeds that have no score, such as "oom" or "missing".
+    failed: the status of seeds without a score, such as "oom+missing"; empty if all have one.
     """
 
     mean: float | None = None
@@ -47,10 +47,10 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """One metric of one task, the variant that is best at the longest length first.
+    """One metric of one task. lines: the variant that is best at the longest length comes first.
 
-    chance: the score of blind guessing; None for the other metrics. distinction: how these
-    results differ from others of the same task, such as "steps 3".
+    chance: the score of blind guessing; None if the metric is not the task's score. distinction:
+    the settings that differ from other results of the same task, such as "steps 3".
     """
 
     task: Task
@@ -81,7 +81,7 @@ class Scores:
         )
 
     def notes(self) -> list[str]:
-        """A line for each mark that occurs."""
+        """An explanation of each mark (->, †, *) that occurs."""
         values = [value for line in self.lines for value in line.values]
         return mark_lines(
             variants=[line.variant for line in self.lines],
@@ -94,7 +94,7 @@ class Scores:
 
     def effective_length(self, line: Line) -> int | None:
         """The longest length up to which the score stays above 85 % of its value at the train
-        length; None where some seeds are not trained or that value is missing."""
+        length; None if a seed is untrained, that value is missing, or lower values are better."""
         found = dict(zip(self.lengths, line.values, strict=True))
         start = found.get(self.train_length, Value()).mean
         if line.untrained or start is None or self.metric.lower_is_better:
@@ -143,7 +143,7 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
     """The scores in the lines of a task's summary.csv.
 
     Raises:
-        UsageError: the lines are of several settings.
+        UsageError: the lines have different settings.
     """
     task, first = TASKS[name], summary[0]
     if len(several := {line.get("settings") or "" for line in summary}) > 1:
@@ -189,7 +189,7 @@ def _of_line(line: Mapping[str, str], name: str) -> Value:
 
 
 def _best_first(lines: list[Line], metric: Metric) -> list[Line]:
-    """By the value at the longest length; lines without one come last."""
+    """The lines sorted by the value at the longest length; lines without one come last."""
     sign = 1 if metric.lower_is_better else -1
 
     def rank(line: Line) -> tuple[bool, float]:

@@ -9,11 +9,11 @@ from evals.results.summary import BASELINE, UNTRAINED, Group, Point
 from evals.task import Metric
 
 PARTIAL = "*"
-ENOUGH_SEEDS = 6  # from here on a bootstrap interval covers the mean about as often as it states
+ENOUGH_SEEDS = 6  # with fewer, a 95 % bootstrap interval is too narrow
 
 
 def legend(group: Group) -> list[str]:
-    """A line for each mark that occurs in a group's tables."""
+    """An explanation of each mark (->, †, *) that occurs in a group's tables."""
     return mark_lines(
         variants=[series.variant for series in group.series],
         seeds=len(group.seeds),
@@ -32,7 +32,10 @@ def mark_lines(
     bar: float | None,
     train_length: int,
 ) -> list[str]:
-    """The explanations of ->, † and *, where they occur, and a note on intervals of few seeds."""
+    """The explanations of ->, † and *, where they occur, and a note if there are few seeds.
+
+    bar: the score at the train length below which a seed counts as untrained.
+    """
     lines = []
     if any("->" in variant for variant in variants):
         lines.append("a->b: trained with a; b is substituted at inference")
@@ -138,7 +141,7 @@ def _spread(values: list[float], digits: int = 1) -> str:
 
 def cost_table(group: Group) -> Table:
     """CPU seconds of training and evaluation. A substitution shares the training of the variant
-    that it replaces."""
+    that it replaces, so it has no training time of its own."""
     rows = []
     for series in group.series:
         training: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""The figure of trained heads: the largest weight of the sharpest heads, and the fitted laws."""
+"""The figure of trained heads: the largest weight of the sharpest head, and the fitted law."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LOWEST = 0.7  # the lower end of the axis, as a multiple of the smallest weight
 
 
 def _between(keys: Sequence[int]) -> list[int]:
-    """Each n of the list, and the middle of each two neighbours on a log axis."""
+    """These n, and the rounded geometric mean of each two neighbours."""
     middle = [round(math.sqrt(a * b)) for a, b in pairwise(keys)]
     return sorted({*keys, *middle})
 
 
 def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | None:
-    """The largest weight of each series' sharpest head against n as marks, its fitted law as a
-    line; None if no heads were measured.
+    """Plot the largest weight of each series' sharpest head against n as marks, and its fitted law
+    as a line. None if no heads were measured.
 
     found: `evals.theory.trained_heads.fitted` of the group, if it was computed before.
     """

@@ -94,7 +94,7 @@ def first_error(error: ValidationError) -> str:
     where = ".".join(names) or "the row"
     if wrong["type"] == "missing":
         return f"{where} is missing"
-    if wrong["type"] not in _ALLOWED:  # including the validators of this package
+    if wrong["type"] not in _ALLOWED:  # such as errors of the validators of Options
         message = wrong["msg"].removeprefix("Value error, ")
         return f"{where} {message}" if message.startswith("must ") else f"{where}: {message}"
     allowed = _ALLOWED[wrong["type"]].format(**wrong.get("ctx", {}))

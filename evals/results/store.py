@@ -1,4 +1,4 @@
-"""Result files: rows.jsonl has one JSON object per line, found again by its key.
+"""Result files: rows.jsonl has one result row (JSON) per line. The last row of a key counts.
 
 A line is appended in one write, so a killed process loses at most that line. Each shard writes its
 own file, rows-I-of-N.jsonl, because network file systems do not append atomically from several
@@ -28,11 +28,11 @@ class Rows:
         self.path = path
         self.by_key: dict[str, Row] = {}
         self.damaged = 0
-        self._ends_open = False
+        self._lacks_newline = False
         if not path.exists():
             return
         data = path.read_bytes()
-        self._ends_open = bool(data) and not data.endswith(b"\n")
+        self._lacks_newline = bool(data) and not data.endswith(b"\n")
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():
                 self._read_line(line, number)
@@ -55,14 +55,14 @@ class Rows:
             ValueError: the row has a value that JSON cannot hold, such as NaN.
         """
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
-        if self._ends_open:
+        if self._lacks_newline:
             line = b"\n" + line
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _append(self.path, line)
         except OSError as error:
             raise NotWritten(self.path, error) from error
-        self._ends_open = False
+        self._lacks_newline = False
         self.by_key[row["key"]] = row
 
 
@@ -83,7 +83,7 @@ def _append(path: Path, line: bytes) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``index`` of ``count``. local_rank: the process's index on its host, under torchrun."""
+    """Part ``index`` of ``count``. local_rank: LOCAL_RANK of torchrun, if set."""
 
     index: int
     count: int
@@ -94,7 +94,7 @@ WHOLE = Shard(0, 1)
 
 
 class Folder:
-    """All rows of a folder. New rows are appended to the file of the shard."""
+    """The rows of all files of a folder. New rows are appended to this shard's file."""
 
     def __init__(self, path: Path, shard: Shard = WHOLE) -> None:
         part = f"rows-{shard.index}-of-{shard.count}.jsonl"
@@ -115,7 +115,7 @@ class Folder:
 
 
 def read_rows(folders: Sequence[Path]) -> list[Row]:
-    """Read the rows of results folders or of a task's folder; each key once.
+    """Read the rows in these folders and direct subfolders. The last row of each key is kept.
 
     Raises:
         UsageError: a folder has no rows, or a line that is JSON but not a row.

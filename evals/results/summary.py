@@ -91,7 +91,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """One series at one length, over the seeds."""
+    """The results of one series at one eval length, over all seeds."""
 
     series: Series
     length: int
@@ -114,7 +114,7 @@ class Group:
     seeds: list[int]
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
-    left_out: list[str]  # a text for each series with superseded rows
+    left_out: list[str]  # a message for each series with rows of older versions
     distinction: str = ""  # how it differs from the task's other groups, such as "steps 3"
 
     @property
@@ -141,8 +141,8 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """Group rows by task, settings, data, device and number of sequences, sorted by task
-    as in `TASKS`.
+    """Group rows by task, settings, data, device and number of sequences, in the task order of
+    `TASKS`.
 
     Raises:
         UsageError: the task of a row is unknown.
@@ -160,7 +160,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows so that each part has one number of sequences per length, the largest first."""
+    """Split rows that differ in the number of sequences at a length; largest numbers first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}
@@ -175,13 +175,13 @@ def _distinction(group: Group, every: Sequence[Group]) -> str:
     """How a group differs from the other groups of its task: by settings, otherwise by data and
     device, otherwise by numbers of sequences."""
     others = [one for one in every if one.task is group.task and one is not group]
-    words = []
+    parts = []
     for read in (_settings, _origins, _sizes):
         mine, theirs = read(group), [read(other) for other in others]
         differs = [name for name in mine if any(x.get(name) != mine[name] for x in theirs)]
-        words += [f"{name} {mine[name]}" for name in differs]
+        parts += [f"{name} {mine[name]}" for name in differs]
         others = [other for other, x in zip(others, theirs) if x == mine]
-    return ", ".join(words)
+    return ", ".join(parts)
 
 
 def _settings(group: Group) -> dict[str, Any]:
@@ -210,14 +210,14 @@ def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
     version = {_series(row): row["version"] for row in rows}
     same = [row for row in rows if row["version"] == version[_series(row)]]
     found = {(_series(row), row["length"], row["seed"]): row for row in same}
-    words = []
+    messages = []
     for series in version:
         old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in found)
         if old:
-            words.append(
+            messages.append(
                 f"{series.label}: left out {old} result(s) of other versions of the variant"
             )
-    return list(found.values()), words
+    return list(found.values()), messages
 
 
 def _group(task: Task, every: list[Row]) -> Group:
@@ -282,7 +282,7 @@ def failures(group: Group) -> list[str]:
 
 def version_warnings(groups: Sequence[Group]) -> list[str]:
     """Warn about results of several variant versions, commits, or torch or attnzoo releases."""
-    found = [f"warning: {group.task.name}: {words}" for group in groups for words in group.left_out]
+    found = [f"warning: {group.task.name}: {text}" for group in groups for text in group.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo"):
         values = sorted({str(row[name]) for row in every})

@@ -1,7 +1,7 @@
 """Random numbers that are a pure function of (seed, split, length, index).
 
 A Philox generator is keyed by (seed, split, length), and its counter starts at ``index · blocks``.
-So a sequence does not depend on chunk sizes, resumption or the order of workers.
+A sequence therefore does not depend on chunk sizes, resumption or the order of workers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 GENERATOR = "philox-1"
 
 _SPLITS = {"train": 1, "test": 2, "train-lengths": 3, "sparse": 4, "dense": 5, "planted": 6}
-_WORDS = 4  # uint64 words per Philox counter
+_PER_COUNTER = 4  # uint64 values per Philox counter
 
 
 def words(seed: int, split: str, length: int, start: int, stop: int, count: int) -> np.ndarray:
-    """Draw ``count`` random uint64 for each of the sequences start .. stop − 1: (B, count)."""
-    blocks = -(-count // _WORDS)
+    """Draw ``count`` random uint64 values for each sequence start .. stop − 1: (B, count)."""
+    blocks = -(-count // _PER_COUNTER)
     key = np.array([seed, (_SPLITS[split] << 32) | length], dtype=np.uint64)
     generator = np.random.Philox(counter=start * blocks, key=key)
-    raw = generator.random_raw((stop - start) * blocks * _WORDS)
-    return raw.reshape(stop - start, blocks * _WORDS)[:, :count]
+    raw = generator.random_raw((stop - start) * blocks * _PER_COUNTER)
+    return raw.reshape(stop - start, blocks * _PER_COUNTER)[:, :count]
 
 
 def uniforms(raw: np.ndarray) -> np.ndarray:
@@ -38,7 +38,7 @@ def integers(raw: np.ndarray, choices: int) -> np.ndarray:
 
 
 def subsets(raw: np.ndarray, size: int) -> np.ndarray:
-    """``size`` different ints below raw.shape[1] in random order: (B, size)."""
+    """Draw ``size`` different ints below raw.shape[1] per sequence, in random order: (B, size)."""
     return np.argsort(raw, axis=1, kind="stable")[:, :size]
 
 

@@ -1,13 +1,13 @@
-"""Flip-flop: remember the bit that was written last, past many bits to ignore.
+"""Flip-flop: remember the last written bit while many other bits must be ignored.
 
-A string alternates instructions and bits. ``w`` writes its bit, ``i`` has a bit to ignore, and
-after ``r`` the model must predict the bit that was written last. A string begins with ``w`` and
-ends with ``r``; each instruction between is ``i`` with probability p, otherwise ``w`` or ``r`` with
-equal probability (Liu et al. 2023, FFLM, arXiv:2306.00946).
+A string alternates instructions and bits. ``w`` writes its bit, the bit after ``i`` is to be
+ignored, and after ``r`` the model must predict the bit that was written last. A string begins with
+``w`` and ends with ``r``; each instruction between is ``i`` with probability p, otherwise ``w`` or
+``r`` with equal probability (Liu et al. 2023, FFLM, arXiv:2306.00946).
 
-Training uses p = 0.8. The evaluation has the same p, and two more splits: sparse (p = 0.98), where
-the last write is far back, and dense (p = 0.1). The input holds the true bit after each ``r``, so
-one error causes no other.
+Training uses p = 0.8. The evaluation uses the same p and two more splits: sparse (p = 0.98), where
+the last write is far back, and dense (p = 0.1). The input has the true bit after each ``r``, so an
+error does not affect later predictions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IGNORED = {"train": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
-    """Draw sequences, with one random uint64 per instruction and one per bit."""
+    """Draw sequences, with one random number per instruction and one per bit."""
     if length % 2 or length < 4:
         raise UsageError(f"a length of flip-flop must be an even int >= 4, got {length}")
     steps = length // 2
@@ -38,7 +38,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     kinds = np.where(chance < ignored, IGNORE, rest)
     kinds[:, 0], kinds[:, -1] = WRITE, READ
     bits = integers(raw[:, steps:], 2)
-    # The step of the last write up to each step.
+    # A running maximum over these gives the step of the last write.
     wrote = np.where(kinds == WRITE, np.arange(steps), 0)
     last = np.take_along_axis(bits, np.maximum.accumulate(wrote, axis=1), axis=1)
     bits = np.where(kinds == READ, last, bits)
@@ -84,8 +84,8 @@ PRESETS = {
 TASK = SequenceTask(
     name="flip-flop",
     about="Flip-flop language modelling (arXiv:2306.00946): predict the bit that was written last, "
-    "past many bits to ignore. Training has 80 % bits to ignore, the evaluation also 98 % (sparse) "
-    "and 10 % (dense).",
+    "after many bits to ignore. The share of bits to ignore is 80 % in training, and 80 %, 98 % "
+    "(sparse) and 10 % (dense) in the evaluation.",
     version=f"{GENERATOR}, flip-flop 1",
     draw=draw,
     vocabulary=5,

@@ -1,18 +1,18 @@
-"""Language model: bytes of the Python standard library's sources, with a planted needle.
+"""Language model: bytes of the Python standard library's sources, with inserted needles.
 
 The text needs no download: it is the .py files of the running Python's standard library in the
-order of their names. Tests, files written by a build, and files that are mostly copies (code pages,
-lib2to3, distutils) are left out. A package belongs to the test text if the SHA-256 of its name ends
-in a hex digit below 2, otherwise to the training text. Splitting by package keeps the texts apart:
-under Python 3.11, 1.3 % of the 64-byte pieces of the test text occur in the training text; a split
-by file gave 13.5 %. Another Python has another text, so the digest of the text is part of every
-run's key, and results of two Pythons are never mixed.
+order of their names. Tests, files written by the build of Python, and files that repeat others
+(code pages, lib2to3, distutils) are left out. A package belongs to the test text if the SHA-256 of
+its name ends in a hex digit below 2, otherwise to the training text. Splitting by package keeps the
+overlap small: under Python 3.11, 1.3 % of the 64-byte pieces of the test text occur in the training
+text, and 13.5 % with a split by file. The text depends on the Python release, so its digest is part
+of every run's key, and results of two releases are never mixed.
 
-A sequence is N bytes from a random position. Half of the training sequences, and all sequences of
-the split ``planted``, have a needle: a line ``#key=dddd`` at a random depth, and ``#key=`` with the
-same four digits at the end. The model must predict these digits. ``bits`` is the loss in bits per
-byte over sequences without a needle, and the curve ``bits_by_position`` is that loss in each
-sixteenth of a sequence.
+A sequence is N consecutive bytes from a random start. Half of the training sequences, and all
+sequences of the split ``planted``, have a needle: a line ``#key=dddd`` at a random depth, and
+``#key=`` with the same four digits at the end. The model must predict these digits. ``bits`` is the
+loss in bits per byte over sequences without a needle, and the curve ``bits_by_position`` is that
+loss in each sixteenth of a sequence.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from evals.tasks.families.sequence import Settings as Base
 
 LINE = b"\n#key="
 DIGITS = 4
-PLANTED = len(LINE) + DIGITS + 1  # the length of the planted line, with its newline
+PLANTED = len(LINE) + DIGITS + 1  # the length of the needle's line with its newline
 SHORTEST = 4 * PLANTED
-PIECES = 16  # parts of a sequence in the curve of the loss
+PIECES = 16  # number of parts of a sequence in ``bits_by_position``
 
 _LEFT_OUT = re.compile(
     r"(^|/)(tests?|idle_test|site-packages|dist-packages|__pycache__)/"
@@ -78,8 +78,8 @@ class Settings(Base):
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
-    """Draw sequences. The random uint64 of each are the start in the text, the needle's depth and
-    its digits."""
+    """Draw sequences. The random numbers of a sequence give its start in the text, the depth of the
+    needle and its digits, in this order."""
     if length < SHORTEST:
         raise UsageError(f"a length of language-model must be >= {SHORTEST}, got {length}")
     text = corpus()[0]["train" if split == "train" else "test"]
@@ -92,14 +92,15 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
             digits = integers(raw[row, 2:], 10) + ord("0")
             room = length - 2 * PLANTED
             depth = int(integers(raw[row, 1:2], room)[0])
-            _plant(tokens[row], answers[row], digits, depth, asked_only=split == "planted")
+            _insert_needle(tokens[row], answers[row], digits, depth, asked_only=split == "planted")
     return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
 
 
-def _plant(
+def _insert_needle(
     tokens: np.ndarray, answers: np.ndarray, digits: np.ndarray, depth: int, asked_only: bool
 ) -> None:
-    """Write the needle at ``depth`` and the question at the end, in place."""
+    """Write the needle at ``depth`` and the question at the end, in place. With ``asked_only``,
+    only the digits at the end are to be predicted."""
     line = np.frombuffer(LINE, dtype=np.uint8)
     tokens[depth : depth + PLANTED] = [*line, *digits, ord("\n")]
     question = len(tokens) - len(line) - DIGITS + 1  # the last digit is an answer only
@@ -110,7 +111,7 @@ def _plant(
 
 
 def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
-    """Bits per byte of plain text; accuracy on the digits of planted needles."""
+    """The metrics: bits per byte without a needle, accuracy of the asked digits with one."""
     count = len(batch.tokens)
     wanted = batch.answers[batch.asked]
     if len(wanted) == count * DIGITS:

@@ -2,8 +2,8 @@
 
 Item i is [rho_i, onehot(kappa_i)] with rho_i ~ U(0, 1) and kappa_i uniform over ten classes. The
 query is a random scalar ~ U(0, 1). The label is the kappa of the item with the largest rho.
-Training has n = 5 .. 16 (one n per batch), the evaluation goes on to thousands. The score shows how
-well attention still finds one key among n (Veličković et al. 2024, arXiv:2410.01104).
+Training has n = 5 .. 16 (one n per batch), the evaluation up to thousands. The score shows how well
+attention finds one key among n (Veličković et al. 2024, arXiv:2410.01104).
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ PRESETS = {
     ),
 }
 
-# The values at 32, 128 and 8192 are quoted second-hand.
 PUBLISHED = Published(
     title="Accuracy, %, beside Table 1 of arXiv:2410.01104 (ten seeds; ? = quoted second-hand)",
     lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
@@ -54,8 +53,8 @@ PUBLISHED = Published(
 def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
     """Draw sequences, with one random uint64 for the query and one per item.
 
-    Its upper 24 bits give rho, exact in fp32, so that the label is the argmax of the model's
-    input. Its lower 32 bits give the class.
+    The upper 24 bits give the query or rho, exact in fp32, so that the label is the argmax of the
+    model's input. The lower 32 bits of an item's number give its class.
     """
     raw = words(seed, split, length, start, stop, length + 1)
     uniform = torch.from_numpy(np.ascontiguousarray(uniforms(raw)))

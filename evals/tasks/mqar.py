@@ -2,7 +2,7 @@
 
 A sequence of N tokens begins with N / ``density`` pairs of a key and its value; all keys differ.
 Then each key occurs once more at a random position among blanks, and there the model must predict
-its value. So the number of pairs grows with N. Token 0 is the blank, the lower half of the other
+its value. The number of pairs grows with N. Token 0 is the blank, the lower half of the other
 tokens are keys, the upper half values. The paper has N / 16 pairs and draws the gap before a key
 from a power law. Here the positions are uniform, and the quick preset has N / 4 pairs, which a
 small model learns in minutes.
@@ -46,8 +46,8 @@ class Settings(Base):
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
-    """Draw sequences, with one random uint64 per possible key (the keys with the smallest are
-    taken), one per value, and one per position after the pairs."""
+    """Draw sequences, with one random number per possible key (the keys with the smallest numbers
+    are used), one per value, and one per position after the pairs."""
     pairs = settings.pairs(length)
     rest = length - 2 * pairs
     raw = words(seed, split, length, start, stop, settings.keys + pairs + rest)

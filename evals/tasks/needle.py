@@ -21,8 +21,8 @@ KEYS = 16
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
-    """Draw sequences. The random uint64 of each are the query's key, the index of the item with
-    that key, the class of each item, and the key of each item."""
+    """Draw sequences. The random numbers of a sequence give the query's key, the index of the item
+    with that key, the class of each item, and the key of each item, in this order."""
     raw = words(seed, split, length, start, stop, 2 + 2 * length)
     asked, index = integers(raw[:, 0], KEYS), integers(raw[:, 1], length)
     keys = integers(raw[:, 2 + length :], KEYS - 1)

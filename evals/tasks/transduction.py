@@ -2,9 +2,9 @@
 
 A sequence is L symbols, a separator, and the L symbols of the answer: 2 L + 1 tokens. Each symbol
 of the answer is predicted at the token before it. ``exact`` counts a sequence as right if all
-symbols of its answer are right. The input holds the true answer; this gives the same result as
-feeding back the model's own tokens, because both are right only if every prediction after a true
-prefix is right. The tasks are those of Vasylenko et al. 2025 (arXiv:2506.16640), who train up to
+symbols of its answer are right. The input holds the true answer. For ``exact`` this gives the
+same result as feeding back the model's own tokens, because both inputs are equal up to the first
+error. The tasks are those of Vasylenko et al. 2025 (arXiv:2506.16640), who train up to
 L = 64 and evaluate at 2 to 64 times that.
 """
 
@@ -30,14 +30,14 @@ from evals.tasks.families.sequence import (
 )
 
 SYMBOLS = 32
-MARK = SYMBOLS
+MARK = SYMBOLS  # the separator token
 
 
 def draw(
     transform: Callable[[np.ndarray], np.ndarray],
     seed: int, split: str, length: int, start: int, stop: int, settings: Any,
 ) -> Batch:  # fmt: skip
-    """Draw sequences, with one random uint64 per symbol."""
+    """Draw sequences, with one random number per symbol."""
     symbols = integers(words(seed, split, length, start, stop, length), SYMBOLS)
     answer = transform(symbols)
     mark = np.full((len(symbols), 1), MARK)

@@ -3,10 +3,10 @@
 There are three kinds of scores:
 
     fixed gap       one key at Δ, n − 1 keys at 0
-    shrinking gap   z_j = κ(j + ½)/n for j = 0 … n − 1; the keys crowd as random draws do
+    shrinking gap   z_j = κ(j + ½)/n for j = 0 … n − 1, which stands for n uniform draws
     uniform         n scores of 0
 
-Sigmoid has no law for the shrinking gap: it weights each key without regard to the others.
+Sigmoid has no law for the shrinking gap: a key's weight does not depend on the other scores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Law:
         params: its parameters.
         fixed: function of (n, Δ), the exact largest weight with a fixed gap.
         shrinking: function of (n, κ), the leading term for n → ∞ with a shrinking gap.
-        holds: function of (n, κ), whether n is large enough for ``shrinking``.
+        holds: function of (n, κ), true if n is large enough for ``shrinking``.
         uniform: function of n ≥ 2, the exact ‖∂w/∂z‖₂ at n scores of 0.
     """
 
@@ -45,12 +45,12 @@ class Law:
 
 
 def softmax_fixed(n: int, gap: float) -> float:
-    """1 / (1 + (n − 1) e^{−Δ}) → 0, as e^Δ / n."""
+    """1 / (1 + (n − 1) e^{−Δ}), which is about e^Δ / n for large n."""
     return 1 / (1 + (n - 1) * math.exp(-gap))
 
 
 def softmax_shrinking(n: int, kappa: float) -> float:
-    """κ / (n (1 − e^{−κ})); exact on the grid is (1 − e^{−κ/n}) / (1 − e^{−κ})."""
+    """κ / (n (1 − e^{−κ})), the leading term of the exact (1 − e^{−κ/n}) / (1 − e^{−κ})."""
     return kappa / (n * (1 - math.exp(-kappa)))
 
 
@@ -63,26 +63,26 @@ def with_log_gain(form: Form, s: float) -> Form:
 
 
 def sparsemax_fixed(n: int, gap: float) -> float:
-    """1 if Δ ≥ 1, else (1 + (n − 1)Δ) / n → Δ."""
+    """1 if Δ ≥ 1, else (1 + (n − 1)Δ) / n, with limit Δ."""
     return 1.0 if gap >= 1 else (1 + (n - 1) * gap) / n
 
 
 def entmax15_fixed(n: int, gap: float) -> float:
-    """1 if Δ ≥ 2, else (a + u)², a = Δ/2, u = (−a + √(a² + n(1 − a²))) / n → Δ²/4."""
+    """1 if Δ ≥ 2, else (a + u)² with a = Δ/2, u = (−a + √(a² + n(1 − a²))) / n; limit Δ²/4."""
     a = gap / 2
     return 1.0 if a >= 1 else (a + (math.sqrt(a * a + n * (1 - a * a)) - a) / n) ** 2
 
 
 def entmax_shrinking(alpha: float) -> Form:
-    """(ακ/n)^{1/α}, from the sum over the grid as an integral, n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
+    """p = (ακ/n)^{1/α}. The sum of the weights, as an integral, is n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
 
-    The integral leaves out half of the top key, so the relative size of the next term is −p/(2α).
+    The integral misses half of the top key, so the relative size of the next term is −p/(2α).
     """
     return lambda n, kappa: (alpha * kappa / n) ** (1 / alpha)
 
 
 def entmax_support_below(alpha: float) -> Callable[[int, float], bool]:
-    """Whether the support that the law implies, n p^{α−1} / ((α−1)κ), is below n."""
+    """A function of (n, κ): whether the law's support, n p^{α−1} / ((α−1)κ) keys, is below n."""
 
     def holds(n: int, kappa: float) -> bool:
         return entmax_shrinking(alpha)(n, kappa) ** (alpha - 1) < (alpha - 1) * kappa
@@ -91,7 +91,7 @@ def entmax_support_below(alpha: float) -> Callable[[int, float], bool]:
 
 
 def sigmoid_fixed(n: int, gap: float) -> float:
-    """1 / (1 + n e^{−Δ}) with b = −log n → 0."""
+    """1 / (1 + n e^{−Δ}) with bias b = −log n, which is about e^Δ / n for large n."""
     return 1 / (1 + n * math.exp(-gap))
 
 

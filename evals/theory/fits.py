@@ -1,6 +1,6 @@
 """Fits a variant's law to the largest weights of a head at several n.
 
-The law is the variant's largest weight on ideal scores, which have one free number: κ or Δ. The fit
+The law is the variant's largest weight on ideal scores with one free number, κ or Δ. The fit
 minimizes the squared error of log weight on a logarithmic grid of that number, then on finer grids
 around the best point.
 """
@@ -18,22 +18,22 @@ from torch import Tensor
 from commandline.variants import VariantCall
 from evals.theory.laws import fixed_scores, shrinking_scores, top_weights
 
-STEP = 0.1  # of the first grid, in powers of ten
+STEP = 0.1  # step of the first grid, in powers of ten
 GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # of κ or Δ
-ZOOMS = ((0.2, 9), (0.05, 5), (0.005, 3))  # finer grids: reach in powers of ten, number of points
-DRAWS = 16
-SPACINGS = 16  # the random spacings, between the largest draws; the others are at their mean
-_MOST_SCORES = 2**21  # of one call
+ZOOMS = ((0.2, 9), (0.05, 5), (0.005, 3))  # finer grids: half width in powers of ten, points
+DRAWS = 16  # sets of uniform draws
+SPACINGS = 16  # only this many spacings, between the largest draws, are random
+_MOST_SCORES = 2**21  # in one call
 _TIE = 1e-10  # mean squared errors closer than this count as equal
 
 
 @lru_cache(maxsize=12)
 def uniform_draws(n: int) -> Tensor:
-    """Sixteen sets of n uniform draws, each sorted from the largest: (16, n), always the same.
+    """Sixteen fixed sets of n uniform draws, (16, n), each in descending order.
 
-    u_j = 1 − Γ_j/Γ_{n+1}, where Γ_j is a sum of j exponential draws. The first of these draws come
-    from a scrambled Sobol sequence, because they decide the largest weight. The others are set to
-    their mean, 1.
+    u_j = 1 − Γ_j/Γ_{n+1}, where Γ_j is a sum of j exponential draws. The first 16 exponential draws
+    come from a scrambled Sobol sequence, because they decide the largest weight. The others are set
+    to their mean, 1.
     """
     count = min(SPACINGS, n + 1)
     points = torch.quasirandom.SobolEngine(count, scramble=True, seed=0).draw(
@@ -47,8 +47,10 @@ def uniform_draws(n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gap:
-    """Ideal scores up to one free factor: R sets of scores (R, n), and one coarse set (1, n) for
-    the first grid."""
+    """Ideal scores up to a free factor, κ or Δ.
+
+    scores: function of n, R sets of scores (R, n). coarse: the same with R = 1, for the first grid.
+    """
 
     name: str
     symbol: str
@@ -66,7 +68,7 @@ GAPS = (SHRINKING, FIXED)
 def log_law(
     unit: Tensor, call: VariantCall, sizes: Tensor, learned: Mapping[str, Tensor]
 ) -> Tensor:
-    """The log of the largest weight at scores size · unit, a mean over R sets of scores.
+    """The log of the mean largest weight over R sets of scores, size · unit.
 
     Args:
         unit: (R, n), scores up to the factor.
@@ -75,7 +77,7 @@ def log_law(
         learned: learned parameters (C,) by name.
 
     Returns:
-        (G, C).
+        Log weights (G, C).
     """
     (draws, n), heads = unit.shape, sizes.shape[1]
     params = {**call.params, **learned}
@@ -96,8 +98,10 @@ class Fit:
         gap: the kind of scores.
         sizes: (C,), the fitted κ or Δ; NaN if fewer than two lengths have a weight above 0.
         errors: (C,), the RMS error of log weight; NaN in the same cases.
-        below: (C,), whether the smallest size of the grid fits as well: sizes is an upper bound.
-        above: (C,), whether the largest size of the grid fits as well: sizes is a lower bound.
+        below: (C,), whether the smallest κ or Δ of the grid fits equally well. Then the fitted one
+            is an upper bound.
+        above: (C,), whether the largest one fits equally well. Then the fitted one is a lower
+            bound.
     """
 
     gap: Gap
@@ -116,7 +120,7 @@ def fit(
 ) -> Fit:
     """Fit a variant's law to the largest weights (L, C) of C heads at L numbers of keys.
 
-    Weights that are not above 0 or are NaN are left out.
+    ``learned`` has parameters (C,) by name. Weights that are NaN or not above 0 are left out.
 
     Raises:
         ValueError, TypeError: the variant does not support the ideal scores.
@@ -139,9 +143,9 @@ def fit(
     least, at = found.min(0)
     below, above = found[0] <= least + _TIE, found[-1] <= least + _TIE
     best = GRID[at]
-    for reach, points in ZOOMS:
-        around = torch.linspace(-reach, reach, points, dtype=torch.float64)[:, None]
-        best = best * 10 ** _lowest(errors(best * 10**around, gap.scores), reach)
+    for half_width, points in ZOOMS:
+        around = torch.linspace(-half_width, half_width, points, dtype=torch.float64)[:, None]
+        best = best * 10 ** _lowest(errors(best * 10**around, gap.scores), half_width)
     error = errors(best[None], gap.scores)[0].sqrt()
     enough = counts >= 2
     nan = torch.full_like(best, math.nan)
@@ -150,11 +154,13 @@ def fit(
     )
 
 
-def _lowest(values: Tensor, reach: float) -> Tensor:
-    """The place (C,) in −reach … reach of the lowest of values (G, C), by a parabola through three
-    points."""
+def _lowest(values: Tensor, half_width: float) -> Tensor:
+    """The x (C,) where values (G, C) at G points from −half_width to half_width are smallest.
+
+    x is the lowest point of a parabola through the smallest value and its neighbours.
+    """
     count = len(values)
-    step = 2 * reach / (count - 1)
+    step = 2 * half_width / (count - 1)
     at = values.argmin(0, keepdim=True)
     left, middle, right = (
         values.gather(0, (at + side).clamp(0, count - 1))[0] for side in (-1, 0, 1)
@@ -164,4 +170,4 @@ def _lowest(values: Tensor, reach: float) -> Tensor:
     shift = ((left - right) / (2 * bend).where(inner, torch.ones_like(bend))).where(
         inner, torch.zeros_like(bend)
     )
-    return at[0] * step - reach + shift * step
+    return at[0] * step - half_width + shift * step

@@ -65,7 +65,7 @@ def shrinking_scores(n: int, kappa: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Point:
-    """One comparison. held: whether a deviation above the tolerance is a failure."""
+    """One comparison of a law with a measurement. held: whether it can fail."""
 
     gap: str  # "fixed", "shrinking" or "uniform"
     size: float  # Δ or κ
@@ -89,7 +89,7 @@ class Point:
 
 
 def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> list[Point]:
-    """Compare every law with measurement at every n, for each Δ, for κ, and for the Jacobian."""
+    """Compare each law with measurements at each n: for each Δ, κ, and the Jacobian norm."""
     points = []
     for law in laws:
         if law.fixed is not None:
@@ -117,13 +117,13 @@ def growth(lengths: Sequence[int], values: Sequence[float]) -> float | None:
 
 def without_law(laws: Sequence[Law]) -> list[VariantCall]:
     """The registered variants without a law, with examples of their required parameters."""
-    lawful = {law.variant for law in laws}
-    names = [name for name in sorted(attnzoo.list_variants()) if name not in lawful]
+    with_law = {law.variant for law in laws}
+    names = [name for name in sorted(attnzoo.list_variants()) if name not in with_law]
     return [complete(VariantCall(name), max(LENGTHS)) for name in names]
 
 
 def stated(module: object) -> tuple[Law, ...]:
-    """The laws that a plugin states as ``LAWS``; empty if it states none.
+    """The laws in ``LAWS`` of a plugin's module; empty if it has none.
 
     Raises:
         UsageError: LAWS is not a tuple of `Law`, or names a variant that is not registered.

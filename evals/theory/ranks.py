@@ -1,9 +1,9 @@
 """The command ``ranks``: ranks of attention matrices and of mixtures of softmaxes.
 
-For A = softmax(QKᵀ/√d), log A = QKᵀ/√d − lse is a matrix of rank d plus a column. Its rank is at
-most d + 1 for any number of tokens. If a weight is 0, log A does not exist, and only the rank of A
-is shown. The last layer of a language model is a softmax of H hidden numbers and a bias. Its log A
-has a rank of at most H + 2. A mixture of K softmaxes has no such bound.
+For A = softmax(QKᵀ/√d), log A = QKᵀ/√d − lse, where lse is constant along each row. The rank of
+log A is therefore at most d + 1 for any number of tokens. If a weight is 0, log A does not exist,
+and only the rank of A is shown. The last layer of a language model is softmax(Wh + b) of H hidden
+units. Its log A has a rank of at most H + 2. A mixture of K softmaxes has no such bound.
 
 The rank is numerical: the number of singular values above σ_max · max(rows, columns) · ε of the
 dtype.
@@ -28,10 +28,10 @@ from commandline.table import Table
 from commandline.variants import VariantCall, complete, names
 from evals.measures.arithmetic import lean_arithmetic
 
-TOKENS, WIDTH = 192, 16  # of the attention matrices
-HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # of the mixtures
-MIXED = (1, 2, 3, 4, 5)
-PUBLISHED = (34, 629, 979, 995, 997)
+TOKENS, WIDTH = 192, 16  # sizes of the attention matrices: N, d
+HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # sizes of the mixtures
+MIXED = (1, 2, 3, 4, 5)  # K
+PUBLISHED = (34, 629, 979, 995, 997)  # ranks for these K
 DTYPES = (torch.float32, torch.float64)
 TOLERANCE = "σ_max · max(rows, columns) · ε"
 INITIALIZATIONS = {
@@ -71,7 +71,7 @@ def _text(found: int | None) -> str:
 def attention_table(
     variants: Sequence[VariantCall], tokens: int = TOKENS, width: int = WIDTH, seed: int = 0
 ) -> Table:
-    """Ranks of A and of log A, in fp32 and fp64."""
+    """One row per variant: the ranks of A and of log A, in fp32 and fp64."""
     header = ["variant", *(f"{what}, fp{torch.finfo(dtype).bits}" for what in ("log A", "A")
                            for dtype in DTYPES)]  # fmt: skip
     rows = []
@@ -86,7 +86,7 @@ def attention_table(
     note = (
         f"A is {tokens} × {tokens}, from Gaussian Q and K with d = {width}, not causal.\n"
         f"For softmax the rank of log A is at most d + 1 = {width + 1}. —: a weight is 0, or the\n"
-        f"variant is unsupported. Tolerance: {TOLERANCE}."
+        f"variant does not support such a call. Tolerance: {TOLERANCE}."
     )
     return Table("Ranks of the attention matrix A and of log A", header, rows, note)
 
@@ -126,17 +126,17 @@ def mixture(
 def mixture_table(
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS), seed: int = 0
 ) -> Table:
-    """Ranks of log A by the number of mixed softmaxes, with the published ranks at their sizes."""
+    """Ranks of log A by the number K of softmaxes; published ranks if ``sizes`` are the default."""
     rows = []
-    for name, words in INITIALIZATIONS.items():
+    for name, formula in INITIALIZATIONS.items():
         for dtype in DTYPES:
             found = [_text(log_rank(mixture(k, name, dtype, seed, sizes))) for k in MIXED]
-            rows.append([f"fp{torch.finfo(dtype).bits}, {name} ({words})", *found])
+            rows.append([f"fp{torch.finfo(dtype).bits}, {name} ({formula})", *found])
     if sizes == (HIDDEN, VOCABULARY, CONTEXTS):
         rows.append(["published", *map(str, PUBLISHED)])
     hidden, vocabulary, contexts = sizes
     note = (
-        f"H = {hidden} hidden numbers, {vocabulary} words, {contexts} contexts; h and the logits\n"
+        f"H = {hidden} hidden units, {vocabulary} words, {contexts} contexts; h and the logits\n"
         f"of π ~ N(0, 1). For K = 1 the rank is at most H + 2 = {hidden + 2}.\n"
         f"Tolerance: {TOLERANCE}."
     )
@@ -145,9 +145,9 @@ def mixture_table(
 
 
 NOTE = (
-    "These ranks depend on dtype, initialization and tolerance. The published ranks are\n"
-    "comparable only with the same three, which are not known. In every case one softmax stays\n"
-    "at or below H + 2, and a mixture exceeds it."
+    "These ranks depend on dtype, initialization and tolerance. Those of the published ranks are\n"
+    "not known, so the numbers are not directly comparable. In every case one softmax stays at\n"
+    "or below H + 2, and a mixture exceeds it."
 )
 
 
@@ -155,7 +155,7 @@ NOTE = (
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """ranks.csv: the cells of one table after the other."""
+    """ranks.csv: the cells of all tables, one below the other."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     for table in tables:

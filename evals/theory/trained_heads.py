@@ -1,7 +1,8 @@
 """Compares trained heads with theory: the law that each head follows, and its bounds.
 
-Laws. The largest weight of a head at each n, a mean over rows, is compared with the largest weight
-of the same variant, with the head's learned parameters, on ideal scores with one free number:
+Laws. The largest weight of a head at each n is a mean over the rows of its weight matrix. It is
+compared with the largest weight of the same variant, with the head's learned parameters, on ideal
+scores with one free number:
 
     shrinking gap   z_j = κ u_j, u_j uniform   the next key comes closer as n grows, as in a search
                                                for the largest of n values
@@ -10,13 +11,13 @@ of the same variant, with the head's learned parameters, on ideal scores with on
 
 The number is fitted by least squares of log weight. An error of ×1.08 means that the law misses the
 weights by 8 %, root mean square. The law is computed from the variant, so every variant has one.
-For u it is the mean over sixteen draws: with u_j on the grid (j + ½)/n, as in the closed forms of
-`laws`, the weight is off by about 10 %. ALiBi changes the measured weights, but the laws do not
+For a shrinking gap it is the mean over sixteen draws of u. The grid (j + ½)/n of `closed_forms`
+would put the weight off by about 10 %. ALiBi changes the measured weights, but the laws do not
 include it. For n ≫ κ and n ≫ e^Δ softmax falls as 1/n under both laws, so such lengths cannot tell
 them apart.
 
-Bounds. Softmax of scores in a range δ = max z − min z gives no key more than e^δ/n. Beyond
-n = 2e^δ no key gets half of the weight. The bound is computed row by row, so that its mean bounds
+Bounds. With a score range δ = max z − min z, softmax gives no key more than e^δ/n. Beyond
+n = 2e^δ no key gets half of the weight. The bound is computed for each row, so that its mean bounds
 the mean weight.
 
 Critical gain. See `critical_gain`.
@@ -40,14 +41,14 @@ from evals.theory.fits import GAPS, Fit, fit, log_law
 
 MOST_HEADS = 8
 UNKNOWN = VariantCall("unknown")  # for rows whose plugin is not loaded
-SAME = 0.005, 0.05  # errors of log weight that differ by less, absolute or relative, are equal
+SAME = 0.005, 0.05  # absolute and relative differences below which two errors count as equal
 
 
 # ----------------------------------------------------------------------------------- bounds
 
 
 def half_length(spread: float) -> float:
-    """2 e^δ: beyond this n softmax of scores in a range δ gives no key half of the weight."""
+    """2 e^δ for a score range δ: beyond this n, softmax gives no key half of the weight."""
     return 2 * _exp(spread)
 
 
@@ -86,7 +87,7 @@ class Heads:
         series: the variant with its position encoding.
         call: the variant at inference.
         names: (H,), such as "1.2" for layer 1, head 2.
-        indices: (H,), the places of these heads among all heads.
+        indices: (H,), the indices of these heads among all heads, layer by layer.
         total: the number of all heads.
         keys: (L,), the number of keys n at each length.
         peaks: (L, S, H), the largest weights of S seeds; NaN where a seed has none.
@@ -120,21 +121,21 @@ class Heads:
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def entries(self, index: int) -> Tensor:
-        """The places of one head, one per seed, in a fit of all heads and seeds."""
+        """The indices (S,) of one head in a `Fit`, which has S · H entries: one per seed."""
         seeds, heads = self.peaks.shape[1:]
         return torch.arange(seeds) * heads + index
 
     def error(self, found: Fit, index: int) -> float:
-        """The RMS error of log weight of one head, a mean over the seeds that have one."""
+        """The RMS error of log weight of one head, a mean over the seeds with a fit."""
         return found.errors[self.entries(index)].nanmean().item()
 
     def any_fits(self, found: Fit, index: int) -> bool:
-        """Whether the law does not depend on the fitted number."""
+        """Whether all κ or Δ fit equally well, because the law does not depend on them."""
         mine = self.entries(index)
         return bool((found.below[mine] & found.above[mine]).any())
 
     def curve(self, found: Fit, index: int, keys: Sequence[int]) -> list[float]:
-        """The fitted law of one head at these n: the geometric mean over seeds."""
+        """The largest weight (L,) by a head's fitted law at L n: the geometric mean over seeds."""
         mine = self.entries(index)
         mine = mine[found.sizes[mine].isfinite()]
         learned = {name: values.flatten()[mine] for name, values in self.learned.items()}
@@ -148,14 +149,14 @@ class Heads:
 
 
 def head_names(total: int, per_layer: int) -> list[str]:
-    """The names 1 … H of one layer, or layer.head of several."""
+    """The names of all heads: "1", "2" … in one layer, "layer.head" in several."""
     if per_layer >= total or total % per_layer:
         return [str(i + 1) for i in range(total)]
     return [f"{i // per_layer + 1}.{i % per_layer + 1}" for i in range(total)]
 
 
 def _measured(group: Group, series: Series) -> list[Point]:
-    """The points with measurements of the heads, by length."""
+    """The points of a series that have measurements of heads, by length."""
     return [point for point in group.of(series) if point.curves.get("head_peak")]
 
 
@@ -184,8 +185,8 @@ def heads_of(group: Group, series: Series) -> Heads | None:
             peaks[at, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
             for name, values in ({} if spec.is_substitution else row["learned"]).items():
                 every = torch.tensor(values, dtype=torch.float64)
-                blank = every[indices].expand(len(seeds), -1).clone()
-                learned.setdefault(name, blank)[seed] = every[indices]
+                initial = every[indices].expand(len(seeds), -1).clone()
+                learned.setdefault(name, initial)[seed] = every[indices]
     names = head_names(len(last), group.settings.get("heads", len(last)))
     keys = [group.task.tokens(point.length) for point in points]
     found = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
@@ -218,7 +219,7 @@ def _spread(values: Tensor) -> str:
 
 
 def _fit_cells(found: Fit, mine: Tensor) -> list[str]:
-    """Size and error of one head, whose places in the fit are ``mine``."""
+    """The cells for κ or Δ and its error. mine: `Heads.entries` of the head."""
     mine = mine[found.sizes[mine].isfinite()]
     if not len(mine):
         return ["—", "—"]

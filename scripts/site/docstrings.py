@@ -1,4 +1,4 @@
-"""Docstrings for Sphinx: plain text of formulas is kept, and links point at public names."""
+"""Prepares docstrings for Sphinx: escapes formulas, shortens defaults, links to public names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EXPORTED = {
     **{name: f"attnzoo.nn.{name}" for name in nn.__all__},
 }
 CODE = re.compile(r"(``.+?``|`[^`]+`)")
-# |q| is no substitution, * no emphasis, and x_ no target.
+# In formulas, |q| is not a reST substitution, * not emphasis, and x_ not a reference.
 MARKUP = re.compile(r"(\||(?<![\w*])\*+(?=\w)|(?<=\w)\*+|(?<=[\w\])])_(?!\w))")
 
 
 def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Escape what reStructuredText would take for markup, outside of code and tables."""
+    """Escape text that reStructuredText would read as markup, except in code and tables."""
     if what in ("attribute", "property") and lines:
-        lines[0] = lines[0].replace(": ", " – ")  # napoleon takes the words before it for a type
+        lines[0] = lines[0].replace(": ", " – ")  # napoleon reads text before ": " as a type
     inside = False
     for i, line in enumerate(lines):
         if line.lstrip().startswith((">>>", "...")):
@@ -35,7 +35,7 @@ def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
         if inside or re.match(r"\s*=+  =", line):
             continue
         line = re.sub(r"^Attributes besides .*:$", "Attributes:", line)
-        # Several names for one text: Sphinx takes the last word for the name.
+        # In "a, b: text" Sphinx would take only "b" as the name.
         line = re.sub(r"^\s+\w+(?:, \w+)+(?=: )", lambda m: m[0].replace(", ", ","), line)
         parts = CODE.split(line)
         parts[::2] = [MARKUP.sub(lambda m: "".join("\\" + c for c in m[0]), x) for x in parts[::2]]
@@ -43,7 +43,7 @@ def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
 
 
 def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """A name in a signature is that of the module which defines it: link to the public one."""
+    """Link a name in a signature, which has the defining module's path, to its public name."""
     target = node.get("reftarget", "")
     public = EXPORTED.get(target.rsplit(".", 1)[-1])
     if node.get("refdomain") != "py" or public in (None, target):
@@ -64,7 +64,7 @@ def readable(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str | None, str | None]:
-    """Make defaults short that Sphinx cannot read or that fill the page."""
+    """Shorten defaults that Sphinx cannot parse or that are long."""
     if signature is not None:
         signature = re.sub(r"<function ((?:[\w.]|<\w+>)+)[^<>]*>", shortened, signature)
         # Instances among the defaults, such as a tuple of metrics.
@@ -80,7 +80,7 @@ def shortened(function: re.Match[str]) -> str:
 
 
 def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[..., None]:
-    """Each overload would repeat the whole signature; the implementation's says the same."""
+    """Drop overloads: each would repeat the signature of the implementation."""
 
     def run(self: ModuleAnalyzer) -> None:
         analyze(self)
@@ -95,7 +95,7 @@ def setup(app: Any) -> dict[str, bool]:
     for field in directive.doc_field_types:
         field.label = {"variable": "Attributes"}.get(field.name, field.label)
     app.connect("autodoc-process-signature", readable)
-    # Before napoleon, whose own markup is not to be escaped.
+    # This runs before napoleon, so that the markup of napoleon is not escaped.
     app.connect("autodoc-process-docstring", escape, priority=400)
     app.connect("missing-reference", find)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Renders formulas as MathML, which browsers draw by themselves, instead of loading MathJax."""
+"""Renders formulas as MathML, which browsers draw without MathJax."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def page(name: str) -> str:
             cost(name),
             backends(variant),
             "## The file",
-            "The variant is this file and nothing else; "
-            "[a variant of your own](../your-own-variant.md) looks the same.",
+            "This file is the whole variant. "
+            "[A variant of your own](../your-own-variant.md) has the same structure.",
             source(variant),
         ]
     )
@@ -122,14 +122,14 @@ def cost(name: str) -> str:
     found = "; ".join(f"{form.kind}: {facts.cost(form)}" for form in forms)
     return (
         f"Cost per head, for N queries and keys of dimension D: {found or 'definition: N²·D'}.\n\n"
-        "The table shows which backends support it, in causal calls with "
-        f"{HEADS} heads, {KEYS} keys and D = {HEAD_DIM}. “first” marks the one that is chosen. "
-        "If a backend cannot run the form, the cell shows the reason."
+        "The table shows which backends support the variant, in causal calls with "
+        f"{HEADS} heads, {KEYS} keys and D = {HEAD_DIM}. “first” marks the chosen backend. "
+        "If a backend does not support the form, the cell shows the reason."
     )
 
 
 def backends(variant: attnzoo.Variant) -> str:
-    """A table of what `explain` reports for each of `CALLS`."""
+    """A table of the candidates that `attnzoo.explain` lists for each of `CALLS`."""
     plans = {title: explained(variant, *options) for title, options in CALLS.items()}
     pairs = dict.fromkeys(
         (c.backend, c.form.kind) for plan in plans.values() for c in plan.candidates
@@ -167,7 +167,7 @@ def source(variant: attnzoo.Variant) -> str:
 
 
 def write(folder: Path) -> None:
-    """Write the pages and their pictures, and remove those of variants that are gone."""
+    """Write the pages and their plots, and remove those of variants that no longer exist."""
     files = {}
     for name in attnzoo.list_variants():
         files[f"{name}.md"] = page(name)

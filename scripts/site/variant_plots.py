@@ -1,4 +1,4 @@
-"""Two plots of a variant: the weights of one row, and the largest weight against the row length."""
+"""Two plots of a variant: the weights of one row, and a leading key's weight against n."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BASELINE = "softmax"
 ROW, LARGEST_LOGIT = 64, 4.0
 LENGTHS = [2**i for i in range(3, 17)]
 LEAD = 8.0
-# Required parameters are those for this many keys, so that effects of distance hardly show.
+# Required parameters have their example values for this many keys, so that distance hardly matters.
 LONGEST = 2**20
 
 matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the fonts of the page
@@ -61,7 +61,7 @@ def required(variant: attnzoo.Variant, keys: int) -> dict[str, Any]:
 def row_plot(name: str) -> str:
     """Weights against logits."""
     logits = torch.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, ROW, dtype=torch.float64)
-    figure, axes = frame("logit", f"weight, of {ROW} keys")
+    figure, axes = frame("logit", f"weight ({ROW} keys)")
     if name != BASELINE:
         draw(axes, logits.tolist(), weights(BASELINE, logits).tolist(), BASELINE)
     draw(axes, logits.tolist(), weights(name, logits).tolist(), name)

@@ -1,7 +1,7 @@
 """Every variant agrees with its fp64 definition on every backend: outputs and all gradients.
 
 Testing all combinations of settings would take too long, so each variant runs a covering array, in
-which every pair of settings occurs. ``eager`` and ``tiled`` run all of it. ``sdpa`` and ``linear``
+which every pair of settings occurs. ``eager`` and ``tiled`` share an array. ``sdpa`` and ``linear``
 have arrays of their own, limited to the settings that `coverage_table.py` lists for them.
 Uninitialized memory is filled with NaN.
 """
@@ -44,14 +44,14 @@ def all_allowed(case: dict[str, Any]) -> bool:
 
 
 def sdpa_allowed(case: dict[str, Any]) -> bool:
-    """See FEATURE_BACKENDS: no mask together with causality, which needs Nq = Nk or Nq = 1."""
+    """Allow causality only without a mask and with Nq = Nk or Nq = 1 (see FEATURE_BACKENDS)."""
     queries, keys = case.get("shape", (1, 1))
     causal = case.get("span") == "causal"
     return not causal or (case.get("mask", "none") == "none" and queries in (1, keys))
 
 
 def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
-    """The settings that the variant supports, on the backend if one is given."""
+    """The levels of each factor that the variant, and the backend if given, support."""
     levels = levels_of(variant, FACTORS)
     if backend in ("sdpa", "linear"):
         no = (False,)
@@ -67,7 +67,7 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
     return tuple(levels.items())
 
 
-# Backends -> the kinds of form that they run, and a filter for cases.
+# Backends with a common array -> the kinds of forms that they run, and a filter for cases.
 ARRAYS = {
     ("eager", "tiled"): (("pairwise", "linear"), all_allowed),
     ("sdpa",): (("pairwise",), sdpa_allowed),
@@ -96,9 +96,9 @@ def levels(backends: tuple[str, ...]) -> list[Level]:
 
 
 def cases() -> Iterator[Any]:
-    """One array per kernel path, see `kernel_paths`. The arrays of the variants are slow.
+    """Quick arrays over the kernel paths (see `kernel_paths`), and a slow array per variant.
 
-    flash and decode run in the interpreter and have arrays of their own in their files.
+    The Triton backends have arrays of their own in `test_flash` and the files beside it.
     """
     for backends, (kinds, allowed) in ARRAYS.items():
         here, name = levels(backends), "-".join(backends)
@@ -129,7 +129,7 @@ def test_agrees_with_the_definition(
     found = []
     exact, keep = None, 1.0
     for backend in backends:
-        if exact is None or case["dropout"]:  # each backend draws other random numbers
+        if exact is None or case["dropout"]:  # each backend has its own dropout mask
             keep = dropout_factors(variant, backend, inputs)
             exact = reference(variant, inputs, keep)
         found += disagreements(variant, backend, inputs, exact, keep)

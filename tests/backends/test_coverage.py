@@ -45,7 +45,7 @@ def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) ->
 def check(
     reason: str | None, arguments: dict[str, Any], variant: str, backend: str, **params: Any
 ) -> None:
-    """The call runs, or raises with the reason that `explain` gives too."""
+    """Check that the call runs, or that it raises and `explain` gives the same reason."""
     plan = attnzoo.explain(
         variant=variant, backend=backend, **arguments, **{**params_of(variant), **params}
     )
@@ -76,7 +76,7 @@ def test_variants_on_backends(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """Pairs that run. On kernels only one variant per backend is quick."""
+    """(variant, backend) pairs that run. Triton backends have one quick variant each."""
     for backend in LISTED:
         variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
         for variant in variants:

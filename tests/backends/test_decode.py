@@ -1,7 +1,7 @@
-"""decode agrees with the fp64 definition: few queries against split keys, for all forms.
+"""decode agrees with the fp64 definition for all variants, with few queries and split keys.
 
 The kernels run in Triton's interpreter with four processors and blocks of 32 keys. The fixture
-`many_splits` allows splits of 32 keys, so that some hundred keys are split eight times.
+`many_splits` allows splits of 32 keys, so that a few hundred keys give up to eight splits.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
     return tuple(levels_of(variant, FACTORS).items())
 
 
+# Cases for the levels whose kernel path another level covers.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (3, 150), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}
@@ -65,7 +66,7 @@ THIN = [
 ]
 
 
-def anything(case: dict[str, Any]) -> bool:
+def all_allowed(case: dict[str, Any]) -> bool:
     return True
 
 
@@ -75,11 +76,11 @@ def levels() -> list[Level]:
 
 
 def cases() -> Iterator[Any]:
-    """Covering arrays: one per kernel path (see `kernel_paths`), and slow ones per variant."""
-    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels(), anything, THIN)):
+    """Quick arrays over the kernel paths (see `kernel_paths`), and a slow array per variant."""
+    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels(), all_allowed, THIN)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
     for variant in DECODE:
-        for seed, case in enumerate(covering(factors(variant), anything)):
+        for seed, case in enumerate(covering(factors(variant), all_allowed)):
             name = f"{variant}-{label(case)}"
             yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
@@ -94,7 +95,7 @@ def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: in
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """The first level of each factor, with these changes."""
+    """A case with the first level of each factor, except for ``others``."""
     case = {name: levels[0] for name, levels in factors(variant)}
     return {**case, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
 
@@ -126,7 +127,7 @@ def test_wide_heads(variant: str) -> None:
 
 @every_variant
 def test_queries_and_splits_without_keys(variant: str) -> None:
-    """The mask hides whole splits, and all keys of the second batch."""
+    """The mask hides whole splits, and all keys of the second batch entry."""
     q, k, v = rand(2, 4, 2, 16).float(), *(rand(2, 2, 150, 16, seed=i).float() for i in (1, 2))
     mask = torch.zeros(2, 1, 1, 150, dtype=torch.bool)
     mask[0, ..., 70:75] = True
@@ -150,7 +151,7 @@ def test_empty_tensors(variant: str) -> None:
         assert torch.equal(out, torch.zeros(batch, 2, queries, 16))
 
 
-# From numpy's maximum, which the interpreter uses.
+# The interpreter uses numpy's maximum, which warns.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @every_variant
 def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
@@ -163,7 +164,7 @@ def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
 
 
 def test_keys_outside_the_window_are_not_read() -> None:
-    """Whole units of 128 keys outside the window may hold anything, for example NaN."""
+    """NaN in whole ranges of 128 keys outside the window does not change the result."""
     q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (2, 300, 301))
     v = v[:, :, 1:]
     options = {"is_causal": True, "window": 20, "backend": "decode"}
@@ -278,8 +279,8 @@ def test_errors_name_a_backend_that_supports_the_call() -> None:
     "variant",
     [v if v in ("sink", "entmax") else pytest.param(v, marks=pytest.mark.slow) for v in DECODE],
 )
-def test_a_cache_decodes_the_same_tokens(variant: str) -> None:
-    """Token by token after a first part, with left-padded sequences."""
+def test_decoding_with_a_cache_agrees_with_the_whole_sequence(variant: str) -> None:
+    """Passes 30 tokens, then 3, then one at a time. One sequence is left-padded."""
     q, k, v = (rand(2, 4 if i == 0 else 2, 40, 8, seed=i).float() for i in range(3))
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     mask[1, ..., :9] = False

@@ -1,6 +1,6 @@
-"""The error budget catches bugs that are put into each backend.
+"""Bugs injected into each backend exceed the error budget.
 
-The agreement tests show on every machine that it is wide enough.
+The agreement tests show that correct backends stay within it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Change = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def example(backend: str, dtype: torch.dtype) -> tuple[str, Inputs]:
-    """A variant that the backend runs, with several blocks. Keys from 50 on are padding."""
+    """A variant of the backend, and inputs of several blocks. The mask hides keys 50 to 99."""
     shape = (9, 100) if backend == "decode" else (40, 100)
     variant = "taylor" if "linear" in backend else "ssmax"
     inputs = make(variant, {**CASE, "shape": shape, "dtype": dtype})
@@ -48,7 +48,7 @@ def example(backend: str, dtype: torch.dtype) -> tuple[str, Inputs]:
     return variant, inputs
 
 
-def complaints(backend: str, dtype: torch.dtype) -> list[str]:
+def exceeded(backend: str, dtype: torch.dtype) -> list[str]:
     variant, inputs = example(backend, dtype)
     return disagreements(variant, backend, inputs, gradients=backend not in FORWARD_ONLY)
 
@@ -56,11 +56,11 @@ def complaints(backend: str, dtype: torch.dtype) -> list[str]:
 @every_dtype
 @every_backend
 def test_without_a_bug_results_are_within_the_budget(backend: str, dtype: torch.dtype) -> None:
-    assert complaints(backend, dtype) == []
+    assert exceeded(backend, dtype) == []
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> None:
-    """Make the backend run a changed call or form."""
+    """Make the backend run the call and form that ``change`` returns."""
     real = BACKENDS[backend]
 
     def run(q: Tensor, k: Tensor, v: Tensor, call: Any, form: Any) -> Any:
@@ -82,7 +82,7 @@ def test_a_dropped_factor_is_caught(
         return replace(call, scale=1.0), form
 
     inject(monkeypatch, backend, drop)
-    assert complaints(backend, dtype) != []
+    assert exceeded(backend, dtype) != []
 
 
 @every_dtype
@@ -91,14 +91,14 @@ def test_a_dropped_factor_is_caught(
 def test_a_mask_that_is_off_by_one_is_caught(
     backend: str, off: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One visible key too few or too many of fifty. The gain is not changed."""
+    """49 or 51 keys are visible instead of 50, while the gain still counts 50."""
 
     def move(call: Any, form: Any) -> tuple[Any, Any]:
         mask = (torch.arange(100) < 50 + off)[None, None, None]
         return replace(call, mask=mask, whole_counts=call.counts), form
 
     inject(monkeypatch, backend, move)
-    assert complaints(backend, dtype) != []
+    assert exceeded(backend, dtype) != []
 
 
 class HalfProducts(TorchDispatchMode):
@@ -131,7 +131,7 @@ def half_accumulators(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
                 return out
 
             patch.setattr(InterpreterBuilder, "create_dot", half_dot)
-        elif backend == "tiled":  # dispatch modes do not see into its operators
+        elif backend == "tiled":  # dispatch modes do not see calls in its operators
             bmm = torch.bmm
 
             def half_bmm(*args: Any, **options: Any) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_half_precision_accumulator_is_caught(
 ) -> None:
     variant, inputs = example(backend, torch.float32)
     run = outputs if backend in FORWARD_ONLY else by_backend
-    # The reference is computed outside: with the same rounding the two would agree.
+    # The reference is computed outside. Otherwise it would have the same rounding errors.
     with half_accumulators(backend, monkeypatch):
         found = run(variant, backend, inputs)
     exact, allowed = reference(variant, inputs), bounds(variant, backend, inputs)
@@ -158,7 +158,7 @@ def test_a_half_precision_accumulator_is_caught(
 
 
 def test_bounds_hold_for_sums_in_any_order() -> None:
-    """They are also no wider than the number of terms requires."""
+    """They are also at most n · 2⁻²⁴ · Σ|x|, the worst case of n fp32 additions."""
     terms = rand(20, 300).float()
     exact = Approx(terms.double(), torch.zeros(20, 300, dtype=torch.float64), 2**-23)
     total = exact.sum(-1)
@@ -171,8 +171,8 @@ def test_bounds_hold_for_sums_in_any_order() -> None:
     assert bool((total.error <= 300 * 2**-24 * terms.double().abs().sum(-1)).all())
 
 
-def test_bounds_follow_errors_through_products_quotients_and_functions() -> None:
-    """Checks the extreme values of the operands, one combination at a time."""
+def test_bounds_hold_for_arithmetic_and_functions() -> None:
+    """Each operand is its value plus or minus its error, in all combinations."""
     eps = 0.0
     a = Approx(rand(50), 1e-3 * rand(50, seed=1).abs(), eps)
     b = Approx(2 + rand(50, seed=2).abs(), 1e-3 * rand(50, seed=3).abs(), eps)

@@ -1,9 +1,9 @@
 """flash agrees with the fp64 definition: outputs and all gradients, over covering arrays.
 
-Triton's interpreter is slow, so the arrays are smaller than those of `test_backends`. Blocks hold
-32 to 128 queries and keys, so that 128 of them give several blocks, whole and partly masked ones.
-The quick arrays cover the kernel paths, see `kernel_paths`. Slow are an array for each variant, and
-one case of 200 queries with more heads per variant.
+Triton's interpreter is slow, so the arrays are smaller than those of `test_backends`. Most blocks
+hold 32 or 64 queries or keys, so that 128 give several blocks, some of them partly masked.
+The quick arrays cover the kernel paths (see `kernel_paths`). The slow tests are an array and one
+case of 200 queries for each variant.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ FACTORS = {
     "lse": (False, True),
     "layout": ("contiguous", "bnhd", "sliced"),
 }
-# Their exact gradient through the statistics is only supported by tiled.
+# Only tiled supports the exact gradient through the statistics of these variants.
 FIXED = ("adaptive_temperature",)
 
 
 def allowed(case: dict[str, Any]) -> bool:
-    """Long sequences are slow: only with batch size 1, and square ones only with two heads."""
+    """Exclude slow cases: over 100 tokens with batch size 2, and 128 × 128 with over 2 heads."""
     queries, keys = case.get("shape", (1, 1))
     large = queries + keys > 100
     square = (queries, keys) == (128, 128) and case.get("heads", "2 heads") != "2 heads"
@@ -63,7 +63,7 @@ def levels() -> list[Level]:
     return [Level(v, params) for v in FLASH for params in dict(factors(v))["params"]]
 
 
-# For levels without a path of their own: a mask under causality, groups of heads, gradients.
+# Cases for the levels whose kernel path another level covers.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}

@@ -1,4 +1,4 @@
-"""flash in unusual cases: large scores, empty rows and tensors, thresholds, skipped blocks."""
+"""flash with large scores, queries without keys, empty tensors, thresholds and NaN."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_variant = pytest.mark.parametrize("variant", quick_variants(FLASH))
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """The first level of each factor, with these changes."""
+    """A case with the first level of each factor, except for ``others``."""
     return {**{name: levels[0] for name, levels in factors(variant)}, "batch": 1, **others}
 
 
@@ -37,7 +37,7 @@ def setting(variant: str, **others: Any) -> dict[str, Any]:
 
 
 def scores_around(inputs: Inputs, score: float) -> Inputs:
-    """Move all scores to about this value, by one coordinate of q and k."""
+    """Set one coordinate of q and k so that all scores are near ``score``."""
     q, k = inputs.leaves["q"], inputs.leaves["k"]
     q[..., 0], k[..., 0] = q.shape[-1] ** 0.5, score
     return inputs
@@ -54,7 +54,7 @@ def test_scores_far_from_zero(variant: str, score: float, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("order", [2, 4])
 def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None:
-    """T(400) is 80401 at order 2. The first scores are near 0, so their sums are scaled down."""
+    """At order 2, T(400) = 80401 exceeds fp16. The running maximum grows after 50 keys."""
     inputs = make("taylor", setting("taylor", shape=(17, 100), dtype=torch.float16), seed=3)
     scores_around(inputs, 400.0).leaves["k"][..., :50, 0] = 0.0
     inputs.rest["order"] = order
@@ -76,7 +76,7 @@ def test_wide_heads_in_fp32(variant: str, dims: tuple[int, int]) -> None:
 
 @every_variant
 def test_queries_without_keys(variant: str) -> None:
-    """A mask hides all keys from one query and a block of them, causality from the first."""
+    """The mask hides all keys from queries 50 and 64 to 127, causality from the first 20."""
     q, k, v = (rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))
     v = v[:, :, 1:]
     mask = torch.ones(140, 120, dtype=torch.bool)
@@ -138,7 +138,7 @@ def test_results_are_deterministic(variant: str) -> None:
 
 
 def weights(scores: Tensor, alpha: float | Tensor, backend: str) -> Tensor:
-    """Weights for rows of scores [R, n]: queries and values are unit vectors, keys the columns."""
+    """Entmax weights (R, n) of scores (R, n): q and v are identities, k the transposed scores."""
     rows, n = scores.shape
     visible = scores != float("-inf")
     q, eye = torch.eye(rows)[None, None], torch.eye(n)[None, None]
@@ -174,7 +174,7 @@ def test_large_equal_scores_share_the_weight(variant: str, score: float, backend
     v = rand(1, 1, 300, 8).float()
     out = attnzoo.attention(q, k, v, variant, scale=1.0, backend=backend)
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
-    # Scores that a float mask has moved by that much.
+    # The same scores, from a float mask.
     mask = torch.full((1, 300), score)
     out = attnzoo.attention(q, k * 0, v, variant, attn_mask=mask, backend=backend)
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
@@ -193,7 +193,7 @@ BLOCK_SPARSE = [
 def test_blocks_without_weight_are_skipped(
     variant: str, dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every query attends to one cluster of keys, and a cluster fills whole blocks of keys."""
+    """Every query attends to one cluster of keys. A cluster contains whole blocks of keys."""
     n, maps = 330, []
 
     def spy(original: Any = flash_ops.flash_threshold, **operands: Any) -> Any:
@@ -203,7 +203,7 @@ def test_blocks_without_weight_are_skipped(
 
     monkeypatch.setattr(flash_ops, "flash_threshold", spy)
     cluster = torch.arange(n) // 110
-    # Adjacent queries attend to the same cluster, with causality their own.
+    # Under causality a query attends to its own cluster.
     target = cluster if "is_causal" in options else 2 - cluster
     shapes = (1, 2, n, dim), (1, 1, n, dim), (1, 1, n, dim)
     q, k, v = (rand(*shape, seed=i).float() for i, shape in enumerate(shapes))
@@ -269,7 +269,7 @@ def test_triton_implementations_agree_with_their_activations(
 
 @pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax"])
 def test_the_lowest_fp32_number_in_a_float_mask_is_visible(variant: str) -> None:
-    """A common fill value. It must not become −∞ by the multiplication with log2 e."""
+    """It is a common fill value, and its product with log2 e must not overflow to −∞."""
     q, k, v = (rand(1, 2, 40, 16, seed=i).float() for i in range(3))
     mask = torch.zeros(1, 1, 40, 40)
     mask[..., 7, :] = mask[..., :, 5] = torch.finfo(torch.float32).min
@@ -284,8 +284,8 @@ def test_the_lowest_fp32_number_in_a_float_mask_is_visible(variant: str) -> None
 
 
 @pytest.mark.parametrize("backend", ["flash", "tiled"])
-def test_gradient_of_the_lse_of_an_empty_row_is_ignored(backend: str) -> None:
-    """The gradient of lse² is −∞ there. The other queries keep their gradients."""
+def test_lse_gradient_of_queries_without_keys_is_ignored(backend: str) -> None:
+    """lse and the gradient of lse² are −∞ there. The other queries keep their gradients."""
     leaves = [rand(1, 2, n, 8, seed=n).float().requires_grad_() for n in (20, 10, 11)]
     q, k, v = leaves[0], leaves[1], leaves[2][:, :, 1:]
     found = []
@@ -305,8 +305,8 @@ def test_gradient_of_the_lse_of_an_empty_row_is_ignored(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["flash", "tiled"])
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("variant", ["softmax", "sink"])
-def test_a_mask_row_of_low_entries_gives_a_mean(variant: str, low: float, backend: str) -> None:
-    """m + log Z has no digits of log Z left at −1e9, so the two must be kept apart."""
+def test_gradients_of_queries_with_low_mask_entries(variant: str, low: float, backend: str) -> None:
+    """In fp32, m + log Z loses log Z at m = −1e9, so kernels must store the two separately."""
     if variant == "sink":
         low = -1e3  # with lower entries the sink takes all weight
     q, k, v = (rand(1, 2, 70, 16, seed=i).float().requires_grad_() for i in range(3))
@@ -321,11 +321,11 @@ def test_a_mask_row_of_low_entries_gives_a_mean(variant: str, low: float, backen
     assert torch.allclose(found[0][1], found[1][1], atol=1e-3)
 
 
-# From numpy's maximum, which the interpreter uses.
+# The interpreter uses numpy's maximum, which warns.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @every_variant
 def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
-    """NaN must reach the output even if the kernel only takes maxima of the scores."""
+    """NaN must reach the output, although a maximum of scores may drop it."""
     q, k, v = (rand(1, 2, 70, 16, seed=i).float() for i in range(3))
     q[:, :, 3] = float("nan")
     out = attnzoo.attention(q, k, v, variant, backend="flash")
@@ -345,7 +345,7 @@ def test_gradient_of_lse_with_a_large_sink(b: float) -> None:
 
 
 def test_unaligned_strides() -> None:
-    """Heads are slices of rows of 37 numbers, which no wide load divides. Threshold and sum."""
+    """The inputs are slices of rows of 37 numbers, so vector loads are not aligned."""
     wide = [rand(1, 2, 70, 37, seed=i).float() for i in range(4)]
     for variant in ("entmax", "sink"):
         found = []

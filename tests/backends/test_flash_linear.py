@@ -1,4 +1,4 @@
-"""flash_linear agrees with the fp64 definition: outputs, all gradients, and states at any split.
+"""flash_linear agrees with the fp64 definition, and with linear on the parts of a sequence.
 
 The kernels run in Triton's interpreter with chunks of 32 tokens and blocks of 16 features.
 """
@@ -49,7 +49,7 @@ FACTORS = {
     "layout": ("contiguous", "bnhd", "sliced"),
 }
 
-
+# Cases for the levels whose kernel path another level covers.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": span, "mask": "keys", "heads": "gqa", "dtype": dtype}
@@ -58,17 +58,17 @@ THIN = [
 ]
 
 
-def anything(case: dict[str, Any]) -> bool:
+def all_allowed(case: dict[str, Any]) -> bool:
     return True
 
 
 def cases() -> Iterator[Any]:
-    """An array of the single kernel path (see `kernel_paths`). Those of the variants are slow."""
+    """A quick array for the only kernel path (see `kernel_paths`), and a slow one per variant."""
     levels = [Level(variant, "default") for variant in LINEAR]
-    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels, anything, THIN, KINDS)):
+    for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels, all_allowed, THIN, KINDS)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
     for variant in LINEAR:
-        for seed, case in enumerate(covering(tuple(FACTORS.items()), anything)):
+        for seed, case in enumerate(covering(tuple(FACTORS.items()), all_allowed)):
             name = f"{variant}-{label(case)}"
             yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
@@ -101,7 +101,7 @@ def in_parts(backend: Any, variant: str, tensors: list[Tensor], cuts: list[int])
 @pytest.mark.parametrize("cuts", [[], [1], [32], [40, 41], [0, 33, 64]], ids=str)
 @every_variant
 def test_parts_agree_with_linear(variant: str, cuts: list[int]) -> None:
-    """Outputs, states and gradients are those of the backend in PyTorch."""
+    """flash_linear and linear give the same outputs, states and gradients."""
     found = []
     for backend in (flash_linear, linear):
         leaves = qkv(70, gradient=True)
@@ -114,8 +114,8 @@ def test_parts_agree_with_linear(variant: str, cuts: list[int]) -> None:
 
 
 @every_variant
-def test_gradient_of_the_initial_state(variant: str) -> None:
-    """The tokens themselves do not require a gradient."""
+def test_gradient_of_the_initial_state_agrees_with_linear(variant: str) -> None:
+    """Only the state requires a gradient, not q, k and v."""
     tensors, found = qkv(40), []
     size = 28 if variant == "taylor" else 12
     for backend in (flash_linear, linear):
@@ -164,7 +164,7 @@ def test_results_are_deterministic() -> None:
 
 
 def features(gradient: bool) -> tuple[Tensor, ...]:
-    """x, y, v and a state."""
+    """Query features x, key features y, values v and an initial state."""
     x, y = rand(1, 4, 40, 24, seed=1).float().abs(), rand(1, 2, 40, 24, seed=2).float().abs()
     v, first = rand(1, 2, 40, 5, seed=3).float(), rand(1, 2, 24, 12, seed=4).float().abs()
     return tuple(t.requires_grad_(gradient) for t in (x, y, v, first))
@@ -201,7 +201,7 @@ def test_opcheck_backward() -> None:
         )  # fmt: skip
 
 
-# torch creates an autograd.Function to trace it, and warns about that itself.
+# While tracing, torch instantiates an autograd.Function and warns about it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 @every_variant

@@ -1,4 +1,4 @@
-"""flash in PyTorch: operators, torch.compile, autocast, double backward, your own activation."""
+"""flash in PyTorch: operators, torch.compile, autocast, double backward, third-party variants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.interpreter
 
 
 def qkv(n: int = 9, d: int = 8, gradient: bool = False) -> list[Tensor]:
-    """Two query heads, one key and value head."""
+    """q with two heads; k and v with one head."""
     shapes = ((1, 2, n, d), (1, 1, n, d), (1, 1, n, d))
     return [rand(*shape, seed=i).float().requires_grad_(gradient) for i, shape in enumerate(shapes)]
 
@@ -108,7 +108,7 @@ def results(function: Any, attend: Attention, n: int, **options: Any) -> list[Te
     return [x.detach().clone() for x in (out, *gradients)]
 
 
-# torch creates an autograd.Function to trace it, and warns about that itself.
+# While tracing, torch instantiates an autograd.Function and warns about it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "variant",
@@ -128,7 +128,7 @@ def test_compiles_without_graph_breaks_and_agrees_at_every_length(variant: str) 
 # ---- precision and derivatives ----------------------------------------------------------------
 
 
-def test_autocast_uses_its_dtype() -> None:
+def test_autocast_computes_in_its_dtype() -> None:
     leaves = qkv(gradient=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attnzoo.attention(*leaves, "ssmax", enable_gqa=True, backend="flash")
@@ -165,7 +165,7 @@ def test_learned_parameters_run_without_gradients(name: str) -> None:
     assert torch.allclose(*outs, atol=1e-5)
 
 
-# ---- a third party's activation ---------------------------------------------------------------
+# ---- third-party variants ---------------------------------------------------------------------
 
 RELU2 = """
 import triton
@@ -181,7 +181,7 @@ def relu2(x, shape):
 
 @pytest.fixture
 def relu2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A variant with φ = relu(x)² and its Triton implementation in a module of its own."""
+    """Registers a variant with φ = relu(x)², whose Triton implementation is in another module."""
     (tmp_path / "their_kernels.py").write_text(RELU2)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
@@ -242,7 +242,7 @@ def power2(x, shape):
 
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers third-party variants w = φ(z) with φ = 2^x and the given normalization."""
+    """A function that registers the third-party variant w = 2^z, with a normalization."""
     (tmp_path / "more_kernels.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
@@ -270,7 +270,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_return_lse_is_supported_for_exp_only(theirs: Any) -> None:
-    """Another softmax may have an lse by definition, but not in the kernels."""
+    """A variant with φ = 2^x has an lse in its definition, but the kernels do not compute it."""
     scores = lambda q, k, call: math.log(2) * (call.scores(q, k) + call.bias)  # noqa: E731
     name, options = theirs("sum", scores=scores), {"enable_gqa": True, "return_lse": True}
     with pytest.raises(ValueError, match="does not support return_lse except for a softmax"):
@@ -304,7 +304,7 @@ def test_missing_triton_implementation_is_named_in_the_error(theirs: Any, triton
 def test_parameters_of_a_gain_from_statistics_get_gradients(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics are constants here, but the parameter is not."""
+    """The statistics are constants, so only the parameter gets a gradient from the gain."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
     def gain(entropy: Tensor, strength: Tensor) -> Tensor:

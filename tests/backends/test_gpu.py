@@ -1,6 +1,7 @@
-"""The kernels on a GPU: every variant against the fp64 definition, as in the interpreter's tests.
+"""The kernels on a GPU agree with the fp64 definition for every variant.
 
-A few cases per variant, each of which compiles its own kernels: dtype, head dimension, span, masks.
+Each variant runs in a few cases with different dtypes, head dimensions, spans and masks, because
+every case compiles its own kernels.
 """
 
 from __future__ import annotations
@@ -92,16 +93,16 @@ def test_linear_forms_agree_with_the_definition(
 
 
 TOKENS = {
-    "one, bf16, 128": {"shape": (1, 5000), "span": "causal"},
-    "four of eight heads, fp16, 64": {
+    "one query, bf16, 128": {"shape": (1, 5000), "span": "causal"},
+    "four queries, mqa, fp16, 64": {
         "shape": (4, 3000), "dtype": torch.float16, "dims": (64, 64), "mask": "keys",
         "heads": "mqa",
     },
-    "window, fp32, 40": {
+    "two queries, window, fp32, 40": {
         "shape": (2, 3000), "dtype": torch.float32, "span": "window", "window": 1500,
         "dims": (40, 24), "alibi": True, "segments": True,
     },
-    "masked, bf16, 256": {
+    "nine queries, masked, bf16, 256": {
         "shape": (9, 1111), "mask": "float", "dims": (256, 256), "heads": "3 of 1", "lse": True,
     },
 }  # fmt: skip
@@ -121,7 +122,7 @@ def test_decode_agrees_with_the_definition(variant: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("variant", LINEAR)
-def test_a_state_can_be_continued(variant: str) -> None:
+def test_decoding_with_a_state_agrees_with_the_whole_sequence(variant: str) -> None:
     q, k, v = torch.randn(3, 1, 4, 300, 16, device="cuda", dtype=torch.bfloat16).unbind()
     params = params_of(variant, 300)
     whole = attnzoo.attention(q, k, v, variant, is_causal=True, **params)

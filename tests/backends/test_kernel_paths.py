@@ -1,4 +1,4 @@
-"""The quick arrays contain every kernel path of every variant."""
+"""The quick test cases cover every kernel path of every variant."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_path_occurs_with_every_setting(
 
 @pytest.mark.parametrize("name", ["flash", "decode", "flash_linear", "eager and tiled"])
 def test_every_variant_and_setting_runs(name: str) -> None:
-    """A level whose path is covered by another variant has a few cases of its own."""
+    """A level (variant and parameters) has quick cases even if another one covers its path."""
     cases, levels, _, _ = ARRAYS[name]
     run = {Level(c.values[0], c.values[1]["params"]) for c in cases if is_quick(c)}
     assert set(levels) == run

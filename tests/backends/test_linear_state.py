@@ -1,4 +1,4 @@
-"""linear_attention(): sequences split anywhere, with a state of constant size."""
+"""linear_attention() on the parts of a sequence, with a state of constant size."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_variants_with_a_state_are_those_in_the_coverage_table() -> None:
 )
 @every_variant
 def test_parts_agree_with_the_whole_sequence(variant: str, cuts: list[int]) -> None:
-    """Also token by token, and with an empty part."""
+    """The cuts include single tokens and an empty part."""
     q, k, v = qkv(17)
     whole = attnzoo.attention(q, k, v, variant, is_causal=True, backend="eager", **PARAMS[variant])
     out, state = in_parts(variant, q, k, v, cuts)
@@ -68,7 +68,7 @@ def test_parts_agree_with_the_whole_sequence(variant: str, cuts: list[int]) -> N
 
 
 @every_variant
-def test_parts_longer_and_shorter_than_a_chunk(
+def test_parts_longer_and_shorter_than_a_chunk_agree(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "CHUNK", 4)
@@ -86,7 +86,7 @@ def test_parts_longer_and_shorter_than_a_chunk(
 
 @pytest.mark.parametrize("per_head", [False, True])
 @every_variant
-def test_key_masks_and_groups(variant: str, per_head: bool) -> None:
+def test_parts_agree_with_key_masks_and_gqa(variant: str, per_head: bool) -> None:
     """A mask per query head gives each head of a group its own state."""
     q, k, v = qkv(17, heads=4)
     mask = rand(2, 4 if per_head else 1, 1, 17, seed=9) > -0.4
@@ -187,7 +187,7 @@ def test_states_are_fp32_for_low_precision(variant: str, dtype: torch.dtype) -> 
     assert torch.allclose(out.double(), exact, atol=8 * torch.finfo(dtype).eps, rtol=0.01)
 
 
-def test_errors() -> None:
+def test_invalid_arguments_raise() -> None:
     q, k, v = qkv(4)
     _, state = linear_attention(q, k, v, "taylor")
     with pytest.raises(TypeError, match="state must be a LinearState or None, got dict"):

@@ -1,4 +1,4 @@
-"""Common behaviour of operators, tested with an example: out = gain · x + shift."""
+"""The decorator `operator`, tested with the example out = gain · factor · x + shift."""
 
 from __future__ import annotations
 

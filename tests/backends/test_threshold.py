@@ -1,4 +1,4 @@
-"""The threshold solver of tiled: Σ w = 1, and weights as from a bisection in fp64."""
+"""The threshold solver of tiled gives Σ w = 1 and the weights of a bisection in fp64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SCORES = {
     "constant": lambda n: torch.full((3, n), 3.7, dtype=torch.float64),
     "far from zero": lambda n: 1000 + rand(3, n, seed=n),
     "two plateaus": lambda n: (torch.arange(n) % 2 * 0.5 - 0.25).double().expand(3, n),
-    "one far ahead": lambda n: torch.nn.functional.pad(rand(3, n - 1, seed=n), (0, 1), value=50.0),
+    "one far larger": lambda n: torch.nn.functional.pad(rand(3, n - 1, seed=n), (0, 1), value=50.0),
     "half masked": lambda n: rand(3, n, seed=n).masked_fill(rand(3, n, seed=1) > 0, -torch.inf),
 }
 
 
 def bisected(x: Tensor, alpha: float) -> Tensor:
-    """Weights in fp64, after Peters et al.: a bracket of (α − 1)x, halved 100 times."""
+    """Entmax weights (R, n) of scores (R, n), by the bisection of Peters et al. in fp64."""
     x = (alpha - 1) * (x - x.amax(-1, keepdim=True))
     low, high = torch.full_like(x[:, :1], -1.0), torch.zeros_like(x[:, :1])
     for _ in range(100):
@@ -34,7 +34,7 @@ def bisected(x: Tensor, alpha: float) -> Tensor:
 
 
 def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
-    """Weights of tiled for fp32 scores [R, n]. D = 1, so a score is the key times 1."""
+    """Entmax weights (R, n) of tiled for scores (R, n). D = 1 and q = 1, so each key is a score."""
     rows, n = scores.shape
     visible = scores != float("-inf")
     k = scores.masked_fill(~visible, 0.0).view(1, rows, n, 1)
@@ -45,7 +45,7 @@ def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
         return attnzoo.attention(
             q, k, v, "entmax", alpha=alpha, scale=1.0, attn_mask=mask, backend="tiled"
         )[0, :, 0]
-    # For large n the gradient with respect to v gives the weights without n² values.
+    # For large n an identity as v would be too large. The gradient of v is the weights.
     v = torch.zeros(1, rows, n, 1, dtype=scores.dtype, requires_grad=True)
     out = attnzoo.attention(
         q, k, v, "entmax", alpha=alpha, scale=1.0, attn_mask=mask, backend="tiled"
@@ -56,7 +56,7 @@ def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 16384])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int) -> None:
-    # Rounded to fp32: the rounding of 1.01 would change weights by more than the tolerance.
+    # Round α to fp32 as tiled does: for 1.01 this changes weights by more than the tolerance.
     alpha = float(torch.tensor(alpha))
     for kind, make in SCORES.items():
         scores = make(n).float()
@@ -69,7 +69,7 @@ def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int) ->
 
 
 @pytest.mark.parametrize("n", [5, 1000])
-def test_alpha_per_head_agrees_with_a_number(n: int) -> None:
+def test_alpha_per_head_agrees_with_a_scalar_alpha(n: int) -> None:
     alphas = torch.tensor(ALPHAS)
     scores = rand(len(ALPHAS), n).float()
     together = solved(scores, alphas)

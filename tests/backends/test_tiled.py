@@ -1,4 +1,4 @@
-"""tiled: results do not depend on the block size; lse; memory; transforms; NaN."""
+"""tiled: block sizes, lse, memory, function transforms and NaN."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[
 @pytest.mark.parametrize(("heads", "span"), [("gqa", "causal"), ("mqa", "pair"), ("mha", "window")])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
-    """Outputs and all gradients, with blocks over queries, heads and batches."""
+    """Compares outputs and all gradients. Blocks divide queries, heads and batches."""
     inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
     keep = dropout_factors(variant, "tiled", inputs)
     assert disagreements(variant, "tiled", inputs, keep=keep) == []
@@ -74,7 +74,7 @@ def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, 
         part += 1
         assert (block.call.batch, block.call.heads) == part.shape[:2]
         assert (block.call.queries, block.call.keys) == part.shape[2:]
-        # A block has whole groups of query heads, and `kv` selects their key heads.
+        # A block has whole GQA groups of query heads, and `kv` selects their key heads.
         assert block.call.heads % call.group == 0
         flat = torch.arange(2 * kv_heads).view(2, kv_heads)
         own = flat[block.batches, block.heads.start // call.group : block.heads.stop // call.group]
@@ -100,7 +100,7 @@ def expected_gain(variant: str, s: Tensor) -> Tensor:
         beta = torch.from_numpy(np.polyval([-0.037, 0.481, -2.3, 4.917, -1.791], entropy.numpy()))
         assert bool((beta > 1).any())
         return torch.where(entropy > 0.5, beta.clamp(min=1), 1.0)
-    # topk keeps five keys in `CASES`, which is all of them here.
+    # topk has top_k=5 in `CASES`, and there are five keys.
     assert variant in ("softmax", "sink", "topk")
     return torch.ones_like(log_n)
 
@@ -156,12 +156,12 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         out = attnzoo.attention(q, k, v, variant, backend="tiled", is_causal=True, **params)
         out.sum().backward()
-    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes of a step
+    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes of one operation
     features = 45 if variant == "taylor" else 16
     assert 0 < largest <= 8 * max(rows, features) * n  # positions are int64
 
 
-def test_blocks_before_all_keys_are_zero() -> None:
+def test_blocks_whose_queries_see_no_key_are_zero() -> None:
     """With many heads, all queries of a block may stand before the first key."""
     q = rand(1, 1024, 128, 2, seed=1)
     k, v = rand(1, 1, 100, 2, seed=2), rand(1, 1, 100, 2, seed=3)
@@ -185,7 +185,7 @@ def test_meta_and_fake_tensors_give_shapes(variant: str) -> None:
             assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
 
 
-# Forward-mode derivatives make torch import code that it warns about itself.
+# For forward-mode derivatives torch imports code that uses its deprecated torch.jit.script.
 ignore_torch_warning = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 TRANSFORMS: dict[str, Any] = {
     "vmap": lambda f, x: torch.vmap(f)(x[None]),
@@ -208,7 +208,7 @@ def test_transforms_raise_and_name_eager(name: str, variant: str) -> None:
         TRANSFORMS[name](lambda q: run(q, "tiled"), q)
 
 
-def test_transforms_raise_if_tiled_is_chosen() -> None:
+def test_transforms_raise_if_selection_chooses_tiled() -> None:
     q, k, v = (rand(1, 1, 400, 2, seed=i) for i in range(3))
     assert attnzoo.explain(q, k, v, "entmax").chosen == "tiled"
     with pytest.raises(ValueError, match="'tiled' .*vmap.*backend='eager'"):
@@ -217,7 +217,7 @@ def test_transforms_raise_if_tiled_is_chosen() -> None:
 
 @ignore_torch_warning
 def test_forward_mode_raises_and_names_eager() -> None:
-    """Instead of returning a tangent of 0."""
+    """Without the error the tangent would be 0."""
     q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
     slopes, mask = torch.tensor([0.5]).double(), rand(4, 4, seed=4)
     for name, x in (("q", q), ("alibi", slopes), ("attn_mask", mask), ("b", slopes)):

@@ -15,7 +15,7 @@ from attnzoo.core import activations
 from helpers.cases import rand
 from helpers.operators import opcheck
 
-# normalize -> activation, vectors with a gradient, further operands.
+# normalize -> activation, names of the per-query vectors, further operands.
 FORMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "none": ("sigmoid", ("gain", "offset"), {}),
     "sum": ("exp", ("gain", "sink"), {"want_lse": True}),
@@ -25,7 +25,7 @@ FORMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 
 
 def operands(gradient: bool) -> tuple[list[Tensor], Layout]:
-    """q, k and v; and a layout, whose mask and slopes require a gradient if ``gradient``."""
+    """q, k, v (which require a gradient) and a layout. ``gradient``: also for mask and slopes."""
     leaves = [rand(2, 4, 5, 4, seed=1), rand(2, 2, 7, 4, seed=2), rand(2, 2, 7, 3, seed=3)]
     mask, slopes = rand(1, 4, 5, 7, seed=4), torch.linspace(0.1, 0.4, 4).double().view(1, 4, 1)
     segments = torch.zeros(2, 5, dtype=torch.int64), torch.arange(7).repeat(2, 1) // 5
@@ -57,7 +57,7 @@ def test_statistics(gradient: bool) -> None:
     opcheck(statistics.tiled_statistics, q=q, k=k, layout=layout, origin=2)
 
 
-def test_keys_of_the_librarys_activations_are_their_names() -> None:
-    """An exported program finds them in another process."""
+def test_keys_of_builtin_activations_are_their_names() -> None:
+    """An exported program finds an activation by its key in another process."""
     for activation in (activations.EXP, activations.Q_EXP, activations.TAYLOR[4]):
         assert tiled_ops.key_of(activation) == activation.name

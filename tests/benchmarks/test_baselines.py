@@ -60,7 +60,7 @@ def test_log_sigmoid_does_not_overflow() -> None:
     torch.testing.assert_close(modify(x, x, x, x, x), F.logsigmoid(x))
 
 
-def test_baselines_of_each_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_variant_has_the_baselines_that_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "installed", lambda package: True)
     assert list(baselines.of_softmax(SMALL, NAMES)) == ["sdpa", "sdpa flash", "sdpa cudnn", "flex"]
     assert list(baselines.of_softmax(SMALL, ["cudnn"])) == ["sdpa cudnn"]

@@ -68,7 +68,7 @@ def test_missing_required_parameter_raises(monkeypatch: pytest.MonkeyPatch) -> N
         Case.parse("topk", longest=8)
 
 
-def test_inputs_depend_only_on_seed_and_length() -> None:
+def test_seed_and_scale_determine_the_inputs() -> None:
     a, b = Inputs.make(small()), Inputs.make(small(), gradients=True)
     assert torch.equal(a.q, b.q)
     assert not torch.equal(a.q, Inputs.make(small(seed=1)).q)

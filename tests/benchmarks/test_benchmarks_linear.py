@@ -117,7 +117,7 @@ def test_crossover_is_the_length_from_which_it_stays_faster() -> None:
     ]
 
 
-def test_length_without_a_time_ends_the_faster_range() -> None:
+def test_length_that_was_not_timed_counts_as_slower() -> None:
     rows = [timed("cosformer", n, 0.5) for n in (1024, 2048, 4096)]
     rows += [timed("sdpa", n, 1.0) for n in (1024, 2048, 4096)]
     rows[1].ratios.clear()
@@ -139,12 +139,12 @@ def test_check_notices_a_missing_key(variant: str, lost: int) -> None:
     assert reference.check(None, False).ok
     k, v = (x[:, :, kept] for x in (inputs.k, inputs.v))
     less = attnzoo.attention(inputs.q, k, v, variant, enable_gqa=True)
-    growth_of_slack = torch.finfo(torch.bfloat16).eps + RESIDUAL
-    assert not reference.deviation("out", less, growth_of_slack, 1.0).ok
+    slack = torch.finfo(torch.bfloat16).eps + RESIDUAL
+    assert not reference.deviation("out", less, slack, 1.0).ok
 
 
 def test_next_token_on_a_state_equals_the_whole_sequence() -> None:
-    """Up to `STATE_TOKENS` tokens, the state is that of the whole sequence."""
+    """The sequence is shorter than `STATE_TOKENS`, so the state contains all of its tokens."""
     setting = Setting(24, queries=1, heads=4, kv_heads=2, head_dim=16, causal=False)
     for name in ("cosformer", "taylor"):
         case = Case.parse(name, 25)
@@ -164,7 +164,7 @@ def test_taylor_of_order_4_has_no_linear_form() -> None:
 
 
 def test_fla_is_called_with_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fakes with fla's signatures and layout (B, N, H, D), compared with fp64."""
+    """Replaces fla by functions with its signatures and layout (B, N, H, D)."""
 
     def based(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert q.is_contiguous()

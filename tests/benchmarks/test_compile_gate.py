@@ -99,12 +99,12 @@ def test_invalid_options_exit_with_status_2(
 
 
 def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    met, of_decode = set(), set()
+    used, of_decode = set(), set()
 
     def spy(kernel: str, arch: int, bits: int, head_dim: int, beside: str) -> configs.Config:
         rows = configs.find(kernel, arch, bits, beside)
         config = configs.of_dim(rows, head_dim)
-        met.add((id(rows), config))
+        used.add((id(rows), config))
         return config
 
     def spy_on_decode(*args: Any) -> configs.Config:
@@ -121,7 +121,7 @@ def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.Monkey
     tables = configs.DECODE.values()
     assert of_decode == {c for table in tables for rows in table.values() for c in rows}
     listed = [rows for table in configs.TABLE.values() for rows in table.values()]
-    assert met == {(id(rows), config) for rows in listed for config in rows}
+    assert used == {(id(rows), config) for rows in listed for config in rows}
 
 
 def key(spec: Specialization) -> tuple:
@@ -142,7 +142,7 @@ def test_no_kernel_is_compiled_twice() -> None:
 
 
 def test_quick_compiles_every_kernel_without_extras() -> None:
-    """The calls are causal or full, with or without a gain."""
+    """These kernels serve causal and full calls, with and without a gain."""
     found = list(quick_specializations(list(ARCHITECTURES)))
     assert set(found) < set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
     assert len(found) < 250

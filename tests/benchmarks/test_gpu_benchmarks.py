@@ -121,7 +121,7 @@ def test_grid_has_the_same_number_of_tokens_at_every_length() -> None:
     assert {s.batch for s in grid([64], [64], batch=5)} == {5}
 
 
-def test_flop_count() -> None:
+def test_flops_are_half_if_causal_and_2_5_times_as_many_backward() -> None:
     full = Setting(length=1000, batch=2, heads=3, head_dim=64, causal=False)
     assert flops(full, "forward") == 4 * 2 * 3 * 1000 * 1000 * 64
     assert flops(replace(full, causal=True), "forward") == flops(full, "forward") / 2
@@ -142,7 +142,7 @@ def test_budget_is_spent_after_its_time() -> None:
 
 
 def empty_blocks(inputs: Inputs) -> float:
-    """The share of 64 × 64 blocks without any weight of entmax, among blocks with a visible key."""
+    """The share of 64 × 64 blocks where all entmax weights are 0, of those with a visible key."""
     w = attnzoo.attention_weights(inputs.q, inputs.k, inputs.v, "entmax", is_causal=inputs.causal)
     nonzero = F.max_pool2d(w[0], 64) > 0  # [H, blocks of queries, blocks of keys]
     visible = torch.ones_like(nonzero).tril() if inputs.causal else torch.ones_like(nonzero)
@@ -346,7 +346,7 @@ def test_pytest_gpu_returns_the_summary_line() -> None:
 
 
 @pytest.mark.gpu
-def test_events_of_a_gpu() -> None:
+def test_cuda_events_measure_time_and_peak_memory() -> None:
     x = torch.randn(2048, 2048, device="cuda")
     timer = CudaEvents()
     seconds = timer.rounds({"one": lambda: x @ x, "two": lambda: x @ x @ x}, 5, 0.001)

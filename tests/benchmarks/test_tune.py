@@ -73,7 +73,9 @@ class OneRound(WallClock):
         pytest.param("decode", "entmax15", "all", marks=pytest.mark.slow),
     ],
 )
-def test_timings_of_tiles_with_equal_results(kernel: str, activation: str, extra: str) -> None:
+def test_timings_measure_every_tile_and_compare_results(
+    kernel: str, activation: str, extra: str
+) -> None:
     spec = Specialization(kernel, "sm_90", "fp32", 16, activation, extra)
     mapped = kernel == "threshold"
     tiles = [Tile(t.config, t.config[:2] if mapped else None) for t in (SMALL, WIDE)]

@@ -1,4 +1,4 @@
-"""Visible keys and their counts n_i, against loops in Python."""
+"""Masks, causality, windows, segments, biases, GQA and strides: visible keys, counts, outputs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def make_call(queries: int, keys: int, heads: int = 2, **options: Any) -> Call:
 
 
 def visible_by_hand(call: Call, **options: Any) -> Tensor:
-    """visible[b, h, i, j], entry by entry from the contract."""
+    """Return bool (B, H, Nq, Nk): True where query i sees key j, by a loop over all entries."""
     shape = (call.batch, call.heads, call.queries, call.keys)
     visible = torch.zeros(shape, dtype=torch.bool)
     window, mask = options.get("window"), options.get("attn_mask")
     ids = options.get("segment_ids")
     ids = (ids, ids) if isinstance(ids, Tensor) else ids
     for b, h, i, j in product(*map(range, shape)):
-        position = call.keys - call.queries + i  # bottom right
+        position = call.keys - call.queries + i  # aligned at the bottom right
         see = True
         if options.get("is_causal"):
             see = see and j <= position
@@ -50,7 +50,7 @@ def visible_by_hand(call: Call, **options: Any) -> Tensor:
 def options_for(queries: int, keys: int) -> list[dict[str, Any]]:
     mask = rand(2, 2, queries, keys, seed=1) > -0.3
     floats = rand(queries, keys, seed=2).float()
-    ids = rand(2, queries + keys, seed=3).round().long() * 10**12 - 5  # any int64
+    ids = rand(2, queries + keys, seed=3).round().long() * 10**12 - 5  # ids may be any int64
     segments = {"segment_ids": (ids[:, :queries], ids[:, queries:])}
     masks: list[dict[str, Any]] = [
         {},
@@ -59,7 +59,7 @@ def options_for(queries: int, keys: int) -> list[dict[str, Any]]:
         {"attn_mask": mask[:, :1, :1]},  # key mask per batch
         {"attn_mask": mask[:, :, :1]},  # key mask per head
         {"attn_mask": mask[0, 0, 0]},  # one key mask for all
-        {"attn_mask": mask[0, 0, :, :1]},  # hides whole rows
+        {"attn_mask": mask[0, 0, :, :1]},  # hides all keys of some queries
         {"attn_mask": floats.masked_fill(floats < -0.3, float("-inf"))},
         segments,
         {**segments, "attn_mask": mask[:, :, :1]},
@@ -104,7 +104,7 @@ def test_block_sees_the_same_keys_as_the_call(shape: tuple[int, int]) -> None:
 
 
 def test_counts_of_long_calls_take_linear_memory() -> None:
-    """65 536² bools would take 4 GiB."""
+    """A mask of 65 536² bools would take 4 GiB."""
     n = 65536
     ids = (torch.arange(n) // 1000)[None]
     q = torch.zeros(1, 1, n, 1)
@@ -219,7 +219,7 @@ def test_groups_of_query_heads_share_a_key_head(backend: str) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_strides_do_not_matter(dtype: torch.dtype) -> None:
-    """(B, N, H, D) storage, a broadcast batch, a slice and a reversed layout."""
+    """Stored as (B, N, H, D); q and k take every second feature, v is sliced and broadcast."""
     base = rand(2, 9, 4, 16, dtype=dtype)
     q, k, v = base.transpose(1, 2)[..., ::2], base.transpose(1, 2)[..., 1::2], base[:1, :, :, :8]
     v = v.transpose(1, 2).expand(2, 4, 9, 8)

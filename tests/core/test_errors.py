@@ -303,8 +303,8 @@ WRONG_STATES: list[tuple[Any, type[Exception], str]] = [
     (LinearState(SUMS, "6"), TypeError, "state.length must be an int, got '6'"),  # type: ignore
     (LinearState(SUMS, True), TypeError, "state.length must be an int, got True"),
     (LinearState(SUMS, 6.0), TypeError, "state.length must be an int, got 6.0"),  # type: ignore
-    (LinearState(SUMS, -1), ValueError, "state.length must be from 0 .*got -1"),
-    (LinearState(SUMS, 10**30), ValueError, "state.length must be from 0 .*got 1000"),
+    (LinearState(SUMS, -1), ValueError, "state.length must be >= 0 .*got -1"),
+    (LinearState(SUMS, 10**30), ValueError, "state.length must be >= 0 .*got 1000"),
     (LinearState(None, 6), TypeError, "state.sums must be a tensor, got NoneType"),  # type: ignore
     (LinearState([1.0], 6), TypeError, "state.sums must be a tensor, got list"),  # type: ignore
     (LinearState(SUMS[:1], 6), ValueError, r"state.sums must be \(2, 4, 45, 9\).*got \(1, 4"),

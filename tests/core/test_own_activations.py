@@ -1,7 +1,7 @@
 """User-defined activations run on every backend that their properties allow.
 
-Values and gradients of `tiled`, the kernels and `sdpa` are compared with a definition, within the
-budgets of `agreement`.
+Outputs and gradients of `tiled`, the kernels and `sdpa` are compared with a definition. The error
+bounds are those of `helpers.agreement`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RAMP = Activation(
     lambda s, phi, shape: (1 + 4 * phi).sqrt() * (phi > 0),
     convex=True,
 )
-# A family: [1 + x]_+^shape.
+# A family of activations with the parameter shape: [1 + x]_+^shape.
 POWER = Activation(
     "power",
     lambda s, shape: (1 + s).relu() ** shape,
@@ -66,7 +66,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shaped(form: Pairwise) -> Tensor | None:
-    """The shape, broadcast against scores as in a definition."""
+    """The form's shape with an axis for keys appended, so that it broadcasts against scores."""
     return None if form.shape is None else form.shape[..., None]
 
 
@@ -100,7 +100,7 @@ def weights_of(form: Pairwise) -> Callable[..., Tensor]:
         if form.normalize == "none":
             return (phi_of(form, s - form.offset) * visible).expand_as(s)
         if form.normalize == "threshold":
-            # Finite scores at invisible keys; their φ is masked below.
+            # Invisible keys get a finite score. Their φ is set to 0 below.
             seen = s.masked_fill(~visible, 0.0)
             return phi_of(form, seen - threshold(form, seen, visible)) * visible
         if form.keep is not None:
@@ -133,30 +133,30 @@ FORMS = {
     "bounded": Pairwise(TAME, "none", offset=0.3),
 }
 TILED = {"exp, select", "exp, threshold", "convex", "family", "square, select"}
-CELLS = [marked(name, "tiled") for name in FORMS]
-CELLS += [marked(name, backend) for name in FORMS if name not in TILED for backend in KERNELS[:2]]
-CELLS += [marked("exp, sum", "sdpa")]
-ROW = {
+CASES = [marked(name, "tiled") for name in FORMS]
+CASES += [marked(name, backend) for name in FORMS if name not in TILED for backend in KERNELS[:2]]
+CASES += [marked("exp, sum", "sdpa")]
+INPUTS = {
     "shape": (9, 14), "dtype": torch.float32, "span": "causal", "mask": "keys", "heads": "2 heads",
     "values": "same", "alibi": False, "segments": False, "dropout": False, "lse": False,
     "params": "default", "mask_gradient": False,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "backend"), CELLS)
+@pytest.mark.parametrize(("name", "backend"), CASES)
 def test_backends_agree_with_the_definition(name: str, backend: str) -> None:
     register(FORMS[name])
-    row = {**ROW, "mask": "none", "span": "full"} if backend == "sdpa" else ROW
+    kind = {**INPUTS, "mask": "none", "span": "full"} if backend == "sdpa" else INPUTS
     if backend == "decode":
-        row = {**ROW, "shape": (2, 100)}
+        kind = {**INPUTS, "shape": (2, 100)}
     for seed in range(2):
-        inputs = make("mine", row, seed)
+        inputs = make("mine", kind, seed)
         gradients = backend not in FORWARD_ONLY
         assert disagreements("mine", backend, inputs, gradients=gradients) == []
 
 
 @pytest.mark.parametrize("normalize", ["threshold", "sum"])
-def test_gradient_reaches_the_shape_of_a_family(normalize: Any) -> None:
+def test_shape_of_a_family_gets_its_gradient(normalize: Any) -> None:
     def form(power: Tensor) -> Pairwise:
         return Pairwise(POWER, normalize, shape=power)
 
@@ -230,7 +230,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "error", "words"), WRONG, ids=lambda x: str(x)[:30])
-def test_wrong_activations(fields: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_wrong_activation_raises(
+    fields: dict[str, Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         Activation("mine", EXP.value, EXP.slope, **fields)
 
@@ -249,6 +251,6 @@ def test_wrong_activations(fields: dict[str, Any], error: type[Exception], words
         ({"activation": POWER, "normalize": "sum"}, "shape must be given for power"),
     ],
 )
-def test_wrong_pairwise_forms(fields: dict[str, Any], words: str) -> None:
+def test_wrong_pairwise_raises(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Pairwise(**fields)

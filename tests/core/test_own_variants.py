@@ -1,4 +1,4 @@
-"""User-defined variants: what their functions receive, and what they must return."""
+"""User-defined variants: arguments and return values of their functions, and wrong fields."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def shifted_relu(q: Tensor, k: Tensor, call: Any, power: Any) -> Tensor:
     return weights.masked_fill(~call.visible, 0.0)
 
 
-# With four heads, which equals the number of keys, of queries, of both, or of neither.
+# (Nq, Nk) with H = 4: H equals Nk, Nq, both or neither, so a wrong broadcast is noticed.
 SHAPES = [(5, 4), (4, 6), (4, 4), (5, 6)]
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
-def test_parameter_per_head(queries: int, keys: int, backend: str) -> None:
+def test_parameter_per_head_equals_one_call_per_head(queries: int, keys: int, backend: str) -> None:
     register(shifted_relu, params=(Param("power", 1.0),))
     q, k, v = (rand(2, 4, n, 8, seed=n) for n in (queries, keys, keys))
     options: dict[str, Any] = {"is_causal": True, "backend": backend}
@@ -53,7 +53,7 @@ def test_parameter_per_head(queries: int, keys: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_parameter_per_query(backend: str) -> None:
+def test_parameter_per_query_equals_the_formula(backend: str) -> None:
     register(shifted_relu, params=(Param("power", 1.0, per_token=True),))
     q, k, v = rand(3, 2, 4, 4, 8).unbind()
     power = 1 + rand(2, 4, 4, seed=5).abs()
@@ -62,7 +62,7 @@ def test_parameter_per_query(backend: str) -> None:
     assert torch.allclose(found, z ** power[..., None] / 4 @ v)
 
 
-def test_gradients_reach_a_parameter_per_head() -> None:
+def test_parameter_per_head_gets_its_gradient() -> None:
     register(shifted_relu, params=(Param("power", 1.0),))
     q, k, v = rand(3, 2, 4, 4, 8).unbind()
     power = POWER.clone().requires_grad_()
@@ -105,7 +105,9 @@ WRONG_WEIGHTS: list[tuple[Callable[..., Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("case", WRONG_WEIGHTS, ids=lambda case: case[2][-20:])
-def test_wrong_weights_raise(case: tuple[Callable[..., Any], type[Exception], str]) -> None:
+def test_weights_of_wrong_shape_or_dtype_raise(
+    case: tuple[Callable[..., Any], type[Exception], str],
+) -> None:
     weights, error, words = case
     register(weights)
     q, k, v = (rand(2, 4, n, 8).float() for n in (5, 6, 6))
@@ -116,7 +118,7 @@ def test_wrong_weights_raise(case: tuple[Callable[..., Any], type[Exception], st
         attnzoo.attention_weights(q, k, v, "mine")
 
 
-def test_wrong_scores_raise() -> None:
+def test_scores_of_wrong_shape_raise() -> None:
     def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
         return call.softmax(call.scores(q, k))
 
@@ -279,6 +281,6 @@ def test_unsupported_must_return_a_str_or_none() -> None:
         ({"keep": 2}, ValueError, "keep must be None with normalize='sum', got 2"),
     ],
 )
-def test_wrong_pairwise_forms(fields: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_wrong_pairwise_raises(fields: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         attnzoo.Pairwise(**{"activation": EXP, "normalize": "sum", **fields})

@@ -22,7 +22,7 @@ SMALL = ["--heads", "2", "--head-dim", "16", "--repeats", "2", "--min-seconds", 
 
 
 def example(name: str) -> str:
-    """A file that the README or the documentation prints in full."""
+    """The text of a file that the README or the documentation prints in full."""
     text = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return next(block for block in blocks if block.startswith(f"# {name}\n"))
@@ -41,7 +41,7 @@ def unload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The documented variant with a kernel, outside of the current folder."""
+    """Write the documented variant with a kernel to another folder and return its path."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -128,7 +128,7 @@ def test_benchmarks_run_the_kernel_of_a_plugin(
     assert benchmarks([*line, *own[command]]) == 0
     found = capsys.readouterr()
     (row,) = [text for text in found.out.splitlines() if " cube " in text]
-    assert re.search(r"out \d\.\de-\d+ \(0\.\d+\)", row), "its error is within the budget"
+    assert re.search(r"out \d\.\de-\d+ \(0\.\d+\)", row), "error above its budget"
     assert not found.err
 
 
@@ -159,7 +159,9 @@ def test_benchmarks_linear_runs_the_linear_variant_of_a_plugin(
     assert re.search(r"forward +soft_linear +linear +(out|d[qkv]) ", text)
     assert re.search(r"soft_linear, forward: (not )?faster than soft_linear, pairwise", text)
     assert benchmarks([*line, "--variants", "softmax"]) == 2
-    assert "--variants must have linear forms, got softmax" in capsys.readouterr().err
+    assert (
+        "--variants must list variants with a linear form, got softmax" in capsys.readouterr().err
+    )
 
 
 def test_laws_and_ranks_accept_a_plugin(
@@ -250,4 +252,4 @@ def test_plugin_runs_in_worker_processes(cube: str, tmp_path: Path) -> None:
         "--no-time", "--baselines", "", "--threads", "1", *SMALL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"64 .* cube .* \d+$", done.stdout, re.MULTILINE), "its memory was measured"
+    assert re.search(r"64 .* cube .* \d+$", done.stdout, re.MULTILINE), "no memory figure"

@@ -33,14 +33,14 @@ def trained(variant: str, seed: int, settings: Settings = TINY) -> Model:
 
 
 def test_max_retrieval_draws_the_expected_numbers() -> None:
-    """Compare with values computed from the random uint64 of numpy's Philox."""
-    length, index = 6, 5  # 7 uint64: two Philox counters of four each
+    """Compare with values computed from numpy's Philox generator."""
+    length, index = 6, 5  # 7 random uint64; each Philox counter gives 4
     key = np.array([1, (2 << 32) | length], dtype=np.uint64)
-    words = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
+    raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
     batch = max_retrieval.draw(1, "test", length, index, index + 1)
-    assert batch.query.item() == (words[0] >> 40) / 2**24
-    assert batch.features[0, :, 0].tolist() == [(word >> 40) / 2**24 for word in words[1:7]]
-    assert batch.classes[0].tolist() == [((w & (2**32 - 1)) * 10) >> 32 for w in words[1:7]]
+    assert batch.query.item() == (raw[0] >> 40) / 2**24
+    assert batch.features[0, :, 0].tolist() == [(x >> 40) / 2**24 for x in raw[1:7]]
+    assert batch.classes[0].tolist() == [((x & (2**32 - 1)) * 10) >> 32 for x in raw[1:7]]
 
 
 def test_the_data_are_uniform() -> None:
@@ -72,23 +72,23 @@ def test_label_and_input_of_a_batch_by_hand() -> None:
 
 
 def test_only_the_needle_has_the_querys_key() -> None:
-    """Compare with values computed from the random uint64."""
-    length, index = 3, 2  # 2 + 2 · 3 uint64: two Philox counters
+    """Compare with values computed from numpy's Philox generator."""
+    length, index = 3, 2  # 8 random uint64; each Philox counter gives 4
     key = np.array([7, (2 << 32) | length], dtype=np.uint64)
-    words = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
+    raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
 
-    def choice(word: int, choices: int) -> int:
-        return ((word & (2**32 - 1)) * choices) >> 32
+    def choice(number: int, choices: int) -> int:
+        return ((number & (2**32 - 1)) * choices) >> 32
 
-    asked, index_ = choice(words[0], 16), choice(words[1], length)
-    keys = [choice(word, 15) for word in words[5:8]]
-    keys = [asked if i == index_ else k + (k >= asked) for i, k in enumerate(keys)]
+    asked, at = choice(raw[0], 16), choice(raw[1], length)
+    keys = [choice(x, 15) for x in raw[5:8]]
+    keys = [asked if i == at else k + (k >= asked) for i, k in enumerate(keys)]
     batch = needle.draw(7, "test", length, index, index + 1)
     assert batch.query[0].nonzero().item() == asked
     assert batch.features[0].argmax(-1).tolist() == keys
     assert (batch.features.sum(-1) == 1).all()
-    assert batch.classes[0].tolist() == [choice(word, 10) for word in words[2:5]]
-    assert batch.target.item() == index_
+    assert batch.classes[0].tolist() == [choice(x, 10) for x in raw[2:5]]
+    assert batch.target.item() == at
     assert keys.count(asked) == 1
 
 
@@ -134,7 +134,7 @@ def test_an_oracle_scores_one_and_blind_weights_score_chance(name: str, length: 
     assert rates[1][1] == pytest.approx(0.1 + 0.9 / length, abs=0.03)
 
 
-def test_folded_projections_are_equal_up_to_rounding() -> None:
+def test_folding_the_projections_changes_results_only_by_rounding() -> None:
     model = Model((1, 1), VariantCall("softmax"), TINY)
     batch = max_retrieval.draw(0, "test", 9, 0, 4)
     with torch.inference_mode():
@@ -170,7 +170,7 @@ def test_training_is_reproducible_and_variants_share_initial_values() -> None:
     models = [trained("ssmax", 5) for _ in range(2)]
     for x, y in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(x, y)
-    none = Settings(steps=1, width=8, learning_rate=1e-30)  # a step too small to change a weight
+    none = Settings(steps=1, width=8, learning_rate=1e-30)  # too small to change a weight
     first, other = trained("softmax", 5, none), trained("ssmax", 5, none)
     for name, value in first.named_parameters():
         assert torch.equal(value, other.get_parameter(name))

@@ -22,7 +22,7 @@ from helpers.evals_rows import row, written
 
 
 def rows(scores: dict[str, tuple[float | None, ...]], lengths: tuple[int, ...]) -> list[Row]:
-    """Two seeds of max-retrieval with the same score; the train length is 16."""
+    """Rows of max-retrieval for two seeds with equal scores. The train length is 16."""
     return [
         row(variant, score, seed=seed, length=length)
         for variant, values in scores.items()
@@ -35,10 +35,10 @@ def table_rows(text: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
 
 
-def test_overview_shows_both_ends_and_the_effective_length(tmp_path: Path) -> None:
+def test_overview_shows_train_longest_and_effective_length(tmp_path: Path) -> None:
     found = rows(
         {
-            "softmax": (1.0, 0.86, 0.85, 0.3),  # 85 % is not above 85 %
+            "softmax": (1.0, 0.86, 0.85, 0.3),  # 0.85 is not above 85 % of 1.0
             "ssmax": (1.0, 0.9, 0.9, 0.88),
             "sigmoid": (0.9, 0.9, 0.9, 0.2),  # not trained
             "dips": (1.0, 0.5, 0.99, 0.1),
@@ -77,7 +77,7 @@ def test_rows_and_their_summary_give_the_same_scores() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two variants, two lengths and two seeds two points apart. One result failed."""
+    """Results of two variants, lengths and seeds. Seeds differ by 2 points; one result failed."""
     found = [
         row(variant, value + 0.02 * seed, seed=seed, length=length)
         for variant, values in {"softmax": (0.96, 0.5), "ssmax(s=0.4)": (0.9, 0.6)}.items()
@@ -154,7 +154,9 @@ def test_latex_special_characters_are_escaped() -> None:
     assert escape("[a]\n* b\u2028c") == "{[}a{]} {*} b c"
     (group,) = groups(rows({SPECIAL: (0.5,)}, (16,)))
     lines = latex_table(of_group(group, group.task.score)).splitlines()
-    assert sum(line.endswith(r"\\") for line in lines) == 4  # the name did not end a row
+    assert (
+        sum(line.endswith(r"\\") for line in lines) == 4
+    )  # the line break in the name ends no row
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex with booktabs")
@@ -172,7 +174,7 @@ def test_latex_compiles(tmp_path: Path) -> None:
     assert (tmp_path / "page.pdf").exists()
 
 
-def test_figures_open_and_are_the_same_each_time(folder: Path, tmp_path: Path) -> None:
+def test_figures_are_valid_and_reproducible(folder: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     assert exported(folder, "--figures", "png,svg,pdf", "--out", str(one)) == 0
     assert exported(folder, "--figures", "svg,pdf", "--format", "csv", "--out", str(other)) == 0
@@ -195,7 +197,7 @@ def test_figures_open_and_are_the_same_each_time(folder: Path, tmp_path: Path) -
         assert (one / file).read_bytes() == (other / file).read_bytes()
 
 
-def test_metrics_and_lengths_are_chosen(folder: Path, tmp_path: Path) -> None:
+def test_options_metric_and_lengths_select_results(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert exported(folder, "--format", "latex", "--metric", "all", "--out", str(out)) == 0
     assert len(list(out.iterdir())) == 7
@@ -229,7 +231,7 @@ def test_several_settings_of_a_task_have_files_of_their_own(tmp_path: Path) -> N
         (("--format", "csv", "--out", "there.txt"), "--out must be a folder or a .csv, .tex, .md "),
     ],
 )
-def test_wrong_use_is_an_error_and_writes_nothing(
+def test_wrong_arguments_are_errors_and_write_nothing(
     arguments: tuple[str, ...],
     message: str,
     folder: Path,

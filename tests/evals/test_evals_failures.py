@@ -1,4 +1,4 @@
-"""Errors of a study end in one line or in a row, and lose no results."""
+"""An error in a study gives a one-line message or a failed row, and loses no results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASK = "max-retrieval"
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """Limit the size of files. A write beyond the limit is cut short, the next one fails."""
+    """Limit the size of files. A write beyond the limit is truncated, and the next one fails."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
     try:
@@ -40,7 +40,7 @@ def full_disk(size: int) -> Iterator[None]:
 # ---- a full disk ------------------------------------------------------------------------------
 
 
-def test_a_row_on_a_full_disk_leaves_the_file_unchanged(tmp_path: Path) -> None:
+def test_appending_a_row_on_a_full_disk_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = Rows(path)
     rows.append(row("softmax", 0.5, key="a"))
@@ -54,7 +54,7 @@ def test_a_row_on_a_full_disk_leaves_the_file_unchanged(tmp_path: Path) -> None:
     assert Rows(path).damaged == 0
 
 
-def test_a_file_on_a_full_disk_keeps_the_old_content(tmp_path: Path) -> None:
+def test_replacing_a_file_on_a_full_disk_keeps_the_old_content(tmp_path: Path) -> None:
     file = tmp_path / "summary.csv"
     write_whole(file, "old")
     with full_disk(1000), pytest.raises(NotWritten, match=r"summary\.csv could not be written"):
@@ -66,7 +66,7 @@ def test_a_file_on_a_full_disk_keeps_the_old_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_run_on_a_full_disk_ends_in_one_line(
+def test_a_study_on_a_full_disk_ends_with_a_one_line_error(
     workers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = [*SMALL, "--variants", "softmax", "--workers", workers, "--out", str(tmp_path)]
@@ -79,7 +79,7 @@ def test_a_run_on_a_full_disk_ends_in_one_line(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_benchmark_on_a_full_disk_ends_in_one_line(
+def test_a_benchmark_on_a_full_disk_ends_with_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "out.json"

@@ -1,4 +1,4 @@
-"""The command ``laws``: the closed forms hold, and wrong ones are reported."""
+"""The command ``laws`` confirms the closed forms and reports wrong ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def test_every_law_holds_and_is_printed(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(line["failed"] == "0" for line in lines)
 
 
-def test_laws_of_chosen_variants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_variants_selects_the_laws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["laws", "--variants", "softmax, topk", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "softmax: " in text
@@ -51,7 +53,7 @@ def test_laws_of_chosen_variants(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "wrong",
     [
-        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # n, not n − 1
+        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # n instead of n − 1
         laws.Law("sparsemax", {}, None, forms.entmax_shrinking(1.8)),
         laws.Law("softmax", {}, None, lambda n, kappa: math.nan),
         laws.Law("entmax", {}, uniform=lambda n: 1 / n),  # the law of softmax
@@ -180,14 +182,14 @@ def column(table: Table, name: str) -> list[str]:
 
 def test_variant_without_law_is_measured() -> None:
     table = command.measured_table(VariantCall("topk", (("top_k", 4),)), lengths=(16, 64))
-    keep = math.exp(1.5) / (math.exp(1.5) + 3)  # it keeps one key at Δ = 1.5 and three at 0
+    keep = math.exp(1.5) / (math.exp(1.5) + 3)  # topk keeps one key at 1.5 and three at 0
     assert column(table, "Δ=1.5") == [f"{keep:.6f}", f"{keep:.6f}", "0.000"]
-    assert column(table, "Jacobian norm") == ["0.250000", "0.250000", "0.000"]  # over four keys
+    assert column(table, "Jacobian norm") == ["0.250000", "0.250000", "0.000"]  # 1 / top_k
     soft = command.measured_table(VariantCall("softmax"), lengths=(2**15, 2**16))
     assert column(soft, "Δ=1")[-1] == "-1.000"  # e/n
 
 
-def test_growth_is_the_exponent_between_the_largest_n() -> None:
+def test_growth_is_the_exponent_between_the_two_largest_n() -> None:
     assert laws.growth([4, 16, 64], [9.0, 2.0, 0.25]) == pytest.approx(-1.5)
     assert laws.growth([4, 16], [1.0, 0.0]) is None
 

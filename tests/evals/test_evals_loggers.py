@@ -1,4 +1,4 @@
-"""Loggers get the loss of each training and each metric by length.
+"""Loggers get the training loss and the metrics at each length.
 
 Stubs that record calls replace TensorBoard and wandb.
 """
@@ -23,7 +23,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
-def test_tensorboard_has_a_folder_per_training(
+def test_tensorboard_has_a_folder_per_training_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, list[tuple[str, int]]] = {}
@@ -55,7 +55,7 @@ def test_tensorboard_has_a_folder_per_training(
     assert ("test/accuracy", 16) in calls
 
 
-def test_wandb_has_a_run_per_training_with_its_own_axes(
+def test_each_training_run_is_a_wandb_run_with_its_own_axes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Any] = []
@@ -82,7 +82,7 @@ def test_wandb_has_a_run_per_training_with_its_own_axes(
         assert run.finished
 
 
-def test_a_missing_logger_package_ends_before_training(
+def test_a_missing_logger_package_is_an_error_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

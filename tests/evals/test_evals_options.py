@@ -29,7 +29,7 @@ density = 8
 def test_help_has_one_line_per_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # so wide that no line breaks at a hyphen
+    monkeypatch.setenv("COLUMNS", "1000")  # wide enough that no help text is wrapped at a hyphen
     text = " ".join(parser().format_help().split())
     assert "flip-flop Flip-flop language modelling copy Read symbols" in text
     for action in parser().commands.values():
@@ -93,7 +93,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
         ("lengths = [1000000000000]", "lengths entries must be <= 4194304, got 10"),
     ],
 )
-def test_a_wrong_option_in_a_file_ends_with_one_line(
+def test_a_wrong_option_in_a_file_is_a_one_line_error(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "out"
@@ -103,7 +103,7 @@ def test_a_wrong_option_in_a_file_ends_with_one_line(
     assert not out.exists()
 
 
-def test_all_gives_each_task_the_options_it_has() -> None:
+def test_command_all_passes_each_task_the_options_it_has() -> None:
     line = ["all", "--positions", "rope,none", "--set", "heads=4", "--set", "steps=9"]
     found = gather(parser().parse_args(line), ["needle", "mqar"])
     assert (found["needle"].positions, found["needle"].settings) == (None, {"steps": 9})

@@ -23,7 +23,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def documented_task() -> str:
-    """The example of a task in the documentation."""
+    """The source of the example task in docs/evals.md."""
     found = re.search(r"```python\n(# recall\.py\n.*?)```", DOCS.read_text(), re.DOTALL)
     assert found is not None
     return found[1]
@@ -47,7 +47,7 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
     assert "Recall the first symbol of a sequence." in capsys.readouterr().out
     assert main(["recall", *plugin, "--preset", "paper"]) == 2
     assert "recall has no preset 'paper'; it has: quick" in capsys.readouterr().err
-    # The keys of the runs contain a hash of the plugin's file: a change means new runs.
+    # The keys of the runs contain a hash of the plugin's file, so a change leads to new runs.
     with file.open("a") as more:
         more.write("# changed\n")
     assert main(["recall", *plugin, *SMALL, "--dry-run", "--out", out]) == 0
@@ -59,14 +59,14 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
 
 @pytest.fixture
 def recall(tmp_path: Path) -> Iterator[Path]:
-    """The file of the documented task; the task is removed after the test."""
+    """A file with the documented task. The task is unregistered after the test."""
     file = tmp_path / f"recall_{tmp_path.name}.py"
     file.write_text(documented_task())
     yield file
     TASKS.pop("recall", None)
 
 
-def test_the_plugin_of_a_toml_file_is_loaded_before_the_command(
+def test_a_plugin_named_in_the_config_file_is_loaded(
     recall: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -95,7 +95,7 @@ def test_the_plugin_of_a_toml_file_is_loaded_before_the_command(
         ("return tokens[99]", "IndexError: "),
     ],
 )
-def test_a_wrong_draw_ends_with_one_line_before_training(
+def test_a_wrong_draw_is_a_one_line_error_before_training(
     line: str, message: str, recall: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recall.write_text(documented_task().replace("return SequenceBatch(tokens, answers)", line))
@@ -120,7 +120,7 @@ def test_register_task_checks_the_name_and_the_presets() -> None:
         register_task(task("mine"))
 
 
-def test_a_plugin_without_variant_or_task_ends_with_one_line(
+def test_a_plugin_without_variant_or_task_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "registers_nothing.py"

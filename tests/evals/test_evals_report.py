@@ -29,7 +29,7 @@ from helpers import evals_rows
 EVIL = "</script><script>alert(1)</script>'\"&\u2028<img src=//evil.test/x onerror=alert(1)>"
 LENGTHS = (16, 64, 256)
 NOTE = "smoke: figures mean nothing"
-ACCURACY = {  # by variant, at the three lengths; None: not finite
+ACCURACY = {  # of each variant at the three lengths; None is not finite
     "softmax": (0.99, 0.5, 0.12),
     "ssmax": (0.98, 0.9, 0.8),
     "softmax->log_n(train_length=16)": (0.97, 0.7, 0.4),
@@ -61,7 +61,7 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
 
 
 def rows() -> list[Row]:
-    """needle with two seeds (ssmax has one at n = 64), and the language model with one."""
+    """Rows of needle with two seeds (one for ssmax at n = 64) and of language-model with one."""
     found = []
     for variant, scores in ACCURACY.items():
         for length, score in zip(LENGTHS, scores):
@@ -139,14 +139,14 @@ def page(html: str) -> Page:
 def test_hostile_texts_are_escaped(html: str, page: Page) -> None:
     assert "<script>alert" not in html
     assert "<img" not in html
-    assert len(page.scripts) == 1  # that of the report
+    assert len(page.scripts) == 1  # the report's own script
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
-    words = "".join(page.texts)
+    visible = "".join(page.texts)
     for text in (f"{NOTE} {EVIL}", f"not finite: {EVIL}", f"{EVIL} † 2/2"):
-        assert text in words
+        assert text in visible
 
 
-def test_page_loads_nothing_from_elsewhere(page: Page) -> None:
+def test_page_loads_no_external_files(page: Page) -> None:
     for _, attrs in page.tags:
         assert not {"srcset", "action", "data", "poster", "xlink:href"} & set(attrs)
         assert str(attrs.get("src", "data:")).startswith("data:")
@@ -217,7 +217,7 @@ def drawn() -> list[Shown]:
 
 
 def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
-    """The curves, the fitted law of the heads, and the heat maps that have data."""
+    """They are the curves, the fitted law of the heads, and the heat maps that have data."""
     needle, language = drawn
     names = [metric.name for metric in TASKS["needle"].metrics]
     found = [picture.name for picture in needle.pictures]
@@ -235,7 +235,7 @@ def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
         f"data:image/png;base64,{b64encode(p.data).decode()}" for p in needle.pictures
     ]
     opened = [tag for tag, attrs in page.tags if tag == "details" and "open" in attrs]
-    assert len(opened) == 3  # the failures, the score, the law
+    assert len(opened) == 3  # the sections of failures, of the score and of the law
     for heading in ("Length curves", "Heat maps"):
         assert f"<h3>{heading}" in html
         assert f"<h3>{heading}" not in report_html([replace(needle, pictures=())], "")

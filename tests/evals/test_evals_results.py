@@ -30,10 +30,10 @@ from helpers.evals_rows import SETTINGS, row, written
 SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
 
 
-def test_estimates() -> None:
+def test_estimate_of_three_one_and_no_seeds() -> None:
     found = estimate([0.5, 0.7, 0.9])
     assert found is not None
-    assert found.text(100) == "70.0 ±11.5"  # s = 0.2, √3 seeds
+    assert found.text(100) == "70.0 ±11.5"  # the standard error is 0.2 / √3
     single = estimate([0.25])
     assert single is not None
     assert single.text(100, 1, sign=True) == "+25.0"
@@ -73,7 +73,7 @@ def test_rows_are_grouped_by_task_settings_device_and_data() -> None:
         groups([row("softmax", 0.5) | {"task": "nosuch"}])
 
 
-def test_differences_are_paired_by_seed_and_position() -> None:
+def test_differences_from_the_baseline_are_paired_by_seed() -> None:
     rows = [
         *(row("softmax", 0.5 + seed / 10, seed=seed) for seed in range(3)),
         *(row("ssmax", 0.6 + seed / 5, seed=seed) for seed in (0, 1)),
@@ -120,7 +120,7 @@ def test_tables_show_intervals_differences_costs_and_learned_parameters() -> Non
     assert learned.rows == [["ssmax", "s", "0.300 (0.200 to 0.400)"]]
 
 
-def test_a_table_is_aligned() -> None:
+def test_table_columns_are_aligned() -> None:
     table = Table("T", ["n", "16", "1024"], [["softmax", "9.5", "10"], ["x", "—", "1"]])
     assert table.text() == "T\nn         16  1024\nsoftmax  9.5    10\nx          —     1"
 
@@ -137,13 +137,13 @@ def test_the_summary_does_not_depend_on_the_order_of_rows() -> None:
     assert lines[0]["train_length"] == "16"
 
 
-def test_results_of_several_versions_give_a_warning() -> None:
+def test_results_of_several_torch_versions_give_a_warning() -> None:
     rows = [row("softmax", 0.5), row("softmax", 0.5, seed=1, torch="3")]
     assert version_warnings(groups(rows)) == ["warning: results of several versions of torch: 2, 3"]
 
 
 def test_two_versions_of_a_variant_are_never_averaged() -> None:
-    """The latest version counts if a plugin's file changed between two studies in one folder."""
+    """If a plugin's file changed between two studies, only its latest version counts."""
     rows = [row("mine", 0.1, seed=seed, version="old") for seed in (0, 1)]
     rows += [row("mine", 0.9, seed=0, version="new", key="other")]
     (group,) = groups(rows)
@@ -239,7 +239,7 @@ def changed_row(**changes: object) -> dict:
     ],
 )
 @pytest.mark.parametrize("command", ["report", "compare", "max-retrieval"])
-def test_a_malformed_row_ends_with_its_line_number(
+def test_the_error_of_a_malformed_row_names_its_line(
     command: str, line: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = written(tmp_path / "results", [row("softmax", 0.5)])
@@ -308,7 +308,7 @@ def test_compare_notes_seeds_that_only_b_has(
     assert note not in capsys.readouterr().out
 
 
-def test_compare_rejects_a_nan_bound_and_reports_other_data(
+def test_compare_rejects_a_nan_bound_and_reports_different_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.5, data="other")])
@@ -337,7 +337,7 @@ def test_compare_fails_for_results_missing_in_b(
     assert "B has no seed 0" in capsys.readouterr().out
 
 
-def test_compare_reports_other_settings_and_rejects_several(
+def test_compare_reports_different_settings_and_rejects_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = row("softmax", 0.5, settings={**SETTINGS, "steps": 11})

@@ -77,9 +77,8 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
         for seed in (0, 1)
         for length in (16, 32, 64)
     }
-    assert (
-        len(list((undisturbed / TASK / "models").iterdir())) == 4
-    )  # a substitution has no training of its own
+    # An inference-time substitution has no training of its own.
+    assert len(list((undisturbed / TASK / "models").iterdir())) == 4
     with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
     assert len(summary) == ROWS / 2
@@ -93,7 +92,7 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
     assert float(line["accuracy_minus_softmax"]) == pytest.approx(gain, abs=1e-5)
     assert [float(line[f"accuracy_{end}"]) for end in ("low", "high")] == pytest.approx(
         [min(found), max(found)], rel=1e-5
-    )  # a quarter of the resamples of two seeds draws the smaller twice, a quarter the larger
+    )  # of 4 resamples of two seeds, one has the smaller value twice and one the larger
     for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
         assert (undisturbed / TASK / name).read_bytes()[:4] == b"\x89PNG"
     assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()
@@ -122,18 +121,18 @@ def test_a_killed_study_continues_to_the_same_summary(
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_torn_last_line_repeats_one_row_without_training(
+def test_a_truncated_last_line_repeats_one_evaluation_without_training(
     undisturbed: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = tmp_path / "torn"
+    out = tmp_path / "truncated"
     shutil.copytree(undisturbed, out)
     rows, wanted = (out / TASK / "rows.jsonl"), (out / TASK / "summary.csv").read_bytes()
     rows.write_bytes(rows.read_bytes()[:-20])
     (out / TASK / "summary.csv").unlink()
-    monkeypatch.setattr(runs, "train", None)  # the trained model is there
+    monkeypatch.setattr(runs, "train", None)  # the trained model is on disk
     assert main([*SMALL, "--workers", "0", "--out", str(out), "--verbose"]) == 0
     assert (out / TASK / "summary.csv").read_bytes() == wanted
     text = capsys.readouterr().out
@@ -144,7 +143,7 @@ def test_a_torn_last_line_repeats_one_row_without_training(
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_output_is_a_plan_a_line_per_run_a_score_table_and_the_report(
+def test_output_has_a_plan_a_line_per_run_a_score_table_and_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--workers", "0", "--out", str(tmp_path), "--steps", "2"]
@@ -208,11 +207,11 @@ def test_a_nan_in_training_is_stored_and_reported(
     with (tmp_path / TASK / "summary.csv").open() as file:
         line = next(line for line in csv.DictReader(file) if line["variant"] == "ssmax")
     assert (line["seeds"], line["failed"], line["accuracy_se"]) == ("1", "nan:1", "")
-    assert main(run) == 0  # it is not repeated
+    assert main(run) == 0  # a failed run is not repeated
     assert "0 runs to do" in capsys.readouterr().out
 
 
-def test_a_study_with_only_failures_is_shown(
+def test_a_study_with_only_failures_is_shown_and_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_):
@@ -225,8 +224,8 @@ def test_a_study_with_only_failures_is_shown(
     assert re.search(r"softmax † 2/2 +oom +oom", capsys.readouterr().out)
     assert (tmp_path / TASK / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.undo()
-    again = [*SMALL, *options, "--out", str(tmp_path), "--retry-failed"]
-    assert main(again) == 0
+    retry = [*SMALL, *options, "--out", str(tmp_path), "--retry-failed"]
+    assert main(retry) == 0
     assert [row["status"] for row in lines(tmp_path)] == ["oom"] * 4 + ["ok"] * 4
     assert "failed" not in (tmp_path / TASK / "summary.csv").read_text().splitlines()[1]
 
@@ -249,7 +248,7 @@ def test_a_model_that_cannot_be_read_is_trained_again(
 def test_a_second_study_in_a_folder_keeps_the_first_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other variants, test sizes or trainings are added to the folder."""
+    """Results with other variants, test sizes or steps are added to the folder."""
     few = ["--lengths", "16,64", "--workers", "0", "--out", str(tmp_path), "--steps", "2"]
     small = ["--set", "test_least=4", "--set", "test_items=640"]
     seen: list[list[tuple[str, ...]]] = []
@@ -300,7 +299,7 @@ def relu(q, k, call):
 def holes(q, k, call):  # NaN beyond 16 keys
     return relu(q, k, call) + (float("nan") if call.keys > 16 else 0.0)
 
-def greedy(q, k, call):  # killed as by the kernel at 32 keys, in a worker
+def greedy(q, k, call):  # kills its worker at 32 keys, as Linux does without memory
     if call.keys == 32 and multiprocessing.parent_process() is not None:
         os.kill(os.getpid(), signal.SIGKILL)
     return relu(q, k, call)
@@ -332,7 +331,7 @@ def test_nan_kills_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_path: Path)
         ("my_relu", 32): "ok",
         ("my_relu", 48): "ok",
         ("softmax->my_holes", 16): "ok",
-        ("softmax->my_holes", 32): "oom",  # ran in the process that my_greedy killed
+        ("softmax->my_holes", 32): "oom",  # evaluated in the process that my_greedy killed
         ("softmax->my_holes", 48): "nan",
         ("softmax->my_greedy", 16): "ok",
         ("softmax->my_greedy", 32): "oom",

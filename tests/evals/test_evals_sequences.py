@@ -26,30 +26,30 @@ SEQUENCES = {name: task for name, task in TASKS.items() if isinstance(task, Sequ
 SMOKE = {name: task.presets["smoke"].settings for name, task in SEQUENCES.items()}
 
 
-def words(seed: int, split: int, length: int, index: int, count: int) -> list[int]:
-    """The random uint64 of one sequence from numpy's Philox."""
+def random_numbers(seed: int, split: int, length: int, index: int, count: int) -> list[int]:
+    """The random uint64 of a sequence, from numpy's Philox. Each counter gives four."""
     key = np.array([seed, (split << 32) | length], dtype=np.uint64)
     blocks = -(-count // 4)
     return np.random.Philox(counter=index * blocks, key=key).random_raw(4 * blocks).tolist()[:count]
 
 
-def choice(word: int, choices: int) -> int:
-    return ((word & (2**32 - 1)) * choices) >> 32
+def choice(number: int, choices: int) -> int:
+    return ((number & (2**32 - 1)) * choices) >> 32
 
 
-def ranked(some: list[int]) -> list[int]:
+def ranked(numbers: list[int]) -> list[int]:
     """Indices that sort the numbers in ascending order."""
-    return sorted(range(len(some)), key=some.__getitem__)
+    return sorted(range(len(numbers)), key=numbers.__getitem__)
 
 
 # ---- data by hand
 
 
-def test_mqar_has_pairs_and_then_each_key() -> None:
+def test_mqar_has_all_pairs_and_then_each_key_once() -> None:
     settings = mqar.Settings(steps=1, batch=1, train_shortest=8, train_longest=8, vocabulary=16)
-    raw = words(5, 2, 8, 3, 8 + 2 + 4)  # 8 possible keys, 2 values, 4 positions after the pairs
+    raw = random_numbers(5, 2, 8, 3, 8 + 2 + 4)  # for 8 keys, 2 values, 4 places after the pairs
     keys = [1 + k for k in ranked(raw[:8])[:2]]
-    values = [9 + choice(word, 7) for word in raw[8:10]]
+    values = [9 + choice(x, 7) for x in raw[8:10]]
     later = [4 + index for index in ranked(raw[10:14])[:2]]
     tokens, answers = [keys[0], values[0], keys[1], values[1], 0, 0, 0, 0], [-1] * 8
     for index, key, value in zip(later, keys, values, strict=True):
@@ -61,7 +61,7 @@ def test_mqar_has_pairs_and_then_each_key() -> None:
 
 def test_flip_flop_answers_are_the_last_written_bits() -> None:
     steps, index = 8, 1
-    raw = words(2, 2, 2 * steps, index, 2 * steps)
+    raw = random_numbers(2, 2, 2 * steps, index, 2 * steps)
     tokens, answers, stored = [], [], 0
     for step in range(steps):
         chance, bit = (raw[step] >> 40) / 2**24, choice(raw[steps + step], 2)
@@ -93,20 +93,20 @@ def test_flip_flop_splits_have_their_share_of_ignored_bits(split: str, ignored: 
 def test_copy_reverse_and_sort_by_hand(
     name: str, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    symbols = [choice(word, 32) for word in words(1, 2, 5, 0, 5)]
+    symbols = [choice(x, 32) for x in random_numbers(1, 2, 5, 0, 5)]
     batch = SEQUENCES[name].batch(1, "test", 5, 0, 1, SMOKE[name])
     assert batch.tokens[0].tolist() == [*symbols, 32, *expected(symbols)]
     assert batch.answers[0].tolist() == [*[-1] * 5, *expected(symbols), -1]
     assert SEQUENCES[name].tokens(5) == 11
 
 
-def test_a_planted_needle_by_hand() -> None:
+def test_a_sequence_of_the_planted_split_by_hand() -> None:
     length, index = 96, 3
-    raw = words(4, 6, length, index, 2 + DIGITS)
+    raw = random_numbers(4, 6, length, index, 2 + DIGITS)
     text = corpus()[0]["test"]
     start = choice(raw[0], len(text) - length)
     whole = text[start : start + length].tobytes()
-    digits = "".join(str(choice(word, 10)) for word in raw[2:]).encode()
+    digits = "".join(str(choice(x, 10)) for x in raw[2:]).encode()
     depth = choice(raw[1], length - 2 * 11)
     line, end = b"\n#key=" + digits + b"\n", b"\n#key=" + digits[:-1]
     planted = whole[:depth] + line + whole[depth + len(line) : length - len(end)] + end
@@ -117,16 +117,15 @@ def test_a_planted_needle_by_hand() -> None:
     assert (plain.answers[:, :-1] == plain.tokens[:, 1:]).all()
 
 
-def test_training_text_is_separate_and_every_second_sequence_has_a_needle() -> None:
+def test_train_and_test_text_hardly_overlap_and_every_second_sequence_has_a_needle() -> None:
     texts, digest = corpus()
     assert len(digest) == 16
     assert min(map(len, texts.values())) > 2**18
     train, test = (texts[split].tobytes() for split in ("train", "test"))
     known = {train[i : i + 64] for i in range(0, len(train) - 64, 4)}
     pieces = [test[i + j : i + j + 64] for i in range(0, len(test) - 68, 256) for j in range(4)]
-    shared = sum(piece in known for piece in pieces) / (
-        len(pieces) / 4
-    )  # of 4 offsets, one is in known
+    # Known pieces start at every 4th byte, so only one of 4 offsets can match.
+    shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)
     assert 0 < shared < 0.03
     batch = language_model.draw(0, "train", 128, 0, 40, None)
     found = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
@@ -211,9 +210,8 @@ def test_an_oracle_scores_one_and_a_mistake_lowers_it(name: str, split: str) -> 
     logits[-1] = 0
     logits[-1, (solved[-1] + 1) % logits.shape[1]] = 1
     worse = {k: v.double().mean().item() for k, v in task.read(logits, batch).metrics.items()}
-    each = len(solved)
     for metric in hits:
-        total = len(batch.tokens) if metric in ("exact", "needle") else each
+        total = len(batch.tokens) if metric in ("exact", "needle") else len(solved)
         assert worse[metric] == pytest.approx(1 - 1 / total)
 
 
@@ -326,7 +324,7 @@ def test_a_substitution_is_undone() -> None:
 
 
 def test_head_metrics_by_hand() -> None:
-    """One head, one row: keys with scores 0, 1 and 3."""
+    """One head and one query; the keys have scores 0, 1 and 3."""
     attention = attnzoo.nn.Attention("softmax", 1)
     q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
     with Watch(attention, HeadSample(1, 1)) as watch:
@@ -354,14 +352,14 @@ def test_softmax_stays_below_its_bound(positions: str) -> None:
         attention(q, k, k, is_causal=True, scale=0.3, **slopes)
     found = watch.curves()
     assert (found["head_peak"] <= found["head_bound"]).all()
-    assert found["head_peak"].shape == (2 * 4, 2)  # the last four rows of two sequences
+    assert found["head_peak"].shape == (2 * 4, 2)  # the last four queries of two sequences
     assert (found["head_bound"] < 1).any() == (positions == "none")
     if positions == "alibi":  # the range includes keys whose weight underflows to 0 in fp64
         assert (found["head_range"][:, 0] > 4 * 290).all()
-    assert "head_jacobian" not in found  # beyond 256 keys
+    assert "head_jacobian" not in found  # only for up to 256 keys
 
 
-def test_jacobians_only_of_weights_that_depend_on_scores_alone() -> None:
+def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
     q = torch.rand(1, 1, 1, 4)
     for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9})):
         attention = attnzoo.nn.Attention(variant, 1, **params)
@@ -370,9 +368,9 @@ def test_jacobians_only_of_weights_that_depend_on_scores_alone() -> None:
         assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
 
 
-def test_a_row_without_weight_has_no_effective_keys() -> None:
+def test_a_query_without_weights_has_no_effective_keys() -> None:
     attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
-    k = -torch.ones(1, 1, 3, 2)  # no feature is positive
+    k = -torch.ones(1, 1, 3, 2)  # negative keys have no positive features
     with Watch(attention, HeadSample(1, 1)) as watch:
         attention(torch.ones(1, 1, 1, 2), k, k)
     found = watch.curves()

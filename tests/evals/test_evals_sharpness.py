@@ -24,7 +24,7 @@ MINILM = str(Path(str(SPEC.origin)).parent / "model")
 GIVEN = ["sharpness", "--model", MINILM, "--text", str(ROOT / "LICENSE")]
 
 
-def test_softmax_flattens_in_a_real_model(
+def test_softmax_flattens_with_length_in_a_real_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     variants = "softmax,log_n(train_length=16),ssmax(s=0.3)"
@@ -41,18 +41,18 @@ def test_softmax_flattens_in_a_real_model(
 
     assert mean("softmax", 64, "max_weight") < mean("softmax", 16, "max_weight")
     assert mean("softmax", 64, "n_eff") > mean("softmax", 16, "n_eff")
-    # At 16 keys nothing changes; at 64 keys the gain is 1.5.
-    same = "log_n(train_length=16)"
+    # The gain of log_n is 1 at 16 keys and log 64 / log 16 = 1.5 at 64 keys.
+    log_n = "log_n(train_length=16)"
     for name in sharpness.METRICS:
-        assert mean(same, 16, name) == pytest.approx(mean("softmax", 16, name), rel=1e-4)
-    assert mean(same, 64, "max_weight") > mean("softmax", 64, "max_weight")
+        assert mean(log_n, 16, name) == pytest.approx(mean("softmax", 16, name), rel=1e-4)
+    assert mean(log_n, 64, "max_weight") > mean("softmax", 64, "max_weight")
     assert mean("softmax", 64, "cosine_of_outputs") == pytest.approx(1.0)
-    assert mean(same, 64, "cosine_of_outputs") < 0.999
+    assert mean(log_n, 64, "cosine_of_outputs") < 0.999
     assert (tmp_path / "sharpness.png").read_bytes().startswith(b"\x89PNG")
     assert "ssmax(s=0.3)" in capsys.readouterr().out
 
 
-def test_converted_model_is_measured_as_it_was_loaded(
+def test_a_converted_model_is_also_measured_with_its_own_variant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = tmp_path / "model", tmp_path / "out"
@@ -128,7 +128,7 @@ def test_wrong_arguments_are_errors_and_write_nothing(
     assert not out.exists()
 
 
-def test_all_runs_sharpness_if_a_model_is_given(
+def test_command_all_runs_sharpness_if_a_model_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("evals.__main__.run_tasks", lambda *given: 0)

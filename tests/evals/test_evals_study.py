@@ -87,17 +87,17 @@ WRONG = {
     "config": (["--config", "no/such.toml"], "--config no/such.toml: No such file"),
     "too short": (["--variants", "cosformer(max_length=32)", "--lengths", "64"], "max_length"),
     "twice": (["--variants", "softmax,softmax"], "listed twice"),
-    "twice, completed": (
+    "twice with the default": (
         ["--variants", "topk,topk(top_k=8)"],
         "--variants must not repeat an entry, got topk.* twice",
     ),
-    "a value of its own kind": (["--variants", "ssmax(s={[]: 1})"], "cannot read variant"),
+    "invalid value": (["--variants", "ssmax(s={[]: 1})"], "cannot read variant"),
     "log": (
         ["--log", "paper", "--dry-run"],
         "--log entries must be 'tensorboard' or 'wandb', got 'paper'",
     ),
     "out": (["--out", "/proc/nosuch"], "/proc/nosuch"),
-    "not a spec": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
+    "empty variant": (["--variants", "softmax,,ssmax"], "cannot read variant ''"),
     "seeds": (["--seeds", "0"], "--seeds must be >= 1, got 0"),
     "steps": (["--steps", "0"], "--steps must be >= 1, got 0"),
     "workers": (["--workers", "-1"], "--workers must be >= 0, got -1"),
@@ -110,7 +110,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_options_end_with_one_line_and_write_nothing(
+def test_wrong_options_are_one_line_errors_and_write_nothing(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -131,7 +131,7 @@ def test_wrong_options_end_with_one_line_and_write_nothing(
         (["--seeds"], "--seeds needs a value"),
     ],
 )
-def test_wrong_arguments_name_the_closest_match(
+def test_unreadable_arguments_end_with_a_hint_to_the_help(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -191,12 +191,12 @@ def test_a_dry_run_draws_little_data_and_times_equal_models_once(
     assert main(["max-retrieval", *few]) == 0
     tests = [item for item in made if item[1] == "test" and item[3] > 1]
     assert max(length for _, _, length, _ in tests) < 4096
-    assert sum(length * count for _, _, length, count in tests) < 10_000  # not 9 times 2¹⁵
+    assert sum(length * count for _, _, length, count in tests) < 10_000
     assert sum(split == "train" for _, split, _, _ in made) == 4
     text = capsys.readouterr().out
     assert "This is an estimate: one training step" in text
     needle, here = (plan_study(TASKS[t], Options(), {}).runs({})[0] for t in ("needle", TASK.name))
-    assert costs.kind(needle) == costs.kind(here)  # equal models: timed once for both
+    assert costs.kind(needle) == costs.kind(here)  # equal models are timed once
 
 
 def test_a_key_depends_on_everything_that_scores_depend_on() -> None:
@@ -280,7 +280,7 @@ def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:
     for index in range(2):
         Folder(tmp_path, Shard(index, 2)).append(row("softmax", 0.5, key=f"k{index}"))
     with (tmp_path / "rows-0-of-2.jsonl").open("ab") as file:
-        file.write(b'{"key": "torn')
+        file.write(b'{"key": "cut')
     whole = Folder(tmp_path)
     assert (sorted(whole.by_key), whole.damaged) == (["k0", "k1"], 1)
     whole.append(row("softmax", 0.5, key="k2"))
@@ -289,7 +289,7 @@ def test_a_folder_reads_the_files_of_all_shards(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_torn_lines_are_skipped(tmp_path: Path) -> None:
+def test_unreadable_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "rows.jsonl"
     rows = Rows(path)
     assert not path.parent.exists()
@@ -342,14 +342,14 @@ def test_progress_shows_a_bar_per_run_on_a_terminal(monkeypatch: pytest.MonkeyPa
 
 
 class Log(io.StringIO):
-    """A file with an event for each line."""
+    """A file that sets an event at each flush."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_line = threading.Event()
+        self.flushed = threading.Event()
 
     def flush(self) -> None:
-        self.has_line.set()
+        self.flushed.set()
 
 
 def test_progress_prints_lines_without_a_terminal() -> None:
@@ -358,10 +358,10 @@ def test_progress_prints_lines_without_a_terminal() -> None:
     progress.update("softmax seed 0", 0.5, "n = 64")
     progress.finish("softmax seed 0")
     progress.update("ssmax seed 0", 0.5, "n = 64")
-    log.has_line.clear()
-    assert log.has_line.wait(60)
-    log.has_line.clear()
-    assert log.has_line.wait(60)
+    log.flushed.clear()
+    assert log.flushed.wait(60)
+    log.flushed.clear()
+    assert log.flushed.wait(60)
     progress.close()
     text = log.getvalue()
     line = r"1 of 4 runs \(38%\) in 0:\d\d, about \d:\d\d left; now ssmax seed 0: n = 64, 50%"

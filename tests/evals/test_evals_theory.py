@@ -31,7 +31,7 @@ def column(*values: float) -> Tensor:
 
 
 def row(variant: str, length: int, seed: int = 0, **more: Any) -> dict[str, Any]:
-    """A row as a run writes it. Arguments named head_… are its curves."""
+    """A row as a run writes it. Arguments named head_… go into its curves."""
     curves = {f"head_{name}": [0.5] for name in FIGURES} | {
         name: values for name, values in more.items() if name.startswith("head_")
     }
@@ -94,13 +94,13 @@ def test_each_head_is_fitted_with_its_learned_parameters() -> None:
     assert exchanged.sizes.tolist() != pytest.approx([12, 40], rel=0.5)
 
 
-def test_rising_weights_have_a_large_error() -> None:
+def test_fit_of_weights_rising_with_n_has_a_large_error() -> None:
     rising = column(0.01, 0.1, 0.5, 0.9)
     for gap in (FIXED, SHRINKING):
         assert fit(gap, SOFTMAX, KEYS, rising).errors.item() > math.log(3)
 
 
-def test_weights_not_above_0_are_left_out() -> None:
+def test_fits_leave_out_nan_and_weights_not_above_0() -> None:
     peaks = column(*(softmax_fixed(n, 3.0) for n in KEYS)).expand(-1, 3).clone()
     peaks[1, 0], peaks[0, 1] = 0.0, math.nan
     peaks[1:, 2] = -1.0
@@ -110,7 +110,7 @@ def test_weights_not_above_0_are_left_out() -> None:
     assert found.errors[2].isnan()
 
 
-def test_fitted_size_can_be_only_a_bound() -> None:
+def test_sizes_at_the_ends_of_the_fitted_range_are_marked() -> None:
     certain = fit(FIXED, VariantCall("sparsemax"), KEYS, torch.ones(4, 1))
     assert certain.above.item()
     assert not certain.below.item()
@@ -129,7 +129,7 @@ def test_draws_are_sorted_and_uniform() -> None:
         assert u.shape == (16, n)
         assert ((u > 0) & (u < 1)).all()
         assert (u.diff(dim=1) < 0).all()
-        top = n / (n + 1)  # the mean of the largest of n
+        top = n / (n + 1)  # the mean of the largest of n uniform numbers
         assert 1 - u[:, 0].mean().item() == pytest.approx(1 - top, rel=0.15)
 
 
@@ -161,7 +161,7 @@ def test_tables_show_fits_and_bounds() -> None:
     rows += rows_of(
         "ssmax", lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4)), seeds=2, learned={"s": [0.3]}
     )
-    # A substitution at inference has no learned parameters: s has its default.
+    # With inference-time substitution nothing is learned, so s has its default.
     s = 0.168
     rows += rows_of(
         "ssmax->ssmax(b=0)", lambda n: 1 / (1 + (n - 1) * n ** (-s * 9)), learned={"s": [0.3]}
@@ -205,7 +205,7 @@ def test_only_the_sharpest_eight_heads_are_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "lengths", "peak", "words"),
+    ("variant", "lengths", "peak", "reason"),
     [
         ("softmax", (16,), 0.5, "one length: no fit"),
         ("softmax", (16, 64), 0.0, "no fit"),
@@ -213,22 +213,22 @@ def test_only_the_sharpest_eight_heads_are_shown() -> None:
         ("cosformer(max_length=64)", (16, 64), 0.5, "weights do not depend on κ or Δ"),
     ],
 )
-def test_missing_fit_has_a_reason(variant: str, lengths, peak: float, words: str) -> None:
+def test_missing_fit_has_a_reason(variant: str, lengths, peak: float, reason: str) -> None:
     group = group_of([row(variant, n, head_peak=[peak]) for n in lengths])
     fits, bounds = theory.tables(group)
-    assert words in fits.rows[0][-1]
+    assert reason in fits.rows[0][-1]
     assert len(bounds.rows) == 1
     figure = theory_plots.theory_plot(group)
     assert (figure is None) == (peak == 0)
 
 
-def test_either_law_fits_where_both_fall_as_1_over_n() -> None:
+def test_weights_falling_as_1_over_n_fit_either_law() -> None:
     rows = [row("softmax", n, head_peak=[6 / n]) for n in (1024, 2048, 4096)]
     fits, _ = theory.tables(group_of(rows))
     assert fits.rows[0][-1] == "either"
 
 
-def test_no_tables_and_figure_without_measured_heads() -> None:
+def test_no_tables_or_figure_without_measured_heads() -> None:
     group = group_of([row("softmax", 16, curves={}) | {"curves": {}}])
     assert theory.tables(group) == []
     assert theory_plots.theory_plot(group) is None
@@ -243,7 +243,7 @@ def test_failed_seeds_are_left_out() -> None:
     assert fits.rows[0][fits.header.index("Δ")] == "3"
 
 
-def test_figure_has_marks_lines_and_the_bound() -> None:
+def test_figure_shows_measurements_the_fitted_law_and_the_bound() -> None:
     rows = rows_of("softmax", lambda n: softmax_fixed(n, 3.0)) + rows_of("entmax", lambda n: 0.3)
     figure = theory_plots.theory_plot(group_of(rows))
     assert figure is not None
@@ -264,7 +264,7 @@ def test_ranks_of_known_matrices() -> None:
     assert ranks.rank(torch.ones(4, 5, dtype=torch.float64)) == 1
     tiny = torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64))
     assert ranks.rank(tiny) == 2
-    assert ranks.rank(tiny.float()) == 1  # below fp32's tolerance
+    assert ranks.rank(tiny.float()) == 1  # 1e-9 is below the tolerance for fp32
     row, line = torch.rand(2, 6, dtype=torch.float64) + 0.1
     assert ranks.log_rank(row[:, None] * line) == 2  # log a_i + log b_j
     assert ranks.log_rank(torch.eye(2)) is None
@@ -293,7 +293,7 @@ def test_mixture_exceeds_the_bound_of_one_softmax() -> None:
     assert torch.allclose(normal.sum(-1), torch.ones(60, dtype=torch.float64))
 
 
-def test_published_ranks_are_shown_only_at_their_sizes(monkeypatch) -> None:
+def test_published_ranks_are_shown_only_for_the_published_sizes(monkeypatch) -> None:
     monkeypatch.setattr(ranks, "log_rank", lambda matrix: 7)
     monkeypatch.setattr(ranks, "mixture", lambda *given: None)
     assert ranks.mixture_table().rows[-1] == ["published", "34", "629", "979", "995", "997"]

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) -> None:
-    """Forward and backward, after a call with other values in the tensors."""
+    """Outputs and gradients are equal, although the cached call had other tensor values."""
     options = {**params_of(variant), **LAYOUTS[layout]}
 
     def run() -> list[Tensor]:
@@ -74,7 +74,7 @@ def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) 
         ("softmax", {}, {"return_lse": None}),
     ],
 )
-def test_argument_equal_to_a_cached_one_but_wrong_raises(
+def test_wrong_argument_raises_after_a_similar_valid_call(
     variant: str, good: dict[str, Any], bad: dict[str, Any]
 ) -> None:
     attnzoo.attention(*qkv(), variant, **good)
@@ -129,7 +129,7 @@ def test_vmap_of_a_cached_call() -> None:
     assert torch.allclose(many(q[None])[0], one, atol=1e-6)
 
 
-def test_cache_follows_a_variant_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_variant_is_not_served_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     q, k, v = qkv()
 

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint around a call gives the same gradients, on every backend that trains."""
+"""torch.utils.checkpoint around a call does not change gradients, on backends with a backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Function = Callable[..., Tensor]
 
 
 def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Tensor]]:
-    """A call on this backend as a function of its leaves, and the leaves."""
+    """A function that calls this backend, and its inputs: q, k, v and learned parameters."""
     dtype = precise(backend)
     leaves = [rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3)]
     constant = (variant, backend) in CONSTANT_PARAMETERS
@@ -83,7 +83,7 @@ every_backend = pytest.mark.parametrize(("variant", "backend"), BACKENDS)
 
 
 @every_backend
-def test_nested_checkpoint(variant: str, backend: str) -> None:
+def test_nested_checkpoint_gives_the_same_gradients(variant: str, backend: str) -> None:
     run, leaves = call(variant, backend)
     agree(
         gradients(lambda *x: nested(run, *x), leaves), gradients(lambda *x: run(*x).sin(), leaves)
@@ -91,14 +91,14 @@ def test_nested_checkpoint(variant: str, backend: str) -> None:
 
 
 @every_backend
-def test_reentrant_checkpoint(variant: str, backend: str) -> None:
+def test_reentrant_checkpoint_gives_the_same_gradients(variant: str, backend: str) -> None:
     run, leaves = call(variant, backend)
     found = gradients(lambda *x: once(run, *x, use_reentrant=True), leaves)
     agree(found, gradients(run, leaves))
 
 
 @every_backend
-def test_checkpoint_under_autocast(variant: str, backend: str) -> None:
+def test_checkpoint_under_autocast_gives_the_same_gradients(variant: str, backend: str) -> None:
     """The recomputation uses the autocast of the forward; the backward uses none."""
     run, leaves = call(variant, backend)
     leaves = [x.detach().float().requires_grad_() for x in leaves]
@@ -137,7 +137,7 @@ def test_nested_checkpoint_of_a_gain_from_statistics() -> None:
 
 
 def test_nested_checkpoint_of_a_variant_without_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tiled` checkpoints each of its blocks too."""
+    """For such a variant, `tiled` itself checkpoints each block."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(blocks, "ROWS", 4)
     monkeypatch.setitem(CASES, "halved", CASES["softmax"])
@@ -172,7 +172,9 @@ def test_recomputed_dropout_is_the_same() -> None:
         pytest.param("ssmax", "flash", {}, marks=[pytest.mark.slow, pytest.mark.interpreter]),
     ],
 )
-def test_compiled_checkpoint(variant: str, backend: str, options: dict[str, Any]) -> None:
+def test_compiled_checkpoint_gives_the_same_gradients(
+    variant: str, backend: str, options: dict[str, Any]
+) -> None:
     run, leaves = call(variant, backend, **options)
     torch.compiler.reset()
     compiled = torch.compile(lambda *x: once(run, *x), fullgraph=True, backend="aot_eager")

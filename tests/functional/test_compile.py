@@ -1,7 +1,7 @@
-"""torch.compile(fullgraph=True): no graph break, and the results of eager mode.
+"""torch.compile(fullgraph=True) works without a graph break and gives the results of eager mode.
 
-Compilations are slow, so there is one per (variant, backend). The options rotate over the variants;
-each option is compiled with some of them.
+Compilations are slow, so each (variant, backend) is compiled with one set of options. Consecutive
+variants get different options, so that each option is compiled with some variant.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window pair and alibi": {"window": (3, 2), "alibi": torch.tensor([0.1, 0.2, 0.3, 0.4])},
     "lse": {"return_lse": True, "is_causal": True},
 }
-# For variants without an additive score.
+# The options that variants without an additive score support.
 NO_SCORE_OPTIONS = ("causal", "bool mask", "key mask and segments", "window")
-SPECIAL: dict[str, list[dict[str, Any]]] = {
+BACKEND_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sdpa": [{"is_causal": True}, OPTIONS["bool mask"], OPTIONS["float mask"]],
     "linear": [{"is_causal": True}, {"attn_mask": KEYS}],
 }
 
 
-# A linear form, a threshold and a sum with a learned sink; the others are marked slow.
+# Variants with a linear form, a threshold and a learned sink. The others are marked slow.
 QUICK = ("cosformer", "entmax", "sink")
 
 
-def cells() -> Iterator[Any]:
-    special = {name: cycle(options) for name, options in SPECIAL.items()}
+def cases() -> Iterator[Any]:
+    special = {name: cycle(options) for name, options in BACKEND_OPTIONS.items()}
     names = {"eager": cycle(OPTIONS), "tiled": cycle(reversed(OPTIONS))}
     for variant in VARIANTS:
         for backend, cycled in names.items():
@@ -66,7 +66,7 @@ def cells() -> Iterator[Any]:
                 yield pytest.param(variant, backend, next(options), id=case, marks=marks)
 
 
-CELLS = list(cells())
+COMBINATIONS = list(cases())
 
 # torch 2.13 instantiates an autograd.Function to trace it, and warns about that.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -89,7 +89,7 @@ def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[T
     return [x.detach().clone() for x in (*outs, *gradients)]
 
 
-@pytest.mark.parametrize(("variant", "backend", "options"), CELLS)
+@pytest.mark.parametrize(("variant", "backend", "options"), COMBINATIONS)
 def test_compiles_without_graph_break_and_agrees(
     variant: str, backend: str, options: dict[str, Any]
 ) -> None:
@@ -107,14 +107,14 @@ def test_compiles_without_graph_break_and_agrees(
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_every_option_is_compiled_somewhere(backend: str) -> None:
-    compiled = {cell.id.split("-", 2)[2] for cell in CELLS if cell.values[1] == backend}
+def test_every_option_is_compiled_with_some_variant(backend: str) -> None:
+    compiled = {case.id.split("-", 2)[2] for case in COMBINATIONS if case.values[1] == backend}
     assert compiled == set(OPTIONS)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "sdpa"])
 def test_second_length_and_scale_compile(backend: str) -> None:
-    """At its second value a number becomes symbolic."""
+    """torch.compile makes a number symbolic when its value changes."""
     attend = Attention("softmax", 4, learn=())
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n, scale in ((9, 0.5), (12, 0.25)):
@@ -123,7 +123,7 @@ def test_second_length_and_scale_compile(backend: str) -> None:
         assert torch.allclose(compiled(q, k, v, **options), attend(q, k, v, **options), atol=1e-6)
 
 
-LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # two to four blocks of rows
+LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # two to four blocks of 128 rows
 
 
 def graphs_over(
@@ -154,7 +154,7 @@ FEW_GRAPHS = [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v
 
 @pytest.mark.parametrize("variant", FEW_GRAPHS)
 def test_tiled_compiles_few_graphs_for_all_lengths(variant: str) -> None:
-    """One graph for the first length, one for few scores and one for many."""
+    """One graph for the first length, and one each for few and for many scores."""
     assert graphs_over(LENGTHS, "tiled", variant) <= 3
 
 
@@ -181,7 +181,7 @@ def test_sdpa_compiles_with_symbolic_sizes(variant: str) -> None:
 
 
 def test_blocks_are_not_unrolled_into_the_graph() -> None:
-    """The graph of many blocks is as large as that of one block."""
+    """The graph of many blocks has as many operations as the graph of one block."""
 
     def nodes(n: int) -> int:
         counter = CompileCounterWithBackend("eager")
@@ -195,7 +195,7 @@ def test_blocks_are_not_unrolled_into_the_graph() -> None:
 
 
 def test_linear_variant_compiles_at_a_second_length() -> None:
-    """The choice of the backend depends on the work, which is symbolic at the second length."""
+    """The backend depends on the sizes, which are symbolic at the second length."""
     attend = Attention("cosformer", 1, max_length=4096)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n in (1100, 1200):
@@ -204,7 +204,7 @@ def test_linear_variant_compiles_at_a_second_length() -> None:
 
 
 @pytest.mark.slow
-def test_other_orders_of_taylor_compile() -> None:
+def test_each_order_of_taylor_compiles() -> None:
     q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))
     compiled = torch.compile(attnzoo.attention, fullgraph=True, backend="aot_eager")
     for order in (2, 4, 6):
@@ -261,8 +261,8 @@ def test_activation_created_in_a_compiled_call_raises() -> None:
         compiled(q, k, v, "made", backend="tiled")
 
 
-def test_other_parameters_compile() -> None:
-    """As in a model whose layers have the same variant with different numbers."""
+def test_second_value_of_alpha_compiles() -> None:
+    """The layers of a model may have the same variant with different parameters."""
     q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))
     for alpha in (1.3, 2.0):
         attend = Attention("entmax", 4, alpha=alpha)

@@ -1,4 +1,4 @@
-"""Dropout on the weights: unbiased, drawn from torch's generator, and the same in backward."""
+"""Dropout on the weights: unbiased, drawn from torch's generator, and reused by the backward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None:
     exact = attnzoo.attention(q, k, v, backend=backend)
     runs = torch.stack([seeded(i, q, k, v, backend=backend, dropout_p=0.5) for i in range(600)])
     error = (runs.mean(0) - exact) / (runs.std(0) / 600**0.5)
-    assert float(error.abs().max()) < 5  # of standard errors, over 192 numbers
+    assert float(error.abs().max()) < 5  # in standard errors; the largest of 192
     assert float(error.std()) == pytest.approx(1.0, abs=0.35)
 
 
@@ -61,7 +61,7 @@ def test_seed_determines_the_draw(backend: str) -> None:
     assert not torch.equal(first, seeded(2, q, k, v, **options))
     torch.manual_seed(1)
     attnzoo.attention(q, k, v, **options)
-    assert not torch.equal(first, attnzoo.attention(q, k, v, **options))  # no fixed seed
+    assert not torch.equal(first, attnzoo.attention(q, k, v, **options))  # the generator advanced
 
 
 @both
@@ -116,14 +116,14 @@ def test_mask_does_not_depend_on_block_sizes(variant: str, monkeypatch: pytest.M
 
 
 def drawn(heads: int = 4, n: int = 200) -> Tensor:
-    """Where `tiled` keeps a weight, for equal weights: bool (heads, n, n)."""
+    """The dropout mask of `tiled`: bool (heads, n, n), True where a weight is kept."""
     zeros = torch.zeros(1, heads, n, 1)
     eye = torch.eye(n).expand(1, heads, n, n)
     return seeded(7, zeros, zeros, eye, backend="tiled", dropout_p=0.5)[0] != 0
 
 
 def test_rows_keys_and_heads_are_drawn_independently() -> None:
-    """Half of the weights are kept, without correlation between neighbours or diagonals."""
+    """Half of the weights are kept. Neighbouring heads, rows and keys are not correlated."""
     kept = drawn().double() - 0.5
     n = kept[0].numel()
     limit = 5 / n**0.5

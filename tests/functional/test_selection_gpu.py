@@ -1,7 +1,7 @@
-"""Which backend is chosen on a GPU, tested without one, and that CPUs do not get GPU kernels.
+"""The backend chosen on a GPU, tested without a GPU; a CPU gets no GPU kernel.
 
-Fake tensors have a CUDA device and no memory. A torch without CUDA cannot run a backend on them, so
-tests that run one use the device "meta".
+Fake tensors have a CUDA device and no memory. A torch build without CUDA cannot run a backend on
+them, so tests that run a backend use the device "meta".
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TestChoice:
             assert chosen(variant, qkv(value_dim=128)) == "flash"
 
     def test_calls_that_torch_does_not_fuse_do_not_run_on_sdpa(self) -> None:
-        """Torch's fused kernels do not support GQA in fp32, nor fp64."""
+        """Torch's fused kernels support neither fp64 nor GQA in fp32."""
         for dtype, backend in ((torch.float32, "flash"), (torch.bfloat16, "sdpa")):
             assert chosen("softmax", qkv(kv_heads=2, dtype=dtype), enable_gqa=True) == backend
         assert chosen("softmax", qkv(dtype=torch.float64)) == "tiled"
@@ -90,7 +90,7 @@ class TestChoice:
             assert chosen(variant) == chosen(variant, is_causal=True, window=64) == "flash"
 
     def test_short_calls_run_on_flash(self) -> None:
-        """Unlike on a CPU, where the definition is faster for few scores."""
+        """On a CPU, short calls run on `eager` or `sdpa` instead."""
         for variant in (*PAIRWISE, "adaptive_temperature"):
             assert chosen(variant, qkv(n=16)) == "flash"
 
@@ -117,7 +117,7 @@ class TestChoice:
         assert chosen("taylor") == "flash"
         assert chosen("taylor", qkv(d=16)) == "flash_linear"
         assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
-        assert chosen("taylor", qkv(n=2**17)) == "linear"  # 2145 features are not held in memory
+        assert chosen("taylor", qkv(n=2**17)) == "linear"  # flash_linear would store 2145 features
 
     def test_few_queries_against_many_keys_run_on_decode(self) -> None:
         def step(queries: int, keys: int = 4096, **kind: Any) -> list[Tensor]:
@@ -127,11 +127,11 @@ class TestChoice:
             for queries in (1, 16):
                 tensors = step(queries, kv_heads=2)
                 assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
-        # 17 queries of 4 heads do not fit into a tile; few keys are not split.
+        # 17 queries of 4 heads per KV group do not fit into a tile; few keys are not split.
         assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
         assert chosen("sink", step(1, 512)) == "flash"
         assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
-        # Below 4096 keys torch's fused softmax, which splits keys too, comes first.
+        # Below 4096 keys, sdpa is preferred to decode; it splits keys too.
         assert chosen("softmax", step(1, 2048)) == "sdpa"
         assert chosen("sink", step(1, 2048)) == "decode"
         assert chosen("adaptive_temperature", step(1, 2048)) == "decode"
@@ -157,7 +157,7 @@ class TestChoice:
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
-    """The choice for meta tensors with a CUDA device in the call; fake masks cannot be indexed."""
+    """The backend for meta tensors if the call's device is CUDA. Fake masks cannot be indexed."""
     shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
@@ -242,7 +242,7 @@ def test_flash_on_a_cpu_without_the_interpreter_raises() -> None:
 
 
 def test_call_on_a_cpu_does_not_import_triton() -> None:
-    """Every variant with few and many scores, forward and backward."""
+    """The process runs every variant with few and with many scores, forward and backward."""
     text = output_of(
         "import sys, torch, attnzoo\n"
         "required = {'cosformer': {'max_length': 256}, 'topk': {'top_k': 5}}\n"

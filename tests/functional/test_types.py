@@ -66,7 +66,7 @@ attnzoo.attention(x, x, x, "ssmax", s="0.2")
 
 
 def pyright(folder: Path, text: str) -> list[dict[str, object]]:
-    """What pyright in strict mode reports on a script."""
+    """The diagnostics of pyright in strict mode for a script."""
     (folder / "user.py").write_text(text)
     settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "include": ["user.py"]}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))

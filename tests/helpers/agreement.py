@@ -20,12 +20,13 @@ from helpers.cases import CASES, learned, params_of, rand
 from helpers.error_budget import VECTORS, Problem, budget
 
 HEAD_DIM = 8
+# (query heads, key heads)
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "2 heads": (2, 2), "3 of 1": (3, 1)}
 
 
 @dataclass
 class Inputs:
-    """The arguments of a call and the gradients of its results.
+    """The arguments of a call, and the gradients of the loss with respect to its results.
 
     leaves: tensors that require a gradient, by argument name. rest: the other arguments.
     do, dlse: gradients of the output and of lse. layout: memory layout of q, k and v for the
@@ -166,7 +167,7 @@ def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | floa
         arguments.update(v=eye, return_lse=False)
         torch.manual_seed(5)
         drawn = attnzoo.attention(variant=variant, backend=backend, **arguments)
-    # For a weight of 0 the factor is unknown. It does not matter: such a weight has slope 0.
+    # For a weight of 0 the factor is unknown but has no effect, because φ' is 0 there too.
     return (drawn != 0).double() / (1 - inputs.rest["dropout_p"])
 
 
@@ -236,7 +237,7 @@ def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_heads(rows: Approx, leaf: Tensor) -> Approx:
-    """(B, H, Nq) summed to (H,). The leaf may be fp32 in an fp64 call: its roundings count."""
+    """(B, H, Nq) summed to (H,), with the roundings of the leaf's dtype, which may be fp32."""
     units = torch.finfo(leaf.dtype).eps / rows.eps
     return rows.sum(0, 2).rounded(units, rows.value.abs().sum((0, 2)))
 

@@ -76,7 +76,7 @@ class Approx:
         return product.rounded(self.shape[-1] / 2, a @ b)
 
     def sum(self, *dims: int, keepdim: bool = False) -> Approx:
-        """The sum over these dimensions, one after the other, with partial sums."""
+        """The sum over these dimensions, one dimension after the other."""
         value, error, size = (
             x.sum(dims, keepdim=keepdim) for x in (self.value, self.error, self.value.abs())
         )
@@ -84,7 +84,7 @@ class Approx:
         return Approx(value, error, self.eps).rounded(count / 2, size)
 
     def rounded(self, times: float, size: Tensor) -> Approx:
-        """Add the error of ``times`` roundings of numbers as large as ``size``; keep the value."""
+        """Adds the error of ``times`` roundings of numbers as large as ``size``."""
         return replace(self, error=self.error + times * self.eps * size.abs())
 
     def where(self, mask: Tensor) -> Approx:

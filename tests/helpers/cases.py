@@ -18,7 +18,7 @@ import attnzoo
 
 @dataclass(frozen=True)
 class Paper:
-    """The weights of one query for these scores, computed by hand or taken from the paper."""
+    """The scores and weights of one query, computed by hand or taken from the paper."""
 
     scores: tuple[float, ...]
     weights: tuple[float, ...]
@@ -32,8 +32,8 @@ class Case:
     """Sample parameters of a variant.
 
     params: overrides the variant's own example in ordinary calls; see `params_of`. learned: for
-    each learnable parameter the range from which tensors (H,) are drawn, smooth enough for
-    gradcheck. per_token: whether those may also be (B, H, Nq). settings: further sets of fixed
+    each learnable parameter the range from which tensors (H,) are drawn; gradcheck must pass in it.
+    per_token: whether these tensors may also be (B, H, Nq). settings: further sets of fixed
     parameters to test. smooth: whether the variant is twice differentiable everywhere.
     """
 
@@ -48,7 +48,7 @@ class Case:
 CASES = {
     "softmax": Case(Paper((0.0, math.log(2), math.log(5)), (1 / 8, 2 / 8, 5 / 8))),
     "ssmax": Case(
-        Paper((1.0, 2.0), (1 / 3, 2 / 3), {"s": 1.0}, "n^z over its sum, n = 2"),
+        Paper((1.0, 2.0), (1 / 3, 2 / 3), {"s": 1.0}, "weights ∝ n^z with n = 2"),
         learned={"s": (0.2, 0.6), "b": (-0.3, 0.3)},
         settings=({"s": 0.43, "b": 0.5},),
     ),
@@ -77,7 +77,7 @@ CASES = {
             (2.0, -5.0, 1.0),
             (1 / 2, 0.0, 1 / 2),
             {"max_length": 3},
-            "cos 60° = ½ for the key two back; ReLU makes the negative score 0",
+            "cos 60° = ½ for the first key; ReLU makes the negative score 0",
         ),
         settings=({"max_length": 1000},),
     ),
@@ -86,7 +86,7 @@ CASES = {
         settings=({"order": 4},),
     ),
     "sparsemax": Case(
-        Paper((1.0, 0.5, -1.0), (0.75, 0.25, 0.0), {}, "τ = (1 + ½ − 1)/2 over the first two"),
+        Paper((1.0, 0.5, -1.0), (0.75, 0.25, 0.0), {}, "τ = (1 + ½ − 1)/2 from the first two"),
         smooth=False,
     ),
     "entmax": Case(
@@ -101,7 +101,8 @@ CASES = {
         smooth=False,
     ),
     "asentmax": Case(
-        # δ + β (log 2)^γ = 0 + 2 / (log 2)² · (log 2)² = 2: half the scores of entmax above.
+        # The gain is δ + β (log 2)^γ = 0 + 2 / (log 2)² · (log 2)² = 2. Half the scores of the
+        # entmax example therefore give the same weights.
         Paper(
             (0.5, 0.0),
             ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),
@@ -113,7 +114,7 @@ CASES = {
         smooth=False,
     ),
     "sink": Case(
-        Paper((0.0, math.log(3)), (1 / 6, 3 / 6), {"b": math.log(2)}, "1 and 3 of 2 + 1 + 3"),
+        Paper((0.0, math.log(3)), (1 / 6, 3 / 6), {"b": math.log(2)}, "1, 3 over e^b + 1 + 3"),
         learned={"b": (-1.0, 1.0)},
         settings=({"b": 2.5},),
     ),
@@ -124,7 +125,7 @@ CASES = {
             {"top_k": 2},
             "two keys have score 0; the first is kept",
         ),
-        params={"top_k": 5},  # many tests have seven keys, and the example's top_k is 8
+        params={"top_k": 5},  # many tests have fewer keys than the example's top_k
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,
     ),

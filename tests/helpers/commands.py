@@ -25,7 +25,7 @@ def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The error message for invalid options. It runs in this process, which is faster."""
+    """The error message for invalid options. Runs in this process, which is faster."""
     try:
         status = main(list(args))
     except SystemExit as stop:  # raised by argparse

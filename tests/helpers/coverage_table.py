@@ -1,8 +1,8 @@
 """What each backend and each variant supports. Any other skip is a test failure.
 
-Tests check the tables both ways: what is listed as running must run, and everything else must be
-rejected with the given words. ``eager`` and ``tiled`` are not listed: they support every call that
-the contract allows.
+Tests check both directions: calls listed as `RUNS` must run, and all others must be rejected with a
+message that contains the listed text. ``eager`` and ``tiled`` are not listed: they support every
+call that the contract allows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from helpers.cases import CASES, NO_LSE, NO_SCORE
 from helpers.kernel_paths import Level, path_of
 
-RUNS = None  # instead of a reason
+RUNS = None  # in place of the reason why a backend does not run a call
 
 # Variant × backend, for a plain call.
 NO_LINEAR = "no linear form"
@@ -92,11 +92,11 @@ def pair(variant: str, backend: str) -> Any:
     return pytest.param(*found.values, marks=marks, id=found.id)
 
 
-# Every (variant, backend) that runs, and every one with gradients.
+# All (variant, backend) that run a plain call, and those that also compute gradients.
 PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
-# (variant, backend) without a gradient for a learned parameter, the shape of an activation.
+# (variant, backend) with a learned parameter, the activation's shape, that gets no gradient.
 CONSTANT_PARAMETERS = tuple(
     (name, "flash")
     for name, reasons in VARIANT_BACKENDS.items()
@@ -110,8 +110,7 @@ def precise(backend: str) -> torch.dtype:
     return torch.float32 if backend in KERNELS else torch.float64
 
 
-# Feature of a call × backend, for the variants that the backend runs. ``features.py`` builds the
-# calls.
+# Feature of a call × backend, for the variants that the backend runs. ``features.py`` makes calls.
 NOT_BOTH = "does not support attn_mask together with is_causal"
 CONSTANT_MASK = "does not support a gradient for a float mask"
 FORGET = "a state cannot forget keys"
@@ -184,30 +183,26 @@ VARIANT_UNSUPPORTED: dict[str, tuple[tuple[str, ...], str]] = {
     "lse": (NO_LSE, "return_lse"),
 }
 
-# Parameter of a variant × backend.
+# Test id -> (variant, parameters, backend, RUNS or the reason).
 CONSTANT_STATISTICS = "does not support a gradient through the statistics"
+ONLY_ORDER_2 = "only order 2 has a linear form"
 PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
-    "taylor of order 4": ("taylor", {"order": 4}, "linear", "only order 2 has a linear form"),
-    "taylor of order 2": ("taylor", {"order": 2}, "linear", RUNS),
-    "taylor of order 4, in chunks": (
-        "taylor",
-        {"order": 4},
-        "flash_linear",
-        "only order 2 has a linear form",
-    ),
-    "gain through statistics": (
+    "taylor of order 4, linear": ("taylor", {"order": 4}, "linear", ONLY_ORDER_2),
+    "taylor of order 2, linear": ("taylor", {"order": 2}, "linear", RUNS),
+    "taylor of order 4, flash_linear": ("taylor", {"order": 4}, "flash_linear", ONLY_ORDER_2),
+    "differentiable gain from statistics, sdpa": (
         "adaptive_temperature",
         {"differentiable": True},
         "sdpa",
         CONSTANT_STATISTICS,
     ),
-    "gain from statistics": (
+    "gain from statistics, sdpa": (
         "adaptive_temperature",
         {"differentiable": False},
         "sdpa",
         RUNS,
     ),
-    "gain through statistics, flash": (
+    "differentiable gain from statistics, flash": (
         "adaptive_temperature",
         {"differentiable": True},
         "flash",
@@ -215,20 +210,20 @@ PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
     ),
     "taylor of order 4, flash": ("taylor", {"order": 4}, "flash", RUNS),
     "taylor of order 6, flash": ("taylor", {"order": 6}, "flash", "has no Triton implementation"),
-    "learned alpha": (
+    "learned alpha per head": (
         "entmax",
         {"alpha": torch.full((2,), 1.3, requires_grad=True)},
         "flash",
         "does not support a gradient for the shape",
     ),
-    "alpha per head": ("entmax", {"alpha": torch.full((2,), 1.3)}, "flash", RUNS),
+    "constant alpha per head": ("entmax", {"alpha": torch.full((2,), 1.3)}, "flash", RUNS),
 }
 
 
 def levels_of(
     variant: str, factors: dict[str, tuple], settings: bool = True, learned: str = "learned"
 ) -> dict[str, tuple]:
-    """The factors of a covering array, with the parameters, masks and outputs of the variant."""
+    """The factors of a covering array, with only those levels that the variant supports."""
     case, levels = CASES[variant], dict(factors)
     params = ["default", *range(len(case.settings) if settings else 0)]
     params += [learned] if case.learned else []

@@ -22,8 +22,8 @@ def covering(factors: Factors, allowed: Callable[[Row], bool], seed: int = 0) ->
 
     Args:
         factors: pairs of a factor's name and its levels.
-        allowed: whether a row is allowed. It is also called with partial rows, and must accept one
-            unless the settings present rule it out.
+        allowed: whether a row is allowed. It is also called with partial rows, and must reject one
+            only if no full row with these settings is allowed.
         seed: of the random order in which factors are filled in.
 
     Raises:

@@ -1,6 +1,6 @@
 """Compares a converted model under FSDP2 and tensor parallelism with the same model on one rank.
 
-Run by each of two ranks: python tests/helpers/distributed_models.py RANK PORT
+Each of two ranks runs: python tests/helpers/distributed_models.py RANK PORT
 """
 
 from __future__ import annotations

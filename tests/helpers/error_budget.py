@@ -5,8 +5,8 @@ Besides the rules of `approx`, these errors are assumed:
 
 - Evaluating a per-query vector (gain, offset, sink, shape) or an activation takes `EVALUATION`
   roundings.
-- Subtracting the maximum or threshold of a row from its scores, and converting the unit, takes
-  `SHIFTS` roundings of numbers as large as the largest score.
+- Subtracting the maximum or threshold of a row from its scores, and converting them to the
+  activation's unit, takes `SHIFTS` roundings of numbers as large as the largest score.
 - A threshold solver stops at |Σφ − 1| <= `SOLVED`.
 - Fused kernels multiply weights and dS in the inputs' dtype, and compute δ = dO·o from the stored
   output. Other backends compute in the accumulator's dtype throughout.
@@ -44,8 +44,8 @@ FP32 = torch.finfo(torch.float32).eps
 class Problem:
     """One call in fp64, with the backend and dtype that the bounds are for.
 
-    params: the arguments of `Variant.forms`. q, k, v, do, dlse: fp64. dtype: of the inputs of the
-    backend. keep: the dropout factors of the weights.
+    params: the arguments of `Variant.forms`. q, k, v, do, dlse: fp64. dtype: the dtype of the
+    backend's inputs. keep: the dropout factors of the weights.
     """
 
     variant: attnzoo.Variant
@@ -112,7 +112,7 @@ def budget(problem: Problem) -> dict[str, Approx]:
 
 @torch.enable_grad()
 def through_features(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) -> Approx:
-    """The gradient through the feature map: factor · Jᵀ given, and factor · |J|ᵀ for the errors."""
+    """factor · Jᵀ · ``given`` with the Jacobian J of the feature map; |factor · J|ᵀ for errors."""
     x = x.detach().requires_grad_()
     features = form.features(x, at)
     value, error = torch.zeros_like(x), torch.zeros_like(x)
@@ -257,7 +257,7 @@ class Weights:
         return Approx(tau, error, x.eps).rounded(SHIFTS, tau.abs() + peak.abs())
 
     def select(self, s: Approx) -> None:
-        """Keeps the largest scores. If rounding decides about a key, both outcomes are allowed."""
+        """Keeps the largest scores. If rounding decides whether a key is kept, both are allowed."""
         ranked = s.value.masked_fill(~self.visible, float("-inf"))
         order = ranked.sort(stable=True, dim=-1, descending=True).indices
         keep = min(self.form.keep or 0, s.shape[-1])
@@ -298,22 +298,22 @@ class Weights:
         if self.form.normalize == "threshold":
             self.r = self.mean(dp)
         else:
-            # Computed as Σ w dP, or as dO·o from the stored output.
+            # Backends compute r as Σ w dP, or as dO·o from the stored output.
             r, stored = (self.w * dp).sum(-1, keepdim=True), (do * out).sum(-1, keepdim=True)
             self.r = replace(r, error=torch.maximum(r.error, stored.error))
         self.dp = dp - self.r
         return self.slope * self.dp / self.z
 
     def mean(self, dp: Approx) -> Approx:
-        """Σ φ' dP / Σ φ', a weighted mean of dP, so within the range of dP where φ' > 0."""
+        """Σ φ' dP / Σ φ', a weighted mean of dP. It lies in the range of dP where φ' > 0."""
         total = self.slope.sum(-1, keepdim=True)
         mean = (self.slope.value * dp.value).sum(-1, keepdim=True)
         mean = mean / total.value.masked_fill(total.value == 0, 1.0)
-        apart = (dp.value - mean).abs()
-        error = (self.slope.error * apart + self.slope.value * dp.error).sum(-1, keepdim=True)
+        distance = (dp.value - mean).abs()
+        error = (self.slope.error * distance + self.slope.value * dp.error).sum(-1, keepdim=True)
         error = error / (total.value - total.error).clamp(min=1e-60)
         positive = self.slope.value + self.slope.error > 0
-        widest = torch.where(positive, apart + dp.error, 0.0)
+        widest = torch.where(positive, distance + dp.error, 0.0)
         error = torch.minimum(error, largest(widest))
         found = Approx(mean, error, dp.eps)
         return found.rounded(dp.shape[-1] / 2 + EVALUATION, largest(dp.value * positive))
@@ -341,9 +341,9 @@ class Weights:
         if self.form.shape is not None:
             dphi = self.shape_derivative().where(self.visible)
             of_shape = (dphi * self.dp / self.z).sum(-1, keepdim=True)
-            # The term with r may use a ∂φ/∂shape from another solver step.
-            apart = (dphi.error * self.r.value.abs()).sum(-1, keepdim=True)
-            found["dshape"] = replace(of_shape, error=of_shape.error + apart)
+            # The term with r may use ∂φ/∂shape at another τ, from another solver step.
+            extra = (dphi.error * self.r.value.abs()).sum(-1, keepdim=True)
+            found["dshape"] = replace(of_shape, error=of_shape.error + extra)
         return found
 
     def shape_derivative(self) -> Approx:

@@ -1,4 +1,4 @@
-"""Hand-made rows of eval results."""
+"""Makes rows of eval results for tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def row(
 
 
 def written(folder: Path, rows: list[Row]) -> Path:
-    """Writes the rows as results into the folder and returns it."""
+    """Writes the rows into the folder like the evals, and returns the folder."""
     for one in rows:
         file = folder / one["task"] / "rows.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)

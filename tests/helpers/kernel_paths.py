@@ -101,20 +101,20 @@ def quick_rows(
     thin: Iterable[dict[str, Any]],
     kinds: tuple[str, ...] = ("pairwise",),
 ) -> list[tuple[str, Row]]:
-    """(variant, row) for the rows of one covering array per normalization.
+    """Test cases (variant, row) from one covering array per normalization.
 
-    The levels from `one_level_per_path` are a factor of the array. All other levels get the rows
-    of ``thin``.
+    The levels from `one_level_per_path` are a factor of the array. All other levels get only
+    the rows of ``thin``.
     """
     levels = list(levels)
     groups, rows = one_level_per_path(levels, kinds), []
     for group in groups.values():
-        mine = {**factors, "params": tuple(group)}
+        chosen = {**factors, "params": tuple(group)}
         if all(level.variant in NO_SCORE for level in group):
-            mine.update(mask=tuple(x for x in mine["mask"] if "float" not in x), alibi=(False,))
+            chosen.update(mask=tuple(x for x in chosen["mask"] if "float" not in x), alibi=(False,))
         if all(level.variant in NO_LSE for level in group):
-            mine["lse"] = (False,)
-        rows += _covering(tuple(mine.items()), allowed)
+            chosen["lse"] = (False,)
+        rows += _covering(tuple(chosen.items()), allowed)
     for level in levels:
         if not any(level in group for group in groups.values()):
             rows += [{**row, "params": level} for row in thin]
@@ -129,7 +129,7 @@ def _covering(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ..
 def quick_variants(
     variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
 ) -> list[ParameterSet]:
-    """All variants as test parameters. Slow if an earlier one has the same activation."""
+    """Variants as test parameters; slow if an earlier one has this normalization and activation."""
     known, values = set(), []
     for variant in variants:
         path = path_of(Level(variant, "default"), kinds)

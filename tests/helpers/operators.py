@@ -1,4 +1,4 @@
-"""torch.library.opcheck for the operators of `attnzoo.backends.operator`."""
+"""Runs torch.library.opcheck on the operators of `attnzoo.backends.operator`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of README, docs/ and its notebooks: code, commands, links."""
+"""Reads code, commands and links from README.md, the pages in docs/ and the notebooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def name_of(path: Path) -> str:
 
 
 def text_of(path: Path) -> str:
-    """The text of a page; of a notebook the text between its code."""
+    """The text of a page, or of the Markdown cells of a notebook."""
     if path.suffix == ".md":
         return path.read_text()
     cells = json.loads(path.read_text())["cells"]
@@ -31,14 +31,14 @@ def text_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A ``python`` block; `line` is the line of the page before its first."""
+    """A ``python`` block; `line` is the number of lines before it on the page."""
 
     text: str
     line: int
 
     @property
     def file(self) -> str | None:
-        """The name that its first line gives it, if it is a file."""
+        """The file name in the first line, ``# name.py``, if there is one."""
         named = re.match(r"# (\w+\.py)\n", self.text)
         return named and named[1]
 
@@ -52,7 +52,7 @@ def python_blocks(text: str) -> list[Block]:
 
 
 def outputs(text: str) -> list[str]:
-    """The ``text`` blocks of a page: what its code prints."""
+    """The ``text`` blocks of a page. They show the output of its code."""
     return [dedent(m[3]) for m in FENCE.finditer(text) if m[2] == "text"]
 
 
@@ -62,7 +62,7 @@ def prose(text: str) -> str:
 
 
 def links(text: str) -> Iterator[str]:
-    """Targets of links and images, without those on the web."""
+    """Targets of links and images, except web addresses."""
     for target in re.findall(r"\]\(<?([^)>\s]+)", prose(text)):
         if not re.match(r"[a-z]+:", target):
             yield target
@@ -76,7 +76,7 @@ def anchors(text: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Command:
-    """``python -m module words… options…`` as a page has it."""
+    """A command ``python -m module words… options…`` on a page."""
 
     module: str
     words: tuple[str, ...]
@@ -97,12 +97,12 @@ def commands(text: str) -> set[Command]:
 
 
 def bare_options(text: str) -> set[str]:
-    """Options that stand in the prose without a command: `--seeds 5`."""
+    """Options that prose names without a command, such as `--seeds 5`."""
     return set(re.findall(r"`(--[a-z][\w-]*)", prose(text)))
 
 
 def make_targets(text: str) -> set[str]:
-    """``make target`` in a code span or at the start of a line of a block."""
+    """The targets of ``make target`` in code spans and at the start of lines in code blocks."""
     return set(re.findall(r"(?:^|`)make +([a-z][\w-]*)", text, re.MULTILINE))
 
 

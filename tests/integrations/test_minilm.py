@@ -1,4 +1,4 @@
-"""Embeddings of real sentences by a real model, all-MiniLM-L6-v2 from PyPI."""
+"""Sentence embeddings of a pretrained model, all-MiniLM-L6-v2 from PyPI, on real text."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_calibrated_model_stays_close_to_the_original(
     assert similarity["calibrated"] > 0.95 > similarity["default"]
 
 
-def test_save_and_load(folder: Path, batches: list[dict[str, Tensor]], tmp_path: Path) -> None:
+def test_saved_model_gives_the_same_embeddings(
+    folder: Path, batches: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
     converted = convert(model(folder), "sink", b=-1.0)
     converted.save_pretrained(tmp_path)
     loaded = from_pretrained(AutoModel, tmp_path).eval()

@@ -53,7 +53,7 @@ every_variant = pytest.mark.parametrize("variant", CASES)
 
 @every_model
 def test_softmax_keeps_outputs_and_gradients(make: Any) -> None:
-    """With left padding where the model takes a mask."""
+    """The inputs have left padding if the model takes a mask."""
     results = []
     for model in (make(), convert(make(), "softmax")):
         out = outputs(model)
@@ -86,7 +86,7 @@ def test_softmax_keeps_generated_tokens(make: Any, options: dict[str, Any]) -> N
 
 @every_variant
 def test_every_variant_generates_the_same_with_and_without_cache(variant: str) -> None:
-    """Dynamic cache, static cache and beam search, with left padding."""
+    """Tested with a dynamic cache, a static cache and beam search, and with left padding."""
     model = convert(llama(), variant, **params_of(variant))
     uncached = generate(model, use_cache=False)
     assert torch.equal(generate(model), uncached)
@@ -98,7 +98,7 @@ def test_every_variant_generates_the_same_with_and_without_cache(variant: str) -
 
 @every_variant
 def test_left_padding_does_not_change_the_logits(variant: str) -> None:
-    """With equal position_ids, because cosformer's ReLU is applied after the rotation."""
+    """Position ids are equal in both calls: after cosformer's ReLU, RoPE is not relative."""
     model = convert(llama(), variant, **params_of(variant))
     positions = (left_padding().cumsum(-1) - 1).clamp(min=0)
     padded = model(ids(), attention_mask=left_padding(), position_ids=positions).logits[1, 4:]
@@ -217,7 +217,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
 # ---- weights, training, dtypes ----------------------------------------------------------------
 
 
-def test_output_attentions() -> None:
+def test_output_attentions_equal_those_of_softmax() -> None:
     original = llama(attn_implementation="eager")
     original.set_attn_implementation("eager")
     model = convert(llama(), "softmax")
@@ -261,7 +261,7 @@ def test_compiles_as_one_graph(variant: str, layers: list[int] | None) -> None:
     torch.compiler.reset()
 
 
-def test_model_in_bf16() -> None:
+def test_bf16_model_generates_the_same_with_and_without_cache() -> None:
     model = convert(llama(), "ssmax").to(torch.bfloat16)
     assert model(ids()).logits.dtype == torch.bfloat16
     assert torch.equal(generate(model), generate(model, use_cache=False))

@@ -91,7 +91,7 @@ def test_base_model_loads_from_a_checkpoint_with_a_head(tmp_path: Path) -> None:
     assert torch.allclose(base(ids())[0], model.model(ids())[0], atol=1e-6)
 
 
-def test_missing_parameters_get_initial_values(tmp_path: Path) -> None:
+def test_parameters_missing_in_a_checkpoint_get_initial_values(tmp_path: Path) -> None:
     model = convert(llama(), "ssmax", s=0.4)
     config = model.config
     revert(model).save_pretrained(tmp_path)
@@ -156,7 +156,7 @@ def trained() -> LlamaForCausalLM:
 
 @every_loader
 def test_each_loader_restores_the_variants(load: Any, tmp_path: Path, propagated: Any) -> None:
-    """With their learned values, and without warnings of missing or unexpected keys."""
+    """Learned values are restored, without a warning of missing or unexpected keys."""
     model = trained()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     loaded, info = load(tmp_path, output_loading_info=True)
@@ -179,8 +179,8 @@ def test_learned_values_are_loaded_in_fp32(load: Any, tmp_path: Path) -> None:
 
 
 @every_loader
-def test_missing_values_are_initial_values(load: Any, tmp_path: Path) -> None:
-    """A checkpoint of the original model with the config of a converted one."""
+def test_each_loader_sets_missing_values_to_initial_values(load: Any, tmp_path: Path) -> None:
+    """The checkpoint has the weights of the original model and the config of a converted one."""
     llama().save_pretrained(tmp_path)
     converted = convert(llama(), "entmax", alpha=1.3, learn=("alpha",), layers=[0])
     convert(converted, "ssmax", layers=[1], s=torch.tensor([0.1, 0.2, 0.3, 0.4]))
@@ -191,7 +191,7 @@ def test_missing_values_are_initial_values(load: Any, tmp_path: Path) -> None:
 
 
 def test_classes_and_from_config_apply_the_configured_variants() -> None:
-    """Also for a base model, whose module names have no prefix."""
+    """This includes a base model, whose module names have no prefix."""
     config = convert(llama(), "ssmax", layers=[1], s=0.3).config
     for make in (LlamaForCausalLM, LlamaModel, AutoModel.from_config):
         model = make(config)
@@ -200,8 +200,8 @@ def test_classes_and_from_config_apply_the_configured_variants() -> None:
         assert "attnzoo" not in base.layers[0].self_attn._modules
 
 
-def test_models_with_sub_models(tmp_path: Path) -> None:
-    """Their checkpoints rename weights, and a sub-model can be loaded from its own config."""
+def test_model_with_sub_models_is_saved_and_loaded(tmp_path: Path) -> None:
+    """Its checkpoint renames weights, and a sub-model can be made from its own config."""
     text = LlamaConfig(**GQA)
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
@@ -256,7 +256,7 @@ def test_process_without_attnzoo_cannot_load_a_converted_model(tmp_path: Path) -
 
 
 def test_file_variants_of_transformers(tmp_path: Path) -> None:
-    """The file is model.fp16.safetensors."""
+    """With variant="fp16", transformers writes and reads model.fp16.safetensors."""
     model = trained()
     model.save_pretrained(tmp_path, variant="fp16")
     loaded = from_pretrained(AutoModelForCausalLM, tmp_path, variant="fp16")
@@ -293,7 +293,7 @@ def test_invalid_specs_raise(change: dict[str, Any] | None, message: str) -> Non
 
 @pytest.mark.slow
 def test_two_ranks_agree_with_one() -> None:
-    """Outputs and gradients of learned parameters under FSDP2 and tensor parallelism over heads."""
+    """Outputs and gradients agree under FSDP2 and under tensor parallelism over heads."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -27,8 +27,7 @@ def scale(model: LlamaForCausalLM) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [llama, bert])
 @pytest.mark.parametrize("variant", SOFTMAX)
-def test_identity_start_keeps_the_outputs(variant: str, make: Any) -> None:
-    """With left padding."""
+def test_identity_start_keeps_the_outputs_with_left_padding(variant: str, make: Any) -> None:
     model = convert(make(), variant, start="identity")
     assert torch.allclose(outputs(model), outputs(make()), atol=1e-6)
 
@@ -47,12 +46,12 @@ def test_sink_at_minus_ten_learns_and_at_identity_does_not() -> None:
         assert (not torch.equal(torch.stack(sinks), before)) is moves
 
 
-def test_variants_with_an_identity_start() -> None:
+def test_softmax_ssmax_and_sink_have_an_identity_start() -> None:
     assert set(SOFTMAX) == {"softmax", "ssmax", "sink"}
 
 
 def test_identity_start_learns_all_identity_parameters() -> None:
-    """Also ssmax's b, which is fixed by default."""
+    """One of them is ssmax's b, which is fixed by default."""
     model = convert(llama(), "ssmax", start="identity")
     attend = model.model.layers[0].self_attn.attnzoo
     assert {name for name, _ in attend.named_parameters()} == {"s", "b"}

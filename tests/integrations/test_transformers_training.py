@@ -58,7 +58,7 @@ def test_trainer_mixin_decays_all_but_scales_and_norms(variant: str, tmp_path: P
     assert unchanged == scales | {name for name in before if "norm" in name}
 
 
-def test_trainer_mixin_trains(tmp_path: Path) -> None:
+def test_trainer_mixin_trains_and_does_not_decay_scales(tmp_path: Path) -> None:
     """The weight decay is so large that a decayed scale would move by far more than 1e-2."""
     model = convert(llama(), "ssmax", s=0.5)
     arguments = TrainingArguments(

@@ -1,7 +1,7 @@
-"""Decoding with a cache gives the rows of one call over the whole sequence, for every variant.
+"""Decoding with a cache gives the outputs of one call over the whole sequence.
 
-Both caches are tested with left padding, windows, segments, ALiBi and grouped heads; then cropping,
-reordering and errors.
+`KVCache` is tested with all variants (masks, windows, segments, ALiBi, grouped heads), `StateCache`
+with the variants that have a state. Further tests cover cropping, reordering and errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pieces(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def decoded(cache: Cache, variant: str, tensors: list[Tensor], **options: Any) -> Tensor:
-    """The outputs of all pieces. Masks (…, Nq, Nk) and segments (B, N) are cut to each piece."""
+    """Decode in pieces: outputs (B, H, N, Dv). Masks and segment ids are cut to each piece."""
     out, length = [], 0
     for q, k, v in zip(*map(pieces, tensors), strict=True):
         length += q.shape[2]
@@ -62,7 +62,7 @@ def whole(variant: str, tensors: list[Tensor], **options: Any) -> Tensor:
 
 
 def left_padding() -> Tensor:
-    """A key mask that pads the three sequences with 0, 4 and 7 tokens."""
+    """A key mask that hides the first 0, 4 and 7 tokens of the three sequences."""
     keys = torch.arange(LENGTH)
     return torch.stack([keys >= pad for pad in (0, 4, 7)])[:, None, None]
 
@@ -162,14 +162,14 @@ def test_module_with_cache_equals_module_without(variant: str) -> None:
     assert torch.allclose(torch.cat(found, dim=2), expected, atol=1e-6)
 
 
-def test_return_lse_with_cache() -> None:
+def test_lse_with_cache_equals_that_of_one_call() -> None:
     tensors, cache = qkv(), KVCache(LENGTH)
     _, expected = whole("sink", tensors, return_lse=True)
-    rows = [
+    parts = [
         attend(cache, q, k, v, "sink", return_lse=True, enable_gqa=True, **params("sink"))[1]
         for q, k, v in zip(*map(pieces, tensors), strict=True)
     ]
-    assert torch.allclose(torch.cat(rows, dim=2), expected)
+    assert torch.allclose(torch.cat(parts, dim=2), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -274,7 +274,7 @@ def test_failed_call_appends_nothing() -> None:
     assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
 
 
-def test_attention_with_updated_keys_equals_one_call() -> None:
+def test_attention_over_keys_of_update_equals_one_call() -> None:
     (q, k, v), cache = qkv(), KVCache(LENGTH)
     for part in (slice(0, 9), slice(9, LENGTH)):
         keys, values = cache.update(k[:, :, part], v[:, :, part])
@@ -287,7 +287,7 @@ def test_attention_with_updated_keys_equals_one_call() -> None:
     assert cache.length == LENGTH
 
 
-def test_failed_first_call_fixes_no_shape() -> None:
+def test_failed_first_call_does_not_fix_the_shape() -> None:
     cache = KVCache(LENGTH)
     with pytest.raises(ValueError, match="unknown variant"):
         attend(cache, *(x.float() for x in qkv()), "softmaxx", enable_gqa=True)
@@ -306,7 +306,9 @@ def test_failed_first_call_fixes_no_shape() -> None:
         ({"is_causal": False}, ValueError, "is_causal must be True with a cache"),
     ],
 )
-def test_wrong_calls_raise(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_argument_of_a_cached_call_raises(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
     cache = KVCache(LENGTH)
     decoded(cache, "softmax", [x[:, :, : sum(PIECES)] for x in qkv()])
     cache.crop(LENGTH - 1)

@@ -47,7 +47,7 @@ def tensors(layer: nn.MultiheadAttention, length: int = 6, keys: int = 8) -> lis
 
 
 def masks(kind: str, length: int = 6, keys: int = 8) -> dict[str, Tensor]:
-    """Every row sees a key, because torch gives NaN otherwise."""
+    """Mask arguments. Every row sees a key, because torch gives NaN otherwise."""
     blocked = rand(length, keys, seed=5) > 0.5
     padding = torch.arange(keys).expand(2, keys) >= torch.tensor([[keys], [keys - 3]])
     blocked[:, 0] = False
@@ -79,7 +79,7 @@ def results(layer: Any, given: list[Tensor], **options: Any) -> list[Tensor]:
 
 
 @every_layer
-def test_initial_weights_are_torchs(options: dict[str, Any]) -> None:
+def test_initial_weights_equal_torchs(options: dict[str, Any]) -> None:
     theirs, ours = (layer.state_dict() for layer in pair(**options))
     assert list(theirs) == list(ours)
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
@@ -87,7 +87,7 @@ def test_initial_weights_are_torchs(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", MASKS)
 @every_layer
-def test_outputs_weights_and_gradients_are_torchs(options: dict[str, Any], kind: str) -> None:
+def test_outputs_weights_and_gradients_equal_torchs(options: dict[str, Any], kind: str) -> None:
     theirs, ours = pair(**options)
     given = tensors(theirs)
     for need, average in ((True, True), (True, False), (False, True)):
@@ -98,7 +98,7 @@ def test_outputs_weights_and_gradients_are_torchs(options: dict[str, Any], kind:
 
 
 @every_layer
-def test_without_a_batch(options: dict[str, Any]) -> None:
+def test_unbatched_call_equals_torchs(options: dict[str, Any]) -> None:
     theirs, ours = pair(**options)
     given = [x[0] if theirs.batch_first else x[:, 0] for x in tensors(theirs)]
     call = {"key_padding_mask": torch.arange(8) >= 6, "attn_mask": masks("bool")["attn_mask"]}
@@ -152,7 +152,7 @@ def test_dropout_applies_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_with_grouped_heads(variant: str) -> None:
+def test_every_variant_supports_padding_and_grouped_heads(variant: str) -> None:
     layer = MultiheadAttention(
         16, 4, batch_first=True, variant=variant, num_kv_heads=2, **params_of(variant)
     )
@@ -222,11 +222,11 @@ def encoder(**options: Any) -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, 2)
 
 
-# Torch warns in its fused path, and where that path is disabled.
+# Torch warns if it takes its fused path, and also if that path is disabled.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested")
 @pytest.mark.parametrize(("training", "norm_first"), list(product((True, False), repeat=2)))
 def test_encoder_with_softmax_is_unchanged(training: bool, norm_first: bool) -> None:
-    """In eval without gradients torch takes its fused path."""
+    """In eval mode without gradients, torch takes its fused path."""
     theirs = encoder(norm_first=norm_first).train(training)
     ours = replace(copy.deepcopy(theirs), "softmax")
     x = rand(2, 7, 16).float()
@@ -242,7 +242,7 @@ def test_encoder_with_softmax_is_unchanged(training: bool, norm_first: bool) -> 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_encoder_does_not_use_torchs_fused_path(variant: str) -> None:
-    """Eval without gradients equals training."""
+    """Outputs in eval mode without gradients equal those in training."""
     model = replace(encoder(), variant, **params_of(variant))
     x = rand(2, 7, 16).float()
     padding = torch.arange(7).expand(2, 7) >= torch.tensor([[7], [5]])
@@ -320,8 +320,8 @@ def test_replace_of_hooked_or_parametrized_layers_raises() -> None:
             replace(nn.ModuleList([layer]), "softmax")
 
 
-def test_is_causal_that_contradicts_the_mask_gives_what_torch_gives() -> None:
-    """Torch uses the mask with need_weights and the hint without."""
+def test_output_equals_torchs_if_is_causal_contradicts_the_mask() -> None:
+    """Torch uses attn_mask if need_weights is True and is_causal if it is False."""
     theirs, ours = pair()
     given = tensors(theirs, 6, 6)
     later = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)

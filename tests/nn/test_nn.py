@@ -70,7 +70,7 @@ def test_learned_parameters_are_per_head_and_get_gradients(variant: str) -> None
 
 
 @every_variant
-def test_learn_nothing(variant: str) -> None:
+def test_empty_learn_gives_no_parameters(variant: str) -> None:
     attend = module(variant, learn=())
     assert list(attend.parameters()) == []
     q, k, v = qkv()
@@ -78,13 +78,13 @@ def test_learn_nothing(variant: str) -> None:
     assert torch.equal(attend(q, k, v), expected)
 
 
-def test_given_values_are_initial_values() -> None:
+def test_constructor_arguments_are_initial_values() -> None:
     assert Attention("ssmax", 2, s=0.43).s.tolist() == pytest.approx([0.43] * 2)
     start = torch.tensor([0.1, 0.2])
     attend = Attention("ssmax", 2, s=start, b=0.5, learn=("s",))
     assert attend.b == 0.5
     attend.s.data += 1
-    assert start.tolist() == pytest.approx([0.1, 0.2])  # unchanged, the module has a copy
+    assert start.tolist() == pytest.approx([0.1, 0.2])  # the module has a copy
     fixed = Attention("ssmax", 2, s=start, learn=())
     assert [name for name, _ in fixed.named_buffers()] == ["s"]
     assert "s" in fixed.state_dict()
@@ -185,7 +185,7 @@ def test_module_can_be_pickled(variant: str) -> None:
 
 
 def test_bounded_parameter_has_torchs_parametrization_name_in_checkpoints() -> None:
-    """Checkpoints hold the argument of the sigmoid."""
+    """A checkpoint holds the raw value, which a sigmoid maps into the range."""
     attend = Attention("entmax", 4, learn=("alpha",))
     raw = {"parametrizations.alpha.original": torch.tensor([-1.0, 0.0, 1.0, 2.0])}
     assert attend.state_dict().keys() == raw.keys()
@@ -233,7 +233,7 @@ def test_extra_repr_is_readable() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "tiled", None])
 @every_variant
-def test_autocast_equals_torchs_attention(variant: str, backend: str | None) -> None:
+def test_autocast_gives_the_dtype_of_torchs_attention(variant: str, backend: str | None) -> None:
     attend = learning(variant)
     q, k, v = qkv()
     with torch.autocast("cpu", torch.bfloat16):

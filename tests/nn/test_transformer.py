@@ -83,7 +83,7 @@ def test_p_rope_with_share_0_or_1_is_none_or_rope() -> None:
     assert model(positions="p-rope").rotated_pairs == 3  # of the 4 pairs of D = 8
 
 
-def test_window_and_one_variant_per_layer() -> None:
+def test_layers_with_different_variants_share_the_window() -> None:
     made = model([("entmax", {"alpha": 1.3}), "ssmax"], window=4)
     found = [m.variant for m in made.modules() if isinstance(m, Attention)]
     assert found == ["entmax", "ssmax"]
@@ -136,7 +136,7 @@ def test_training_on_a_cycle_of_tokens_lowers_the_loss(variant: str) -> None:
         (
             {"variant": ["ssmax"]},
             ValueError,
-            "variant must be one name or a list .* per layer, 2, got 1",
+            "variant must be one name or a list of 2 entries, one per layer, got 1",
         ),
         ({"variant": ["ssmax"] * 2, "s": 1.0}, TypeError, "s must be given in pairs"),
         ({"variant": "cosformer"}, TypeError, "max_length"),
@@ -159,5 +159,5 @@ def test_wrong_forward_arguments_raise() -> None:
             ValueError, match=f"tokens must be from 0 to vocab_size - 1 = 19, got {wrong}"
         ):
             made(torch.tensor([[3, wrong, 4]]))
-    with pytest.raises(ValueError, match="caches must hold 2, one per layer, got 1"):
+    with pytest.raises(ValueError, match="caches must hold 2 caches, one per layer, got 1"):
         made(tokens(), caches=made.new_caches(8)[:1])

@@ -18,7 +18,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# Slow: decode launches several kernels for each prefix length.
+# decode launches several kernels for each prefix length. All its pairs but softmax are slow.
 PREFIX_PAIRS = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
     if pair.values[1] == "decode" and pair.values[0] != "softmax"
@@ -29,7 +29,7 @@ every_trained_pair = pytest.mark.parametrize(("variant", "backend"), TRAINED)
 
 
 def qkv(queries: int = 7, keys: int = 7, seed: int = 0, dtype: Any = torch.float64) -> list[Tensor]:
-    """q, k, v with 2 batches, 2 heads, D = 6 and Dv = 6."""
+    """q, k and v with B = 2, H = 2, D = 6 and Dv = 6."""
     shapes = (queries, keys, keys)
     return [rand(2, 2, n, 6, seed=seed + i, dtype=dtype) for i, n in enumerate(shapes)]
 
@@ -41,7 +41,7 @@ def leaves_of(variant: str, backend: str) -> dict[str, Tensor]:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equality up to the rounding of sums of numbers of size 1."""
+    """Whether a and b are equal up to rounding; their values are of size 1."""
     return torch.allclose(a, b, rtol=0, atol=1e-12 if a.dtype == torch.float64 else 5e-6)
 
 
@@ -158,7 +158,7 @@ def test_rows_sum_to_one_if_normalized(variant: str) -> None:
 
 
 @every_variant
-def test_has_state_says_whether_there_is_a_linear_form(variant: str) -> None:
+def test_has_state_is_true_exactly_with_a_linear_form(variant: str) -> None:
     found, (q, k, v) = attnzoo.get_variant(variant), qkv()
     defaults = {param.name: param.default for param in found.params}
     for setting in ({}, learned(variant, 2), *CASES[variant].settings):
@@ -223,7 +223,7 @@ def test_default_dtype_does_not_matter(variant: str, backend: str) -> None:
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
     q, k, v = qkv(dtype=precise(backend))
     before = attnzoo.attention(q, k, v, variant, **options)
-    torch.set_default_dtype(torch.bfloat16)  # as while a large model is loaded
+    torch.set_default_dtype(torch.bfloat16)  # transformers does this while it loads a model
     try:
         after = attnzoo.attention(q, k, v, variant, **options)
     finally:
@@ -238,7 +238,7 @@ def test_default_dtype_does_not_matter(variant: str, backend: str) -> None:
 def test_rows_without_keys_are_zero_with_zero_gradient(variant: str, backend: str) -> None:
     q, k, v = qkv(dtype=torch.float32)
     mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
-    mask[1] = False  # all rows of the second batch see nothing
+    mask[1] = False  # no row of the second batch element sees a key
     leaves = [x.requires_grad_() for x in (q, k, v)]
     params = leaves_of(variant, backend)
     out = attnzoo.attention(
@@ -250,7 +250,7 @@ def test_rows_without_keys_are_zero_with_zero_gradient(variant: str, backend: st
         assert bool(gradient.isfinite().all())
     for gradient in gradients[:3]:
         assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))
-    # The second batch alone gives no gradient to a parameter.
+    # The second batch element alone gives gradients of zero.
     q, k, v = (x[1:] for x in leaves)
     out = attnzoo.attention(
         q, k, v, variant, attn_mask=mask[1:], backend=backend, **{**params_of(variant), **params}
@@ -263,8 +263,8 @@ def test_rows_without_keys_are_zero_with_zero_gradient(variant: str, backend: st
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("float_mask", [False, True])
 @every_variant
-def test_one_empty_row_among_others(variant: str, float_mask: bool, backend: str) -> None:
-    """An empty row does not change the other rows and their gradients."""
+def test_empty_row_does_not_change_the_others(variant: str, float_mask: bool, backend: str) -> None:
+    """The outputs and gradients of the other rows are those of a call without the empty row."""
     if float_mask and variant in NO_SCORE:
         q, k, v = qkv()
         with pytest.raises(ValueError, match="bool"):
@@ -298,8 +298,8 @@ def test_one_empty_row_among_others(variant: str, float_mask: bool, backend: str
 
 
 @every_trained_pair
-def test_row_with_one_key(variant: str, backend: str) -> None:
-    """The first causal row has weight 1 if normalized, and finite gradients (log n = 0)."""
+def test_row_with_one_key_has_weight_one_and_finite_gradients(variant: str, backend: str) -> None:
+    """The weight is 1 only for normalized variants. In such a row log n = 0."""
     q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
     params = leaves_of(variant, backend)
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
@@ -329,7 +329,7 @@ EXTREME = {
 def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> None:
     """In fp32, outputs and gradients are finite, and outputs agree with fp64."""
     z = EXTREME[kind](rand(1, 2, 6, 9, seed=3, dtype=torch.float32))
-    # D = 9 and unit vectors as keys: the scores are the queries.
+    # The keys are unit vectors with D = 9, so the scores equal the queries.
     q, k = z, torch.eye(9).expand(1, 2, 9, 9)
     v = rand(1, 2, 9, 9, seed=4, dtype=torch.float32)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -14,7 +14,7 @@ from helpers.coverage_table import FORWARD_ONLY, PAIRS, precise
 
 N = 12
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# Variants with a learned gain, which may be negative.
+# Parameters that make a learned gain negative or zero.
 GAINS = {
     "ssmax": {"s": torch.tensor([-0.4, 0.0]), "b": torch.tensor([-0.5, 0.0])},
     "asentmax": {
@@ -36,7 +36,7 @@ def qkv(dtype: torch.dtype) -> list[Tensor]:
 def results(
     variant: str, backend: str, inputs: list[Tensor], options: dict[str, Any]
 ) -> list[Tensor]:
-    """The output, and the gradients of q, k and v where the backend has any."""
+    """The output, and the gradients of q, k and v if the backend has a backward."""
     trains = backend not in FORWARD_ONLY
     leaves = [x.clone().requires_grad_(trains) for x in inputs]
     out = attnzoo.attention(*leaves, variant, backend=backend, **options)
@@ -88,7 +88,7 @@ ANY_SCALE = pytest.mark.parametrize("variant", [x for x in CASES if x not in ONE
 
 @ANY_SCALE
 def test_negative_scale_equals_negated_queries(variant: str) -> None:
-    """More scores than `FEW_SCORES`, so a CPU does not choose `eager`."""
+    """The call has more scores than `FEW_SCORES`, so a CPU does not choose `eager`."""
     q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
     options = {"is_causal": True, **params_of(variant)}
     out = attnzoo.attention(q, k, v, variant, scale=-0.7, **options)
@@ -134,7 +134,7 @@ def only_these_are_nan(out: Tensor, clean: Tensor, rows: Tensor) -> bool:
 
 @every_setting
 def test_nan_in_gives_nan_out(variant: str, backend: str, params: dict[str, Any]) -> None:
-    """In the row of a NaN query, and in every row that sees a NaN key."""
+    """A row is NaN if its query is NaN or if it sees a NaN key."""
     q, k, v = qkv(precise(backend))
     options = {"is_causal": True, "backend": backend, **params}
     clean = attnzoo.attention(q, k, v, variant, **options)
@@ -142,7 +142,7 @@ def test_nan_in_gives_nan_out(variant: str, backend: str, params: dict[str, Any]
     rows[:, 0, 4] = rows[:, 1, 5:] = True
     one = spoil(q, 0, 4, torch.nan), spoil(k, 1, 5, torch.nan), v
     assert only_these_are_nan(attnzoo.attention(*one, variant, **options), clean, rows)
-    # The first row sees no other key.
+    # Key 0 is the only key of the first row, and all rows see it.
     first = attnzoo.attention(q, spoil(k, 1, 0, torch.nan), v, variant, **options)
     assert only_these_are_nan(
         first, clean, torch.tensor([False, True]).view(1, 2, 1).expand(1, 2, N)
@@ -152,7 +152,7 @@ def test_nan_in_gives_nan_out(variant: str, backend: str, params: dict[str, Any]
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "tiled"])
 @pytest.mark.parametrize("keys", [1, 3, 17])
 def test_nan_in_gives_nan_out_at_any_length(keys: int, backend: str) -> None:
-    """Torch's fused CPU kernel treats NaN differently in full vectors and in remainders."""
+    """Torch's fused CPU kernel treats NaN differently in full SIMD vectors and in remainders."""
     mask = torch.ones(keys, keys, dtype=torch.bool).tril()
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         q, k, v = (rand(1, 2, keys, 8, seed=seed).to(dtype) for seed in (1, 2, 3))
@@ -190,7 +190,7 @@ def test_hidden_nan_key_changes_no_row(backend: str) -> None:
 
 
 @every_setting
-def test_infinite_score_gives_nan_and_no_error(
+def test_infinite_score_gives_nan_except_in_sigmoid(
     variant: str, backend: str, params: dict[str, Any]
 ) -> None:
     """Normalized weights are ∞/∞ = NaN, as in torch's softmax. Sigmoid gives σ(∞) = 1."""
@@ -210,7 +210,7 @@ def test_infinite_score_gives_nan_and_no_error(
 # ---- masks with the lowest fp32 number --------------------------------------------------------
 
 LEAST = torch.finfo(torch.float32).min
-kernels = pytest.mark.parametrize(
+lse_backends = pytest.mark.parametrize(
     "backend",
     [
         "eager",
@@ -220,9 +220,9 @@ kernels = pytest.mark.parametrize(
 )
 
 
-@kernels
+@lse_backends
 def test_lse_of_a_row_at_the_lowest_float(backend: str) -> None:
-    """The lowest float absorbs all scores. Times log2(e), the kernels' unit, it overflows."""
+    """LEAST plus a score is LEAST. The kernels multiply it by log2(e), which overflows."""
     q, k, v = qkv(torch.float32)
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST
@@ -257,7 +257,7 @@ def test_gradients_of_lse_with_a_row_at_the_lowest_float() -> None:
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 def test_entropy_of_a_row_at_the_lowest_float(backend: str, differentiable: bool) -> None:
-    """The mask makes 33 scores equal. Adding log 33 to it changes nothing in fp32."""
+    """The mask sets the 33 scores of a row to LEAST. In fp32, LEAST + log 33 is LEAST."""
     q, k, v = (rand(1, 2, 33, 8, seed=i, dtype=torch.float32) for i in (1, 2, 3))
     mask = torch.zeros(1, 1, 33, 33)
     mask[:, :, 7] = LEAST
@@ -275,7 +275,7 @@ def test_entropy_of_a_row_at_the_lowest_float(backend: str, differentiable: bool
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", CASES)
-def test_mask_without_queries(variant: str, backend: str) -> None:
+def test_mask_without_queries_gives_an_empty_output(variant: str, backend: str) -> None:
     for keys in (0, 1, 5):
         for mask_keys in {1, keys}:
             q, k, v = (rand(2, 2, n, 8, seed=n).float().requires_grad_() for n in (0, keys, keys))

@@ -1,4 +1,4 @@
-"""Gradients: against finite differences, of second order, and of single leaves."""
+"""Gradients against finite differences, second derivatives, and gradients of a single leaf."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def qkv(queries: int = 7, keys: int = 7) -> list[Tensor]:
 
 
 def differentiable(variant: str, per_token: bool = False) -> tuple[list[Tensor], Any]:
-    """Leaves, and a function of them that runs the variant: causal, GQA, with an empty row.
+    """Leaves, and a function of them that runs a causal GQA call whose first row is empty.
 
-    Float mask and slopes are among the leaves if the variant supports them.
+    The leaves include a float mask and ALiBi slopes if the variant supports them.
     """
     q, k, v = rand(2, 4, 5, 3, seed=1), rand(2, 2, 4, 3, seed=2), rand(2, 2, 4, 3, seed=3)
     named = learned(variant, 4, token_shape=(2, 5) if per_token else None)
@@ -79,7 +79,7 @@ def test_gradients_on_sdpa_and_linear(variant: str, backend: str) -> None:
         return attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
 
     leaves = [x.requires_grad_() for x in (q, k, v, *named.values())]
-    if variant == "adaptive_temperature":  # no gradient through β: see the test below
+    if variant == "adaptive_temperature":  # has no gradient through β, see the test below
         leaves = [q.detach(), k.detach(), v]
     assert gradcheck(run, leaves, fast_mode=True)
 
@@ -114,7 +114,7 @@ def test_second_derivatives_on_eager(variant: str) -> None:
 
 @every_variant
 def test_second_derivatives_on_tiled_raise_and_name_eager(variant: str) -> None:
-    """They must not be zeros without an error."""
+    """A missing second derivative must raise, not count as zero."""
     leaves, run = differentiable(variant)
 
     def twice() -> None:
@@ -127,7 +127,7 @@ def test_second_derivatives_on_tiled_raise_and_name_eager(variant: str) -> None:
         twice()
 
 
-# ---- one leaf alone, twice, and of any shape --------------------------------------------------
+# ---- single leaves, repeated backward, parameter shapes ----------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])

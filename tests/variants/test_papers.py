@@ -1,4 +1,4 @@
-"""Each variant against a value from its paper, its authors' code, or a hand calculation."""
+"""Each variant is compared with its paper, with its authors' code, or with a hand calculation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = ["eager", "tiled"]
 
 
 def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: Any) -> Tensor:
-    """The weights (R, n) for scores (R, n); keys are unit vectors, so q is the scores."""
+    """The weights (R, n) of scores (R, n). Keys are unit vectors, so the queries are the scores."""
     n = scores.shape[-1]
     eye = torch.eye(n, dtype=scores.dtype)[None, None]
     return attnzoo.attention(
@@ -30,7 +30,7 @@ def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: A
 @pytest.mark.interpreter
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if CASES[v].paper.weights])
 def test_weights_of_the_paper_example(variant: str) -> None:
-    """On every backend that supports it; D = 1 and q = 1, so the keys are the scores."""
+    """Tested on each backend that supports it. D = 1 and q = 1, so the keys are the scores."""
     paper = CASES[variant].paper
     k = torch.tensor(paper.scores, dtype=torch.float64)[None, None, :, None]
     v = torch.eye(len(paper.scores), dtype=torch.float64)[None, None]
@@ -64,8 +64,8 @@ def test_softmax_equals_scaled_dot_product_attention() -> None:
 @pytest.mark.parametrize(
     ("n", "ssmax", "softmax"), [(10, 0.9401, 0.9428), (100, 0.9951, 0.5999), (1000, 0.9996, 0.1293)]
 )
-def test_ssmax_figure_1(n: int, ssmax: float, softmax: float) -> None:
-    """All scores −2, the last +3, s = 0.43: the weight of the last."""
+def test_ssmax_and_softmax_weights_of_figure_1(n: int, ssmax: float, softmax: float) -> None:
+    """The weight of the last key, whose score is 3; the other scores are −2, and s = 0.43."""
     scores = torch.full((1, n), -2.0, dtype=torch.float64)
     scores[0, -1] = 3.0
     for backend in BACKENDS:
@@ -89,7 +89,7 @@ def test_log_n_equals_softmax_at_the_train_length() -> None:
 
 
 def test_adaptive_temperature_by_hand() -> None:
-    """Half of the weight on one of 100 keys: H = log 2 + ½ log 99 = 2.99071 nats.
+    """Softmax gives one of 100 keys half of the weight: H = log 2 + ½ log 99 = 2.99071 nats.
 
     Horner: −0.037·H = −0.110656; (+0.481)·H = 1.107577; (−2.3)·H = −3.566205;
     (+4.917)·H = 4.039694; −1.791 = 2.248694 = β.
@@ -132,7 +132,7 @@ def test_adaptive_temperature_multiplies_scores_by_beta() -> None:
 
 
 def grads(function: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """The value, and the gradients for a fixed random upstream gradient."""
+    """The function's value, and its gradients for a fixed random upstream gradient."""
     leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
     out = function(*leaves)
     return (out, *torch.autograd.grad(out, leaves, rand(*out.shape, seed=77, dtype=out.dtype)))
@@ -174,7 +174,7 @@ def test_entmax15_against_the_package(kind: str, backend: str) -> None:
 def test_entmax_against_the_package_and_its_gradient_to_alpha(
     kind: str, alpha: float, backend: str
 ) -> None:
-    """The package solves by bisection and has dα in closed form (Correia et al.)."""
+    """The package finds τ by bisection and computes dα in closed form (Correia et al.)."""
     scores = SCORES[kind]()
 
     def theirs(s: Tensor, a: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def test_entmax_tends_to_softmax(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
-    """entmax-1.5 of (δ + β (log n_i)^γ) z with causal n_i = 1 … 9; the gain is δ at n = 1."""
+    """Weights are entmax-1.5 of (δ + β (log n_i)^γ) z, n_i = 1 … 9. At n = 1 the gain is δ."""
     q, k, v = (rand(2, 3, 9, 6, seed=i) for i in range(3))
     shape = (2, 3, 9) if per_token else (3,)
     values = [rand(*shape, seed=4).abs(), rand(*shape, seed=5), 1 + 0.1 * rand(*shape, seed=6)]
@@ -240,7 +240,7 @@ def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
     agree(grads(ours, q, *values), grads(theirs, q, *values))
 
 
-# ---- the others -------------------------------------------------------------------------------
+# ---- other variants ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -254,7 +254,9 @@ def test_sigmoid_by_hand(backend: str) -> None:
     agree(grads(ours, scores, bias), grads(lambda s, b: 1 / (1 + (-s - b).exp()), scores, bias))
     counted = weights_of(scores, "sigmoid", backend)
     assert torch.allclose(counted, 1 / (1 + 20 * (-scores).exp()))
-    constant = weights_of(scores, "sigmoid", backend, bias=-math.log(20))  # as the authors do
+    constant = weights_of(
+        scores, "sigmoid", backend, bias=-math.log(20)
+    )  # the constant of the authors
     assert torch.allclose(counted, constant)
 
 
@@ -297,7 +299,7 @@ def test_cosformer_equals_its_pairwise_definition(causal: bool, backend: str) ->
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
 def test_cosformer_is_invariant_to_scales(backend: str) -> None:
-    """Scales of a query, of all keys, or of the call; the denominator is not clamped."""
+    """Scaling a query, all keys or the scores changes nothing: the denominator is not clamped."""
     q, k, v = (rand(1, 2, 6, 4, seed=i) for i in range(3))
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 10.0, 1e3, 1e6], dtype=torch.float64)[:, None]
     options = dict(max_length=16, backend=backend, is_causal=True)

@@ -1,1 +1,1 @@
-"""Any variant, block by block in PyTorch: memory linear in N, on any device."""
+"""Runs any variant on any device, block by block in PyTorch, with memory linear in N."""

@@ -1,8 +1,8 @@
-"""Any variant, one block of queries at a time: memory linear in N, on any device.
+"""Runs any variant on any device, one block of queries at a time, with memory linear in N.
 
 A variant with a form runs through the operators in this folder, which share one backward for all
-pairwise forms: it recomputes the weights φ(s − τ)/Z from the saved τ and Z. A variant without a
-form runs through its definition, in checkpointed blocks. That path is plain Python, which
+pairwise forms. It recomputes the weights φ(s − τ)/Z from the saved τ and Z. A variant without a
+form runs through its definition, in checkpointed blocks. That loop is plain Python, which
 torch.compile unrolls. All forms and calls are supported, except transforms of torch.func.
 """
 
@@ -71,7 +71,7 @@ def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
     reject_transforms("tiled", q, k, v, call.mask, call.alibi)
-    # Computed before the call is split into blocks, because n_i counts all keys of a query.
+    # Computed before the split into blocks, because n_i is over all keys of the call.
     call = replace(call, whole_counts=call.counts)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)
     lse = torch.full(q.shape[:3], NEG_INF, dtype=call.dtype, device=q.device)

@@ -1,8 +1,8 @@
 """Splits a call into blocks of queries and computes the scores of a block, for `tiled`.
 
-A block holds about 4 MiB of scores over a few heads. A batched product needs a batch for each core,
-and larger blocks fall out of the cache. Keys that causality and window hide from a whole block are
-not computed.
+A block holds up to about 4 MiB of scores, because larger ones do not fit in the cache. It has
+several heads, because a batched product needs one batch entry per core. Scores of keys that
+causality and window hide from a whole block are not computed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from attnzoo.core.visibility import cut
 
 SCORES = 2**20  # per block: 4 MiB of fp32
 ROWS = 128  # largest number of queries per block
-HEADS = 2  # wanted per block; a block gets fewer queries before it gets fewer heads
+HEADS = 2  # smallest number per block, if possible: the number of queries is reduced first
 
-Hidden = list[tuple[slice, Tensor]]
+Hidden = list[tuple[slice, Tensor]]  # ranges of keys, and masks of the hidden keys in them
 
 
 def layout_of(call: Call) -> Layout:
@@ -34,7 +34,7 @@ def call_of(
     q: Tensor, k: Tensor, layout: Layout, origin: int, value_dim: int = 0, dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Call:  # fmt: skip
-    """Rebuild the call from the operands of an operator. Query i stands at key ``origin + i``."""
+    """Rebuild the call from operands of an operator. Query i has the position of key origin + i."""
     batch, heads, queries, head_dim = q.shape
     segments = None
     if layout.q_segments is not None and layout.k_segments is not None:
@@ -72,7 +72,7 @@ class Block:
     rows: slice
     keys: slice
     kv: slice  # range of the flattened (batch, key/value head)
-    edges: Hidden | None  # keys hidden by causality and window; None if a mask or segments hide too
+    edges: Hidden | None  # keys hidden by causality and window; None with a mask or segments
 
     @property
     def call(self) -> Call:
@@ -173,8 +173,8 @@ def block_scores(
 ) -> tuple[Tensor, Hidden]:
     """Scores with the bias, [b, h, rows, keys], and the list of hidden keys.
 
-    With ``vanishes`` the scores of hidden keys are −∞ and the list is empty. Otherwise the caller
-    must mask φ.
+    With ``vanishes`` (φ(−∞) = 0) the scores of hidden keys are −∞ and the list is empty. Otherwise
+    the caller must mask φ.
     """
     flat = product(scaled, keys[block.kv, block.keys], scratch)
     s = flat.view(*block.shape, flat.shape[-1])
@@ -218,7 +218,7 @@ class ScoreGradients:
         )
 
     def add(self, block: Block, ds: Tensor, scaled: Tensor) -> None:
-        """ds: [b, h, rows, keys]; scaled: the queries from which the scores were computed."""
+        """Add a block. ``ds``: [b, h, rows, keys]. ``scaled``: the result of `scaled_queries`."""
         flat = block.flat(ds)
         self.dk[block.kv, block.keys].baddbmm_(flat.transpose(1, 2), scaled)
         dq = torch.bmm(flat, self.keys[block.kv, block.keys]).view(*block.shape, scaled.shape[-1])
@@ -226,8 +226,8 @@ class ScoreGradients:
         if self.dgain is None or self.gain is None:
             self.dq[block.part] = dq
         else:
-            # Computed before the gain is applied: a division by the gain would fail where it is 0
-            # (log 1).
+            # Computed before the gain is applied, because dividing by the gain later fails where
+            # it is 0 (log 1).
             self.dgain[block.part] = (dq * self.q[block.part].to(dq.dtype)).sum(-1)
             self.dq[block.part] = dq * block.of(self.gain)[..., None]
         if self.dmask is not None:

@@ -12,18 +12,18 @@ from torch import Tensor
 from attnzoo.backends.tiled.blocks import Block
 from attnzoo.core.call import Call
 
-_WORD = 0xFFFFFFFF
+_MAX_UINT32 = 0xFFFFFFFF
 
 
 def new_seed(call: Call) -> Tensor:
-    """A seed from torch's generator of the device, so that torch.manual_seed applies."""
-    return torch.randint(0, _WORD + 1, (), dtype=torch.int64, device=call.device)
+    """Draw a seed from the device's torch generator, so that torch.manual_seed applies."""
+    return torch.randint(0, _MAX_UINT32 + 1, (), dtype=torch.int64, device=call.device)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words that scatters neighbours (multiply-xorshift)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
-    x = ((x ^ (x >> 15)) * 0x6D2B79F5) & _WORD
+def _hash(x: Tensor) -> Tensor:
+    """Hash 32-bit integers one to one (multiply-xorshift)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MAX_UINT32
+    x = ((x ^ (x >> 15)) * 0x6D2B79F5) & _MAX_UINT32
     return x ^ (x >> 16)
 
 
@@ -34,8 +34,8 @@ def keep_mask(block: Block, call: Call, seed: Tensor) -> Tensor:
         for s in (block.batches, block.heads, block.rows, block.keys)
     )
     row = (b[:, None, None] * call.heads + h[:, None]) * call.queries + i
-    # Keys are mixed before they are combined with rows. Otherwise two rows would get shifted copies
-    # of one sequence.
-    word = _mix(_mix(row ^ seed)[..., None] ^ _mix(j + 0x9E3779B9))
-    kept = word >= int(call.dropout_p * (_WORD + 1))
+    # Keys are hashed before they are combined with rows. Otherwise two rows could get shifted
+    # copies of the same sequence.
+    bits = _hash(_hash(row ^ seed)[..., None] ^ _hash(j + 0x9E3779B9))
+    kept = bits >= int(call.dropout_p * (_MAX_UINT32 + 1))
     return kept.to(call.dtype) / (1 - call.dropout_p)

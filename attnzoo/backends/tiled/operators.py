@@ -1,4 +1,4 @@
-"""The loops of `tiled.walk` as PyTorch operators, with fake functions and first derivatives.
+"""`tiled.walk` as PyTorch operators, with fake functions and first derivatives.
 
 torch.compile traces into an autograd function but not into an operator. Without operators it would
 unroll the loop over blocks and recompile for each length. Operators take no Python objects, so an

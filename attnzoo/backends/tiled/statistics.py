@@ -1,6 +1,6 @@
-"""Statistics of the logits in one pass over the keys: lse and entropy, with bias, without gain.
+"""Computes lse and entropy of the logits (with bias, without gain) in one pass over the keys.
 
-Z = Σ e^{s−m},  T = Σ (s−m) e^{s−m},  lse = m + log Z,  H = log Z − T/Z
+m = max s,  Z = Σ e^{s−m},  T = Σ (s−m) e^{s−m},  lse = m + log Z,  H = log Z − T/Z
 dS = p · (dlse − dH (log p + H)),  p = e^{s − lse}
 """
 
@@ -27,7 +27,7 @@ from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.call import Call, in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
 
-# exp is 0 below this in fp32 and fp64. A score clamped to it adds nothing to either sum.
+# exp is 0 below this in fp32 and fp64. A score clamped to it adds nothing to Z and T.
 FLOOR = -1e4
 
 
@@ -39,8 +39,8 @@ def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
     origin = call.query_origin - call.key_origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.gain.differentiable):
         statistics = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
-    # Not under no_grad: parameters of the gain get a gradient even if the statistics do not. A
-    # query without keys has lse −∞ and entropy 0.
+    # Gradients enabled again: parameters of the gain need them even if the statistics do not.
+    # A query without keys has lse −∞ and entropy 0.
     return replace(form, gain=form.gain.gain(statistics))
 
 

@@ -9,8 +9,8 @@ The iteration ends when every |Z − 1| is within 1e-6 (1e-13 in fp64), or when 
 floating point. With many equal scores, one unit in the last place of τ moves Z by more than the
 tolerance.
 
-A step is four cheap passes over the scores. Packing the few keys that can still have nonzero weight
-after the first step (1.5 % of 4096 Gaussian scores) was tried. It cost as much as it saved.
+A step takes four passes over the scores. Copying the few scores that can still have nonzero weight
+after the first step (1.5 % of 4096 Gaussian scores) cost as much as it saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_STEPS = 100
 
 
 def solve_threshold(x: Tensor, shape: Tensor | None, activation: Activation) -> Tensor:
-    """τ ≥ 0 for x (..., K) with maximum 0 over K; 0 if all x are −∞, NaN if any x is NaN."""
+    """τ ≥ 0 [...] for x [..., K] with maximum 0. 0 if all x are −∞, NaN if any x is NaN."""
     scores = x.reshape(-1, x.shape[-1])
     shapes = None if shape is None else shape.expand(x.shape[:-1]).reshape(-1, 1)
     return _newton(scores, shapes, activation).view(x.shape[:-1])
@@ -40,8 +40,7 @@ def _newton(x: Tensor, shape: Tensor | None, activation: Activation) -> Tensor:
         else:
             excess, step = _step(x, tau, shape, activation)
         tau = tau + step
-        # Z approaches 1 from above. Queries without keys (Z = 0) and with NaN do not keep the
-        # iteration going.
+        # Z approaches 1 from above. Queries without keys (Z = 0) or with NaN do not delay the end.
         largest_excess = float(excess.nan_to_num(nan=0.0).max())
         if not largest_excess > residual:
             break
@@ -58,7 +57,7 @@ def _fast_step(x: Tensor, tau: Tensor, alpha: float, u: Tensor) -> tuple[Tensor,
     if alpha == 2.0:
         excess, count = total - 1, u.gt_(0).sum(-1, keepdim=True)
         return excess, excess * (count > 0) / count.clamp_(min=1)
-    # With u = 2 + x − τ: φ = (u/2)², φ' = u/2, √Z = |u|/2. Without keys τ does not move.
+    # With u = 2 + x − τ: φ = (u/2)², φ' = u/2, √Z = |u|/2. Without keys the step is 0.
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     excess = norm - 2
     return excess, norm * excess / total.clamp_(min=torch.finfo(u.dtype).tiny)

@@ -1,10 +1,10 @@
 """Output and gradients of a pairwise form, computed block by block.
 
-The backward, with w = φ/Z, dP_ij = dO_i·v_j and r_i as below:
-    dV = wᵀ dO,  dS = φ' (dP − dO·r)/Z,
-    dO·r = 0 ("none") · dO·o ("sum", "select") · Σφ'dP/Σφ' ("threshold").
+The backward, with w = φ/Z and dP_ij = dO_i·v_j:
+    dV = wᵀ dO,  dS = φ' (dP − c)/Z.
+c_i depends on ``normalize``: 0 for "none", dO·o for "sum" and "select", Σφ'dP/Σφ' for "threshold".
 
-If a query has a NaN among its scores, all of its output is NaN. Other queries are not affected.
+If a query has a NaN among its scores, its whole output is NaN. Other queries are not affected.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def outputs(
     vectors: Vectors,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """out; lse if the call asks for it; the per-query vectors τ and Z.
+    """out (B, H, Nq, Dv), lse if the call asks for it, and the per-query vectors τ and Z.
 
-    For φ = exp, τ is the maximum of the query's scores. m and Z are saved separately: a mask may
-    add −1e9 to all scores of a query, and m + log Z would then lose all digits of log Z.
+    For φ = exp, τ is the maximum of the query's scores. τ and Z are saved separately: a mask may
+    add −1e9 to all scores of a query, and τ + log Z would then lose all digits of log Z.
     """
     gain, offset, shape, sink = vectors
     keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
@@ -103,7 +103,7 @@ def gradients(
     dlse: Tensor | None,
     wanted: Collection[str],
 ) -> dict[str, Tensor]:
-    """Gradients by name: of q, k and v, and of the other operands in ``wanted``."""
+    """Gradients by name, of q, k, v and of the operands in ``wanted``."""
     out, lse, tau, z = saved
     gain, offset, shape, sink = vectors
     grads = ScoreGradients(call, q, k, gain, wanted)
@@ -118,7 +118,7 @@ def gradients(
         s, hidden = block_scores(block, scaled, grads.keys, scratch, how.activation.vanishes)
         wide = None if shape is None else block.of(shape)[..., None]
         x, phi, slope = _recompute_weights(how, s, hidden, block, tau, offset, wide)
-        # dO/Z instead of dO applies the division to both products at once.
+        # Dividing dO by Z divides both dV and dP.
         do_z = do[block.part].to(call.dtype)
         if how.normalize != "none":
             do_z = do_z / block.of(z)[..., None]
@@ -129,18 +129,18 @@ def gradients(
         dv[block.kv, block.keys].baddbmm_(flat_phi.transpose(1, 2), flat_do)
         if kept is not None:
             dp.mul_(kept)
-        r = _mean_gradient(how, block, do_z, out, dp, slope)
+        c = _mean_gradient(how, block, do_z, out, dp, slope)
         if "sink" in made:
-            assert r is not None
+            assert c is not None
             assert sink is not None
-            made["sink"][block.part] = -r * _sink_slope(how, block, sink, tau, wide)
-        if r is not None:
-            dp.sub_(r[..., None])
+            made["sink"][block.part] = -c * _sink_slope(how, block, sink, tau, wide)
+        if c is not None:
+            dp.sub_(c[..., None])
         if "shape" in made:
             assert how.activation.shape_slope is not None
-            turn = how.activation.shape_slope(x, phi, wide)
-            hide(turn, hidden, 0.0)
-            made["shape"][block.part] = (turn * dp).sum(-1)
+            shape_slope = how.activation.shape_slope(x, phi, wide)
+            hide(shape_slope, hidden, 0.0)
+            made["shape"][block.part] = (shape_slope * dp).sum(-1)
         ds = dp.mul_(slope)
         if call.return_lse:
             assert lse is not None
@@ -159,7 +159,7 @@ def gradients(
 
 
 def _kept(s: Tensor, top_k: int | None) -> Tensor:
-    """The top_k largest scores of each row, ties to the lowest index. A NaN is always kept."""
+    """Mask of the top_k largest scores of each row. Ties go to lower indices. NaN is kept."""
     assert top_k is not None
     top_k = min(top_k, s.shape[-1])
     kth = s.topk(top_k, dim=-1).values[..., -1:]
@@ -171,7 +171,7 @@ def _kept(s: Tensor, top_k: int | None) -> Tensor:
 def _peak(s: Tensor) -> Tensor:
     """The maximum of each row, 0 for a row without keys. A threshold τ is relative to it.
 
-    Relative to 0, τ of large scores would be rounded by more than the differences between keys.
+    Otherwise the rounding error of τ would exceed the differences between large scores.
     """
     m = s.amax(-1, keepdim=True)
     return m.masked_fill_(m == NEG_INF, 0.0)
@@ -187,7 +187,7 @@ def _weigh(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """φ(s − τ), the per-query vectors τ and Z, and lse if φ = exp.
 
-    Overwrites the scores s [b, h, rows, keys], from which an offset is already subtracted. None
+    Overwrites the scores s [b, h, rows, keys]. An offset is already subtracted from them. None
     stands for τ = 0, Z = 1 and no lse.
     """
     shape, sink = (None if x is None else block.of(x) for x in (shape, sink))
@@ -203,7 +203,7 @@ def _weigh(
         s.sub_(_peak(s))
         tau = solve_threshold(s, shape, how.activation)
         phi = value(s.sub_(tau[..., None]), wide)
-        # Z is 1 up to the rounding of τ, which over many equal scores is not 1 in fp32.
+        # Z is not exactly 1, because τ is rounded. In fp32 many equal scores add up the error.
         return phi, tau, phi.sum(-1), None
     if how.activation.exponential:
         m = _peak(s)
@@ -232,7 +232,7 @@ def _recompute_weights(
     offset: Tensor | None,
     wide: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x = s − τ, φ(x) and φ'(x) from the saved τ, 0 for hidden keys."""
+    """x = s − τ, φ(x) and φ'(x) from the saved τ. φ and φ' are 0 for hidden keys."""
     if how.normalize == "select":
         s.masked_fill_(~_kept(s, how.keep), NEG_INF)
     if how.normalize == "threshold":
@@ -241,7 +241,7 @@ def _recompute_weights(
         s.sub_(block.of(offset)[..., None])
     elif how.normalize == "threshold" or how.activation.exponential:
         s.sub_(block.of(tau)[..., None])
-    # φ = exp overwrites s, and the gradient of lse needs x.
+    # φ = exp overwrites s, but the gradient of lse needs x.
     x = s.clone() if block.whole.return_lse else s
     phi = how.activation.value(s, wide)
     hide(phi, hidden, 0.0)
@@ -254,7 +254,7 @@ def _recompute_weights(
 def _mean_gradient(
     how: Normalizer, block: Block, do_z: Tensor, out: Tensor, dp: Tensor, slope: Tensor
 ) -> Tensor | None:
-    """dO·r / Z, which is subtracted from dP for all keys of a query: [b, h, rows]."""
+    """c/Z of the module docstring, [b, h, rows]. It is subtracted from dP/Z."""
     if how.normalize == "none":
         return None
     if how.normalize == "threshold":

@@ -3,8 +3,8 @@
 `register` patches transformers: a model whose config has an attnzoo entry gets its variants when it
 is constructed, before its weights are loaded. Every loader of transformers therefore loads the
 learned values like all other weights. The saved config names "attnzoo" as attention implementation.
-Transformers raises for this name in a process that has not imported this package, so the checkpoint
-is never silently computed with softmax.
+Transformers raises for this name in a process that has not imported this package, so the model
+never runs with softmax unnoticed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from attnzoo.nn import Attention
 LOCATION = (
     "revision", "cache_dir", "token", "subfolder", "local_files_only", "force_download", "proxies",
 )  # fmt: skip
-# Required keys of a layer's entry in the spec.
+# Required keys of a layer's entry in the spec, and their types.
 ENTRY = {"variant": str, "num_heads": int, "params": dict}
 
 
 def from_config(auto_class: Any, config: Any) -> Any:
-    """A model with new weights and the variants of a converted model's config.
+    """Creates a model with new weights and with the variants that its config names.
 
     Args:
         auto_class: a class of transformers, e.g. `AutoModelForCausalLM` or `LlamaForCausalLM`.
@@ -116,7 +116,7 @@ def attach_configured(model: Any) -> None:
     spec = check_spec(model.config)
     entries = {}
     for name, entry in spec["layers"].items():
-        # A sub-model, which is constructed before the whole model, may have only some of them.
+        # A sub-model is constructed before the whole model and may have only some of the layers.
         entries |= {n: entry for n in possible_names(model, name) if _has(model, n)}
     if not entries:
         return
@@ -162,7 +162,7 @@ def _check_complete(model: Any) -> Any:
 
 
 def register() -> None:
-    """Patches transformers, once, at import: it has no hooks for these two steps."""
+    """Patches two methods of `PreTrainedModel`, once, at import. They have no hooks."""
     from transformers import PreTrainedModel
 
     post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights

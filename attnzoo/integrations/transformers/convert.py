@@ -40,15 +40,15 @@ def convert(
         layers: the layers to convert: numbers in the order of execution, or module names. None is
             all of them.
         learn: names of the variant's parameters to learn, as for `attnzoo.nn.Attention`.
-        start: "identity" starts with the parameters with which the variant equals softmax (ssmax:
+        start: "identity" starts with parameter values for which the variant equals softmax (ssmax:
             s = 0, b = 1; sink: b = -100), so that the model's outputs do not change. These
             parameters are learned, unless ``learn`` is given; see Notes for sink. None starts with
             the variant's own initial values.
         calibrate: inputs of typical length: a tensor of token ids, a mapping of the model's forward
-            arguments, or a list of these. Sets the initial values of each layer such that the mean
-            gain, the factor of the scores, is 1 over all rows (ssmax: s = 1 / mean log n).
-        inputs: inputs for the run that finds the attention modules, in the same forms. None is
-            ``calibrate`` or a minimal batch.
+            arguments, or a list of these. Sets the initial values of each layer such that the gain,
+            the factor on the scores, is 1 on average over queries (ssmax: s = 1 / mean log n).
+        inputs: inputs for the run that finds the attention modules; accepts the same types as
+            ``calibrate``. None is ``calibrate`` or a minimal batch.
         **params: parameters of the variant, as for `attnzoo.nn.Attention`.
 
     Returns:
@@ -73,9 +73,9 @@ def convert(
 
         The model is run once to find its attention modules, their order and numbers of heads.
 
-        In an encoder, where all rows see equally many keys, a calibrated model stays close to the
-        original. In a causal model it need not be closer than the variant's own initial values:
-        rows with many keys become sharper than before, rows with few keys flatter.
+        In an encoder, where all queries see equally many keys, a calibrated model stays close to
+        the original. In a causal model it may differ as much as with the variant's own initial
+        values: queries with many keys get sharper weights than before, those with few flatter ones.
 
         Exclude the learned parameters from weight decay with `attnzoo.nn.parameter_groups`. In a
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
@@ -131,10 +131,10 @@ def _parts(model: Any) -> list[tuple[str, Any]]:
 
 
 def _spec(part: Any, prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec for the config of a sub-model; its layers have their names in that sub-model."""
+    """The spec for the config of a sub-model, with module names relative to that sub-model."""
     start = f"{prefix}." if prefix else ""
     inside = {n.removeprefix(start): e for n, e in entries.items() if n.startswith(start)}
-    # Two models may share a config: entries of layers without a child belong to the other model.
+    # Two models may share a config: keep only entries of layers that are converted in this one.
     known = own_layers(part)
     before = getattr(part.config, NAME)["before"] if known else implementations(part)
     # A new dict, because copies of a config share the old one.
@@ -152,7 +152,7 @@ def write_spec(config: Any, spec: dict[str, Any]) -> None:
 
 
 def own_layers(model: Any) -> dict[str, Any]:
-    """The config's entries of the layers that have a child, by their names in this model."""
+    """The config's entries of the layers converted in this model, by their names in this model."""
     spec = getattr(model.config, NAME, None) or {"layers": {}}
     children = {name for name, module in model.named_modules() if NAME in module._modules}
     layers = {}
@@ -171,14 +171,14 @@ def possible_names(model: Any, name: str) -> Iterator[str]:
 
 
 def implementations(model: Any) -> dict[str, str]:
-    """The attention implementations of model and sub-configs, for `set_attn_implementation`."""
+    """The attention implementations by sub-config ("" is the model), to restore them later."""
     own = {"": model.config._attn_implementation}
     subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
 
 
 def attach(model: Any, children: Mapping[str, Attention], loading: bool = False) -> None:
-    """Adds the children to their modules, on their devices, and switches the model to "attnzoo".
+    """Adds a child to each named module, on its device, and switches the model to "attnzoo".
 
     With ``loading`` the weights may still be on meta.
     """
@@ -194,7 +194,7 @@ def attach(model: Any, children: Mapping[str, Attention], loading: bool = False)
 
 
 def revert(model: ModelT) -> ModelT:
-    """Undoes `convert`, in place. What the variants learned is lost.
+    """Undoes `convert`, in place. The learned parameters of the variants are lost.
 
     Args:
         model: a converted model.

@@ -1,8 +1,8 @@
 """The attention function and the mask function that transformers calls, both named "attnzoo".
 
-If a mask is padding alone, or padding and causality, it becomes a key mask (B, 1, 1, keys in use),
-and causality is passed as is_causal. The dtype uint8 marks such a mask: transformers has no other
-uint8 masks. All other masks are transformers' own dense bool masks, with causality in them.
+A mask that only hides padding and, if causal, future keys becomes a key mask (B, 1, 1, keys in use)
+of dtype uint8, and causality is passed as is_causal. Transformers itself makes no uint8 masks. All
+other masks are transformers' own dense bool masks, which include causality.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache
 
 
 class ObservedCall(NamedTuple):
-    """A call of an attention module: number of query heads, mean of log n over rows, and rows."""
+    """A call of an attention module, as recorded by `observe_calls`."""
 
     module: nn.Module
-    heads: int
-    log_n: float
-    rows: int
+    heads: int  # query heads
+    log_n: float  # mean of log n over the rows with a visible key
+    rows: int  # number of these rows, one per batch entry, head and query
 
     def merge(self, other: ObservedCall) -> ObservedCall:
-        """One entry for two calls of the same module."""
+        """Combines two calls of the same module."""
         rows = self.rows + other.rows
         log_n = (self.log_n * self.rows + other.log_n * other.rows) / max(rows, 1)
         return self._replace(log_n=log_n, rows=rows)
@@ -78,7 +78,7 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """query (B, H, Nq, D), key and value (B, Hkv, Nk, D) -> (output (B, Nq, H, D), weights)."""
+    """query (B, H, Nq, D), key, value (B, Hkv, Nk, D) -> output (B, Nq, H, D), weights or None."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"attnzoo does not support {name}, which {type(module).__name__} uses")
@@ -116,7 +116,7 @@ def _variant(child: nn.Module | None) -> Variant | None:
 
 
 def _need_weights(kwargs: dict[str, Any]) -> bool:
-    """Whether to return weights. Some models only tell the collector of outputs, not the layers."""
+    """Whether to return weights. Some models only set the output collector of transformers."""
     if kwargs.get("output_attentions") is not None:
         return bool(kwargs["output_attentions"])
     collected = None if _active_collector is None else _active_collector.get()
@@ -140,7 +140,7 @@ def _mask(
 
 
 def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:
-    """The mean of log n over all rows with a visible key, and the number of these rows."""
+    """The fields log_n and rows of an `ObservedCall`."""
     call = check_call(query, key, value, **options)
     counts = call.counts.expand(call.batch, call.heads, call.queries).float()
     counts = counts[counts > 0]
@@ -157,7 +157,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """A key mask where that is enough, else transformers' own dense mask."""
+    """transformers' mask function: None or a key mask if that is enough, else a dense mask."""
     causal = mask_function is causal_mask_function
     simple = causal or mask_function is bidirectional_mask_function
     # A static cache keeps its length in a tensor, whose value a compiled graph cannot read.

@@ -1,4 +1,4 @@
-"""TrainerMixin: keeps a converted model's learned scales out of a Trainer's weight decay."""
+"""TrainerMixin: excludes the learned parameters of variants from a Trainer's weight decay."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ function reveal() {
 addEventListener("hashchange", reveal);
 document.addEventListener("click", (event) => {
   const link = event.target.closest("a[href^='#']");
-  if (link && link.hash === location.hash) reveal();  // the same hash again fires no event
+  if (link && link.hash === location.hash) reveal();  // an unchanged hash fires no hashchange
 });
 
 function sortable(table) {

@@ -1,8 +1,8 @@
 """Retrieval tasks: one attention head finds one of n items, and an MLP predicts its class.
 
-The family of `max-retrieval` and `needle`. The model is an MLP for items, an MLP for the query, one
-attention head with q, k and v projections, and an output MLP. Items have no order, so there is no
-position encoding.
+`max-retrieval` and `needle` belong to this family. The model is an MLP for items, an MLP for the
+query, one attention head with q, k and v projections, and an output MLP. Items have no order, so
+there is no position encoding.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Settings(Base):
 class Batch:
     """Sequences of one length.
 
-    features: (B, n, F) of the items. classes: (B, n). query: (B, G). closeness: (B, n); the
-    true item is the one with the largest closeness, the first of equals.
+    features: (B, n, F), of the items without their classes. classes: (B, n). query: (B, G).
+    closeness: (B, n); the true item is the first one with the largest closeness.
     """
 
     features: Tensor
@@ -166,8 +166,8 @@ class RetrievalTask(Task):
 
     Attributes besides those of `Task`:
         version: the version of the data.
-        draw: the data, a function of (seed, split, length, start, stop).
-        sizes: the number of features of an item, without its class, and of a query.
+        draw: draws a batch from (seed, split, length, start, stop).
+        sizes: (features per item without its class, features per query).
     """
 
     name: str
@@ -228,7 +228,7 @@ class RetrievalTask(Task):
             curves = {"best_keys": weights.gather(1, order)}
             if sample.sequences:
                 seen = heads.measure(attention, *exact, {"scale": model.scale}, sample)
-                curves |= {f"head_{name}": rows for name, rows in seen.items()}
+                curves |= {f"head_{name}": values for name, values in seen.items()}
             return BatchResult(found, curves)
 
         return measured

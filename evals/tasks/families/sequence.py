@@ -1,8 +1,8 @@
 """Sequence tasks: a small causal transformer reads tokens and predicts the answer at some of them.
 
-The family of `mqar`, `flip-flop`, `copy`, `reverse`, `sort` and `language-model`. The model is
-`attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens that
-have an answer.
+`mqar`, `flip-flop`, `copy`, `reverse`, `sort` and `language-model` belong to this family. The model
+is `attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens
+that have an answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
 class Settings(Base):
     """Settings of a sequence task; `evals.task.Settings` describes the fields.
 
-    heads and depth: of the transformer.
+    heads, depth: the number of heads per layer, and of layers.
     """
 
     width: int = 64
@@ -90,13 +90,14 @@ class SequenceTask(Task):
     """A sequence task.
 
     Attributes besides those of `Task`:
-        draw: the data, a function of (seed, split, length, start, stop, settings).
+        draw: draws a batch from (seed, split, length, start, stop, settings).
         vocabulary: the number of different tokens; a function if it depends on the settings.
-        chance_score: the score of blind guessing; a function if it depends on the settings.
-        version: the version of ``draw``. A task in the checkout changes it when its data change.
-        size: the number of tokens in a sequence of a length; by default the length itself.
-        read: the metrics, a function of (logits, batch).
-        text: a digest of the files that the data come from, if any.
+        chance_score: the score of random guessing; a function if it depends on the settings.
+        version: the version of ``draw``; change it when the data change. Plugins need not, because
+            the hash of their file is part of each key.
+        size: maps a length to the number of tokens of a sequence; by default the length itself.
+        read: computes the metrics from (logits, batch).
+        text: returns a digest of the files that the data come from; None if there are none.
     """
 
     name: str

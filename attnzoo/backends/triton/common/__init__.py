@@ -1,1 +1,1 @@
-"""Shared by all Triton kernels: tiles, loop over keys, activations, configurations, launches."""
+"""Code shared by all Triton kernels: tiles, loop over keys, activations, configurations."""

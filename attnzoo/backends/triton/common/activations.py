@@ -1,11 +1,11 @@
 """Triton implementations of `attnzoo.core.activations`: (φ(x), φ'(x)) of a tile x.
 
-``shape`` is the tile's vector of shapes, or None.
+``shape`` holds the shape parameters of the tile's queries, or is None.
 
 x is already multiplied by the activation's ``unit``, so that exp is a single exp2. φ' is the
-derivative with respect to the scores, without the unit. Masked scores are −∞. If the activation
-vanishes there, φ and φ' must be 0. NaN must stay NaN, unless only thresholds use the activation:
-``tl.maximum`` of NaN and 0 is 0. The compiler removes φ or φ' if the caller does not use it.
+derivative with respect to the scores, without the unit. Masked scores are −∞. If the activation has
+``vanishes``, φ and φ' must be 0 there. φ(NaN) must be NaN, except in activations that are used only
+for thresholds (``tl.maximum(NaN, 0)`` is 0). The compiler removes φ or φ' if it is not used.
 """
 
 import triton
@@ -43,7 +43,7 @@ def q_exp(x, shape):
     """φ = u^{1/a} and φ' = φ/u with u = [1 + ax]_+, a = α − 1."""
     a = shape - 1.0
     y = tl.maximum(a * x, -1.0)
-    # A series for log u near u = 1. The hardware logarithm has an absolute error there, which the
+    # Near u = 1, log u is a series. The hardware logarithm has an absolute error there, which the
     # division by a would amplify.
     t = y / (2.0 + y)
     t2 = t * t

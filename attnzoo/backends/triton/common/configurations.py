@@ -9,14 +9,14 @@ A kernel has several entries, chosen by the features of the call:
 - "": none of the following;
 - "filled": a head dimension is padded to a power of two;
 - "one": one of window, ALiBi, segments and a key mask;
-- "listed": a threshold's list of blocks, and nothing else;
-- "several": more than that: a dense mask, two of window, ALiBi, segments and key mask, one of them
-  together with a list of blocks, or further per-query vectors (the shape, the gradient of lse);
+- "listed": only a list of the blocks with nonzero weights, from a threshold;
+- "several": a dense mask, at least two of window, ALiBi, segments and key mask, one of these with a
+  list of blocks, or further per-query vectors (the shape, the gradient of lse);
 - "unaligned": strides that allow no wide loads, with or without the above.
 
 The last two are rare. Their entries are safe rather than fast: the same for all architectures, and
-small enough for all features at once. A kernel without an entry "unaligned" uses "several" for it.
-For other missing entries it uses "".
+small enough for all features at once. A missing "unaligned" is replaced by "several", and any other
+missing entry by "".
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Config(NamedTuple):
     block_n: int
     warps: int
     stages: int
-    part: int | None = None  # columns of q kᵀ and of dO vᵀ per product; None: all
+    part: int | None = None  # head dimensions per partial product of q kᵀ and dO vᵀ; None: all
     registers: int | None = None  # limit per thread; None: ptxas decides
-    split: bool = True  # a separate loop for blocks that all queries see whole (no window)
+    split: bool = True  # without a window, a loop without bounds checks over fully visible blocks
 
 
-# All registers. Otherwise ptxas may spill a few in order to run more blocks at once.
+# The most that a thread can have. Without it ptxas may spill a few to run more blocks at once.
 ALL = 255
 full = partial(Config, registers=ALL)
 
@@ -45,8 +45,8 @@ SHARED = {80: 101_376, 90: 232_448, 100: 232_448}
 
 # Configurations for head dimensions up to 64, 128 and 256.
 ByHeadDim = tuple[Config, ...]
-# A tf32x3 product keeps its left operand in registers twice. Above 64 columns it only fits in
-# parts.
+# A tf32x3 product keeps its left operand in registers twice. Above a head dimension of 64 it must
+# be computed in parts.
 FP32: dict[str, ByHeadDim] = {
     "forward": (Config(64, 32, 8, 2), Config(64, 32, 8, 1, 32), Config(32, 32, 8, 1, 32)),
     "dq": (Config(16, 32, 8, 1), Config(32, 32, 8, 1, 32), Config(16, 32, 8, 1, 32)),
@@ -112,15 +112,15 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
     },
 }
 
-# For the interpreter: small blocks, so that short sequences have several. fp32 above D = 128 goes
-# in parts.
+# For the interpreter: small blocks, so that short sequences have several. fp32 above D = 128 is
+# multiplied in parts.
 INTERPRETED_PART = 64
 INTERPRETED = {
     "forward": Config(64, 32, 1, 1),
     "dq": Config(32, 64, 1, 1),
     "dkdv": Config(64, 32, 1, 1),
     "stats": Config(64, 64, 1, 1),
-    "threshold": Config(128, 64, 1, 1),  # the tile of the block map
+    "threshold": Config(128, 64, 1, 1),  # the tile of the map of blocks
 }
 
 
@@ -152,17 +152,16 @@ def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Conf
 def map_tile(head_dim: int, bits: int, several: bool) -> tuple[int, int]:
     """Queries and keys per tile in the map of blocks with nonzero weights.
 
-    The size of the map follows from it, so it must not depend on the device: it is taken from the
-    entries of "threshold", which have the same block sizes on all architectures.
+    The tile determines the size of the map, so it must not depend on the device. It is taken from
+    the entries of "threshold", which have the same block sizes on all architectures.
     """
     config = of_dim(TABLE[80, bits]["threshold several" if several else "threshold"], head_dim)
     return config.block_m, config.block_n
 
 
-# Kernels of linear forms, by bits of a feature. block_m is the number of tokens in a chunk, the
-# same for all kernels of a call, block_n the number of features in a block. fp32 has shorter
-# chunks: a tf32x3 product keeps its operands twice, and the weights of a longer chunk do not fit in
-# registers.
+# Kernels of linear forms, by bits of a feature. block_m: tokens per chunk, equal for all kernels of
+# a call. block_n: features per block. Chunks of fp32 are shorter: a tf32x3 product keeps its left
+# operand twice, and the weights of a longer chunk would not fit in registers.
 LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
 LINEAR_CHUNK = {16: 64, 32: 32}
 INTERPRETED_CHUNK = 32
@@ -184,9 +183,8 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
     return LINEAR[bits][kernel]
 
 
-# Few queries against many keys, by bits of an element. Reading the keys dominates the time, so
-# several blocks are in flight. "safe" covers "several", "unaligned", a mask per head, and tiles of
-# many rows.
+# Kernels of `decode`, by bits of an element. Reading the keys dominates the time, so several blocks
+# are loaded ahead. "safe" covers "several", "unaligned", a mask per head, and tiles of many rows.
 DECODE: dict[int, dict[str, ByHeadDim]] = {
     16: {
         "": (Config(16, 128, 4, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 3)),

@@ -3,9 +3,9 @@
 `walk` accumulates a partial result over a range of blocks of keys. `finish` adds the sink and
 divides, once, at the end. Partial results by form:
 
-- ``ONLINE`` (φ = exp, normalized): (m, Z, o). A running maximum m takes the place of τ.
-- ``SUM``: (Z, o). τ is 0 or given.
-- neither: o.
+- ``ONLINE`` (φ = exp, normalized): (m, Z, o). The running maximum m is used as τ.
+- ``SUM`` (another φ, normalized): (Z, o). τ is 0 or given.
+- Without normalization: o.
 
 ``PEAKED`` (φ unbounded, values in fp16): o is kept in units of the largest φ so far, because a
 polynomial may exceed 65504, the largest fp16 number.
@@ -26,8 +26,8 @@ def walk(
 ):  # fmt: skip
     """The partial result (acc, m, z) after the blocks of keys [low, high).
 
-    ``blocks``: a list of block indices to go through instead, or None. If k is None, an earlier
-    pass has computed q kᵀ, and q_side holds [BM, 1] pointers to each row's product with key 0.
+    ``blocks``: indices of the blocks, of which entries [low, high) are used, or None. If k is None,
+    an earlier pass has stored q kᵀ, and q_side [BM, 1] points to each row's product with key 0.
     """
     k, v, k_n, v_n, d, dv = tiles_kv
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
@@ -74,7 +74,7 @@ def finish(
     ACT: tl.constexpr, UNIT: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
 ):  # fmt: skip
-    """The output from a complete partial result. Stores lse and the statistics for the backward."""
+    """The output, from the result over all keys. Stores lse and the vectors for the backward."""
     inside = index < queries
     if ONLINE:
         if lse is not None:  # −∞ for a query without keys
@@ -106,5 +106,5 @@ def finish(
         if stat is not None:
             tl.store(stat + at + index, z, mask=inside)
         if tau is not None:
-            acc += vectors[1] - vectors[1]  # keeps a NaN of τ: tl.maximum in φ drops it
+            acc += vectors[1] - vectors[1]  # NaN if τ is NaN; tl.maximum in φ would drop it
     return acc

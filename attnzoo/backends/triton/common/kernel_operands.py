@@ -17,8 +17,8 @@ class Form(NamedTuple):
     """A form as the kernels need it. ``normalize`` is online, sum, threshold or none."""
 
     activation: str  # its Triton function, "module:name"
-    unit: float
-    vanishes: bool
+    unit: float  # factor of the scores that the activation expects
+    vanishes: bool  # φ(−∞) = 0
     normalize: str
 
     @property
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The tiles with nonzero weights, from `flash.threshold`. If None, no tile is skipped."""
+    """The tiles with nonzero weights, as written by `flash.threshold`. None: use all tiles."""
 
     blocks: Tensor | None = None
     counts: Tensor | None = None
@@ -44,7 +44,7 @@ class Maps(NamedTuple):
 def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
     """A per-query vector as the kernels read it: (B, H, Nq), contiguous.
 
-    Autograd sums the gradient over expanded dimensions.
+    Expanded here, so that autograd sums the gradient over the expanded dimensions.
     """
     if value is None:
         return None
@@ -54,7 +54,7 @@ def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
 def vectors_of(
     form: Pairwise, gain: PerQuery, layout: Layout, call: Call
 ) -> tuple[Layout, Vectors]:
-    """The per-query vectors of a form. A gain that is a number is multiplied into the scale."""
+    """The layout, with a scalar gain multiplied into its scale, and the per-query vectors."""
     per_query = isinstance(gain, Tensor)
     layout = layout if per_query else layout._replace(scale=layout.scale * gain)
     vectors = (gain if per_query else None, form.offset, form.shape, form.sink)
@@ -62,7 +62,7 @@ def vectors_of(
 
 
 def layout_of(call: Call) -> Layout:
-    """The layout for the kernels: bool masks as uint8 (0 = hidden), slopes as per-query vectors."""
+    """The layout for the kernels: bool mask as uint8 (0: hidden), ALiBi slopes as (B, H, Nq)."""
     mask, segments = call.mask, call.segments or (None, None)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
@@ -72,13 +72,13 @@ def layout_of(call: Call) -> Layout:
 
 
 def new_vector(q: Tensor, two: bool = False) -> Tensor:
-    """Empty (B, H, Nq), or two of them in one tensor: operators cannot return one tensor twice."""
+    """Empty fp32 (B, H, Nq). With ``two`` (2, B, H, Nq): two vectors as one operator output."""
     shape = (2, *q.shape[:3]) if two else q.shape[:3]
     return q.new_empty(shape, dtype=torch.float32)
 
 
 def like(x: Tensor, dim: int) -> Tensor:
-    """Empty (B, H, N, dim) with x's order of heads and positions in memory."""
+    """Empty (B, H, N, dim). Heads and positions are in the same order in memory as in x."""
     b, h, n, _ = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(b, n, h, dim).transpose(1, 2)
@@ -86,7 +86,7 @@ def like(x: Tensor, dim: int) -> Tensor:
 
 
 def stands_apart(normalize: str, mask: Tensor | None) -> bool:
-    """Whether a softmax saves its maximum m and its sum Z as two vectors instead of m + log Z.
+    """Whether softmax saves its maximum m and sum Z as two vectors instead of m + log Z.
 
     A float mask may add −1e9 to all scores of a query. m + log Z would lose all digits of log Z.
     """

@@ -1,7 +1,7 @@
 """Kernel launches as data: built from the tensors of a call, then run.
 
 Building is separate from running, so that every launch can be compiled for any architecture without
-a GPU: pass the ``describe`` functions tensors on the device "meta".
+a GPU. To do so, pass tensors on the device "meta" to the ``describe`` functions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def padded(dim: int) -> int:
 
 
 def align_of(*tensors: Tensor) -> int:
-    """Number of elements that divides all strides: 16 bytes, the widest load, or else 1."""
+    """Elements in 16 bytes, the widest load, if that number divides all strides. Otherwise 1."""
     widest = 16 // tensors[0].element_size()
     return (
         widest
@@ -65,7 +65,7 @@ def align_of(*tensors: Tensor) -> int:
 
 
 def readable(do: Tensor, out: Tensor) -> bool:
-    """Whether the kernels can read a gradient as it is, with loads as wide as the output's."""
+    """Whether the kernels can read the gradient without a copy, with the output's alignment."""
     rows = do.stride(-1) == 1 or do.shape[-1] == 1
     return rows and align_of(do) >= align_of(out)
 
@@ -79,7 +79,7 @@ def strides(align: int, **tensors: Tensor) -> dict[str, int]:
 
 
 def common(q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
-    """The arguments that all kernels over q and k take."""
+    """The arguments shared by all kernels that read q and k."""
     heads, mask = q.shape[1], layout.mask
     stride = [None] * 4 if mask is None else [mask.stride(n) for n in range(4)]
     if mask is not None:

@@ -1,6 +1,6 @@
 """Helpers of the kernels: loading tiles, ranges of keys and queries, and scores.
 
-Query i and key j are ``i + offset − j`` positions apart. The index tensors i and j broadcast
+The distance of query i and key j is ``i + keys − queries − j``. The index tensors i and j broadcast
 against each other, so the same code serves a tile [BLOCK_M, BLOCK_N] and its transpose.
 """
 
@@ -40,8 +40,8 @@ def query_tile(
     """The queries of this program.
 
     Returns batch, head, the offset of the head in per-query vectors, the first query, the indices
-    of the queries [BM], and their matrix for `times`. Strides are in units of ALIGN, so that the
-    compiler knows their divisibility and uses wide loads.
+    of the queries [BM], and the queries as an operand of `times`. Strides are in units of ALIGN, so
+    that the compiler knows their divisibility and uses wide loads.
     """
     tiles = tl.cdiv(queries, BLOCK_M)
     # The last queries start first: under causality they have the most keys to go through.
@@ -59,8 +59,8 @@ def query_tile(
 def times(a, b, DIM: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
     """a bᵀ, [rows of a, rows of b], of two matrices (tile, base, rows, row stride, count).
 
-    With PART, that many columns at a time, reloaded from memory; the given tiles are not used. This
-    is for tiles that do not fit in registers, as tf32x3 keeps the left operand twice.
+    With PART the given tiles are not used: PART columns at a time are loaded from memory. This is
+    for tiles that do not fit in registers, since tf32x3 keeps the left operand twice.
     """
     if PART is None:
         product = dot(a[0], tl.trans(b[0]), None, PRECISION)
@@ -83,9 +83,9 @@ def store_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, value)
 
 @triton.jit
 def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks [low, high) of keys that causality and window allow for the queries from ``start``.
+    """(low, full, high): blocks [low, high) hold the visible keys of the queries from ``start``.
 
-    Without a window all these queries see every key of the blocks below ``full``.
+    Without a window, mask and segments these queries see all keys of the blocks below ``full``.
     """
     first = start + keys - queries
     last = tl.minimum(start + BLOCK_M, queries) - 1 + keys - queries
@@ -100,7 +100,7 @@ def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks [low, high) of queries for which causality and window allow a key from ``start``."""
+    """Blocks [low, high) of the queries that may see a key of the block at ``start``."""
     first = start + queries - keys
     last = tl.minimum(start + BLOCK_N, keys) - 1 + queries - keys
     low, high = 0, tl.cdiv(queries, BLOCK_M)
@@ -117,8 +117,8 @@ def load_vectors(
 ):
     """Factor of the products, τ, shape and ALiBi slope of the queries i, each shaped as i.
 
-    ``at`` is the offset of the head. All but the shape are multiplied by the activation's unit. A
-    vector that is None gives 0, and the compiler removes the operations with it.
+    ``at`` is the offset of the head. Factor and slope include UNIT, and τ includes TAU_UNIT.
+    τ, shape or alibi = None gives 0, and the compiler removes the operations with it.
     """
     factor = tl.full(i.shape, 1.0, tl.float32) * (scale * UNIT)
     tau_i = tl.zeros(i.shape, tl.float32)
@@ -138,7 +138,7 @@ def load_vectors(
 
 @triton.jit
 def load_segments(segments, at, i, count):
-    """The segments of the queries, shaped as i. An unused placeholder without segments."""
+    """The segments of the queries, shaped as i. Without segments i, which is then not used."""
     found = i
     if segments is not None:
         found = tl.load(segments + at + i, mask=i < count, other=0)
@@ -150,7 +150,7 @@ def scores(
     product, i, j, vectors, segment, where, size, UNIT: tl.constexpr,
     EDGE: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """factor · product + bias, −∞ for hidden keys; and a mask of the visible keys.
+    """The scores factor · product + bias, −∞ for hidden keys, and a mask of the visible keys.
 
     ``vectors``: from `load_vectors`. ``where``: (mask, mask_at, mask_m, mask_n, k_segments, alibi).
     ``size``: (queries, keys, left, right). With EDGE the tile may extend beyond the matrix or
@@ -174,7 +174,7 @@ def in_unit(x, UNIT: tl.constexpr):
 
 @triton.jit
 def out_of_unit(x, UNIT: tl.constexpr):
-    """x over the unit. The limits of `in_unit` become those of fp32 again."""
+    """x divided by the unit. The limits of `in_unit` become the limits of fp32 again."""
     found = tl.where((x <= -3e38) & (x > float("-inf")), -3.4028234663852886e38, x / UNIT)
     return tl.where((x >= 3e38) & (x < float("inf")), 3.4028234663852886e38, found)
 
@@ -212,7 +212,7 @@ def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def activate(ACT: tl.constexpr, x, shape, seen, MASKED: tl.constexpr):
-    """φ and φ'. With MASKED, 0 for hidden keys, for a φ that does not vanish at −∞."""
+    """φ and φ'. MASKED sets both to 0 for hidden keys, as needed if φ(−∞) is not 0."""
     phi, slope = ACT(x, shape)
     if MASKED:
         phi, slope = tl.where(seen, phi, 0.0), tl.where(seen, slope, 0.0)

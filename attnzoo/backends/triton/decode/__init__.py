@@ -1,1 +1,1 @@
-"""Pairwise forms for a few queries against many keys, without gradients."""
+"""Pairwise attention of few queries over many keys in Triton, without gradients."""

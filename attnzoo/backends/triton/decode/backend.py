@@ -1,7 +1,7 @@
-"""Pairwise forms for a few queries against many keys, in Triton kernels, without gradients.
+"""Runs pairwise forms of few queries over many keys in Triton kernels, without gradients.
 
 The keys are split among programs. Each program reads its keys once for all queries and heads of a
-group. `flash` is for many queries, `decode` for the next token.
+group. The use is decoding, with one or a few new tokens. `flash` is for many queries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, Pairwise, Statistics
 
-# Limit of queries × heads of a group, which are packed in one tile, by bytes of an element.
+# Limit of queries × heads per group, by bytes of an element. They are the rows of one tile.
 MOST_ROWS = {2: 64, 4: 32}
 
 
@@ -34,7 +34,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def packed_rows(call: Call) -> tuple[int, int]:
-    """Queries × heads of a group, and the limit for them."""
+    """Queries × heads per group, and the limit for this number."""
     most = MOST_ROWS.get(call.input_dtype.itemsize, 0)
     return call.queries * (call.heads // max(1, call.kv_heads)), most
 

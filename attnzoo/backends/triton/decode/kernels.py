@@ -1,14 +1,14 @@
 """Pairwise attention of few queries over many keys, with the keys split among programs.
 
 `decode` and `decode_products` have one program per (batch, key/value head, split of the keys). A
-program reads the queries of all heads of the group as one tile, and each of its keys and values
+program reads the queries of all heads of the group as one tile, reads each of its keys and values
 once, and writes partial results. Row r of the tile is query r % queries of head r // queries of the
-group, which is their order in a (B, H, Nq) vector. The other kernels have one program per (batch,
-head, query), which reads the partial results of all splits.
+group, as in a (B, H, Nq) vector. The other kernels have one program per (batch, head, query), which
+reads the partial results of all splits.
 
-If scores are needed before the weights (for an entropy behind a gain, or a threshold),
+If scores are needed before the weights (for a threshold, or a gain from statistics),
 `decode_products` first writes the products q kᵀ, 4 bytes per row and key. The following kernels
-read those instead of the keys.
+read the products instead of the keys.
 """
 
 import triton
@@ -26,7 +26,7 @@ from attnzoo.backends.triton.common.tile import (
 from attnzoo.backends.triton.flash.statistics import add_scores, store_statistics
 from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, round_tau
 
-# Largest number of splits, which one program merges.
+# Largest number of splits. One program merges all of them.
 MOST_SPLITS = tl.constexpr(256)
 
 RUNTIME = (
@@ -37,10 +37,10 @@ RUNTIME = (
 
 @triton.jit
 def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
-    """This program's split, batch × key/value head and batch, and the rows of its tile.
+    """This program's split, batch · Hkv + key/value head, batch, and lane, r, head and query.
 
-    The rows are given as [BM] indices, and as [BM, 1] number, head and query. Rows beyond the last
-    one repeat it.
+    lane [BM] counts the rows of the tile. r, head and query [BM, 1] belong to the row; lanes beyond
+    the last row repeat it.
     """
     split = tl.program_id(0) % splits
     bh = (tl.program_id(0) // splits).to(tl.int64)
@@ -52,7 +52,7 @@ def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The queries [BM, D] as a matrix for `times`. Each row has an address of its own."""
+    """The queries [BM, D] as an operand of `times`, with one memory offset per row."""
     at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
     q += b * q_b
     return load_tile(q, at, 1, 0, tl.arange(0, BLOCK_D), D, False), q, at, 1, 1 << 62
@@ -71,7 +71,7 @@ def mask_start(mask, b, h, mask_b, mask_h):
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
-    m, z, t,  # fp32 [B·Hkv, splits, rows]: partial results of `row_stats`, or only m
+    m, z, t,  # fp32 [B·Hkv, splits, rows]; z, t: None without statistics
     gain, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right, first, last, span, splits, width,
@@ -79,7 +79,7 @@ def decode_products(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write q kᵀ and, per split, the maximum m, or m, Z and T of the statistics."""
+    """Write q kᵀ and, per split, the maximum m of each row. For statistics also Z and T."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
     q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
@@ -116,7 +116,7 @@ def decode_products(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode(
-    q, k, v, products,  # either k, or the products of an earlier pass; the other is None
+    q, k, v, products,  # either q and k, or products of an earlier pass; the others are None
     part, m, z,  # fp32 [B·Hkv, splits, rows, DV] and [B·Hkv, splits, rows]; m, z or None
     gain, tau, shape, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, mask_b, mask_h, mask_m, mask_n,
@@ -127,7 +127,7 @@ def decode(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial result of each split."""
+    """Write the partial result of this program's split."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
     hk = bh % (heads // group)
@@ -219,7 +219,7 @@ def decode_stats(m, z, t, lse, entropy, group, queries, splits):
     peaks = tl.load(m + at, mask=inside, other=float("-inf"))
     top = tl.max(peaks, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    # A split without keys has Z = T = 0, so any finite shift is right.
+    # A split without keys has Z = T = 0, so that any finite shift gives 0.
     shift = tl.maximum(peaks - base[:, None], -200.0)
     decay = tl.exp2(shift)
     sums = tl.load(z + at, mask=inside, other=0.0)
@@ -239,11 +239,11 @@ def decode_threshold(
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if α = shape
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """τ of one query; see `threshold`.
+    """τ of one query; see `flash.threshold`.
 
-    A score below the maximum by 1/(α−1) or more never has weight. The others are first copied to
-    ``candidates``: a percent or two of Gaussian scores at α = 2 and 1.5, and all as α → 1. Each
-    step of the solver reads only those.
+    A key has weight 0 if its score is 1/(α−1) or more below the maximum. The other scores are first
+    copied to ``candidates``: 1 to 2 % of Gaussian scores at α = 2 and 1.5, and all as α → 1. Each
+    step of the solver reads only the copies.
     """
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries
@@ -281,7 +281,7 @@ def decode_threshold(
         has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32)))
     t = tl.zeros([1], tl.float32)  # τ − base
     unsolved, step = kept > 0, 0
-    tl.debug_barrier()  # each thread reads candidates that other threads wrote
+    tl.debug_barrier()  # threads read candidates that other threads wrote
     while unsolved:
         z, slopes = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
         for n in range(0, kept, BLOCK):

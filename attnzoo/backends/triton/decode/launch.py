@@ -1,7 +1,7 @@
 """Builds the launches of the kernels of `decode`; see `common.launch`.
 
-``processors`` is the number of multiprocessors of the GPU: the keys are split until all of them
-have work. The number of splits changes results only by the order of summation.
+``processors`` is the number of multiprocessors of the GPU. The keys are split such that all of them
+have work. The number of splits affects only the order of summation.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from attnzoo.backends.triton.common.launch import (
 )
 from attnzoo.backends.triton.decode import kernels
 
-# Fewest keys per split for which a further program and partial result pay off.
+# Fewest keys per split. With fewer, another program and partial result cost more than they save.
 LEAST_KEYS = 256
-# Fewest programs per multiprocessor.
+# Programs per multiprocessor, if there are enough keys.
 PER_PROCESSOR = 2
-# Unit of the range of keys, see `reach`. Independent of the kernel's block size, because a tracer
-# has to know the sizes of results.
+# Unit of `key_range`. Independent of the kernel's block size, because fake functions have to know
+# the sizes of results.
 KEYS = 128
 # Scores per iteration of the threshold kernel.
 SCORES = 2048
@@ -57,16 +57,16 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def reach(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
-    """Range [first, last) of keys that some query may see, in units of KEYS keys."""
+def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
+    """Range [first, last) of keys that any query may see, in units of KEYS keys."""
     queries, keys = q.shape[2], k.shape[2]
     low = 0 if layout.left is None else max(0, keys - queries - layout.left)
     return low // KEYS, (keys + KEYS - 1) // KEYS
 
 
 def new_products(q: Tensor, k: Tensor, layout: Layout) -> Tensor:
-    """Empty q kᵀ of the keys in `reach`: fp32 (B, Hkv, queries × heads of a group, keys)."""
-    first, last = reach(q, k, layout)
+    """Empty q kᵀ of the keys in `key_range`: fp32 (B, Hkv, queries × heads of a group, keys)."""
+    first, last = key_range(q, k, layout)
     shape = q.shape[0], k.shape[1], _rows(q, k), (last - first) * KEYS
     return q.new_empty(shape, dtype=torch.float32)
 
@@ -77,7 +77,7 @@ def _rows(q: Tensor, k: Tensor) -> int:
 
 def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: int) -> Splits:
     unit = KEYS // config.block_n
-    first, last = (unit * x for x in reach(q, k, layout))
+    first, last = (unit * x for x in key_range(q, k, layout))
     blocks = last - first
     wanted = triton.cdiv(PER_PROCESSOR * processors, max(1, q.shape[0] * k.shape[1]))
     wanted = max(1, min(wanted, kernels.MOST_SPLITS.value, blocks * config.block_n // LEAST_KEYS))
@@ -88,7 +88,7 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[dict[str, Any], Config, Splits]:
-    """What all kernels with a loop over keys take."""
+    """Arguments of all kernels with a loop over keys, their configuration, and the splits."""
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many_rows = block_m * q.element_size() > 64
     mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
@@ -117,9 +117,9 @@ def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
 
 def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
     """A launch with one program per (batch, head, query)."""
-    taken = {name: args[name] for name in kernel.arg_names}
+    kernel_args = {name: args[name] for name in kernel.arg_names}
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    return Launch(kernel, rows, taken, Config(1, 1, 4, 1, registers=ALL))
+    return Launch(kernel, rows, kernel_args, Config(1, 1, 4, 1, registers=ALL))
 
 
 def _products_pass(
@@ -141,7 +141,7 @@ def _products_pass(
 def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
-    """Returns the launches and their results: products, lse and entropy, without a gain."""
+    """Returns the launches and their results: products, lse and entropy of the logits."""
     unit = 1 / LN2.value
     walk, args, products = _products_pass(q, k, None, unit, layout, arch, processors, True)
     lse, entropy = new_vector(q), new_vector(q)
@@ -153,7 +153,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """Returns the launches and their results: products and τ. Uses gain and shape only."""
+    """Returns the launches and their results: products and τ. Ignores offset and sink."""
     walk, args, products = _products_pass(q, k, vectors.gain, 1.0, layout, arch, processors, False)
     tau = new_vector(q)
     args = {
@@ -184,6 +184,6 @@ def describe_decode(
         "SUM": sums, "PEAKED": form.normalize == "sum" and v.dtype == torch.float16,
         "ALIGN": align, "CHUNK": PARTIALS,
     }  # fmt: skip
-    taken = {name: args[name] for name in kernels.decode.arg_names}
-    walk = Launch(kernels.decode, _programs(q, k, splits), taken, config)
+    kernel_args = {name: args[name] for name in kernels.decode.arg_names}
+    walk = Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)
     return [walk, _row_launch(kernels.decode_merge, args, q)], (out, lse)

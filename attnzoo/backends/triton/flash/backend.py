@@ -23,7 +23,7 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST = 256  # head dimension: `configurations` has no entries above
+LARGEST = 256  # largest head dimension with an entry in `configurations`
 
 
 def unsupported(form: Form, call: Call) -> str | None:
@@ -69,7 +69,7 @@ def _unsupported_call(call: Call) -> str | None:
 
 
 def unsupported_here(call: Call, other: str) -> str | None:
-    """Why no kernel runs on this machine, or None. The reason names ``other`` as an alternative."""
+    """Why kernels cannot run on the call's device, or None. ``other``: backend to suggest."""
     if find_spec("triton") is None:
         return "needs Triton: pip install 'attnzoo[gpu]'"
     if call.device.type != "cuda" and not _interpreted():
@@ -121,17 +121,17 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with a contiguous last dimension, which the kernels require."""
+    """Copies each tensor whose last dimension is not contiguous, as the kernels require."""
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
 
 
 def normalize(form: Pairwise) -> str:
-    """The kernels' name for it: "online" for a softmax, which keeps a running maximum."""
+    """The kernels' name for the normalization. "online": a softmax with a running maximum."""
     return "online" if form.softmax else form.normalize
 
 
 def alpha_of(form: Pairwise) -> float | None:
-    """α as a number, or None if the shape is α."""
+    """α as a number, or None if the per-query vector ``shape`` holds α."""
     alpha = form.activation.alpha
     return None if isinstance(alpha, str) else alpha
 

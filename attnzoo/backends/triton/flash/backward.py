@@ -2,13 +2,13 @@
 
     dV_j  = Σ_i φ_ij/Z_i dO_i          dS_ij = φ'_ij (dO_i·v_j − δ_i) / Z_i  (+ e^{s−lse} dlse_i)
     dq_i  = gain_i · scale · Σ_j dS_ij k_j      dk_j = scale · Σ_i gain_i dS_ij q_i
-    δ_i   = 0 (neither) · dO_i·o_i (SUM) · Σ φ' dO·v / Σ φ' (THRESHOLD)
+    δ_i   = dO_i·o_i if SUM;  Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij if THRESHOLD;  otherwise 0
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
 causality and window allow, and writes δ, dq and the gradients of per-query vectors. `flash_dkdv`,
 launched after it, has one program per (batch, key/value head, block of keys). It loops over the
-queries that may see them, and writes dk and dv. Its tiles are transposed, k qᵀ, so that no result
-of a product has to be transposed.
+queries that may see them, and writes dk and dv. It computes transposed tiles of scores, k qᵀ, which
+it can multiply with dO and q directly.
 
 There are no atomics, so results are deterministic.
 """
@@ -129,8 +129,7 @@ def flash_dq(
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # Computed before the gain is applied: a division by the gain would fail where it is 0 (log
-        # 1).
+        # Computed here, because dividing by the gain later would fail if it is 0 (s · log 1).
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )
@@ -150,7 +149,7 @@ def _threshold_mean(
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Σ_j φ' dO·v / Σ_j φ', the share of the gradient that passes through τ: [BM]."""
+    """δ [BM] if THRESHOLD: Σ_j φ' dO·v / Σ_j φ', from the gradient through τ."""
     k, v, k_n, v_n, d, dv = tiles_kv
     change, slope_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for n in range(low, high):
@@ -195,7 +194,7 @@ def _sum_over_keys(
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         ds = slope * (dp - mean) * per_z
         if dlse is not None:
-            # φ cannot be used here: its τ includes the sink, lse does not.
+            # φ(s − τ) cannot be used here: τ includes the sink, lse does not.
             ds += tl.exp2(s - lse_i) * dlse_i
         if TOTAL:
             total += tl.sum(ds, 1)

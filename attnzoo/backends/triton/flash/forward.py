@@ -26,8 +26,8 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flash_forward(
-    # Outputs, each a per-query vector or None. SUM: stat is Z. ONLINE: stat is log2 of the sum with
-    # the sink. If weight_sum is given, stat is the maximum, and weight_sum the sum relative to it.
+    # stat, weight_sum and lse are outputs, per-query vectors or None. SUM: stat is Z. ONLINE: stat
+    # is log2 Σ 2^s, sink included; or, if weight_sum is given, stat is m and weight_sum Σ 2^{s−m}.
     q, k, v, o, stat, weight_sum, lse,
     gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
@@ -60,7 +60,7 @@ def flash_forward(
     size = (queries, keys, left, right)
     tiles_kv = (k, v, k_n * ALIGN, v_n * ALIGN, d, dv)
 
-    # The running maximum of the scores (ONLINE), or of φ (PEAKED).
+    # The running maximum of the scores (ONLINE), or of 1 and φ (PEAKED).
     m = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

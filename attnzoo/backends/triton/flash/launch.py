@@ -49,7 +49,7 @@ def _config(
 ) -> Config:
     """The configuration for the features of a call; see `configurations`.
 
-    ``vectors``: further per-query vectors, which only few forms have.
+    ``vectors``: optional per-query vectors; any that is given requires the entry "several".
     """
     extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
     several = dense_mask(layout) or extras > 1 or any(x is not None for x in vectors)
@@ -89,7 +89,7 @@ def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, maps: Maps,
     want_lse: bool, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
-    """Returns the launch and its results: out, the statistic of `flash_forward`, lse."""
+    """Returns the launch and its results: out, stat (see `flash_forward`) and lse."""
     out = like(q, v.shape[3])
     two_vectors = stands_apart(form.normalize, layout.mask)
     stat = None if form.normalize == "none" else new_vector(q, two_vectors)
@@ -131,7 +131,7 @@ def describe_backward(
         "tau": tau, "z": z, "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
-        "TAU_UNIT": 1.0 if online else form.unit,  # the saved statistic includes the unit
+        "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
     }  # fmt: skip
     align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
     config_args = align, vectors.shape, dlse
@@ -159,7 +159,7 @@ def describe_backward(
 
 
 def _describe_columns(maps: Maps, group: int) -> tuple[Maps, list[Launch]]:
-    """The block map per tile of keys, and the launch that fills it."""
+    """The block map per tile of keys, and the launch that fills it (none without a map)."""
     live = maps.live
     if live is None:
         return maps, []
@@ -200,7 +200,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Returns the launch and its results: τ and the block map. Uses gain and shape only."""
+    """Returns the launch and its results: τ and the block map. Of vectors, uses gain and shape."""
     align = align_of(q, k)
     config = _config("threshold", arch, q, k, v, layout, True, align)
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)

@@ -50,7 +50,7 @@ def flash_threshold(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, layout: Layout, form: Form,
     alpha: float | None,
 ) -> Threshold:  # fmt: skip
-    """v is only needed for the size of the forward's tiles."""
+    """Solves for τ. v only determines the size of the tiles, which the forward must share."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.flash import launch
 
@@ -69,7 +69,7 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Threshold:
 
 
 class Attended(NamedTuple):
-    """``stat`` is the statistic from which the backward recomputes the weights."""
+    """The output, ``stat``, from which the backward recomputes the weights, and lse."""
 
     out: Tensor
     stat: Tensor | None
@@ -110,10 +110,11 @@ def flash_backward(
     from attnzoo.backends.triton.common.launch import architecture, readable, run
     from attnzoo.backends.triton.flash import launch
 
-    # An expanded gradient has no contiguous last dimension, or other strides than the output.
+    # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
     dout = dout if readable(dout, out) else dout.contiguous()
     if dlse is not None and lse is not None:
-        # A query without keys has lse −∞, whatever its scores. 0 · −∞ would give NaN for all keys.
+        # For a query without keys lse is the constant −∞. A dlse of ±∞ or NaN there would make dk
+        # NaN for all keys, because the kernels multiply it by 0.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     launches, results = launch.describe_backward(
         dout, dlse, q, k, v, out, stat, lse, layout, form, vectors, maps, wanted,

@@ -1,4 +1,4 @@
-"""lse = log Σ e^s and the entropy of softmax(s) in nats, per query, in one pass over the keys.
+"""Computes lse = log Σ e^s and the entropy of softmax(s), in nats, in one pass over the keys.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q and
 the keys that causality and window allow, and writes its block of lse and entropy.
@@ -88,12 +88,12 @@ def _add_keys(
 
 @triton.jit
 def add_scores(m, z, t, s):
-    """m, Z and T [BM] after the scores s [BM, BN], which are −∞ for hidden keys."""
+    """Updates m, Z and T [BM] with the scores s [BM, BN], which are −∞ for hidden keys."""
     m_new = tl.maximum(m, tl.max(s, 1))
-    # base is finite before the first key: 0 · (−∞ − …) would be NaN.
+    # Until a query sees a key, base is 0, because −∞ − (−∞) would be NaN.
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     shift = tl.where(m == float("-inf"), 0.0, m - base)
-    # exp2 is 0 below −200. The clamp makes −∞ · 0 equal 0 too.
+    # exp2(−200) is 0 in fp32. The clamp avoids x · p = −∞ · 0, which is NaN.
     x = tl.maximum(s - base[:, None], -200.0)
     p = tl.exp2(x)
     decay = tl.exp2(shift)

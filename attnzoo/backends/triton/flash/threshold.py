@@ -1,17 +1,16 @@
-"""τ of sparsemax and entmax, Σ_j φ(s_ij − τ_i) = 1, and the blocks with nonzero weights.
+"""Solves Σ_j φ(s_ij − τ_i) = 1 for τ (sparsemax, entmax); lists blocks with nonzero weights.
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q
 and, in each solver step, the keys that can still have nonzero weight. It writes its block of τ,
 the list of key blocks with nonzero weights, and a flag for each of them.
 
-Newton's method on the norm, τ += (Z − Z^{2−α})/((α−1) Σφ') with Z = Σφ. It starts at the maximum
-of each query's scores, increases monotonically, and is exact in one step for equal scores. A key
-at or below τ − 1/(α−1) has weight 0 and keeps it, because τ only grows. Key blocks without a key
-above this bound are dropped from the list in each step. Forward and backward then read only the
-blocks that are left.
+The solver is Newton's method for Z^{α−1} = 1 with Z = Σφ: τ += (Z − Z^{2−α})/((α−1) Σφ'). τ starts
+at the maximum of each query's scores and increases monotonically. For equal scores one step is
+exact. A score at or below τ − 1/(α−1) has weight 0 and keeps it, because τ only grows. Each step
+drops key blocks without a score above this bound from the list. Forward and backward then read
+only the blocks that are left.
 
-All steps run in one launch. Their number depends on the scores, and the host does not wait for
-it.
+All steps run in one launch, so that the host does not wait for the result of each step.
 """
 
 import triton
@@ -27,9 +26,9 @@ from attnzoo.backends.triton.common.tile import (
     times,
 )
 
-# Limit of |Z − 1| before the last step. Steps converge quadratically: after it no weight is off by
-# 1e-6. With many equal scores the last place of τ moves Z by more, so steps that small end the
-# iteration too.
+# A step is a query's last if it starts with |Z − 1| at most RESIDUAL. Convergence is quadratic, so
+# every weight is then accurate to 1e-6. With many equal scores, rounding τ alone can change Z by
+# more than RESIDUAL. A step that changes t by at most LAST_PLACES · t is therefore the last too.
 RESIDUAL = tl.constexpr(1e-5)
 LAST_PLACES = tl.constexpr(5e-7)
 MAX_STEPS = tl.constexpr(100)
@@ -46,7 +45,7 @@ def threshold(
     gain, shape, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if α = shape
+    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if shape holds α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +73,7 @@ def threshold(
         a = tl.full([BLOCK_M], ALPHA - 1.0, tl.float32)
 
     low, _, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    # The maximum, and the blocks that can have nonzero weight given the maximum so far.
+    # Find the maximum m. List the blocks that can have nonzero weight, judged by m so far.
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     kept, has_nan = 0, tl.zeros([BLOCK_M], tl.int32)
     for n in range(low, high):
@@ -85,7 +84,7 @@ def threshold(
         peak = tl.max(s, 1)
         m = tl.maximum(m, peak)
         has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32), 1))
-        # Written as a difference: m − 1/(α−1) may round to m for a large m.
+        # Compare s − m with −1/(α−1), because m − 1/(α−1) may round to m for a large m.
         alive = tl.max((s - m[:, None] > (-1.0 / a)[:, None]).to(tl.int32))
         tl.store(blocks + kept, n, mask=alive > 0)
         kept += alive
@@ -108,7 +107,7 @@ def threshold(
             z += tl.sum(phi, 1)
             slopes += tl.sum(slope, 1)
             alive = tl.max((x > (-1.0 / a)[:, None]).to(tl.int32))
-            # In place: the list is never longer than the part already read.
+            # Overwriting the list is safe: kept is at most n, and entry n has been read.
             tl.store(blocks + kept, block, mask=alive > 0)
             kept += alive
         t, unsolved_queries = newton(t, z, slopes, a)
@@ -140,10 +139,11 @@ def newton(t, z, slopes, a):
 
 @triton.jit
 def round_tau(base, t, a):
-    """base + t, rounded down if rounding up would take half of the largest weight or more.
+    """base + t, rounded down if rounding to nearest would add too much.
 
-    With large scores, τ could otherwise exceed all of several equal scores, so that no weight is
-    left. Rounding down increases all weights, which the division by their sum corrects.
+    The limit is half the distance from the maximum score to the bound of nonzero weights. For large
+    scores, rounding up could otherwise set all weights to 0. Rounding down increases all weights,
+    which the division by their sum corrects.
     """
     found = base + t
     lost = found - base - t > 0.5 * (1.0 / a - t)
@@ -152,7 +152,7 @@ def round_tau(base, t, a):
 
 @triton.jit(do_not_specialize=["group", "tiles_m", "tiles_n"])
 def list_columns(live, blocks, counts, group, tiles_m, tiles_n, CHUNK: tl.constexpr):
-    """For each tile of keys of a key/value head, list the tiles of queries that give it weight.
+    """For each tile of keys, list the tiles of queries with nonzero weights for it.
 
     Grid: one program per (batch, key/value head, tile of keys). An entry is h · tiles_m + tile,
     with h the index of the head in its group.

@@ -1,9 +1,9 @@
-"""Linear forms in Triton kernels, chunk by chunk, forward and backward: `linear` for a GPU.
+"""The backend `linear` in Triton kernels: linear forms chunk by chunk, forward and backward.
 
 Features are computed in torch, so that autograd differentiates them. They are bf16 for bf16 inputs
 and fp32 for others, because products of fp16 features may exceed 65504. The features take F/D times
-the memory of q and k. A state of (F, Dv) in fp32 is kept for each chunk, which `linear` only does
-with gradients.
+the memory of q and k. Causal attention stores a state (F, Dv) in fp32 for each chunk; `linear` does
+so only if gradients are needed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`linear.scan` in kernels: causal, from a state to a state."""
+    """`linear.scan` in kernels: causal output and final state, from the initial state ``sums``."""
     call, k, v, sums = linear.prepare(call, k, v, sums)
     v = _values(v, call)
     keyless, lead = linear.offsets(call)
@@ -89,7 +89,7 @@ def _widest(call: Call) -> int:
 
 
 def _values(v: Tensor, call: Call) -> Tensor:
-    """Values with 0 for masked keys, because NaN there would spoil a product with features of 0."""
+    """v with 0 for masked keys, because NaN times a feature of 0 would be NaN."""
     return v if call.mask is None else v.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
 
 
@@ -106,10 +106,10 @@ def _features(scale: float, x: Tensor, at: Tensor, call: Call, form: Linear) -> 
 
     def make(x: Tensor) -> Tensor:
         made = form.features(scale * x.to(call.dtype), at).to(dtype)
-        # Padded so that each row begins on 16 bytes. Features of 0 add nothing.
+        # Padded so that each row begins at a multiple of 16 bytes. Features of 0 add nothing.
         return pad(made, (0, -made.shape[-1] % 8)).contiguous()
 
-    # Checkpointed: keeps the features and x, but no intermediate results.
+    # Checkpointed: the backward recomputes intermediate results from x.
     run: Any = checkpoint(make, x, use_reentrant=False) if call.needs_grad else make(x)
     return run
 

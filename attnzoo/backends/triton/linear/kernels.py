@@ -3,13 +3,13 @@
 With features x = ψ(q), y = ψ(k), and v' = [v, 1], whose last column gives the denominator:
 
     S_c = S_0 + Σ_{j before chunk c} y_j v'_jᵀ
-    o_i = x_i S_c + Σ_{j ≤ i in c} (x_i·y_j) v'_j, numerator over denominator Z_i
+    [Z_i o_i, Z_i] = x_i S_c + Σ_{j ≤ i in c} (x_i·y_j) v'_j
     dx_i = (g_i S_cᵀ + Σ_{j ≤ i in c} (g_i·v'_j) y_j) / Z_i,  g = [dO, −δ],  δ = dO·o
     dv_j = y_j R_c + Σ_{i ≥ j in c} (y_j·x_i)/Z_i dO_i,  R_c = R_0 + Σ_{i after c} x_i g_iᵀ / Z_i
     dy_j = v'_j R_cᵀ + Σ_{i ≥ j in c} (g_i·v'_j)/Z_i x_i
 
-`linear_states` computes S, and also R, from the last chunk to the first with features x/Z and
-values g. It has one program per (batch, key/value head, span of chunks, block of features). The
+`linear_states` computes S. Run from the last chunk to the first, with features x/Z and values g, it
+computes R. It has one program per (batch, key/value head, span of chunks, block of features). The
 other kernels have one program per chunk of tokens and head (`linear_output`, `linear_dx`) or
 key/value head (`linear_dv`, `linear_dy`, the latter also per block of features). A program reads
 the state, features and values of its chunk, and writes the chunk's result. Without CAUSAL all
@@ -17,7 +17,7 @@ queries read one state, and there is no sum within a chunk.
 
 States are fp32 and multiplied in tf32, which represents bf16 features exactly. A row of a state in
 memory has Dv columns, padded to a multiple of four, then the column for v' = 1 (or g = −δ), then
-three unused columns, so that every row begins on 16 bytes.
+three unused columns, so that every row begins at a multiple of 16 bytes.
 
 Features are processed in blocks of BLOCK_F, values in a single block of BLOCK_DV. All matrices are
 contiguous.
@@ -46,7 +46,7 @@ def store(base, rows, columns, count, WIDTH: tl.constexpr, value):
 
 @triton.jit
 def load_state(at, f, d, F: tl.constexpr, DV: tl.constexpr):
-    """The columns of values [BF, BDv], and the column for v' = 1 [BF]."""
+    """Returns the columns of values [BF, BDv], and the column for v' = 1 [BF]."""
     RD: tl.constexpr = (DV + 3) // 4 * 4
     inside = (f < F)[:, None] & (d < DV)[None, :]
     s = tl.load(at + f[:, None] * (RD + 4) + d[None, :], mask=inside, other=0.0)
@@ -55,7 +55,7 @@ def load_state(at, f, d, F: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def store_state(at, f, d, s, last, F: tl.constexpr, DV: tl.constexpr):
-    """s is 0 beyond DV, so the padding between the columns is 0."""
+    """s must be 0 in the columns beyond DV, because they are written as padding."""
     RD: tl.constexpr = (DV + 3) // 4 * 4
     inside = (f < F)[:, None] & (d < RD)[None, :]
     tl.store(at + f[:, None] * (RD + 4) + d[None, :], s, mask=inside)
@@ -69,7 +69,7 @@ def linear_states(
     x, y,  # [B·Hkv·GROUP, N, F] and [.., N, Dv]: a state is the sum over the heads of a group
     first,  # [B·Hkv, F, WIDTH] or None: the initial state
     states,  # [B·Hkv, chunks, F, WIDTH] or None: the state before each chunk
-    last,  # [B·Hkv, spans, F, WIDTH]: the state after each span of chunks
+    last,  # [B·Hkv, spans, F, WIDTH]: first + the sum over each span of chunks
     z, delta,  # vectors or None: x is divided by z, and the last column of y is −δ, not 1
     length, chunks, spans, span,  # span: chunks per program
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -136,7 +136,7 @@ def linear_output(
             y_tile = load(y + hk * length * F, i, f, length, F)  # [C, BF]
             a = dot(x_tile, tl.trans(y_tile), a, PRECISION)
     if CAUSAL:
-        a = tl.where(i[:, None] >= i[None, :], a, 0.0)  # keys beyond the end have features 0
+        a = tl.where(i[:, None] >= i[None, :], a, 0.0)  # y_tile is 0 beyond the last key
         denominator += tl.sum(a, 1)
         v_tile = load(v + hk * length * DV, i, d, length, DV)  # [C, BDv]
         dtype = x.dtype.element_ty  # fp32 or bf16: weights may exceed the range of fp16

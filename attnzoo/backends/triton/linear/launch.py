@@ -1,7 +1,7 @@
 """Builds the launches of the kernels of linear forms; see `common.launch`.
 
-x and y are features (B, H, N, F), v, out and do values (B, H, N, Dv), states (B, Hkv, F, WIDTH) as
-in `linear.kernels`. All are contiguous.
+Shapes: features x (B, H, N, F) and y (B, Hkv, N, F), v (B, Hkv, N, Dv), out and do (B, H, N, Dv),
+states (B, Hkv, F, WIDTH) as in `linear.kernels`. All tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Stats = tuple[Tensor, Tensor]  # per-query vectors Z and δ
 
 
 def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
-    """The arguments and configuration for a kernel over tokens with these features."""
+    """The arguments and configuration for a kernel over features x (B, H, N, F); dim is Dv."""
     config = linear_config(kernel, arch, 8 * x.element_size())
     if arch == 0 and x.shape[3] > 512:
         config = config._replace(block_n=4096)  # fewer blocks for the interpreter
@@ -42,7 +42,7 @@ def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any]
 
 
 def chunk_length(y: Tensor) -> int:
-    """Tokens per chunk. The same on any GPU, because a tracer has to know it."""
+    """Tokens per chunk. The same on any GPU, because fake functions need it without one."""
     return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
 
 
@@ -57,9 +57,9 @@ def describe_states(
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
     """Returns the launch, the states before each chunk, and the sums over each span of chunks.
 
-    States: (B, Hkv, chunks, F, WIDTH), or no elements without ``keep``. Sums: (B, Hkv, spans, F,
-    WIDTH); their total is Σ x yᵀ over all tokens and the heads of a group. With stats it computes
-    the states of a backward instead: with x/Z and −δ, from the last chunk to the first.
+    x are features (B, H, N, F), y values (B, H, N, Dv). States: (B, Hkv, chunks, F, WIDTH), empty
+    without ``keep``. Sums: (B, Hkv, spans, F, WIDTH); over all spans they add up to the final
+    state. With ``stats`` the states are R of the backward, from the last chunk to the first.
     """
     args, config = _common("states back" if stats else "states", x, y.shape[3], arch)
     (chunks, features), batch = _blocks(x, config), x.shape[0]
@@ -81,7 +81,7 @@ def describe_output(
     x: Tensor, y: Tensor | None, v: Tensor | None, kept: Tensor, dim: int, dtype: torch.dtype,
     arch: int,
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
-    """Returns the launch, o and Z. ``kept``: a state per chunk, or a single one without y and v."""
+    """Returns the launch, o and Z. ``kept``: one state per chunk; only one if y and v are None."""
     batch, heads, length, _ = x.shape
     out = x.new_empty(batch, heads, length, dim, dtype=dtype)
     z = x.new_empty(batch, heads, length, dtype=torch.float32)
@@ -112,7 +112,7 @@ def describe_dy_dv(
     x: Tensor | None, y: Tensor, v: Tensor, do: Tensor | None, kept: Tensor, stats: Stats | None,
     arch: int,
 ) -> tuple[tuple[Launch, Launch], Tensor, Tensor]:  # fmt: skip
-    """Returns the launches, dy and dv. ``kept``: R of each chunk, or a single R without x.
+    """Returns the launches, dy and dv. ``kept``: R of each chunk; a single R if x is None.
 
     x, do and stats are None in the backward of `linear_state`, where only R contributes.
     """

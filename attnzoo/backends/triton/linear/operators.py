@@ -1,8 +1,8 @@
 """The kernels of linear forms as PyTorch operators, with fake functions and first derivatives.
 
-Three operators: `linear_state`, the state after some keys; `linear_read`, the output of queries
-that read one state; `linear_causal`, both at once under causality. Shapes are as in ``launch``. Z
-is 1 where a query's denominator is 0. Triton is imported by the first call that runs a kernel.
+`linear_state` computes the state after some keys, `linear_read` the output of queries that all
+read one state, `linear_causal` the causal output and the final state. Shapes are as in ``launch``.
+A denominator Z of 0 is returned as 1. Triton is imported by the first call that runs a kernel.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Scanned(NamedTuple):
 
 @operator
 def linear_causal(*, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None) -> Scanned:
-    """Query i reads the keys j ≤ i."""
+    """Output in which query i attends to the keys j ≤ i, from the initial state ``first``."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 

@@ -8,12 +8,12 @@ from torch.nn.functional import pad
 
 
 def width(value_dim: int) -> int:
-    """Columns: the values, then the normalizer, each padded to a multiple of four."""
+    """Number of columns: values, then the normalizer, each padded to a multiple of four."""
     return (value_dim + 3) // 4 * 4 + 4
 
 
 def pack(sums: Tensor, value_dim: int) -> Tensor:
-    """From (…, F, Dv + 1) to (…, F, `width`)."""
+    """Converts sums (…, F, Dv + 1) to the kernels' layout (…, F, `width`)."""
     values, normalizer = sums[..., :-1], sums[..., -1:]
     return torch.cat([pad(values, (0, -value_dim % 4)), pad(normalizer, (0, 3))], dim=-1)
 
