@@ -39,9 +39,9 @@ def _unsupported_call(call: Call) -> str | None:
     if call.return_lse:
         return "does not support return_lse (tiled does)"
     if call.alibi is not None or call.segments is not None:
-        return "does not support alibi or segment_ids without a dense mask (tiled does)"
+        return "does not support alibi or segment_ids (tiled does)"
     if call.left is not None or call.right not in (None, 0):
-        return "does not support a window without a dense mask (tiled does)"
+        return "does not support window (tiled does)"
     if call.right == 0:
         if call.mask is not None:
             return "does not support attn_mask together with is_causal (tiled does)"

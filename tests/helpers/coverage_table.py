@@ -118,7 +118,8 @@ TOP_LEFT = "torch aligns top-left"
 OTHER_DV = "does not support a value dimension other than D"
 EMPTY = "does not support empty tensors"
 KEY_MASK = "does not support a dense mask"
-DENSE = "without a dense mask"
+NO_WINDOW = "does not support window"
+NO_BIAS = "does not support alibi or segment_ids"
 _FEATURES: dict[str, dict[str, str | None]] = {
     "plain": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "causal": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
@@ -139,10 +140,10 @@ _FEATURES: dict[str, dict[str, str | None]] = {
         "flash": CONSTANT_MASK,
         "linear": "must be bool",
     },
-    "window": {"sdpa": DENSE, "flash": RUNS, "linear": FORGET},
-    "window pair": {"sdpa": DENSE, "flash": RUNS, "linear": FORGET},
-    "alibi": {"sdpa": DENSE, "flash": RUNS, "linear": "alibi None"},
-    "segments": {"sdpa": DENSE, "flash": RUNS, "linear": FORGET},
+    "window": {"sdpa": NO_WINDOW, "flash": RUNS, "linear": FORGET},
+    "window pair": {"sdpa": NO_WINDOW, "flash": RUNS, "linear": FORGET},
+    "alibi": {"sdpa": NO_BIAS, "flash": RUNS, "linear": "alibi None"},
+    "segments": {"sdpa": NO_BIAS, "flash": RUNS, "linear": FORGET},
     "GQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "MQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "other value dim": {"sdpa": OTHER_DV, "flash": RUNS, "linear": RUNS},
