@@ -96,7 +96,7 @@ class Call(Visibility):
     def hide(self, scores: Tensor, fill: float = float("-inf")) -> Tensor:
         """Scores with ``fill`` at invisible keys; a row without visible keys stays unchanged.
 
-        With −∞ throughout, softmax and its gradient would be NaN. Zero such weights afterwards.
+        With −∞ throughout, softmax and its gradient would be NaN. Zero the weights of such rows.
         """
         if self.sees_all:
             return scores

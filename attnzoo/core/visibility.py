@@ -108,7 +108,7 @@ class Visibility:
 
     @property
     def key_mask(self) -> bool:
-        """Whether the mask is a key mask: its query dimension is 1, whatever its values."""
+        """Whether there is a mask and its query dimension is 1."""
         return self.mask is not None and self.mask.shape[2] == 1
 
     def key_range(self, rows: slice) -> slice:

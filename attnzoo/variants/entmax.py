@@ -69,8 +69,8 @@ def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
     if call.keys == 0:
         return s
     s = s - call.hide(s).amax(-1, keepdim=True).detach()
-    s = call.hide(s, fill=0.0)  # finite; masked out of every sum below
-    s = torch.maximum(s, -2 / (alpha.detach() - 1))  # the weight is 0 there; keeps −∞ out of φ
+    s = call.hide(s, fill=0.0)  # finite; sums below skip hidden keys
+    s = torch.maximum(s, -2 / (alpha.detach() - 1))  # keeps −∞ out of φ; weight 0 there
     visible = call.visible
 
     def weight_sum(tau: Tensor) -> Tensor:
