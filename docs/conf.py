@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# For the notebooks, whose models are small: threads that wait for each other take far longer.
+# The notebooks run small models. Several threads would be much slower than one, because they wait
+# for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import attnzoo  # noqa: E402
@@ -31,8 +32,8 @@ extensions = [
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 templates_path = ["_templates"]
 nitpicky = True
-# Words in backticks in docstrings, types of other packages, and names in signatures from private
-# modules. What a page refers to must exist.
+# Unresolved references are allowed for words in backticks in docstrings, for types of other
+# packages, and for names from private modules in signatures. All others are errors.
 nitpick_ignore_regex = [
     (r"py:obj", r".*"),
     (r"py:.*", r"(?!attnzoo\.).*"),

@@ -132,7 +132,7 @@ def in_fla_layout(inputs: Inputs) -> Inputs:
 
 
 def crossovers(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
-    """Sentences with the length from which each linear form was faster at all measured lengths."""
+    """Yield a sentence per linear form and baseline: from which length on the form was faster."""
     of = {(row.direction, row.name, row.setting.length): row for row in rows}
     for direction, variant in product(DIRECTIONS, (case.spec for case in cases)):
         for other in (BASELINE, variant + PAIRWISE):

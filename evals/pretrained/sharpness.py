@@ -160,7 +160,7 @@ def usual_lengths(most: int) -> list[int]:
 
 
 def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
-    """Pieces (samples, length) of the text at even distances; fewer if the text is too short."""
+    """Evenly spaced pieces of the text, (samples, length); fewer if the text is too short."""
     step = max(1, (len(tokens) - length) // max(1, samples - 1)) if samples > 1 else 1
     starts = range(0, len(tokens) - length + 1, step)[:samples]
     return torch.stack([tokens[s : s + length] for s in starts])

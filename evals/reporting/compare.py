@@ -36,7 +36,7 @@ class Change:
 
 
 def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
-    """A change for every point of A that has a score.
+    """Compare A with B: one `Change` for each series and length of A that has a score.
 
     Raises:
         UsageError: A or B has several settings of a task.
@@ -79,7 +79,7 @@ def _of_group(group: Group, other: Group | None) -> list[Change]:
 
 
 def table(task: str, found: Sequence[Change]) -> Table:
-    """A table with a row for each change of a task."""
+    """A table of one task's scores in A and B and the gain, one row per series and length."""
     rows = []
     for change in found:
         metric = change.metric

@@ -158,7 +158,7 @@ def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int, ba
     for w, (name, scores) in zip(found, kinds.items(), strict=True):
         seen = (scores != float("-inf")).any(-1, keepdim=True)
         assert float((w.sum(-1, keepdim=True) - 1.0 * seen).abs().max()) <= 1e-5, name
-        # τ is rounded to fp32 at the size of the scores.
+        # τ is as large as the scores, so its rounding error in fp32 grows with them.
         top = float(scores.masked_fill(scores == float("-inf"), 0.0).max())
         allowed = 1e-5 + torch.finfo(torch.float32).eps / 2 * abs(top)
         exact = bisected(scores, alpha).masked_fill(~seen, 0.0)
@@ -169,7 +169,7 @@ def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int, ba
 @pytest.mark.parametrize("variant", quick_variants(["sparsemax", "entmax", "asentmax"]))
 @pytest.mark.parametrize("score", [1e5, -1e5, 3e6, 1e8, -1e9])
 def test_large_equal_scores_share_the_weight(variant: str, score: float, backend: str) -> None:
-    """fp32 cannot represent a τ between such scores and scores minus 1/(α−1)."""
+    """For the largest of these scores s, no fp32 number lies between s − 1/(α−1) and s."""
     q, k = torch.ones(1, 1, 1, 1), torch.full((1, 1, 300, 1), score)
     v = rand(1, 1, 300, 8).float()
     out = attnzoo.attention(q, k, v, variant, scale=1.0, backend=backend)

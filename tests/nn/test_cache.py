@@ -221,7 +221,7 @@ def test_state_cache_crops_to_zero_only() -> None:
     ("variant", "make"), [("ssmax", lambda: KVCache(20)), ("taylor", StateCache)]
 )
 def test_reorder_for_beam_search(variant: str, make: Any) -> None:
-    """Five beams of three sequences equal five sequences decoded from the start."""
+    """Three sequences become five beams. The next token agrees with attention without a cache."""
     cache, tensors = make(), qkv()
     decoded(cache, variant, tensors)
     index = torch.tensor([2, 0, 0, 1, 2])

@@ -129,7 +129,7 @@ def newton(t, z, slopes, a):
     Returns the new t, and which queries are not solved yet.
     """
     excess = tl.where(z > 0.0, z - 1.0, 0.0)
-    # Near Z = 1 the difference of powers cancels. It is Z − 1 to first order.
+    # Near Z = 1, z − power loses digits to cancellation. To first order, (z − power)/a is Z − 1.
     power = tl.exp2((1.0 - a) * tl.log2(tl.where(z > 0.0, z, 1.0)))
     change = tl.where(tl.abs(excess) > 0.1, (z - power) / a, excess)
     change = tl.where(slopes > 0.0, change / tl.where(slopes > 0.0, slopes, 1.0), 0.0)
