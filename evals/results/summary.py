@@ -281,7 +281,7 @@ def failures(group: Group) -> list[str]:
 
 
 def version_warnings(groups: Sequence[Group]) -> list[str]:
-    """Warn about results of several variant versions, commits, or torch or attnzoo releases."""
+    """Warn if results differ in commit or in the version of a variant, torch or attnzoo."""
     found = [f"warning: {group.task.name}: {text}" for group in groups for text in group.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo"):

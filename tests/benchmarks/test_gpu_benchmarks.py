@@ -210,7 +210,7 @@ def test_groups_beyond_the_budget_are_listed() -> None:
     assert left_out.endswith("N=64")
 
 
-def test_budget_that_ends_within_a_group_still_times_checked_calls() -> None:
+def test_calls_checked_before_the_budget_ends_are_timed() -> None:
     now, rows = iter([0.0, 1.0, 99.0]), []
     implementations = [Implementation.of(SOFTMAX, Inputs.make(TINY), None, name) for name in "ab"]
     bench = Bench("x", WallClock(), **FAST, budget=Budget(5.0, lambda: next(now)))

@@ -279,7 +279,8 @@ class Weights:
         if self.form.normalize == "none":
             return self.problem.exact(one)
         if self.form.normalize == "threshold":
-            # An implementation may divide by Σφ at its rounded τ, or not at all.
+            # Σφ = 1 at the exact τ. Implementations may divide by Σφ at their rounded τ, or omit
+            # the division.
             return replace(total, value=one)
         if self.form.sink is not None:
             total = total + self.activate(self.sink())

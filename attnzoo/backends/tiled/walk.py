@@ -203,7 +203,7 @@ def _weigh(
         s.sub_(_peak(s))
         tau = solve_threshold(s, shape, how.activation)
         phi = value(s.sub_(tau[..., None]), wide)
-        # Z is not exactly 1, because τ is rounded. In fp32 many equal scores add up the error.
+        # Z is not exactly 1, because τ is rounded. With many equal scores the fp32 error adds up.
         return phi, tau, phi.sum(-1), None
     if how.activation.exponential:
         m = _peak(s)

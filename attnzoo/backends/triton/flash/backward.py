@@ -149,7 +149,7 @@ def _threshold_mean(
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """δ [BM] if THRESHOLD: Σ_j φ' dO·v / Σ_j φ', from the gradient through τ."""
+    """δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij [BM], for threshold forms."""
     k, v, k_n, v_n, d, dv = tiles_kv
     change, slope_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for n in range(low, high):
