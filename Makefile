@@ -60,6 +60,7 @@ tables: $(STAMP)
 	$(BIN)/python -m scripts.tables
 
 clean:
+	find docs/variants -mindepth 1 ! -name index.md -delete
 	rm -rf $(VENV) dist build docs/_build .pytest_cache .ruff_cache
 
 # The build backend is installed first and the build is not isolated, because an isolated build

@@ -82,6 +82,9 @@ def test_code_runs_in_order(path: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for shown in outputs(TEXTS[path]):
         assert shown in done.stdout
+    for block in python_blocks(TEXTS[path]):
+        for shown in re.findall(r"^print\(.*\)  # (.+)$", block.text, re.MULTILINE):
+            assert shown in done.stdout
 
 
 def test_code_of_variant_pages_runs(tmp_path: Path) -> None:
@@ -129,8 +132,11 @@ def test_evals_command_with_a_file_of_its_page_runs(
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = re.findall(rf"^{name}\b.* \d+\.\d+", done.stdout, re.MULTILINE)
-    assert len(rows) >= (8 if words.startswith("evals all") else 0)
+    of_variant = words.startswith("evals all")
+    rows = re.findall(
+        rf"^{name if of_variant else 'softmax'}\b.* \d+\.\d+", done.stdout, re.MULTILINE
+    )
+    assert len(rows) >= (8 if of_variant else 1)
     assert list((tmp_path / "out").rglob("report.html"))
 
 

@@ -37,9 +37,12 @@ class Failure(NamedTuple):
     reason: str
     traceback: str = ""
 
-
-def _failure(run: Run, text: str) -> Failure:
-    return Failure(str(run), text.rstrip().splitlines()[-1], text)
+    @staticmethod
+    def from_traceback(run: object, text: str) -> Failure:
+        # A message may have several lines: its first one is the first that is not indented.
+        last = text.rsplit("Traceback (most recent call last):\n", 1)[-1]
+        reason = next(line for line in last.splitlines() if line.strip() and line[0] != " ")
+        return Failure(str(run), reason, text)
 
 
 def _work_loop(pipe: Connection, context: Context) -> None:
@@ -173,7 +176,7 @@ class Pool:
             case ("stopped", text):
                 raise OSError(text)
             case ("failed", text):
-                self._fail(_failure(run, text))
+                self._fail(Failure.from_traceback(run, text))
                 worker.run = None
             case ("done", status):
                 self.progress.finish(str(run), status)
@@ -222,7 +225,7 @@ def execute_here(
         except NotWritten:
             raise
         except Exception:  # one failed run must not end the others
-            failures.append(_failure(run, traceback.format_exc()))
+            failures.append(Failure.from_traceback(run, traceback.format_exc()))
             progress.finish(str(run), "failed")
         else:
             progress.finish(str(run), status)

@@ -63,12 +63,11 @@ def _table(group: Group, scores: Scores, errors: bool) -> Table:
         f"{group.task.name}{distinction}: {score.title} ({better} is better) by eval length n; "
         f"train length {scores.train_length}, chance {scores.shown(group.chance)}, {over}"
     )
-    effective = [scores.effective_length(line) for line in scores.lines]
-    shown = any(effective)
+    shown = any(scores.effective_length(line) for line in scores.lines)
     rows = [
         [group.name(Series(line.variant, line.encoding)), *_values(scores, line, errors)]
-        + ([str(length or "—")] if shown else [])
-        for line, length in zip(scores.lines, effective, strict=True)
+        + ([scores.effective_text(line)] if shown else [])
+        for line in scores.lines
     ]
     header = ["variant", *(f"n = {n}" for n in scores.lengths), *([EFFECTIVE] if shown else [])]
     return Table(title, header, rows)

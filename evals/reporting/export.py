@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -139,7 +138,8 @@ def _writes_one_file(given: argparse.Namespace) -> bool:
     expected = "" if given.format is None else FORMATS[given.format][0]
     if out is not None and one_file and out.suffix != expected:
         raise UsageError(f"--out must end in {expected} with --format {given.format}, got {out}")
-    if out is not None and not one_file and out.exists() and not out.is_dir():
+    is_file = out is not None and (out.exists() or bool(out.suffix)) and not out.is_dir()
+    if is_file and not one_file:
         raise UsageError(f"--out must be a folder or a {', '.join(suffixes)} file, got {out}")
     return one_file
 
@@ -168,6 +168,6 @@ def _named(found: Sequence[Group]) -> Iterator[tuple[str, Group]]:
     """Each group with the prefix of its file names: the task, numbered if it has several groups."""
     count: dict[str, int] = {}
     for group in found:
-        name = re.sub(r"[^\w.-]+", "-", group.task.name)
+        name = group.task.name
         count[name] = count.get(name, 0) + 1
-        yield f"{name}-{count[name]}" if count[name] > 1 else name, group
+        yield f"{name}_{count[name]}" if count[name] > 1 else name, group

@@ -1,6 +1,6 @@
 """The tasks by name. A new built-in task is a file here and an entry in this list."""
 
-from evals.task import Task
+from evals.task import NOTES, Task
 from evals.tasks import flip_flop, language_model, max_retrieval, mqar, needle, transduction
 
 TASKS: dict[str, Task] = {
@@ -22,7 +22,7 @@ def register_task(task: Task) -> Task:
     """Add a task, so that ``python -m evals NAME --plugin FILE.py`` runs it.
 
     Raises:
-        ValueError: the name is taken or malformed, or the task has no preset.
+        ValueError: the name is taken or malformed, or a preset is missing or unknown.
     """
     if task.name in TASKS:
         raise ValueError(f"task name {task.name!r} is taken")
@@ -30,5 +30,10 @@ def register_task(task: Task) -> Task:
         raise ValueError(f"task name must be letters, digits and hyphens, got {task.name!r}")
     if not task.presets:
         raise ValueError(f"task {task.name!r} needs a preset, such as 'quick'")
+    if unknown := sorted(set(task.presets) - set(NOTES)):
+        raise ValueError(
+            f"presets of task {task.name!r} must be among {', '.join(NOTES)}, "
+            f"got {', '.join(unknown)}"
+        )
     TASKS[task.name] = task
     return task

@@ -215,7 +215,7 @@ def test_several_settings_of_a_task_have_files_of_their_own(tmp_path: Path) -> N
     out = tmp_path / "out"
     assert exported(folder, "--format", "markdown", "--out", str(out)) == 0
     files = {path.name: path.read_text() for path in out.iterdir()}
-    assert set(files) == {"max-retrieval-accuracy.md", "max-retrieval-2-accuracy.md"}
+    assert set(files) == {"max-retrieval-accuracy.md", "max-retrieval_2-accuracy.md"}
     assert all("(device c" in text for text in files.values())
 
 

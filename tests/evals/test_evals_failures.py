@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.harness import report
 from commandline.files import NotWritten, write_whole
 from evals.__main__ import main
 from evals.harness import runs
+from evals.harness.pool import Failure
 from evals.harness.training import NotFinite, fit
 from evals.results.store import Rows
 from evals.task import Settings
@@ -167,3 +169,14 @@ def test_a_diverging_run_gives_rows_with_status_nan(steps: str, tmp_path: Path) 
     rows = [json.loads(x) for x in (tmp_path / TASK / "rows.jsonl").read_text().splitlines()]
     assert [found["status"] for found in rows] == ["nan"] * 3
     assert all("finite" in found["message"] or "nan" in found["message"] for found in rows)
+
+
+def test_reason_of_a_failure_is_the_first_line_of_its_message() -> None:
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise RuntimeError("no memory\nCompile with debug symbols for details.") from error
+    except RuntimeError:
+        text = traceback.format_exc()
+    assert Failure.from_traceback("a run", text).reason == "RuntimeError: no memory"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,18 @@ def test_a_plugin_named_in_the_config_file_is_loaded(
             "return SequenceBatch(tokens, answers + 99)",
             "ValueError: answers must be from -1 to vocabulary - 1 = 15, got",
         ),
+        (
+            "return SequenceBatch(tokens, answers - 7)",
+            "ValueError: answers must be from -1 to vocabulary - 1 = 15, got -8 to",
+        ),
+        (
+            "return SequenceBatch(tokens + 99, answers)",
+            "ValueError: tokens must be from 0 to vocabulary - 1 = 15, got",
+        ),
+        (
+            "return SequenceBatch(tokens, answers * 0 - 1)",
+            "ValueError: answers must have an entry >= 0, got only -1",
+        ),
         ("return tokens[99]", "IndexError: "),
     ],
 )
@@ -109,8 +122,8 @@ def test_a_wrong_draw_is_a_one_line_error_before_training(
 
 
 def test_register_task_checks_the_name_and_the_presets() -> None:
-    def task(name: str) -> SequenceTask:
-        return SequenceTask(name, "", lambda *_: None, 2, 0.5, {})  # type: ignore[arg-type]
+    def task(name: str, **presets: Any) -> SequenceTask:
+        return SequenceTask(name, "", lambda *_: None, 2, 0.5, presets)  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match="task name 'mqar' is taken"):
         register_task(task("mqar"))
@@ -118,6 +131,8 @@ def test_register_task_checks_the_name_and_the_presets() -> None:
         register_task(task("a b"))
     with pytest.raises(ValueError, match="task 'mine' needs a preset"):
         register_task(task("mine"))
+    with pytest.raises(ValueError, match="must be among smoke, quick, paper, got fast"):
+        register_task(task("mine", fast=None))
 
 
 def test_a_plugin_without_variant_or_task_is_an_error(

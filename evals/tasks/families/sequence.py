@@ -154,7 +154,8 @@ class SequenceTask(Task):
         """Check what ``draw`` returned; raises ValueError."""
         if not isinstance(batch, Batch):
             raise ValueError(f"draw must return a SequenceBatch, got {type(batch).__name__}")
-        for name, values in (("tokens", batch.tokens), ("answers", batch.answers)):
+        last = self.vocabulary_size(settings) - 1
+        for name, values, low in (("tokens", batch.tokens, 0), ("answers", batch.answers, -1)):
             if tuple(values.shape) != shape:
                 raise ValueError(
                     f"{name} must have the shape (stop - start, size({length})) = {shape}, "
@@ -162,9 +163,14 @@ class SequenceTask(Task):
                 )
             if values.dtype != torch.int64:
                 raise ValueError(f"{name} must be int64, got {values.dtype}")
-        last, largest = self.vocabulary_size(settings) - 1, int(batch.answers.max())
-        if largest > last:
-            raise ValueError(f"answers must be from -1 to vocabulary - 1 = {last}, got {largest}")
+            smallest, largest = int(values.min()), int(values.max())
+            if smallest < low or largest > last:
+                raise ValueError(
+                    f"{name} must be from {low} to vocabulary - 1 = {last}, "
+                    f"got {smallest} to {largest}"
+                )
+        if not batch.asked.any():
+            raise ValueError("answers must have an entry >= 0, got only -1")
 
     def loss(self, model: Transformer, batch: Batch) -> Tensor:
         asked = batch.asked
