@@ -245,7 +245,7 @@ ABOUT_VARIANTS = {
     "evals/theory/closed_forms.py",
     "scripts/arithmetic.py",
 }
-# Variants whose names are also used for a vector of a form, a property of a call and a function.
+# Names of variants that also name a vector of a form, a property of a call or a function.
 ALSO_WORDS = {"sink", "log_n", "sigmoid"}
 # Files in which "entmax" is the name of the Python package.
 PACKAGES = {"benchmarks/harness/report.py", "benchmarks/suites/attention.py"}

@@ -157,7 +157,7 @@ class TestChoice:
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
-    """The backend for meta tensors if the call's device is CUDA. Fake masks cannot be indexed."""
+    """The first supported backend. Meta tensors are used because fake masks cannot be indexed."""
     shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
