@@ -68,7 +68,7 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """All result rows, seed by seed, so that the first results cover all variants."""
+        """The specs of all rows, seed by seed, so that the first results cover all variants."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
@@ -124,7 +124,7 @@ class Study:
     def runs(
         self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
     ) -> list[Run]:
-        """The shard's runs with missing rows, restricted to these. ``retry`` adds failed rows."""
+        """The shard's runs, each with only its missing rows. ``retry`` also repeats failed rows."""
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for row in self.row_specs():
             lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})

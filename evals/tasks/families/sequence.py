@@ -151,7 +151,7 @@ class SequenceTask(Task):
     def _check(
         self, batch: object, length: int, shape: tuple[int, int], settings: Settings
     ) -> None:
-        """Check what ``draw`` returned; raises ValueError."""
+        """Check a batch from ``draw``; raises ValueError if it is invalid."""
         if not isinstance(batch, Batch):
             raise ValueError(f"draw must return a SequenceBatch, got {type(batch).__name__}")
         for name, values in (("tokens", batch.tokens), ("answers", batch.answers)):
