@@ -75,7 +75,7 @@ def convert(
 
         In an encoder, where all queries see equally many keys, a calibrated model stays close to
         the original. In a causal model it may differ as much as with the variant's own initial
-        values: queries with many keys get sharper weights than before, those with few flatter ones.
+        values: queries with many keys get sharper weights, queries with few keys flatter weights.
 
         Exclude the learned parameters from weight decay with `attnzoo.nn.parameter_groups`. In a
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
@@ -120,7 +120,7 @@ def convert(
 
 
 def _parts(model: Any) -> list[tuple[str, Any]]:
-    """The model and its sub-models with configs of their own, each of which can be loaded alone."""
+    """(name, module) of the model and of each sub-model with its own config."""
     from transformers import PreTrainedModel
 
     return [
@@ -134,7 +134,7 @@ def _spec(part: Any, prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """The spec for the config of a sub-model, with module names relative to that sub-model."""
     start = f"{prefix}." if prefix else ""
     inside = {n.removeprefix(start): e for n, e in entries.items() if n.startswith(start)}
-    # Two models may share a config: keep only entries of layers that are converted in this one.
+    # Two models may share a config: keep only entries of layers that this model has converted.
     known = own_layers(part)
     before = getattr(part.config, NAME)["before"] if known else implementations(part)
     # A new dict, because copies of a config share the old one.
