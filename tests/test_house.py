@@ -80,7 +80,7 @@ def test_dependencies_point_one_way(path: Path) -> None:
         if name.split(".")[0] not in ("attnzoo", "commandline", "evals", "benchmarks", "scripts"):
             continue
         allowed = {package_of(own), *MAY_IMPORT[package_of(own)]}
-        # For imports of the library from outside, see test_evals_and_benchmarks_use_public_names.
+        # Imports from outside the library: test_evals_and_benchmarks_use_public_names checks them.
         inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else package_of(name)
         assert inside in allowed, f"{own} imports {name}"
 

@@ -207,7 +207,7 @@ def test_cache_cropped_to_zero_accepts_another_batch() -> None:
     assert attend(cache, q, k, v, "softmax").dtype == torch.float32
 
 
-def test_state_cache_crops_to_zero_only() -> None:
+def test_state_cache_crops_to_zero_or_its_length_only() -> None:
     cache = StateCache()
     expected = decoded(cache, "taylor", qkv())
     cache.crop(LENGTH)

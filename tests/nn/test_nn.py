@@ -253,7 +253,7 @@ def test_autocast_gives_the_dtype_of_torchs_attention(variant: str, backend: str
         assert p.grad.dtype == torch.float32
 
 
-def test_autocast_with_a_float_mask_and_slopes() -> None:
+def test_autocast_does_not_round_float_masks_and_slopes() -> None:
     q, k, v = qkv()
     mask, slopes = rand(7, 7, seed=5).float(), torch.tensor([0.1, 0.2, 0.3, 0.4])
     with torch.autocast("cpu", torch.bfloat16):
