@@ -156,9 +156,7 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         out = attnzoo.attention(q, k, v, variant, backend="tiled", is_causal=True, **params)
         out.sum().backward()
-    largest = max(
-        event.self_cpu_memory_usage for event in seen.events()
-    )  # bytes allocated by one operation
+    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes per operation
     features = 45 if variant == "taylor" else 16
     assert 0 < largest <= 8 * max(rows, features) * n  # positions are int64
 

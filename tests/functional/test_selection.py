@@ -93,7 +93,7 @@ def test_printed_plan_has_one_reason_per_candidate() -> None:
     assert rows["flash", "pairwise"] == "does not support dropout (tiled does)"
 
 
-def test_explain_of_unsupported_calls() -> None:
+def test_explain_gives_reasons_for_unsupported_calls() -> None:
     q, k, v = tensors(64)
     plan = attnzoo.explain(q, k, v, "taylor", alibi=torch.zeros(8))
     assert plan.chosen is None
