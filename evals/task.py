@@ -181,7 +181,7 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """Numbers of sequences, from the start of a batch, for measuring heads and Jacobians."""
+    """How many sequences from the start of a batch are used to measure heads and Jacobians."""
 
     sequences: int
     jacobians: int

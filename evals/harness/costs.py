@@ -28,8 +28,8 @@ MOST_TOKENS = 2048  # the longest timed sequence; longer ones are extrapolated
 class Timed(NamedTuple):
     """Timings of a model.
 
-    step: seconds per training step. tests: a and b of the formula above, by the substituted
-    variant; None is the trained variant.
+    step: seconds per training step. tests: (a, b) of a test sequence's a·n + b·n² seconds, by the
+    substituted variant; None is the trained variant.
     """
 
     step: float

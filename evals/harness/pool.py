@@ -184,7 +184,7 @@ class Pool:
         self.progress.finish(failure.run, "failed")
 
     def _after_death(self, worker: _Worker) -> list[Run]:
-        """Handle a worker's death; returns the part of its run to repeat: a list of one or none."""
+        """Handle a worker's death; returns [the part of its run to repeat], or [] if none."""
         run, stage = worker.run, worker.stage
         assert run is not None
         worker.process.join()
