@@ -126,7 +126,7 @@ LAWS = {laws}
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remove the variants that a plugin registered."""
+    """Unregisters a plugin's variants after the test."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(plugins, "_LOADED", {})
     yield

@@ -337,7 +337,7 @@ def test_compare_fails_for_results_missing_in_b(
     assert "B has no seed 0" in capsys.readouterr().out
 
 
-def test_compare_reports_different_settings_and_rejects_several(
+def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = row("softmax", 0.5, settings={**SETTINGS, "steps": 11})
