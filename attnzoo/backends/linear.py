@@ -89,10 +89,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention: the output (B, H, Nq, Dv), and the state after all keys.
-
-    A query uses the state before its chunk, and the keys of its chunk up to its own position.
-    """
+    """Causal attention: the output (B, H, Nq, Dv), and the state after all keys."""
     call, k, v, sums = prepare(call, k, v, sums)
     keyless, lead = offsets(call)
     state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)

@@ -24,9 +24,8 @@ Operands are passed by name. Each field of a group becomes an operand of the tor
 The parameters of a fake function are the operands that it needs. The parameters of a backward
 function are the operands and outputs that it needs, which are saved for it, and gradients of
 outputs, named ``d`` + the output's name. Each operand to differentiate must be one of them. The
-backward returns gradients by operand name. An optional parameter ``wanted`` lists the names of the
-gradients that it must return. The backward is an operator too. Differentiating it raises
-RuntimeError.
+backward returns gradients by operand name, at least those named in ``wanted``, if it has this
+parameter. The backward is an operator too. Differentiating it raises RuntimeError.
 
 The first operand must be a tensor. An output that was not requested is None. Torch operators return
 only tensors, so the underlying torch operator returns a tensor of shape (0,) for it.

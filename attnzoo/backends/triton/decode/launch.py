@@ -153,10 +153,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """Returns the launches and their results: products and τ.
-
-    Of ``vectors``, only gain and shape are read.
-    """
+    """Returns the launches, and products and τ. Reads only gain and shape of ``vectors``."""
     walk, args, products = _products_pass(q, k, vectors.gain, 1.0, layout, arch, processors, False)
     tau = new_vector(q)
     args = {

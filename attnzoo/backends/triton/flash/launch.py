@@ -200,10 +200,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Returns the launch and its results: τ and the block map.
-
-    Of ``vectors``, only gain and shape are read.
-    """
+    """Returns the launch, and τ and the block map. Reads only gain and shape of ``vectors``."""
     align = align_of(q, k)
     config = _config("threshold", arch, q, k, v, layout, True, align)
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)

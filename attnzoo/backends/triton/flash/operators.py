@@ -69,7 +69,7 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Threshold:
 
 
 class Attended(NamedTuple):
-    """``stat`` are the per-query vectors from which the backward recomputes the weights."""
+    """``stat`` holds the per-query vectors from which the backward recomputes the weights."""
 
     out: Tensor
     stat: Tensor | None
