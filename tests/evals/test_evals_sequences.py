@@ -1,5 +1,5 @@
-"""Sequence tasks: data computed by hand, scores of correct answers and of random guesses, the model, its
-training and evaluation."""
+"""Sequence tasks: data computed by hand, scores of correct answers and of random guesses, the
+model, its training and evaluation."""
 
 from __future__ import annotations
 
