@@ -230,7 +230,7 @@ def _left_out(
 
 
 def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
-    """Why a variant does not support these numbers of keys with this position encoding, or None."""
+    """Reason why a variant does not support these numbers of keys and this encoding, or None."""
     try:
         module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
         options = {"alibi": torch.ones(1)} if positions == "alibi" else {}
@@ -248,7 +248,7 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
 
 
 def _settings(task: Task, preset: Settings, options: Options) -> Settings:
-    """The preset's settings with the changes of the options; they are validated."""
+    """The preset's settings with the values from the options, validated."""
     given = dict(options.settings)
     if options.steps is not None:
         given["steps"] = options.steps

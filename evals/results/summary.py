@@ -105,7 +105,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one task under the same settings, on the same kind of device."""
+    """Rows of one task with equal settings, data, device kind and numbers of test sequences."""
 
     task: Task
     settings: dict[str, Any]

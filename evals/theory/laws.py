@@ -65,7 +65,7 @@ def shrinking_scores(n: int, kappa: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Point:
-    """One comparison of a law with a measurement. held: whether it can fail."""
+    """One comparison of a law with a measurement. held: whether the deviation is checked."""
 
     gap: str  # "fixed", "shrinking" or "uniform"
     size: float  # Δ or κ

@@ -87,7 +87,7 @@ class Heads:
         series: the variant with its position encoding.
         call: the variant at inference.
         names: (H,), such as "1.2" for layer 1, head 2.
-        indices: (H,), the indices of these heads among all heads, layer by layer.
+        indices: (H,), the indices of these heads among all heads, counted layer by layer.
         total: the number of all heads.
         keys: (L,), the number of keys n at each length.
         peaks: (L, S, H), the largest weights of S seeds; NaN where a seed has none.
@@ -135,8 +135,8 @@ class Heads:
         return bool((found.below[mine] & found.above[mine]).any())
 
     def curve(self, found: Fit, index: int, keys: Sequence[int]) -> list[float]:
-        """The largest weight (L,) by a head's fitted law at each n of ``keys``: the geometric mean
-        over seeds."""
+        """The largest weights (L,) that a head's fitted law predicts for L numbers of keys: the
+        geometric mean over seeds."""
         mine = self.entries(index)
         mine = mine[found.sizes[mine].isfinite()]
         learned = {name: values.flatten()[mine] for name, values in self.learned.items()}
@@ -203,7 +203,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
 
 
 def fitted(group: Group) -> list[Heads]:
-    """The heads of all series of a group whose heads were measured."""
+    """The `Heads` of each series of a group whose heads were measured."""
     with lean_arithmetic():
         every = [heads_of(group, series) for series in group.series]
     return [found for found in every if found is not None]

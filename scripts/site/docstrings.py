@@ -64,7 +64,7 @@ def readable(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str | None, str | None]:
-    """Shorten defaults that Sphinx cannot parse or that are long."""
+    """Shorten long defaults, and defaults that Sphinx cannot parse."""
     if signature is not None:
         signature = re.sub(r"<function ((?:[\w.]|<\w+>)+)[^<>]*>", shortened, signature)
         # Instances among the defaults, such as a tuple of metrics.

@@ -31,7 +31,7 @@ LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
 class Settings(Base):
     """Settings of a sequence task; `evals.task.Settings` describes the fields.
 
-    heads, depth: the number of heads per layer, and of layers.
+    heads: the number of heads per layer. depth: the number of layers.
     """
 
     width: int = 64
