@@ -189,8 +189,7 @@ class Operator(Generic[P, R]):
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # The compiler must not trace the function. If the compiler is not imported yet, it cannot,
-        # and torch.compiler.disable would only import it.
+        # The compiler must not trace the function. As long as it is not imported, it cannot.
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 

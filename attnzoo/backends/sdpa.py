@@ -92,8 +92,7 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
 
     With fewer keys than a vector register holds, torch's fused CPU kernel treats a query whose
     scores are all NaN like a query without keys. It also hides keys by adding −∞, which does not
-    remove NaN. The sum over q and k is the cheapest test for NaN. If nothing has to be removed, q
-    and k are returned unchanged, with None.
+    remove NaN. The sum over q and k is the cheapest test. If nothing is removed, the mask is None.
     """
     if call.device.type != "cpu" or (call.mask is None and call.keys >= WIDER_THAN_A_VECTOR):
         return q, k, None

@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]]:
-    """All (backend, form) pairs, fastest first, including pairs that do not support the call.
+    """All (backend, form) pairs, fastest first, including those that cannot run the call.
 
     On a GPU, and on a CPU above `FEW_SCORES` scores:
 

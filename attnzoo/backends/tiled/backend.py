@@ -3,8 +3,7 @@
 A variant with a form runs through the operators in this folder, which share one backward for all
 pairwise forms. It recomputes the weights φ(s − τ)/Z from the saved τ and Z. A variant without a
 form runs through its definition, in checkpointed blocks. That loop is plain Python, which
-torch.compile unrolls. Every call is supported with the definition, except under torch.func
-transforms. Some forms do not support return_lse.
+torch.compile unrolls. The definition supports every call, except under torch.func transforms.
 """
 
 from __future__ import annotations
