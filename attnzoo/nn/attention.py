@@ -355,7 +355,7 @@ class Attention(nn.Module):
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """The output and the weights after dropout."""
+    """The output (B, H, Nq, Dv), and the weights (B, H, Nq, Nk) after dropout."""
     weights = attention_weights(q, k, v, variant, **arguments)
     if not isinstance(weights, Tensor):
         raise ValueError("return_lse must be False with need_weights, got True")

@@ -152,7 +152,7 @@ def write_spec(config: Any, spec: dict[str, Any]) -> None:
 
 
 def own_layers(model: Any) -> dict[str, Any]:
-    """The config's entries of the layers converted in this model, by their names in this model."""
+    """The config's entries of the converted layers of this model, by module name."""
     spec = getattr(model.config, NAME, None) or {"layers": {}}
     children = {name for name, module in model.named_modules() if NAME in module._modules}
     layers = {}
@@ -171,7 +171,7 @@ def possible_names(model: Any, name: str) -> Iterator[str]:
 
 
 def implementations(model: Any) -> dict[str, str]:
-    """The attention implementations by sub-config ("" is the model), to restore them later."""
+    """The attention implementation of each sub-config ("" is the model's own), by name."""
     own = {"": model.config._attn_implementation}
     subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
