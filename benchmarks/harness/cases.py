@@ -197,7 +197,7 @@ class Inputs:
         return replace(self, q=q, k=k, v=v, params=params)
 
     def part(self, batches: list[int], heads: list[int]) -> Inputs:
-        """Only these batches and heads."""
+        """The inputs restricted to these batches and query heads."""
         group = self.q.shape[1] // self.k.shape[1]
         of_kv = sorted({head // group for head in heads})
         own = {"q": heads, "k": of_kv, "v": of_kv, "do": heads}

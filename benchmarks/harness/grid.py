@@ -10,7 +10,7 @@ from benchmarks.harness.cases import Setting
 
 # B·N at every length, unless B is given. With 16 heads, B·H·N is 2^20.
 TOKENS = 2**16
-# FLOP of the backward pass, with five matrix products, divided by the forward pass, with two.
+# Ratio of the FLOP of backward (five matrix products) and forward (two).
 BACKWARD = 2.5
 MASKS = ("causal", "full")
 INPUTS = ("iid", "block-sparse")

@@ -44,8 +44,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round; a round runs every call once.
 
-    Calls take turns because the speed of a machine drifts. A slow moment then affects all calls of
-    a round, and the ratios within the round change little.
+    The calls alternate because the speed of a machine drifts. A slow moment then affects all calls
+    of a round, and the ratios within the round change little.
 
     Args:
         repeats: the minimum number of rounds, unless max_seconds is exceeded.

@@ -228,7 +228,7 @@ def compile_tiles(
 
 
 def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
-    """The call that uses the kernel, at this length. It returns the output and (q, k, v)."""
+    """A function that calls attention with the kernel and returns the output and (q, k, v)."""
     kind: dict[str, Any] = {"dtype": DTYPES[spec.dtype], "device": device}
     few = spec.kernel == "decode"  # eight query heads per key/value head, see `describe_decode`
     batch, dim = max(1, TOKENS // length), spec.head_dim

@@ -195,7 +195,7 @@ def groups(
     return [(replace(TINY, length=n), lambda: list(implementations)) for n in (32, 64)]
 
 
-def test_groups_beyond_the_budget_are_listed() -> None:
+def test_groups_beyond_the_budget_are_listed_as_left_out() -> None:
     now, made = [0.0], report()
 
     class Slow(WallClock):

@@ -40,7 +40,7 @@ class Inputs:
     layout: str = "contiguous"
 
     def arguments(self, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict]:
-        """Fresh leaves and all arguments; ``dtype`` casts the leaves and a float mask."""
+        """Copied leaves, and all arguments; leaves and a float mask are cast to ``dtype``."""
         leaves = {
             name: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
             for name, x in self.leaves.items()
@@ -110,7 +110,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
 
 
 def with_layout(x: Tensor, layout: str) -> Tensor:
-    """The same values in another memory layout: "bnhd" or a slice of a larger tensor."""
+    """x stored as "contiguous" (B, H, N, D), "bnhd" (B, N, H, D) or "sliced" (a larger tensor)."""
     if layout == "bnhd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":
