@@ -260,7 +260,7 @@ def test_the_error_of_a_malformed_row_names_its_line(
     assert [path for path in folder.rglob("*") if path.is_file()] == [file]
 
 
-def test_report_of_existing_results(
+def test_command_report_reads_existing_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
