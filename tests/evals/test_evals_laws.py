@@ -194,7 +194,7 @@ def test_growth_is_the_exponent_between_the_two_largest_n() -> None:
     assert laws.growth([4, 16], [1.0, 0.0]) is None
 
 
-def test_laws_error_names_the_variant_that_does_not_support_a_length(
+def test_laws_prints_the_reason_for_an_unsupported_length(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     call = VariantCall("cosformer", (("max_length", 16),))

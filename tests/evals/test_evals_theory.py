@@ -277,7 +277,7 @@ def test_log_weights_of_softmax_have_rank_d_plus_one() -> None:
     assert found.rows[1][1:3] == ["—", "—"]
 
 
-def test_ranks_error_names_the_unsupported_variant() -> None:
+def test_rank_table_has_a_line_for_an_unsupported_variant() -> None:
     call = VariantCall("cosformer", (("max_length", 8),))
     (line,) = ranks.attention_table([call], tokens=24, width=3).rows
     assert "max_length=8" in line[0]
