@@ -126,8 +126,8 @@ def parse_specs(texts: list[str]) -> list[Spec]:
 def complete(variant: VariantCall, longest: int) -> VariantCall:
     """The variant with example values for required parameters that were not given.
 
-    longest: the largest number of keys in any call. It must not depend on the chosen eval lengths,
-    so that runs with different eval lengths share a training.
+    longest: the number of keys for which the variant chooses the example values. It must not depend
+    on the chosen eval lengths, so that runs with different eval lengths share a training.
     """
     if variant.name not in attnzoo.list_variants():
         return variant  # planning the study reports the unknown name
@@ -169,7 +169,7 @@ def load_plugin(path: Path, need_variant: bool = True) -> attnzoo.Plugin:
     """Load the file given as ``--plugin FILE.py``.
 
     Raises:
-        UsageError: the file cannot be loaded, or ``need_variant`` is set and it registers none.
+        UsageError: the file cannot be loaded, or registers no variant although ``need_variant``.
     """
     try:
         plugin = attnzoo.load_plugin(path)

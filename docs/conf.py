@@ -1,5 +1,5 @@
-"""The documentation site. `make docs` builds it without network: nothing is loaded from elsewhere,
-neither by the build nor by its pages."""
+"""Settings of the documentation site, which `make docs` builds. Neither the build nor the pages
+load anything from the network."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """How many sequences of a batch to measure heads on, and how many of them for Jacobians."""
+    """How many sequences from the start of a batch are used to measure heads and Jacobians."""
 
     sequences: int
     jacobians: int
@@ -192,7 +192,7 @@ Measure = Callable[[VariantCall | None], BatchResult]
 
 
 class Task(ABC):
-    """A task. Its subclasses in `evals.tasks.families` share a model; a task is an instance of one.
+    """A task: an instance of a subclass in `evals.tasks.families`. Each subclass has one model.
 
     Attributes:
         name: its name on the command line.

@@ -32,7 +32,7 @@ OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 def torch_settings() -> dict[str, dict[str, str]]:
-    """The environment variables of each setting of ATen and MKL, by its name."""
+    """The environment variables of each setting of ATen and MKL, by the name of the setting."""
     found = {
         "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default"},
         "avx2, 2 threads": {"ATEN_CPU_CAPABILITY": "avx2"},

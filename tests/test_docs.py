@@ -55,10 +55,10 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
     for block in blocks:
         if block.file is not None:  # Triton reads the source of a kernel from a file
             (folder / block.file).write_text(block.text)
-        else:  # blank lines make a traceback name the line of the page
+        else:  # after blank lines, so that tracebacks have the line numbers of the page
             text = "\n" * block.line + block.text
             code.append(f"exec(compile({text!r}, {page!r}, 'exec'))")
-    # The outputs on the pages are those without Triton's interpreter, which conftest.py turns on.
+    # The pages show outputs without Triton's interpreter, which conftest.py turns on.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(code)],

@@ -80,7 +80,7 @@ def test_dependencies_point_one_way(path: Path) -> None:
         if name.split(".")[0] not in ("attnzoo", "commandline", "evals", "benchmarks", "scripts"):
             continue
         allowed = {package_of(own), *MAY_IMPORT[package_of(own)]}
-        # For imports of the library from outside, see test_evals_and_benchmarks_use_public_names.
+        # Imports from outside the library: test_evals_and_benchmarks_use_public_names checks them.
         inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else package_of(name)
         assert inside in allowed, f"{own} imports {name}"
 
@@ -245,7 +245,7 @@ ABOUT_VARIANTS = {
     "evals/theory/closed_forms.py",
     "scripts/arithmetic.py",
 }
-# Variants whose names are also used for a vector of a form, a property of a call and a function.
+# Names of variants that also name a vector of a form, a property of a call or a function.
 ALSO_WORDS = {"sink", "log_n", "sigmoid"}
 # Files in which "entmax" is the name of the Python package.
 PACKAGES = {"benchmarks/harness/report.py", "benchmarks/suites/attention.py"}

@@ -35,7 +35,7 @@ class LinearState:
 
     Args:
         sums: (B, Hkv, F, Dv + 1): Σ ψ(k) vᵀ, with Σ ψ(k) as the last column. fp32, or fp64 for fp64
-            inputs. (B, H, F, Dv + 1) after a mask that differs between the heads of a group.
+            inputs. (B, H, F, Dv + 1) if the mask differs between the heads of a group.
         length: number of keys seen so far.
 
     Example:
@@ -89,7 +89,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal: a query uses the state before its chunk, and the keys of its chunk up to its own."""
+    """Causal attention: the output (B, H, Nq, Dv), and the state after all keys."""
     call, k, v, sums = prepare(call, k, v, sums)
     keyless, lead = offsets(call)
     state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)
@@ -106,7 +106,7 @@ def scan(
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tuple[Tensor, Tensor]:
-    """Not causal: every query uses the state after all keys."""
+    """Attention without causality: every query uses the state after all keys."""
     call, k, v, _ = prepare(call, k, v, None)
     sums = _absorb(k, v, call, form, None, call.key_origin)
     out = [_zero_rows(v, call, 0)]
@@ -138,7 +138,7 @@ def prepare(
 
 
 def offsets(call: Call) -> tuple[int, int]:
-    """Number of queries that precede all keys, and of keys that precede the first other query."""
+    """Number of queries before the first key, and number of keys before the first other query."""
     keyless = min(call.queries, max(0, call.key_origin - call.query_origin))
     return keyless, call.keys - (call.queries - keyless)
 
@@ -189,7 +189,7 @@ def _query_features(q: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
 
 
 def _divide(sums: Tensor, call: Call) -> Tensor:
-    """[B, Hkv, G·c, Dv + 1] to the output [B, H, c, Dv]. A denominator of 0 gives 0."""
+    """Divide sums [B, Hkv, G·c, Dv + 1] by their last column (1 where it is 0): [B, H, c, Dv]."""
     denominator = sums[..., -1:]
     out = sums[..., :-1] / denominator.masked_fill(denominator == 0, 1.0)
     return out.unflatten(2, (call.group, -1)).flatten(1, 2)

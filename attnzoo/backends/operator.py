@@ -23,8 +23,8 @@ Operands are passed by name. Each field of a group becomes an operand of the tor
 
 The parameters of a fake function are the operands that it needs. The parameters of a backward
 function are the operands and outputs that it needs, which are saved for it, and gradients of
-outputs, named ``d`` + the output's name. The operands must include those to differentiate. The
-backward returns gradients by operand name, at least those listed in ``wanted``, an optional
+outputs, named ``d`` + the output's name. Each operand to differentiate must be one of them. The
+backward returns gradients by operand name, at least those named in ``wanted``, if it has this
 parameter. The backward is an operator too. Differentiating it raises RuntimeError.
 
 The first operand must be a tensor. An output that was not requested is None. Torch operators return
@@ -189,7 +189,7 @@ class Operator(Generic[P, R]):
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # The compiler must not trace the function. torch.compiler.disable would import it.
+        # The compiler must not trace the function. As long as it is not imported, it cannot.
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 
@@ -214,7 +214,7 @@ class Operator(Generic[P, R]):
             raise RuntimeError(self._no_gradient)
         if all(grad is None for grad in grads):
             return (None,) * len(self._operands)
-        # saved_tensors can be read only once: a checkpoint discards what it recomputed.
+        # saved_tensors can be read only once: a checkpoint then discards its recomputed tensors.
         given = {**ctx.known, **dict(zip(ctx.tensors, ctx.saved_tensors))}
         for output, requested, grad in zip(self._outputs, ctx.requested, grads):
             missing = grad is None and gradient._operands.get(f"d{output}") is Tensor
@@ -246,7 +246,7 @@ def _flat_types(hints: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_only(first: Tensor, outputs: Any) -> Any:
-    """The outputs as torch's operators return them: a tensor of shape (0,) for None."""
+    """The outputs, with a tensor of shape (0,) for None: torch operators return only tensors."""
     if not isinstance(outputs, tuple):
         return outputs
     return tuple(first.new_empty(0) if x is None else x for x in outputs)

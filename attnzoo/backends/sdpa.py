@@ -1,8 +1,8 @@
 """Runs softmax, with an optional gain per query, through torch's fused attention kernels.
 
-The gain is multiplied into q in fp32 and rounded once to q's dtype. A call is only supported if
-torch's fused kernels compute it exactly. Torch never gets a mask together with ``is_causal``, and
-outputs of queries without visible keys are set to 0 here.
+q is multiplied by the gain in the dtype of the scores, then rounded once to its own dtype. A call
+is supported only if torch's fused kernels compute it exactly. Torch never gets a mask together with
+``is_causal``. This module sets outputs of queries without visible keys to 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnzoo.core.checks import is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
-# A number of keys above the 16 fp32 numbers of an AVX-512 vector.
+# More keys than the 16 fp32 numbers that an AVX-512 vector holds; see `_remove_nan`.
 WIDER_THAN_A_VECTOR = 64
 
 
@@ -65,7 +65,7 @@ def _unsupported_call(call: Call) -> str | None:
 def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """The mask, and a mask of the queries without visible keys. Both are None without a mask.
 
-    In the returned mask such queries see all keys, so that torch never has to handle them.
+    In the first mask such queries see all keys, so that torch never gets a query without keys.
     """
     if call.mask is None:
         return None, None
@@ -88,17 +88,17 @@ def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
 
 
 def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k without NaN, and the queries [B, H, Nq, 1] with NaN among their visible scores.
+    """q and k without NaN, and a mask [B, H, Nq, 1] of the queries with NaN among visible scores.
 
     With fewer keys than a vector register holds, torch's fused CPU kernel treats a query whose
     scores are all NaN like a query without keys. It also hides keys by adding −∞, which does not
-    remove NaN. The sum over q and k is the cheapest test for NaN.
+    remove NaN. The sum over q and k is the cheapest test. If nothing is removed, the mask is None.
     """
     if call.device.type != "cpu" or (call.mask is None and call.keys >= WIDER_THAN_A_VECTOR):
         return q, k, None
     if is_readable(q) and is_readable(k) and bool((q.sum() + k.sum()).isfinite()):
         return q, k, None
-    queries = (q * 0).isnan().any(-1, keepdim=True)  # also true for ±∞: scores are ±∞ or NaN
+    queries = (q * 0).isnan().any(-1, keepdim=True)  # true for ±∞ too: its scores are ±∞ or NaN
     k = _without_unseen(k, call)
     keys = k.isnan().any(-1, keepdim=True)
     q, k = q.masked_fill(queries, 0.0), k.masked_fill(keys, 0.0)
@@ -133,8 +133,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
-    # A single query sees all keys. Branches, because under torch.compile a comparison may be a
-    # symbolic bool, which torch does not accept here.
+    # Causality hides nothing from a single query. Set in branches, because under torch.compile the
+    # result of a comparison may be a symbolic bool, which torch does not accept here.
     is_causal = grouped = False
     if call.group > 1:
         grouped = True

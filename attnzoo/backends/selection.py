@@ -25,13 +25,13 @@ FEWEST_SCORES = 2**14
 LINEAR_COST = 3
 FP64_COST = 2  # cost of a multiplication in fp64 relative to one in fp32, on a CPU
 
-# `flash_linear` keeps all features in memory. Taylor has 2145 at D = 64, about thirty times the
-# size of q.
+# Up to this many features, `flash_linear` is preferred to `linear`. It keeps all features in
+# memory: a Taylor form has 2145 at D = 64, which take about thirty times the memory of q.
 FEW_FEATURES = 512
 
-# From MANY_KEYS keys on (see `keys_to_split`) `decode` is preferred to `flash`, and from MORE_KEYS
-# on also to torch's fused softmax. The latter splits keys too, so `decode` needs more keys to make
-# up for its partial results and second launch.
+# `decode` is preferred to `flash` from MANY_KEYS keys on (see `keys_to_split`), and to torch's
+# fused softmax from MORE_KEYS on. Torch's softmax also splits the keys, so `decode` needs more
+# keys to make up for its partial results and second launch.
 MANY_KEYS = 1024
 MORE_KEYS = 4096
 
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]]:
-    """All (backend, form) pairs, fastest first. Depends only on the device and the sizes.
+    """All (backend, form) pairs, fastest first, including those that cannot run the call.
 
     On a GPU, and on a CPU above `FEW_SCORES` scores:
 
@@ -54,7 +54,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` and `decode` if the gain comes
        from statistics of the logits: those backends compute statistics in a kernel.
     4. On a GPU, `flash`; for few queries and at least `MANY_KEYS` keys, `decode` before it.
-    5. `tiled` with a form, then with the definition.
+    5. `tiled` with a form, then with the definition. A linear form that is not cheaper comes next.
     6. `eager`, if no other backend supports the call.
 
     On a CPU up to `FEW_SCORES` scores: `sdpa`, then `eager`. Up to `FEWEST_SCORES` scores with a
@@ -89,7 +89,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
 
 def _meets(backend: Backend, form: Form) -> bool:
-    """Whether to list the pair. A missing form is listed for backends of only that kind of form."""
+    """Whether to list the pair. `NoForm` is listed for backends that accept only its kind."""
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds
@@ -111,8 +111,8 @@ def linear_work(form: Linear, call: Call) -> float:
 
     The scan takes F·(Dv + 1) for each key and each query. With causality it also takes F for each
     pair of a query and a key of the same chunk. The pairwise form takes D + Dv for each pair that
-    causality and window allow. A multiplication of the scan counts `LINEAR_COST` times, and in
-    fp64 another `FP64_COST` times.
+    causality and window allow. A multiplication of the scan counts `LINEAR_COST` times, or
+    `LINEAR_COST` · `FP64_COST` times if the scan runs in fp64.
     """
     visible = call.keys if call.right is None else call.keys - (call.queries - 1) / 2
     if call.left is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """Scale, mask and layout arguments. Triton backends convert ``mask`` and ``alibi`` first."""
+    """Scale, mask and layout arguments. The Triton backends pass a converted mask and alibi."""
 
     scale: float
     left: int | None

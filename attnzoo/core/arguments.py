@@ -50,7 +50,7 @@ def check_call(
     is_causal, return_lse = check_bool("is_causal", is_causal), check_bool("return_lse", return_lse)
     dtype = score_dtype(q)
     left, right = _bounds(window, is_causal)
-    # A bound beyond all keys is no bound; this also keeps sums of positions within int64.
+    # Drop a bound that lies beyond all keys. Sums of positions then also fit an int64.
     left = None if left is None or left >= keys + queries else left
     right = None if right is None or right >= keys + queries > 0 else right
     return Call(

@@ -75,7 +75,7 @@ class Call(Visibility):
     # ---- for variants ---------------------------------------------------------------------
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """The logits scale · q_i·k_j, (B, H, Nq, Nk) in `dtype`; groups of q share heads of k."""
+        """The logits scale · q_i·k_j, (B, H, Nq, Nk) in `dtype`; handles grouped heads (GQA)."""
         return self.scale * self.by_group(q.to(self.dtype), k.to(self.dtype).mT)
 
     @property
@@ -96,7 +96,7 @@ class Call(Visibility):
     def hide(self, scores: Tensor, fill: float = float("-inf")) -> Tensor:
         """Scores with ``fill`` at invisible keys; a row without visible keys stays unchanged.
 
-        With −∞ throughout, softmax and its gradient would be NaN. Zero the weights of such rows.
+        If all its scores were −∞, softmax and its gradient would be NaN. Set its weights to 0.
         """
         if self.sees_all:
             return scores
@@ -132,14 +132,14 @@ class Call(Visibility):
         return self.heads // self.kv_heads
 
     def by_group(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b for a (B, H, …, …) and b (B, Hkv, …, …); each head of b serves a group of a's."""
+        """a @ b for a (B, H, …, …) and b (B, Hkv, …, …); ``group`` heads of a share one of b."""
         if self.heads == self.kv_heads:
             return a @ b
         a = a.unflatten(1, (self.kv_heads, -1))  # [B, Hkv, G, …, …]
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
-        """The `Call` of these queries and the keys of their `key_range`, and that range."""
+        """The `Call` of a block of queries with the keys in its `key_range`, and this range."""
         part = self.rows(
             batches,
             heads,

@@ -231,7 +231,7 @@ class Linear:
         features: ``features(x, positions) -> ψ``, from (..., N, D) and (N,) to (..., N, F).
         size: ``size(D) -> F``.
         cancels: Whether features can be negative, so that ψ(q)·ψ(k) can be far below |ψ(q)||ψ(k)|.
-            Rounding errors grow with the latter, so the sums are computed in fp64 on a CPU.
+            Rounding errors grow with |ψ(q)||ψ(k)|, so on a CPU the sums are computed in fp64.
 
     Example:
         >>> import torch, attnzoo
@@ -351,9 +351,9 @@ class Variant:
             the variant, or None.
         normalized: Whether every row with a visible key sums to 1.
         positional: Whether weights depend on the distance between query and key.
-        calibrate: ``calibrate(log_n)`` -> parameters with which the gain is 1 on average over rows
-            whose log n_i is ``log_n`` on average. Rows with fewer keys get a gain below 1, rows
-            with more keys a gain above 1. A model trained with softmax therefore still changes.
+        calibrate: ``calibrate(log_n)`` -> parameters with which the mean gain is 1, if ``log_n`` is
+            the mean of log n_i over the rows. Rows with fewer keys get a gain below 1, rows with
+            more keys a gain above 1. A model trained with softmax therefore still changes.
         identity: Parameters with which the variant equals softmax for any number of keys, so that
             a model trained with softmax can start from its own outputs; None if there are none.
         example: ``example(length)`` -> parameters that suit up to ``length`` keys, including all

@@ -98,7 +98,7 @@ def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
 
 
 def per_query(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
-    """Make a tensor of an allowed shape broadcast to (B, H, Nq), and validate its values."""
+    """Validate the values of a tensor, and reshape it so that it broadcasts to (B, H, Nq)."""
     value = value.to(call.dtype)
     check_entries(what, param, value)
     return value if value.dim() == 3 else value.view(1, -1, 1)

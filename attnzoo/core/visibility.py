@@ -112,7 +112,7 @@ class Visibility:
         return self.mask is not None and self.mask.shape[2] == 1
 
     def key_range(self, rows: slice) -> slice:
-        """The keys that causality and window allow for any of these rows."""
+        """The smallest range with all keys that causality and window allow for these rows."""
         first = self.query_origin - self.key_origin + rows.start
         last = first + rows.stop - rows.start - 1
         start = 0 if self.left is None else max(0, min(self.keys, first - self.left))
@@ -140,7 +140,10 @@ class Visibility:
         return found
 
     def rows(self, batches: slice, heads: slice, rows: slice, **changes: Any) -> Self:
-        """The part for these queries and their `key_range`; ``changes`` replace other fields."""
+        """The part with these queries and the keys in their `key_range`.
+
+        ``changes`` replace other fields.
+        """
         keys = self.key_range(rows)
         mask, segments, counts = self.mask, self.segments, self.whole_counts
         if mask is not None:
@@ -162,8 +165,8 @@ class Visibility:
         )
 
     def caching(self) -> Self:
-        """A copy that caches its counts and position masks; only for calls without mask, ALiBi and
-        segments. ``replace`` gives an object without the cache.
+        """A copy that caches counts, log_n, visible and distance; only for calls without mask,
+        ALiBi and segments. ``dataclasses.replace`` gives an object without the cache.
         """
         kept = replace(self)
         object.__setattr__(kept, "cache", {})

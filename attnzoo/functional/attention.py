@@ -109,8 +109,8 @@ def attention(
             ``attn_mask`` is given too, both apply.
         scale: Factor of q·k. None is D^-½.
         enable_gqa: Allow H to be a multiple of Hkv, as in grouped-query attention.
-        window: Limits attention to near keys. Causal: an int W, for the W keys that end at the
-            query's own position. Otherwise: a pair (left, right) of distances.
+        window: With ``is_causal`` an int W: a query sees only the last W keys up to its own
+            position. Without, a pair (left, right): it sees the keys i − left … i + right.
         alibi: Slopes (H,); −slope·|i − j| is added to the scores (after any gain).
         segment_ids: Int (B, N), or a pair (B, Nq), (B, Nk). A query sees only the keys of its own
             segment.
@@ -143,7 +143,7 @@ def attention(
         torch.Size([2, 8, 100])
 
     References:
-        `get_variant` has the formula and the paper of each variant.
+        `get_variant` returns a variant with its formula and its paper.
 
     Notes:
         Differences from ``scaled_dot_product_attention``: causality is aligned bottom right if
@@ -205,7 +205,7 @@ def attention_weights(
 ) -> Any:
     """The weights w_ij that `attention` would put on the values, as a dense matrix.
 
-    Computed from the variant's definition, in memory proportional to Nq · Nk.
+    They are computed from the variant's definition and take memory proportional to Nq · Nk.
 
     Args:
         backend: None or "eager".

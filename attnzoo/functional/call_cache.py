@@ -31,7 +31,7 @@ from attnzoo.core.registry import get_variant
 from attnzoo.functional.prepare import Prepared, definition_of
 
 MAX_ENTRIES = 4096
-SMALL_SCORES = 2**10  # calls with at most this many scores cache counts and position masks too
+SMALL_SCORES = 2**10  # up to this many queries × keys, n_i and visible keys are cached too
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (type(None), bool, int, float, str)

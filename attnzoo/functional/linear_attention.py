@@ -73,8 +73,8 @@ def linear_attention(
         Katharopoulos et al. 2020, arXiv:2006.16236 (linear attention as a recurrence).
 
     Notes:
-        The state is kept in fp32 (fp64 for fp64 inputs). ``taylor`` needs normalized q and k at
-        that precision.
+        The state is kept in fp32 (fp64 for fp64 inputs). In fp32, ``taylor`` needs normalized q
+        and k.
     """
     for name in {"backend", *ARGUMENTS}.intersection(params):
         raise TypeError(

@@ -66,7 +66,7 @@ def prepare(
 
     Args:
         arguments: The keyword arguments of `attention` except backend, and the variant's own.
-        origin: The position of the first query and key, if they continue from a state.
+        origin: The position of the first query and key, for `linear_attention`; else None.
     """
     found = get_variant(variant)
     given = q

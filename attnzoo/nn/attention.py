@@ -292,9 +292,9 @@ class Attention(nn.Module):
                 only). None is "state" where possible, else "keys".
 
         Notes:
-            A state has F·(Dv + 1) numbers per head. Keys and values have D + Dv numbers per head
-            and token. The state of `taylor` with D = Dv = 64 (F = 2145) is smaller than the keys
-            and values of 1090 or more tokens; use "keys" for shorter sequences.
+            A state of F features has F·(Dv + 1) numbers per head. Keys and values have D + Dv
+            numbers per head and token. The state of `taylor` with D = Dv = 64 (F = 2145) is smaller
+            than the keys and values of 1090 or more tokens; use "keys" for shorter sequences.
         """
         if kind not in (None, "keys", "state"):
             raise ValueError(f"kind must be 'keys', 'state' or None, got {shown(kind)}")
@@ -355,7 +355,7 @@ class Attention(nn.Module):
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, variant: str, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """The output and the weights after dropout."""
+    """The output (B, H, Nq, Dv), and the weights (B, H, Nq, Nk) after dropout."""
     weights = attention_weights(q, k, v, variant, **arguments)
     if not isinstance(weights, Tensor):
         raise ValueError("return_lse must be False with need_weights, got True")

@@ -1,6 +1,6 @@
 """Caches for decoding: the keys and values so far, or the state of a linear variant.
 
-A cache stores, crops and reorders. `attend` computes attention with it.
+A cache only stores, crops and reorders its data. `attend` computes attention with it.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _checked_length(length: int, current: int) -> int:
 
 
 def _check_index(index: Tensor, stored: Tensor | None) -> None:
-    """``stored``: a tensor (B, ...) of the cache, or None before the first update."""
+    """``stored`` is a tensor (B, ...) of the cache, or None before the first update."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int32 or int64 tensor, got {kind}")

@@ -25,7 +25,7 @@ STATE_DEFAULTS = {
 
 
 class AttentionKeywords(TypedDict, total=False):
-    """The keywords of `attnzoo.attention` that modules pass on, without return_lse."""
+    """The keywords of `attnzoo.attention` that modules pass on, except return_lse."""
 
     attn_mask: Tensor | None
     is_causal: bool
@@ -155,7 +155,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _check_mask(mask: Tensor | None, length: int) -> None:
-    """The last dimension must be the number of keys so far; 1 must not broadcast to them."""
+    """Raises unless the last dimension is the number of keys so far; size 1 does not broadcast."""
     if mask is None:
         return
     check_dense("attn_mask", mask)

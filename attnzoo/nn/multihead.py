@@ -29,11 +29,11 @@ class MultiheadAttention(nn.Module):
         num_heads: number of query heads, H.
         dropout: dropout probability of the weights, in training.
         bias: whether the projections have a bias.
-        add_bias_kv: append one learned key and value.
-        add_zero_attn: append one key and value of zeros.
+        add_bias_kv: whether to append a learned key and value.
+        add_zero_attn: whether to append a key and a value of zeros.
         kdim: number of features of ``key``; None is E.
         vdim: number of features of ``value``; None is E.
-        batch_first: (B, N, E) instead of (N, B, E).
+        batch_first: whether inputs and outputs are (B, N, E) instead of (N, B, E).
         device: device of the parameters.
         dtype: dtype of the projections.
         variant: a name from `attnzoo.list_variants`.
@@ -190,8 +190,8 @@ class MultiheadAttention(nn.Module):
             need_weights: also return the weights, which takes memory for B·H·L·S numbers.
             attn_mask: (L, S) or (B·H, L, S). Bool: True = blocked. Float: added to the scores.
             average_attn_weights: average the weights over the heads.
-            is_causal: causal attention. With ``attn_mask``, a hint that the mask is causal: the
-                mask is ignored if L = S, no key is appended and need_weights is False.
+            is_causal: causal attention. If attn_mask is given, a hint that this mask is causal: it
+                is then ignored if L = S, no key is appended and need_weights is False.
 
         Returns:
             (output, weights). The output has the layout of ``query``. The weights are (B, L, S), or

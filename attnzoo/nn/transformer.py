@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws matrices from N(0, 0.02²); the last of a branch with std 0.02/√(2·depth)."""
+        """Draws matrices with std 0.02; the last of each residual branch with 0.02/√(2·depth)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends_branch = name.endswith(("out.weight", "down.weight"))

@@ -11,11 +11,11 @@ gets plain softmax.
 Source: Veličković et al. 2024, arXiv:2410.01104, with the polynomial of Figure 5, which the authors
 fitted on one task.
 
-Differences: The entropy is that of the visible keys and includes float mask and ALiBi. There is no
-1e-9 inside the logarithm.
+Differences: The entropy is taken over the visible keys, after float mask and ALiBi are added. There
+is no 1e-9 inside the logarithm.
 
-Notes: Made for inference-time substitution; in SmolLM2-135M that costs 1.0 to 1.7 nats within the
-model's own length (log_n: 0.1 to 0.3). By default no gradient flows through β; with
+Notes: Made for inference-time substitution, which costs SmolLM2-135M 1.0 to 1.7 nats per token
+within its own length. By default no gradient flows through β; with
 ``differentiable=True`` the gradient is exact.
 """
 

@@ -10,8 +10,8 @@ others with positive products has a weight of order 1/n.
 Source: Qin et al. 2022, arXiv:2202.08791; eq. 10 splits the cosine into a sum of products, which
 gives the features ψ(x, i) = [ReLU(x) cos(πi/2M), ReLU(x) sin(πi/2M)] and a cost linear in N.
 
-Differences: M is a fixed length and not the length of the current input, so that a prefix keeps its
-outputs. The denominator is not clamped at 1e-6.
+Differences: M is a fixed length and not the length of the current input, so appended tokens do not
+change earlier outputs. The denominator is not clamped at 1e-6.
 
 Notes: Every scale > 0 gives the same weights, because they do not change when q_i or all keys are
 multiplied by a positive number. A row whose products are all 0 gives output 0.

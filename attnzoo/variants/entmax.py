@@ -4,8 +4,8 @@ Formula:
     w_ij = [(α−1) z_ij − τ_i]_+^{1/(α−1)},  τ_i such that Σ_j w_ij = 1,  1 < α ≤ 2
 
 Effect: Keys whose logit is 1/(α−1) or more below the largest have weight exactly 0 (α = 1.5: 2
-below). At any n, a key that leads all others by that much has weight 1; as n grows, one with a
-smaller lead Δ over equal keys keeps a weight that tends to ((α−1)Δ)^{1/(α−1)}.
+below). At any n, a key that leads all others by that much has weight 1. If its lead is a smaller Δ
+and all others are equal, its weight tends to ((α−1)Δ)^{1/(α−1)} as n grows.
 
 Initial values: α = 1.5. α → 1 is softmax, α = 2 is sparsemax.
 
@@ -46,7 +46,7 @@ def project15(s: Tensor, call: Call) -> Tensor:
         size = (tau <= ranked).sum(-1, keepdim=True)
         support = x >= ranked.gather(-1, size.clamp(min=1) - 1)  # empty in a row with NaN
         support = support.to(x.dtype)
-    # τ is the smaller root of Σ (x − τ)² = 1 over the support; solved again for the gradient.
+    # τ is the smaller root of Σ (x − τ)² = 1 over the support; computed again, with a gradient.
     count = support.sum(-1, keepdim=True)
     mean = (x * support).sum(-1, keepdim=True) / count
     spread = ((x - mean) ** 2 * support).sum(-1, keepdim=True)

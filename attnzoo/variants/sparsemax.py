@@ -4,8 +4,8 @@ Formula:
     w_ij = [z_ij − τ_i]_+,  τ_i such that Σ_j w_ij = 1
 
 Effect: Keys whose logit is 1 or more below the largest have weight exactly 0 and get no gradient.
-At any n, a key that leads all others by 1 or more has weight 1; as n grows, one with a lead Δ < 1
-over equal keys keeps a weight that tends to Δ.
+At any n, a key that leads all others by 1 or more has weight 1. If its lead is Δ < 1 and all others
+are equal, its weight tends to Δ as n grows.
 
 Source: Martins & Astudillo 2016, arXiv:1602.02068, Algorithm 1 (τ from the sorted scores).
 """

@@ -29,7 +29,7 @@ ENTMAX_LONGEST = 2048
 
 def of_softmax(setting: Setting, names: Sequence[str]) -> Makers:
     """Baselines that compute softmax. Every variant is compared with them."""
-    if "flex" in names:  # torch limits recompilations, and earlier shapes count
+    if "flex" in names:  # shapes compiled earlier count towards torch's limit of recompilations
         torch.compiler.reset()
     made: Makers = {
         "sdpa": partial(sdpa, None, setting),
@@ -100,8 +100,7 @@ def flex_sigmoid(setting: Setting, bias: float | None) -> Attend:
     """Sigmoid attention with FlexAttention: Σ_j σ(x_j) v_j = (softmax(log σ(x)) · v) exp(lse).
 
     x_j = s_j + b. The softmax of log σ(x_j) is σ(x_j) / Σ_i σ(x_i), and lse is the logarithm of
-    that sum, so the product is exact for every x. (A large constant added to log σ would also
-    cancel the normalization, but it costs digits.) b defaults to −log n_i, with n_i = i + 1 for
+    that sum, so the product is exact for every x. b defaults to −log n_i, with n_i = i + 1 for
     causal calls and N otherwise.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
@@ -119,7 +118,7 @@ def flex_sigmoid(setting: Setting, bias: float | None) -> Attend:
 
 
 def log_sigmoid(setting: Setting, bias: float | None) -> Callable[..., Tensor]:
-    """The score_mod (s, b, h, i, j) -> log σ(s + b_i), in a form that cannot overflow."""
+    """The score_mod (s, b, h, i, j) -> log σ(s + bias_i), in a form that cannot overflow."""
     constant = -math.log(setting.length) if bias is None else float(bias)
     per_query = bias is None and setting.causal
 
@@ -146,7 +145,7 @@ def compiled(attend: Attend) -> Attend:
     """``attend`` compiled for the shapes of its first call. A graph break raises."""
     import torch._functorch.config as functorch
 
-    # Timing the backward alone reuses one graph, which is impossible with donated buffers.
+    # The backward is timed by running it several times on one graph. Donated buffers forbid that.
     functorch.donated_buffer = False
     return torch.compile(attend, dynamic=False, fullgraph=True)
 

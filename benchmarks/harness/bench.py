@@ -74,9 +74,9 @@ Memory = Callable[[Implementation, Row], int | None]
 class Bench:
     """Measures groups and writes their rows to a report.
 
-    repeats, min_seconds, max_seconds: limits of the rounds of a group in one direction; see
+    repeats, min_seconds, max_seconds: how long a group is timed in each direction; see
     `timing.interleave`. rate: computes figures such as TFLOP/s from a timed row. budget: time limit
-    of all groups.
+    for all groups together.
     """
 
     suite: str
@@ -147,7 +147,7 @@ class Bench:
         self.timer.release()
 
     def check(self, e: Implementation, setting: Setting) -> None:
-        """Compares the results with fp64 and fills in the errors of the rows.
+        """Compares the implementation with fp64 and records the errors in its rows.
 
         Calls with and without gradients may run different code, so each kind is checked.
         """

@@ -22,9 +22,9 @@ def block_sparse(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tens
 
     Each block of 64 tokens belongs to one of 16 groups, drawn per batch and head. The centres are
     orthogonal. The score D^-½·q·k has mean `GAP` for tokens of the same group and 0 for others;
-    both have standard deviation √(1 + 2·GAP/√D). The gap exceeds the width of entmax's support,
-    1/(α−1) in units of the scores, so only about one in 16 blocks has any weight. In causal
-    calls at short lengths the share is larger, because every diagonal block has weight.
+    both have standard deviation √(1 + 2·GAP/√D). Entmax gives weight 0 to scores more than 1/(α−1)
+    below the largest one. GAP is larger than that, so only about one in 16 blocks has any weight.
+    In short causal calls the share is larger, because every diagonal block has weight.
     """
     batch, heads, length, dim = q.shape
     if dim < GROUPS:

@@ -32,7 +32,7 @@ class Case:
         """The case of a spec. Missing required parameters come from the variant's example.
 
         Args:
-            spec: as ``"ssmax"`` or ``"entmax(alpha=1.4)"``.
+            spec: such as ``"ssmax"`` or ``"entmax(alpha=1.4)"``.
             longest: the largest number of keys in any call.
 
         Raises:
@@ -72,12 +72,12 @@ class Case:
 
     @property
     def has_threshold(self) -> bool:
-        """Whether the form solves for a threshold, by iteration up to a residual."""
+        """Whether the normalization solves for a threshold iteratively, which leaves a residual."""
         return self.pairwise is not None and self.pairwise.normalize == "threshold"
 
     @property
     def selects(self) -> bool:
-        """Whether the form keeps only some keys. It is then discontinuous in the scores."""
+        """Whether the form keeps only the keys with the largest scores, so it is discontinuous."""
         return self.pairwise is not None and self.pairwise.normalize == "select"
 
     def key_dim(self, head_dim: int, feature_dim: int) -> int | None:
@@ -123,7 +123,7 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """A table's title: everything but the length and the batch."""
+        """A table's title: all fields except the length and the batch size."""
         kv = f" Hkv={self.kv_heads}" if self.kv_heads not in (None, self.heads) else ""
         queries = "" if self.queries is None else f", Nq={self.queries}"
         scale = "" if self.input_scale == 1 else f" × {self.input_scale:g}"
@@ -174,7 +174,7 @@ class Inputs:
             step = 2.0 ** (math.floor(math.log2(s.input_scale)) - 4)
             q, k = ((x / step).round() * step for x in (q, k))
         q, k = q.to(dtype), k.to(dtype)
-        # One tensor at a time: an fp32 copy of a long decoding cache takes much memory.
+        # v is cast before do is drawn, because an fp32 copy of a long KV cache takes much memory.
         v = drawn(kv, s.length, s.head_dim).mul_(s.input_scale).to(dtype)
         do = drawn(s.heads, rows, s.head_dim).to(dtype)
         params = dict(case.params)
@@ -197,7 +197,7 @@ class Inputs:
         return replace(self, q=q, k=k, v=v, params=params)
 
     def part(self, batches: list[int], heads: list[int]) -> Inputs:
-        """Only these batches and heads."""
+        """The inputs restricted to these batches and query heads."""
         group = self.q.shape[1] // self.k.shape[1]
         of_kv = sorted({head // group for head in heads})
         own = {"q": heads, "k": of_kv, "v": of_kv, "do": heads}

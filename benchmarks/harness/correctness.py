@@ -1,18 +1,18 @@
-"""Compares results with fp64, on up to 128 query rows, before anything is timed.
+"""Compares up to 128 query rows of the results with fp64, before anything is timed.
 
 **Reference.** The definition (backend `eager`) in fp64, computed for a few consecutive query rows
-at a time. In causal calls these rows get no keys after that of the last row. With bottom-right
-alignment they keep their positions and key counts, and memory is linear in N. In other calls a row
-gets all keys and its position is lost, so variants that need positions are not checked. For
-gradients, dO is zero outside the checked rows. With many (batch, head) pairs only some are compared
-(`Pairs`); the others must be finite.
+at a time. In causal calls the keys after the last of these rows are left out. The causal mask
+aligns bottom-right, so each row keeps its position and its number of keys, and memory is linear in
+N. In other calls a row gets all keys and its position is lost, so variants that need positions are
+not checked. For gradients, dO is zero outside the checked rows. With many (batch, head) pairs only
+some are compared (`Pairs`); the others must be finite.
 
 **Error budget.** The rms error may be twice that of the plain computation (the same rows in the
-inputs' dtype), plus one rounding and the residual of a threshold solver, 1e-6 in Σw.
+inputs' dtype), plus one rounding and, for threshold variants, the solver's residual (1e-6 in Σw).
 The largest error may be eight times that of the plain computation: where the terms of a sum cancel,
 one order of summation may give exactly 0 while another leaves a rounding error. In a linear form
-the F products of features per key may cancel too, so the error of the plain computation is
-multiplied by √(Σ|ψψ| / |Σψψ|); see `linear_condition`.
+each weight is a sum of F products of features, whose terms may cancel too. There the error of the
+plain computation is multiplied by √(Σ|ψψ| / |Σψψ|); see `linear_condition`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Pairs:
     def of(batch: int, heads: int, rows: int) -> Pairs:
         """All pairs if there are at most `MAX_PAIRS`, otherwise the first and last batch and head.
 
-        A wrong stride has the largest effect on the last ones. In calls with one query all heads
+        A wrong stride has the largest effect on the last pair. In calls with one query all heads
         are checked, because kernels process them together.
         """
         if batch * heads <= MAX_PAIRS:
@@ -122,7 +122,7 @@ def rows_to_check(length: int, seed: int = 0) -> list[range]:
 def by_definition(
     case: Case, inputs: Inputs, ranges: list[range], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The output of these R rows, (B, H, R, D), and the gradients for dO = 0 in all other rows."""
+    """The eager output of these R rows, (B, H, R, D), and gradients with dO = 0 in other rows."""
     q, k, v, do = (x.detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     leaves = inputs.leaves()
     wide = torch.float64 if dtype == torch.float64 else torch.float32

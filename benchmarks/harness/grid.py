@@ -10,7 +10,7 @@ from benchmarks.harness.cases import Setting
 
 # B·N at every length, unless B is given. With 16 heads, B·H·N is 2^20.
 TOKENS = 2**16
-# FLOP of the backward pass, with five matrix products, divided by the forward pass, with two.
+# Ratio of the FLOP of backward (five matrix products) and forward (two).
 BACKWARD = 2.5
 MASKS = ("causal", "full")
 INPUTS = ("iid", "block-sparse")
@@ -25,7 +25,7 @@ def grid(
     batch: int | None = None,
     **common: Any,
 ) -> list[Setting]:
-    """All combinations, lengths innermost. Without ``batch``, B·N is `TOKENS` at every length."""
+    """One setting per combination; the length varies fastest. B defaults to `TOKENS` / N."""
     return [
         Setting(
             length=length, head_dim=dim, causal=mask == "causal",
@@ -42,7 +42,7 @@ def grid(
 def flops(setting: Setting, direction: str) -> float:
     """The usual FLOP count of attention: 4·B·H·N²·D forward, half if causal, × 2.5 backward.
 
-    The work of the normalizer is not counted, so that TFLOP/s of different variants compare.
+    Normalization is not counted, so that the TFLOP/s of different variants are comparable.
     """
     scores = setting.batch * setting.heads * setting.length**2
     forward = 4.0 * scores * setting.head_dim * (0.5 if setting.causal else 1.0)

@@ -99,8 +99,8 @@ def peak_beyond(attend) -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         attend()
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
-    # Making the inputs took more memory than they hold now. Without a reset, that peak would hide a
-    # part of the call's memory.
+    # While the inputs were made, memory peaked above its present size. Without a reset, that peak
+    # would hide a part of the call's memory.
     _trim()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")

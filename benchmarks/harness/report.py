@@ -166,7 +166,7 @@ def title(row: Row) -> str:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The columns of a table, with the figures and ratios that any of its rows has."""
+    """The columns of a table, including each figure and ratio that at least one row has."""
     figures = [head for name, (head, _) in FIGURES.items() if any(name in r.figures for r in rows)]
     known = {name for row in rows for name in row.ratios}
     shared = [row.name for row in rows if row.case == SOFTMAX and row.name in known]

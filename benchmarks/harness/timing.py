@@ -14,7 +14,7 @@ import torch
 Calls = Mapping[str, Callable[[], object]]
 # Quartiles need at least three numbers.
 MIN_ROUNDS = 3
-# Size of the buffer that is written before each timed call: about 0.3 ms on an H200.
+# Size of the buffer that is written before each timed call. A write takes 0.3 ms on an H200.
 FLUSH_BYTES = 2**30
 
 
@@ -44,8 +44,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round; a round runs every call once.
 
-    Calls take turns because the speed of a machine drifts. A slow moment then affects all calls of
-    a round, and the ratios within the round change little.
+    The calls alternate because the speed of a machine drifts. A slow moment then affects all calls
+    of a round, and the ratios within the round change little.
 
     Args:
         repeats: the minimum number of rounds, unless max_seconds is exceeded.
@@ -71,7 +71,7 @@ def interleave(
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """The spread over rounds of the ratio ours / theirs."""
+    """The median and quartiles, over the rounds, of ours / theirs."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -99,8 +99,8 @@ class CudaEvents:
     """Timer for a GPU: events around each call, synchronized only after all rounds are queued.
 
     Each call is preceded by ``flushes`` writes to a large buffer. While they run, the host queues
-    the call, so that short kernels are not timed together with their launch. The writes also flush
-    the cache, so that every call starts with a cold cache.
+    the call, so that the launch overhead of short kernels is not timed. The writes also flush the
+    cache, so that every call starts with a cold cache.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class VariantForm(NamedTuple):
 def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
     """The forms with a Triton activation, once with default parameters and once with tensors.
 
-    Parameters given as tensors become per-query vectors of the form, such as its shape.
+    A tensor parameter becomes a per-query vector of the form, for example its gain or shape.
     """
     found = []
     x = torch.empty(1, 1, 1, 1)
@@ -84,7 +84,7 @@ def _by_name(variants: tuple[str, ...]) -> dict[str, VariantForm]:
 def activations() -> dict[str, VariantForm]:
     """One form per activation of the registered variants, by activation name.
 
-    If several forms share an activation, a plain one is preferred.
+    If several forms share an activation, one that is `plain` is preferred.
     """
     return _by_name(tuple(attnzoo.list_variants()))
 

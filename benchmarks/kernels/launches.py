@@ -104,7 +104,7 @@ def describe_flash(spec: Specialization) -> Any:
 
 
 def describe_linear(spec: Specialization) -> Any:
-    """The launch of a causal call with two query heads per key head."""
+    """The launch of a causal call with two query heads per key/value head."""
     from attnzoo.backends.triton.linear import launch
 
     dtype, arch = DTYPES[spec.dtype], arch_of(spec)
@@ -122,7 +122,7 @@ def describe_linear(spec: Specialization) -> Any:
 
 
 def few_queries(spec: Specialization) -> int:
-    """Number of queries in a decode call with eight query heads per key head.
+    """Number of queries in a decode call with eight query heads per key/value head.
 
     It differs between extras and dtypes, so that tiles of 16, 32 and 64 rows are compiled.
     """
@@ -131,7 +131,7 @@ def few_queries(spec: Specialization) -> int:
 
 
 def describe_decode(spec: Specialization) -> Any:
-    """The launch of a call with `few_queries` queries and eight query heads per key head."""
+    """The launch with `few_queries` queries and eight query heads per key/value head."""
     from attnzoo.backends.triton.decode import launch
 
     dim = spec.head_dim + spec.extra.endswith("unaligned")

@@ -17,7 +17,7 @@ QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
-# Calls without causality, without a per-query gain, or without both.
+# Non-causal calls, calls without a per-query gain, and non-causal calls without one.
 BARE = ("full", "no gain", "full no gain")
 # Launches of `decode` that are compiled once for all activations or for all head dimensions.
 STAGES = ("decode statistics", "decode solver", "decode merge")
@@ -26,7 +26,7 @@ STAGES = ("decode statistics", "decode solver", "decode merge")
 class Specialization(NamedTuple):
     """One kernel, and everything that its compilation depends on.
 
-    kernel: one of KERNELS; for linear and decode it may be followed by the name of a launch.
+    kernel: one of KERNELS. "linear" and "decode" may be followed by a space and a launch's name.
     extra: one of EXTRAS or BARE; "heads" (a key mask per head); or "all" (all of EXTRAS, a sink
     and the gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
     """
@@ -84,7 +84,7 @@ GROUPS = (
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(PASSES, "online", "bf16", POWERS, ("segments",)),
     Group(PASSES, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
-    # The extras and dtypes give each possible number of rows in a tile; see `few_queries`.
+    # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.
     Group(
         ("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all", "all unaligned")
     ),

@@ -41,7 +41,7 @@ from commandline.errors import UsageError
 
 HEADS = 16
 CURRENT = "current"
-# Results are rounded to 16 bits, and sums depend on their order.
+# Results differ by rounding to 16 bits and by the order of summation.
 TOLERANCE = 2e-2
 
 
@@ -169,7 +169,7 @@ def device_arch() -> str:
 def candidates(args: argparse.Namespace, spec: Specialization) -> list[Tile]:
     from attnzoo.backends.triton.common.configurations import Config
 
-    few = spec.kernel == "decode"  # its tile has as many rows as the call has queries per key head
+    few = spec.kernel == "decode"  # one tile holds all query rows of a key/value head
     mapped = not few and activations()[spec.activation].form.normalize == "threshold"
     heights = [max(16, 8 * few_queries(spec))] if few else args.blocks
     sizes = product(heights, args.blocks, args.warps, args.stages)
@@ -228,9 +228,9 @@ def compile_tiles(
 
 
 def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
-    """The call that uses the kernel, at this length. It returns the output and (q, k, v)."""
+    """A function that calls attention with the kernel and returns the output and (q, k, v)."""
     kind: dict[str, Any] = {"dtype": DTYPES[spec.dtype], "device": device}
-    few = spec.kernel == "decode"  # eight query heads per key head, as in `describe_decode`
+    few = spec.kernel == "decode"  # eight query heads per key/value head, see `describe_decode`
     batch, dim = max(1, TOKENS // length), spec.head_dim
     heads, queries = (max(1, HEADS // 8), few_queries(spec)) if few else (HEADS, length)
     q = torch.randn(batch, HEADS, queries, dim, **kind).requires_grad_()
@@ -258,7 +258,7 @@ def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tupl
 
 
 def form_of(spec: Specialization) -> VariantForm:
-    """A form that runs the kernel: with its activation or, for "stats", with its kind of gain."""
+    """A form that runs the kernel: one with its activation; for "stats", with `FromStatistics`."""
     if spec.kernel != "stats":
         return activations()[spec.activation]
     every = variant_forms(attnzoo.list_variants())

@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Backends for pairwise forms. Variants without a pairwise form run on `tiled`.
 PAIRWISE_BACKENDS = {"cpu": "tiled", "cuda": "flash"}
-# B·N at every length, on a GPU.
+# Default B·N at every length on a GPU.
 TOKENS = 2**17
 
 
@@ -132,7 +132,7 @@ def in_fla_layout(inputs: Inputs) -> Inputs:
 
 
 def crossovers(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
-    """Yield a sentence per linear form and baseline: from which length on the form was faster."""
+    """One sentence per linear form and baseline, with the length from which the form is faster."""
     of = {(row.direction, row.name, row.setting.length): row for row in rows}
     for direction, variant in product(DIRECTIONS, (case.spec for case in cases)):
         for other in (BASELINE, variant + PAIRWISE):

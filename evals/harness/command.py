@@ -1,4 +1,4 @@
-"""Runs tasks: check the options, plan the runs, execute those without results, show the results."""
+"""Runs tasks: plans the runs, executes those without results, and shows the results."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Studies:
                 logger.close()
 
     def missing(self) -> dict[str, int]:
-        """The number of rows that each task still lacks, including those of other shards."""
+        """The number of missing rows of each incomplete task, including rows of other shards."""
         lacks = {}
         for name, study in self.studies.items():
             self.folders[name] = Folder(self.out / name, self.options.shard)
@@ -150,7 +150,7 @@ class Studies:
 def _row(
     study: Study, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
 ) -> Row:
-    """The row of one (variant, position encoding, seed, eval length)."""
+    """The result row of one (variant, position encoding, seed, eval length)."""
     substitute = run.tests[length][key]
     settings = study.settings
     return {
@@ -214,6 +214,6 @@ def run_tasks(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, 
         note = NOTES[shared.preset]
         if others:
             note += f" The folder also has {len(others)} results made with other options."
-        show([*others, *rows], out, note, shared.verbose)  # the last version is shown
+        show([*others, *rows], out, note, shared.verbose)  # rows last: the last version is shown
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

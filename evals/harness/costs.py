@@ -26,7 +26,11 @@ MOST_TOKENS = 2048  # the longest timed sequence; longer ones are extrapolated
 
 
 class Timed(NamedTuple):
-    """Seconds per training step; (a, b) of a test sequence by substitute (None: no substitute)."""
+    """Timings of a model.
+
+    step: seconds per training step. tests: (a, b) of a test sequence's a·n + b·n² seconds, by the
+    substituted variant; None is the trained variant.
+    """
 
     step: float
     tests: dict[VariantCall | None, tuple[float, float]]
@@ -54,7 +58,7 @@ def kind(run: Run) -> tuple[object, ...]:
 
 
 def timed(run: Run, device: str) -> Timed:
-    """Time a run's model."""
+    """Time a training step of a run's model, and its evaluation with each substitute."""
     task, settings = TASKS[run.task], run.settings
     model = task.build(run.variant, run.positions, settings).to(device)
     step = _seconds(lambda: _step(task, model, settings, device), device)
@@ -108,7 +112,8 @@ def _line_and_square(n: int, first: float, m: int, last: float) -> tuple[float, 
 
 
 def _seconds(work: Callable[[], None], device: str) -> float:
-    """Time the second call, because the first also allocates: CPU time, or wall time on a GPU."""
+    """The time of a second call, because the first one also allocates: CPU time on a CPU, wall time
+    on a GPU."""
     on_cpu = device == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     work()

@@ -168,7 +168,7 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
     """The options of each named task, from the file and the command line; the command line wins.
 
     In the file, a table named after a task has options for that task only. With several tasks, a
-    setting applies to the tasks that have it; position encodings apply to tasks that support any.
+    setting applies to tasks that have it, and position encodings to tasks that support one.
 
     Raises:
         UsageError: the file cannot be read, or an option is unknown or out of bounds.

@@ -28,7 +28,7 @@ def load(path: Path) -> tuple[attnzoo.Plugin, list[str]]:
 
 
 def load_plugins(path: Path | None) -> dict[str, str]:
-    """Load a plugin; returns its file's hash under the name of each variant and "task NAME"."""
+    """Load a plugin; returns its file's hash by variant name, and by "task NAME" for its tasks."""
     if path is None:
         return {}
     plugin, tasks = load(path)

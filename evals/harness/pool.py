@@ -1,10 +1,10 @@
 """Executes runs on worker processes, or in this process.
 
 Each worker is spawned with one torch thread and sends its results after each eval length. Only the
-parent writes result files. If a worker dies, its pipe closes and the parent repeats its run. If
-SIGKILL ends it a second time at the same length, the system was probably out of memory: the rows
-of this length get the status "oom" (all rows if it died in training). Any other exit code fails
-the run.
+parent writes result files. If a worker dies, its pipe closes and the parent repeats its run. If the
+repeated run dies at the same length, its exit code decides. SIGKILL probably means that memory ran
+out: the rows of this length get the status "oom" (all rows if it died in training). Any other exit
+code fails the run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Listener(Protocol):
 
 
 def _forward(listener: Listener, progress: Progress, run: Run, message: Message) -> None:
-    """Forward the message of a run to the listener or the progress."""
+    """Forward the message of a run to the listener or to the progress display."""
     match message:
         case ("stage", length, fraction):
             progress.update(str(run), fraction, f"n = {length}" if length else "training")
@@ -187,7 +187,7 @@ class Pool:
         self.progress.finish(failure.run, "failed")
 
     def _after_death(self, worker: _Worker) -> list[Run]:
-        """Handle a worker's death; returns what is left of its run, or nothing."""
+        """Handle a worker's death; returns [the part of its run to repeat], or [] if none."""
         run, stage = worker.run, worker.stage
         assert run is not None
         worker.process.join()

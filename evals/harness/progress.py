@@ -54,7 +54,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        # A thread, because a run may take minutes without a message.
+        # A thread prints the status lines, because a run may send no message for minutes.
         self._thread = threading.Thread(target=self._print_lines, args=(every,), daemon=True)
         console = Console(file=self._stream)
         self._bars = Bars(

@@ -68,7 +68,7 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """All result rows, seed by seed, so that the first results cover all variants."""
+        """The specs of all rows, seed by seed, so that the first results cover all variants."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
@@ -124,7 +124,7 @@ class Study:
     def runs(
         self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
     ) -> list[Run]:
-        """The shard's runs with missing rows, restricted to these. ``retry`` adds failed rows."""
+        """The shard's runs, each with only its missing rows. ``retry`` also repeats failed rows."""
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for row in self.row_specs():
             lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})
@@ -230,7 +230,7 @@ def _left_out(
 
 
 def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
-    """Why a variant does not support these numbers of keys with this position encoding, or None."""
+    """Reason why a variant does not support these numbers of keys and this encoding, or None."""
     try:
         module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
         options = {"alibi": torch.ones(1)} if positions == "alibi" else {}
@@ -248,7 +248,7 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
 
 
 def _settings(task: Task, preset: Settings, options: Options) -> Settings:
-    """The preset's settings with the changes of the options; they are validated."""
+    """The preset's settings with the values from the options, validated."""
     given = dict(options.settings)
     if options.steps is not None:
         given["steps"] = options.steps

@@ -1,4 +1,4 @@
-"""Measurements on each attention head: how sharp its weights are, and the inputs of the laws.
+"""Measurements on each attention head: its sharpness, and quantities that `evals.theory` uses.
 
 The last rows of the score matrix of an attention call are measured. Each row sees n keys. The
 scores before the gain are z = scale · q·k + bias, the weights in fp64 are w, and p = |w| / Σ|w|.
@@ -9,7 +9,7 @@ Each measurement is a mean over rows and sequences:
     n_eff       1 / Σ p²
     weight_sum  Σ w
     range       δ = max z − min z
-    bound       min(1, e^δ / n), the largest weight that softmax can give to a key at this δ
+    bound       min(1, e^δ / n), an upper bound on the weights of softmax at this δ
     alignment   ρ, the mean cosine between keys of different tokens
     strength    β / log n with β = scale · |q| · mean |k|, to compare with the critical gain
     jacobian    2-norm of ∂w/∂z in the last row of a few sequences; only if n is at most 256 and

@@ -132,7 +132,7 @@ def read(name: str, file: Path) -> tuple[Tensor, Any]:
 
     if not file.is_file():
         raise UsageError(f"--text must be a file, got {file}")
-    # Without these files transformers gives some models a tokenizer with no vocabulary, no error.
+    # Without these files transformers loads an empty tokenizer for some models, without an error.
     kinds = ("tokenizer*", "vocab*", "*.model")
     if Path(name).is_dir() and not any(any(Path(name).glob(kind)) for kind in kinds):
         raise UsageError(

@@ -118,7 +118,7 @@ def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
 
 
 def _unshared_seeds(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
-    """A note for each task where B has seeds that A lacks, so that the gain is not B − A."""
+    """A note for each task where B has seeds that A lacks; the gain is then not B − A."""
     theirs = {group.task.name: group.points for group in after}
     return [
         f"note: {name} has seeds in B that A lacks: column B includes them, the gains do not"

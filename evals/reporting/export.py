@@ -37,8 +37,8 @@ CSV_HEADER = (
 
 
 def csv_tables(tables: Sequence[Scores]) -> str:
-    """One line per task, variant, position encoding, length and metric. Scores are not scaled to
-    percent."""
+    """CSV text with a line per task, variant, position encoding, length and metric. Scores are not
+    scaled to percent."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CSV_HEADER)

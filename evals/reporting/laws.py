@@ -92,7 +92,7 @@ def tables(points: list[Point]) -> list[Table]:
 
 
 def csv_text(points: list[Point]) -> str:
-    """laws.csv: a line for each comparison. held: 1 if its deviation is checked."""
+    """The text of laws.csv: a line per comparison. ``held`` is 1 if its deviation is checked."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     names = ("variant", "gap", "size", "n", "measured", "predicted", "deviation", "tolerance")
@@ -108,7 +108,7 @@ def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Ta
     """The largest weights and Jacobian norms of a variant without closed forms, and their growth.
 
     Raises:
-        ValueError, TypeError: the variant does not support such a call.
+        ValueError, TypeError: the variant does not support the calls of the measurement.
     """
     columns = {
         f"Δ={gap:g}": [

@@ -71,7 +71,7 @@ def _overview_row(found: Scores, line: Line) -> tuple[str, ...]:
 
 
 def summary_scores(folder: Path, task: str) -> Scores | None:
-    """The scores in the task's summary in the folder; None if there is no such file."""
+    """The scores in the file <task>.csv of the folder; None if there is no such file."""
     path = folder / f"{task}.csv"
     if not path.exists():
         return None

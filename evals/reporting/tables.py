@@ -158,7 +158,7 @@ def cost_table(group: Group) -> Table:
 
 
 def _published_table(group: Group) -> Table | None:
-    """The scores here and the published ones of the same variants and lengths."""
+    """The scores of a group beside the published ones of the same variants and lengths."""
     published, score = group.task.published, group.task.score
     assert published is not None
     lengths = [n for n in group.lengths if n in published.lengths]

@@ -100,6 +100,6 @@ def first_error(error: ValidationError) -> str:
     allowed = _ALLOWED[wrong["type"]].format(**wrong.get("ctx", {}))
     came = repr(wrong["input"])
     came = came if len(came) <= 60 else f"{came[:57]}..."
-    # A location that ends with an index is that of a list's entry.
+    # If the location ends with an index, the error is in an entry of a list.
     must = "must be" if len(names) == len(wrong["loc"]) else "entries must be"
     return f"{where} {must} {allowed}, got {came}"

@@ -99,13 +99,13 @@ class Point:
     versus_baseline: Estimate | None  # score minus that of softmax, paired by seed
     curves: dict[str, list[float]]
     rows: list[Row]
-    failures: dict[str, int]  # status -> seeds
+    failures: dict[str, int]  # number of seeds by status
     messages: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one task under the same settings, on the same kind of device."""
+    """Rows of one task with equal settings, data, device kind and numbers of test sequences."""
 
     task: Task
     settings: dict[str, Any]
@@ -160,7 +160,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows that differ in the number of sequences at a length; largest numbers first."""
+    """Split rows so that each part has one number of sequences per length; largest number first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}

@@ -1,7 +1,8 @@
 """Random numbers that are a pure function of (seed, split, length, index).
 
-A Philox generator is keyed by (seed, split, length), and its counter starts at ``index · blocks``.
-A sequence therefore does not depend on chunk sizes, resumption or the order of workers.
+A Philox generator is keyed by (seed, split, length). Its counter starts at the sequence's index
+times the number of counters per sequence. A sequence therefore does not depend on chunk sizes,
+resumption or the order of workers.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ order of their names. Tests, files written by the build of Python, and files tha
 (code pages, lib2to3, distutils) are left out. A package belongs to the test text if the SHA-256 of
 its name ends in a hex digit below 2, otherwise to the training text. Splitting by package keeps the
 overlap small: under Python 3.11, 1.3 % of the 64-byte pieces of the test text occur in the training
-text, and 13.5 % with a split by file. The text depends on the Python release, so its digest is part
-of every run's key, and results of two releases are never mixed.
+text. With a split by file it would be 13.5 %. The text depends on the Python release, so its digest
+is part of every run's key, and results of two releases are never mixed.
 
 A sequence is N consecutive bytes from a random start. Half of the training sequences, and all
 sequences of the split ``planted``, have a needle: a line ``#key=dddd`` at a random depth, and
@@ -103,7 +103,7 @@ def _insert_needle(
     only the digits at the end are to be predicted."""
     line = np.frombuffer(LINE, dtype=np.uint8)
     tokens[depth : depth + PLANTED] = [*line, *digits, ord("\n")]
-    question = len(tokens) - len(line) - DIGITS + 1  # the last digit is an answer only
+    question = len(tokens) - len(line) - DIGITS + 1  # the last digit is an answer but no input
     tokens[question:] = [*line, *digits[:-1]]
     answers[:-1], answers[-1] = tokens[1:], digits[-1]
     if asked_only:
@@ -111,7 +111,7 @@ def _insert_needle(
 
 
 def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
-    """The metrics: bits per byte without a needle, accuracy of the asked digits with one."""
+    """The metrics: accuracy of the digits in the split ``planted``, otherwise bits per byte."""
     count = len(batch.tokens)
     wanted = batch.answers[batch.asked]
     if len(wanted) == count * DIGITS:

@@ -53,8 +53,8 @@ PUBLISHED = Published(
 def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
     """Draw sequences, with one random uint64 for the query and one per item.
 
-    The upper 24 bits give the query or rho, exact in fp32, so that the label is the argmax of the
-    model's input. The lower 32 bits of an item's number give its class.
+    The upper 24 bits give the query or rho. fp32 holds them exactly, so rounding changes no label.
+    The lower 32 bits of an item's number give its class.
     """
     raw = words(seed, split, length, start, stop, length + 1)
     uniform = torch.from_numpy(np.ascontiguousarray(uniforms(raw)))

@@ -19,11 +19,11 @@ from commandline.variants import VariantCall
 from evals.theory.laws import fixed_scores, shrinking_scores, top_weights
 
 STEP = 0.1  # step of the first grid, in powers of ten
-GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # of κ or Δ
+GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # values of κ or Δ
 ZOOMS = ((0.2, 9), (0.05, 5), (0.005, 3))  # finer grids: half width in powers of ten, points
-DRAWS = 16  # sets of uniform draws
+DRAWS = 16  # number of sets of uniform draws
 SPACINGS = 16  # only this many spacings, between the largest draws, are random
-_MOST_SCORES = 2**21  # in one call
+_MOST_SCORES = 2**21  # maximum number in one call
 _TIE = 1e-10  # mean squared errors closer than this count as equal
 
 

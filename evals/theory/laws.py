@@ -2,8 +2,8 @@
 
 With a fixed gap the forms are exact: a relative deviation above 1e-6 fails. With a shrinking gap
 (κ = 8) they are leading terms for n → ∞: a deviation above 5 % at n ≥ 1024 fails, except where the
-law does not hold because its support is not below n. The Jacobian's 2-norm at n scores of 0 is
-exact: a deviation above 1e-6 fails.
+law does not hold because its support is not below n. The forms of the Jacobian's 2-norm at n scores
+of 0 are exact: a deviation above 1e-6 fails.
 
 Variants without closed forms are only measured, on the same scores. A plugin can state closed forms
 for its variants as ``LAWS``, a tuple of `Law`. They are checked in the same way.
@@ -54,18 +54,18 @@ def top_weight(scores: Tensor, law: Law) -> float:
 
 
 def fixed_scores(n: int, gap: float) -> Tensor:
-    """One key at Δ, the others at 0."""
+    """Scores (n,): one key at Δ, the others at 0."""
     return torch.zeros(n, dtype=torch.float64).index_fill_(0, torch.tensor([n // 2]), gap)
 
 
 def shrinking_scores(n: int, kappa: float) -> Tensor:
-    """κ(j + ½)/n, j = 0 … n − 1."""
+    """Scores (n,): κ(j + ½)/n for j = 0 … n − 1."""
     return kappa * (torch.arange(n, dtype=torch.float64) + 0.5) / n
 
 
 @dataclass(frozen=True)
 class Point:
-    """One comparison of a law with a measurement. held: whether it can fail."""
+    """One comparison of a law with a measurement. held: whether the deviation is checked."""
 
     gap: str  # "fixed", "shrinking" or "uniform"
     size: float  # Δ or κ
@@ -89,7 +89,7 @@ class Point:
 
 
 def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> list[Point]:
-    """Compare each law with measurements at each n: for each Δ, κ, and the Jacobian norm."""
+    """Compare each law with measurements at each n: for each Δ, for κ, for the Jacobian norm."""
     points = []
     for law in laws:
         if law.fixed is not None:

@@ -30,8 +30,8 @@ from evals.measures.arithmetic import lean_arithmetic
 
 TOKENS, WIDTH = 192, 16  # sizes of the attention matrices: N, d
 HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # sizes of the mixtures
-MIXED = (1, 2, 3, 4, 5)  # K
-PUBLISHED = (34, 629, 979, 995, 997)  # ranks for these K
+MIXED = (1, 2, 3, 4, 5)  # numbers K of softmaxes
+PUBLISHED = (34, 629, 979, 995, 997)  # ranks for these K, from Yang et al.
 DTYPES = (torch.float32, torch.float64)
 TOLERANCE = "σ_max · max(rows, columns) · ε"
 INITIALIZATIONS = {
@@ -103,7 +103,7 @@ def mixture(
 ) -> Tensor:
     """P (contexts, vocabulary) = Σ_k π_k softmax(W h_k + b), h ~ N(0, 1), π = softmax of N(0, 1).
 
-    The weights are drawn in fp64 and rounded, so that both dtypes have the same weights.
+    h, π, W and b are drawn in fp64 and then rounded to ``dtype``.
     """
     hidden, vocabulary, contexts = sizes
     draw = torch.Generator().manual_seed(seed)

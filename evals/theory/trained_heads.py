@@ -1,8 +1,8 @@
 """Compares trained heads with theory: the law that each head follows, and its bounds.
 
-Laws. The largest weight of a head at each n is a mean over the rows of its weight matrix. It is
-compared with the largest weight of the same variant, with the head's learned parameters, on ideal
-scores with one free number:
+Laws. The largest weight of a head at each n is a mean over rows and sequences. It is compared with
+the largest weight of the same variant, with the head's learned parameters, on ideal scores with one
+free number:
 
     shrinking gap   z_j = κ u_j, u_j uniform   the next key comes closer as n grows, as in a search
                                                for the largest of n values
@@ -12,7 +12,7 @@ scores with one free number:
 The number is fitted by least squares of log weight. An error of ×1.08 means that the law misses the
 weights by 8 %, root mean square. The law is computed from the variant, so every variant has one.
 For a shrinking gap it is the mean over sixteen draws of u. The grid (j + ½)/n of `closed_forms`
-would put the weight off by about 10 %. ALiBi changes the measured weights, but the laws do not
+would change the weight by about 10 %. ALiBi changes the measured weights, but the laws do not
 include it. For n ≫ κ and n ≫ e^Δ softmax falls as 1/n under both laws, so such lengths cannot tell
 them apart.
 
@@ -87,7 +87,7 @@ class Heads:
         series: the variant with its position encoding.
         call: the variant at inference.
         names: (H,), such as "1.2" for layer 1, head 2.
-        indices: (H,), the indices of these heads among all heads, layer by layer.
+        indices: (H,), the indices of these heads among all heads, counted layer by layer.
         total: the number of all heads.
         keys: (L,), the number of keys n at each length.
         peaks: (L, S, H), the largest weights of S seeds; NaN where a seed has none.
@@ -121,7 +121,7 @@ class Heads:
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def entries(self, index: int) -> Tensor:
-        """The indices (S,) of one head in a `Fit`, which has S · H entries: one per seed."""
+        """The indices (S,) of one head, one per seed, among the S · H entries of a `Fit`."""
         seeds, heads = self.peaks.shape[1:]
         return torch.arange(seeds) * heads + index
 
@@ -130,12 +130,13 @@ class Heads:
         return found.errors[self.entries(index)].nanmean().item()
 
     def any_fits(self, found: Fit, index: int) -> bool:
-        """Whether all κ or Δ fit equally well, because the law does not depend on them."""
+        """Whether, in any seed, all κ or Δ fit equally well: the law does not depend on them."""
         mine = self.entries(index)
         return bool((found.below[mine] & found.above[mine]).any())
 
     def curve(self, found: Fit, index: int, keys: Sequence[int]) -> list[float]:
-        """The largest weight (L,) by a head's fitted law at L n: the geometric mean over seeds."""
+        """The largest weights (L,) that a head's fitted law predicts for L numbers of keys: the
+        geometric mean over seeds."""
         mine = self.entries(index)
         mine = mine[found.sizes[mine].isfinite()]
         learned = {name: values.flatten()[mine] for name, values in self.learned.items()}
@@ -202,7 +203,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
 
 
 def fitted(group: Group) -> list[Heads]:
-    """The heads of all series of a group whose heads were measured."""
+    """The `Heads` of each series of a group whose heads were measured."""
     with lean_arithmetic():
         every = [heads_of(group, series) for series in group.series]
     return [found for found in every if found is not None]

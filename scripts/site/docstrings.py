@@ -43,7 +43,7 @@ def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
 
 
 def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """Link a name in a signature, which has the defining module's path, to its public name."""
+    """Link a name in a signature to its public name. Sphinx has only its path in the code."""
     target = node.get("reftarget", "")
     public = EXPORTED.get(target.rsplit(".", 1)[-1])
     if node.get("refdomain") != "py" or public in (None, target):
@@ -64,7 +64,7 @@ def readable(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str | None, str | None]:
-    """Shorten defaults that Sphinx cannot parse or that are long."""
+    """Shorten long defaults, and defaults that Sphinx cannot parse."""
     if signature is not None:
         signature = re.sub(r"<function ((?:[\w.]|<\w+>)+)[^<>]*>", shortened, signature)
         # Instances among the defaults, such as a tuple of metrics.

@@ -19,7 +19,7 @@ BASELINE = "softmax"
 ROW, LARGEST_LOGIT = 64, 4.0
 LENGTHS = [2**i for i in range(3, 17)]
 LEAD = 8.0
-# Required parameters have their example values for this many keys, so that distance hardly matters.
+# The number of keys for the example values. It is large, so that cosformer's factor is close to 1.
 LONGEST = 2**20
 
 matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the fonts of the page
@@ -46,7 +46,7 @@ def darkened(svg: str) -> str:
 
 
 def weights(name: str, logits: Tensor) -> Tensor:
-    """The weights of one row with these logits."""
+    """The weights (n,) of one row with logits (n,)."""
     params = required(attnzoo.get_variant(name), LONGEST)
     q, k = torch.ones(1, 1, 1, 1, dtype=logits.dtype), logits.view(1, 1, -1, 1)
     return attnzoo.attention_weights(q, k, k, name, scale=1.0, **params).flatten()

@@ -51,7 +51,7 @@ def sdpa_allowed(case: dict[str, Any]) -> bool:
 
 
 def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
-    """The levels of each factor that the variant, and the backend if given, support."""
+    """The values of each factor that the variant, and the backend if given, support."""
     levels = levels_of(variant, FACTORS)
     if backend in ("sdpa", "linear"):
         no = (False,)
@@ -67,7 +67,7 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
     return tuple(levels.items())
 
 
-# Backends with a common array -> the kinds of forms that they run, and a filter for cases.
+# Backends that share an array -> the kinds of forms that they run, and a filter for cases.
 ARRAYS = {
     ("eager", "tiled"): (("pairwise", "linear"), all_allowed),
     ("sdpa",): (("pairwise",), sdpa_allowed),
@@ -87,7 +87,7 @@ def variants_on(backends: tuple[str, ...]) -> list[str]:
 
 
 def levels(backends: tuple[str, ...]) -> list[Level]:
-    """All settings of all variants that run on the backends."""
+    """All levels (variant and parameters) that run on the backends."""
     return [
         Level(variant, params)
         for variant in variants_on(backends)

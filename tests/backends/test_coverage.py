@@ -59,7 +59,7 @@ def check(
     assert reason in str(plan)
 
 
-def test_the_tables_are_complete() -> None:
+def test_tables_list_every_variant_and_backend() -> None:
     assert set(VARIANT_BACKENDS) == set(VARIANTS)
     columns = {*BACKENDS} - {"eager", "tiled"}
     assert columns == {*LISTED}
@@ -70,7 +70,7 @@ def test_the_tables_are_complete() -> None:
 
 @pytest.mark.parametrize("backend", [marked(backend) for backend in LISTED])
 @pytest.mark.parametrize("variant", VARIANT_BACKENDS)
-def test_variants_on_backends(variant: str, backend: str) -> None:
+def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
     arguments = feature("plain", gradient=backend not in FORWARD_ONLY)
     check(VARIANT_BACKENDS[variant][backend], arguments, variant, backend)
 
@@ -92,9 +92,9 @@ def runs() -> Iterator[Any]:
     list(runs()),
 )
 @pytest.mark.parametrize("name", FEATURE_BACKENDS)
-def test_features_on_backends(name: str, variant: str, backend: str) -> None:
+def test_features_run_or_raise_as_listed(name: str, variant: str, backend: str) -> None:
     unsupported = name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]
-    # The variant's own reason comes before the backend's.
+    # If the variant and the backend both have a reason, the variant's is reported.
     reason = VARIANT_UNSUPPORTED[name][1] if unsupported else FEATURE_BACKENDS[name][backend]
     gradient = backend not in FORWARD_ONLY or name.endswith("with gradient")
     check(reason, feature(name, gradient), variant, backend)
@@ -112,7 +112,7 @@ def test_eager_and_tiled_support_every_feature(variant: str, backend: str) -> No
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", PARAMETER_BACKENDS)
-def test_parameters_on_backends(name: str) -> None:
+def test_parameters_run_or_raise_as_listed(name: str) -> None:
     variant, params, backend, reason = PARAMETER_BACKENDS[name]
     check(reason, feature("plain"), variant, backend, **params)
 
@@ -133,8 +133,7 @@ def test_lists_of_unsupported_features_agree_with_the_variants() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_without_a_named_backend_every_feature_runs(variant: str) -> None:
-    """Selection finds a backend for every call."""
+def test_every_feature_runs_on_the_selected_backend(variant: str) -> None:
     for name in FEATURE_BACKENDS:
         if name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]:
             continue

@@ -58,7 +58,7 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
     return tuple(levels_of(variant, FACTORS).items())
 
 
-# Cases for the levels whose kernel path another level covers.
+# Cases for each level (variant and parameters) whose kernel path another level covers.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (3, 150), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}
@@ -71,7 +71,7 @@ def all_allowed(case: dict[str, Any]) -> bool:
 
 
 def levels() -> list[Level]:
-    """All settings of all variants that run on decode."""
+    """All levels (variant and parameters) that run on decode."""
     return [Level(v, params) for v in DECODE for params in dict(factors(v))["params"]]
 
 
@@ -95,7 +95,7 @@ def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: in
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """A case with the first level of each factor, except for ``others``."""
+    """A case with the first value of each factor, except for ``others``."""
     case = {name: levels[0] for name, levels in factors(variant)}
     return {**case, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
 
@@ -106,7 +106,7 @@ def setting(variant: str, **others: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("score", [-200.0, 80.0])
 @every_variant
-def test_scores_far_from_zero(variant: str, score: float, dtype: torch.dtype) -> None:
+def test_scores_far_from_zero_agree(variant: str, score: float, dtype: torch.dtype) -> None:
     inputs = make(variant, setting(variant, dtype=dtype, span="causal"))
     inputs.leaves["q"][..., 0], inputs.leaves["k"][..., 0] = 4.0, score
     assert disagreements(variant, inputs) == []
@@ -119,14 +119,14 @@ def test_a_polynomial_of_large_scores_does_not_overflow_fp16() -> None:
 
 
 @every_variant
-def test_wide_heads(variant: str) -> None:
+def test_wide_heads_agree_with_the_definition(variant: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         inputs = make(variant, setting(variant, shape=(1, 40), dtype=dtype, dims=(256, 136)))
         assert disagreements(variant, inputs) == []
 
 
 @every_variant
-def test_queries_and_splits_without_keys(variant: str) -> None:
+def test_queries_without_keys_give_zeros_and_splits_without_keys_are_ignored(variant: str) -> None:
     """The mask hides whole splits, and all keys of the second batch entry."""
     q, k, v = rand(2, 4, 2, 16).float(), *(rand(2, 2, 150, 16, seed=i).float() for i in (1, 2))
     mask = torch.zeros(2, 1, 1, 150, dtype=torch.bool)
@@ -144,7 +144,7 @@ def test_queries_and_splits_without_keys(variant: str) -> None:
 
 
 @every_variant
-def test_empty_tensors(variant: str) -> None:
+def test_empty_tensors_give_zeros(variant: str) -> None:
     for batch, queries, keys in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         q, k, v = (rand(batch, 2, n, 16).float() for n in (queries, keys, keys))
         out = attnzoo.attention(q, k, v, variant, backend="decode")

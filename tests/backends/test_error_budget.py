@@ -150,7 +150,7 @@ def test_a_half_precision_accumulator_is_caught(
 ) -> None:
     variant, inputs = example(backend, torch.float32)
     run = outputs if backend in FORWARD_ONLY else by_backend
-    # The reference is computed outside. Otherwise it would have the same rounding errors.
+    # Compute the reference outside this context, so that it has no such rounding errors.
     with half_accumulators(backend, monkeypatch):
         found = run(variant, backend, inputs)
     exact, allowed = reference(variant, inputs), bounds(variant, backend, inputs)
@@ -158,7 +158,7 @@ def test_a_half_precision_accumulator_is_caught(
 
 
 def test_bounds_hold_for_sums_in_any_order() -> None:
-    """They are also at most n · 2⁻²⁴ · Σ|x|, the worst case of n fp32 additions."""
+    """The bounds do not exceed n · 2⁻²⁴ · Σ|x|, the worst case of n fp32 additions."""
     terms = rand(20, 300).float()
     exact = Approx(terms.double(), torch.zeros(20, 300, dtype=torch.float64), 2**-23)
     total = exact.sum(-1)
@@ -172,7 +172,7 @@ def test_bounds_hold_for_sums_in_any_order() -> None:
 
 
 def test_bounds_hold_for_arithmetic_and_functions() -> None:
-    """Each operand is its value plus or minus its error, in all combinations."""
+    """The operands are moved by plus or minus their errors, in all combinations."""
     eps = 0.0
     a = Approx(rand(50), 1e-3 * rand(50, seed=1).abs(), eps)
     b = Approx(2 + rand(50, seed=2).abs(), 1e-3 * rand(50, seed=3).abs(), eps)

@@ -59,11 +59,11 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
 
 
 def levels() -> list[Level]:
-    """All settings of all variants that run on flash."""
+    """All levels (variant and parameters) that run on flash."""
     return [Level(v, params) for v in FLASH for params in dict(factors(v))["params"]]
 
 
-# Cases for the levels whose kernel path another level covers.
+# Cases for each level (variant and parameters) whose kernel path another level covers.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}

@@ -29,7 +29,7 @@ every_variant = pytest.mark.parametrize("variant", quick_variants(FLASH))
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """A case with the first level of each factor, except for ``others``."""
+    """A case with the first value of each factor, except for ``others``."""
     return {**{name: levels[0] for name, levels in factors(variant)}, "batch": 1, **others}
 
 
@@ -46,7 +46,7 @@ def scores_around(inputs: Inputs, score: float) -> Inputs:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("score", [-200.0, 80.0])
 @every_variant
-def test_scores_far_from_zero(variant: str, score: float, dtype: torch.dtype) -> None:
+def test_scores_far_from_zero_agree(variant: str, score: float, dtype: torch.dtype) -> None:
     case = setting(variant, shape=(17, 40), dtype=dtype, lse=variant not in NO_LSE)
     case.update(params="default", span="causal")
     assert disagreements(variant, "flash", scores_around(make(variant, case), score)) == []
@@ -66,7 +66,7 @@ def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None
 
 @pytest.mark.parametrize("dims", [(136, 200), (256, 24)])
 @every_variant
-def test_wide_heads_in_fp32(variant: str, dims: tuple[int, int]) -> None:
+def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[int, int]) -> None:
     case = setting(variant, shape=(17, 70), dims=dims, span="causal", lse=variant not in NO_LSE)
     assert disagreements(variant, "flash", make(variant, case)) == []
 
@@ -75,7 +75,7 @@ def test_wide_heads_in_fp32(variant: str, dims: tuple[int, int]) -> None:
 
 
 @every_variant
-def test_queries_without_keys(variant: str) -> None:
+def test_queries_without_keys_give_zeros_and_zero_gradients(variant: str) -> None:
     """The mask hides all keys from queries 50 and 64 to 127, causality from the first 20."""
     q, k, v = (rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))
     v = v[:, :, 1:]
@@ -99,7 +99,7 @@ def test_queries_without_keys(variant: str) -> None:
 
 
 @every_variant
-def test_empty_tensors(variant: str) -> None:
+def test_empty_tensors_give_zeros(variant: str) -> None:
     for batch, queries, keys in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         q, k, v = (rand(batch, 2, n, 16).float().requires_grad_() for n in (queries, keys, keys))
         out = attnzoo.attention(q, k, v, variant, backend="flash")
@@ -113,8 +113,8 @@ def test_empty_tensors(variant: str) -> None:
         assert torch.equal(lse, torch.full((2, 2, 5), float("-inf")))
 
 
-def test_inputs_and_gradients_with_any_strides() -> None:
-    """q is transposed; k, v and dO are expanded, dO from a scalar."""
+def test_strides_of_inputs_and_gradients_do_not_matter() -> None:
+    """q is transposed. k and v are expanded over heads, dO from a scalar."""
     q = rand(1, 2, 8, 17, seed=1).float().mT
     k, v = (rand(1, 1, 17, 8, seed=i).float().expand(1, 2, 17, 8) for i in (2, 3))
     found = []
@@ -257,9 +257,9 @@ def test_triton_implementations_agree_with_their_activations(
     change = activation.slope(s64, value, shape64)
     if activation.vanishes:
         assert (phi[-1], slope[-1]) == (0, 0)
-    # Relative accuracy of exp2 and log2 for numbers of this size.
+    # Relative errors of exp2, or of exp2 and log2, for scores up to 12.
     accuracy = 2e-6 if shape is None else 2e-5
-    # Size of terms that may cancel: the powers of a polynomial, and 1 − φ of the sigmoid.
+    # Magnitude of terms that may cancel: powers in a polynomial, or 1 − φ for the sigmoid.
     size = 0.05 * (activation.name == "sigmoid")
     size = size + 0.0 * s64 if activation.vanishes else activation.value(s64.abs(), None)
     for have, want in ((phi, value), (slope, change)):
@@ -285,7 +285,7 @@ def test_the_lowest_fp32_number_in_a_float_mask_is_visible(variant: str) -> None
 
 @pytest.mark.parametrize("backend", ["flash", "tiled"])
 def test_lse_gradient_of_queries_without_keys_is_ignored(backend: str) -> None:
-    """lse and the gradient of lse² are −∞ there. The other queries keep their gradients."""
+    """For these queries lse and the gradient of lse² are −∞. Other gradients stay correct."""
     leaves = [rand(1, 2, n, 8, seed=n).float().requires_grad_() for n in (20, 10, 11)]
     q, k, v = leaves[0], leaves[1], leaves[2][:, :, 1:]
     found = []
@@ -306,7 +306,7 @@ def test_lse_gradient_of_queries_without_keys_is_ignored(backend: str) -> None:
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("variant", ["softmax", "sink"])
 def test_gradients_of_queries_with_low_mask_entries(variant: str, low: float, backend: str) -> None:
-    """In fp32, m + log Z loses log Z at m = −1e9, so kernels must store the two separately."""
+    """Kernels must store the maximum m and log Z separately: at m = −1e9, fp32 m + log Z is m."""
     if variant == "sink":
         low = -1e3  # with lower entries the sink takes all weight
     q, k, v = (rand(1, 2, 70, 16, seed=i).float().requires_grad_() for i in range(3))
@@ -344,7 +344,7 @@ def test_gradient_of_lse_with_a_large_sink(b: float) -> None:
         assert torch.allclose(have, want, atol=1e-5)
 
 
-def test_unaligned_strides() -> None:
+def test_unaligned_strides_do_not_matter() -> None:
     """The inputs are slices of rows of 37 numbers, so vector loads are not aligned."""
     wide = [rand(1, 2, 70, 37, seed=i).float() for i in range(4)]
     for variant in ("entmax", "sink"):

@@ -49,7 +49,7 @@ FACTORS = {
     "layout": ("contiguous", "bnhd", "sliced"),
 }
 
-# Cases for the levels whose kernel path another level covers.
+# Cases for each level (variant and parameters) whose kernel path another level covers.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": span, "mask": "keys", "heads": "gqa", "dtype": dtype}
@@ -130,7 +130,7 @@ def test_gradient_of_the_initial_state_agrees_with_linear(variant: str) -> None:
 
 
 @every_variant
-def test_empty_tensors_and_queries_without_keys(variant: str) -> None:
+def test_empty_tensors_and_queries_without_keys_give_zeros(variant: str) -> None:
     for batch, queries, keys, causal in ((0, 5, 5, True), (2, 0, 5, False), (2, 5, 0, False),
                                          (2, 0, 5, True), (2, 9, 4, True)):  # fmt: skip
         q, k, v = (rand(batch, 2, n, 8).float().requires_grad_() for n in (queries, keys, keys))

@@ -47,7 +47,7 @@ def is_quick(case: Any) -> bool:
 
 
 @pytest.mark.parametrize(("cases", "levels", "factors", "kinds"), ARRAYS.values(), ids=ARRAYS)
-def test_every_path_occurs_with_every_setting(
+def test_every_kernel_path_occurs_with_every_setting(
     cases: list[Any], levels: list[Level], factors: dict[str, tuple], kinds: tuple[str, ...]
 ) -> None:
     met: dict[Any, set] = {}
@@ -68,8 +68,8 @@ def test_every_path_occurs_with_every_setting(
 
 
 @pytest.mark.parametrize("name", ["flash", "decode", "flash_linear", "eager and tiled"])
-def test_every_variant_and_setting_runs(name: str) -> None:
-    """A level (variant and parameters) has quick cases even if another one covers its path."""
+def test_every_level_has_a_quick_case(name: str) -> None:
+    """This includes levels (variant and parameters) whose path another level covers."""
     cases, levels, _, _ = ARRAYS[name]
     run = {Level(c.values[0], c.values[1]["params"]) for c in cases if is_quick(c)}
     assert set(levels) == run

@@ -161,8 +161,8 @@ def test_gradients_flow_through_the_state(variant: str) -> None:
 
 
 @every_variant
-def test_gradients_flow_to_the_state_only(variant: str) -> None:
-    """No input requires a gradient, only the state, which may be learned."""
+def test_state_gets_a_gradient_if_no_input_requires_one(variant: str) -> None:
+    """A model may learn the initial state."""
     q, k, v = qkv(6)
     _, state = linear_attention(*(x[:, :, :3] for x in (q, k, v)), variant, **PARAMS[variant])
 

@@ -45,7 +45,7 @@ def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
         return attnzoo.attention(
             q, k, v, "entmax", alpha=alpha, scale=1.0, attn_mask=mask, backend="tiled"
         )[0, :, 0]
-    # For large n an identity as v would be too large. The gradient of v is the weights.
+    # For large n, v = identity would be too large. The gradient of v gives the weights instead.
     v = torch.zeros(1, rows, n, 1, dtype=scores.dtype, requires_grad=True)
     out = attnzoo.attention(
         q, k, v, "entmax", alpha=alpha, scale=1.0, attn_mask=mask, backend="tiled"
@@ -56,12 +56,12 @@ def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 16384])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int) -> None:
-    # Round α to fp32 as tiled does: for 1.01 this changes weights by more than the tolerance.
+    # tiled rounds α to fp32. At α = 1.01 this changes weights by more than the tolerance.
     alpha = float(torch.tensor(alpha))
     for kind, make in SCORES.items():
         scores = make(n).float()
         if bool((scores == float("-inf")).all(-1).any()):
-            continue  # "half masked" with a single key
+            continue  # "half masked" scores with n = 1 have no visible key
         w = solved(scores, alpha)
         assert float((w.double().sum(-1) - 1).abs().max()) <= 1e-5, kind
         exact = bisected(scores.double(), alpha)

@@ -156,13 +156,13 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         out = attnzoo.attention(q, k, v, variant, backend="tiled", is_causal=True, **params)
         out.sum().backward()
-    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes of one operation
+    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes per operation
     features = 45 if variant == "taylor" else 16
     assert 0 < largest <= 8 * max(rows, features) * n  # positions are int64
 
 
 def test_blocks_whose_queries_see_no_key_are_zero() -> None:
-    """With many heads, all queries of a block may stand before the first key."""
+    """With many heads a block has few queries, and all of them may precede the first key."""
     q = rand(1, 1024, 128, 2, seed=1)
     k, v = rand(1, 1, 100, 2, seed=2), rand(1, 1, 100, 2, seed=3)
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}

@@ -35,7 +35,7 @@ def operands(gradient: bool) -> tuple[list[Tensor], Layout]:
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["qkv", "mask and slopes too"])
 @pytest.mark.parametrize("normalize", FORMS)
-def test_forward_and_backward(normalize: str, gradient: bool) -> None:
+def test_opcheck_forward_and_backward(normalize: str, gradient: bool) -> None:
     activation, names, options = FORMS[normalize]
     (q, k, v), layout = operands(gradient)
     vectors = {
@@ -52,7 +52,7 @@ def test_forward_and_backward(normalize: str, gradient: bool) -> None:
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["q and k", "mask and slopes too"])
-def test_statistics(gradient: bool) -> None:
+def test_opcheck_statistics(gradient: bool) -> None:
     (q, k, _), layout = operands(gradient)
     opcheck(statistics.tiled_statistics, q=q, k=k, layout=layout, origin=2)
 

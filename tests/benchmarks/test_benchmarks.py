@@ -261,7 +261,7 @@ def test_spread_has_median_and_quartiles() -> None:
 
 
 @pytest.mark.slow  # measures resident memory, which a busy machine may swap out
-def test_memory_of_eager_is_quadratic_and_of_tiled_is_not() -> None:
+def test_eager_needs_quadratic_memory_and_tiled_does_not() -> None:
     setting = Setting(length=2048, heads=2)
     case, inputs = Case("sigmoid", "sigmoid"), Inputs.make(setting)
     scores = 2 * 2048 * 2048 * 4

@@ -105,7 +105,7 @@ def timed(name: str, length: int, of_softmax: float) -> Row:
                ratios=ratios)  # fmt: skip
 
 
-def test_crossover_is_the_length_from_which_it_stays_faster() -> None:
+def test_crossover_is_the_length_from_which_the_form_stays_faster() -> None:
     shares = {1024: 0.9, 2048: 1.2, 4096: 0.8, 8192: 0.4}
     rows = [timed("cosformer", n, share) for n, share in shares.items()]
     rows += [timed("taylor", n, 1.5) for n in shares]
@@ -164,7 +164,7 @@ def test_taylor_of_order_4_has_no_linear_form() -> None:
 
 
 def test_fla_is_called_with_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces fla by functions with its signatures and layout (B, N, H, D)."""
+    """fla is replaced by functions with its signatures and its layout (B, N, H, D)."""
 
     def based(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert q.is_contiguous()
@@ -187,7 +187,7 @@ def test_fla_is_called_with_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> N
     setting, rows = Setting(40, batch=2, heads=2, head_dim=8), []
     for case in (Case("taylor", "taylor"), Case("cosformer", "cosformer", {"max_length": 64})):
         inputs = Inputs.make(setting, case, gradients=True)
-        inputs.q.data[..., 0].abs_().add_(0.5)  # avoids rows of 0/0 in cosFormer
+        inputs.q.data[..., 0].abs_().add_(0.5)  # avoids 0/0 in cosFormer
         inputs.k.data[..., 0].abs_().add_(0.5)
         implementations = Implementation.baselines(
             case, linear.in_fla_layout(inputs), setting, ["fla"]

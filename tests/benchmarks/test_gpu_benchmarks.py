@@ -142,7 +142,7 @@ def test_budget_is_spent_after_its_time() -> None:
 
 
 def empty_blocks(inputs: Inputs) -> float:
-    """The share of 64 × 64 blocks where all entmax weights are 0, of those with a visible key."""
+    """Among 64 × 64 blocks with a visible key, the share where all entmax weights are 0."""
     w = attnzoo.attention_weights(inputs.q, inputs.k, inputs.v, "entmax", is_causal=inputs.causal)
     nonzero = F.max_pool2d(w[0], 64) > 0  # [H, blocks of queries, blocks of keys]
     visible = torch.ones_like(nonzero).tril() if inputs.causal else torch.ones_like(nonzero)
@@ -195,7 +195,7 @@ def groups(
     return [(replace(TINY, length=n), lambda: list(implementations)) for n in (32, 64)]
 
 
-def test_groups_beyond_the_budget_are_listed() -> None:
+def test_groups_beyond_the_budget_are_listed_as_left_out() -> None:
     now, made = [0.0], report()
 
     class Slow(WallClock):

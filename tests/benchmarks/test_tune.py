@@ -55,7 +55,7 @@ def test_with_tile_changes_only_one_kernel() -> None:
 
 
 class OneRound(WallClock):
-    """Times one round. The interpreter is slow, and its times say nothing about a kernel."""
+    """Times one round only, because Triton's interpreter is slow and its times are meaningless."""
 
     def rounds(self, calls: Calls, *limits: float) -> dict[str, list[float]]:
         return interleave(calls, 1, 0.0, warmup=0)

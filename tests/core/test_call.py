@@ -207,8 +207,8 @@ def test_segments_equal_separate_calls(variant: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled", "sdpa"])
-def test_groups_of_query_heads_share_a_key_head(backend: str) -> None:
-    """Query heads 0 and 1 use key head 0, heads 2 and 3 key head 1, as in torch."""
+def test_groups_of_query_heads_share_a_key_value_head(backend: str) -> None:
+    """Query heads 0 and 1 use key/value head 0, query heads 2 and 3 use key/value head 1."""
     q, k, v = rand(2, 4, 6, 8, seed=1), rand(2, 2, 6, 8, seed=2), rand(2, 2, 6, 8, seed=3)
     found = attnzoo.attention(q, k, v, enable_gqa=True, backend=backend)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -219,7 +219,7 @@ def test_groups_of_query_heads_share_a_key_head(backend: str) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_strides_do_not_matter(dtype: torch.dtype) -> None:
-    """Stored as (B, N, H, D); q and k take every second feature, v is sliced and broadcast."""
+    """q and k are strided views of (B, N, H, D) tensors, v is a slice that is broadcast."""
     base = rand(2, 9, 4, 16, dtype=dtype)
     q, k, v = base.transpose(1, 2)[..., ::2], base.transpose(1, 2)[..., 1::2], base[:1, :, :, :8]
     v = v.transpose(1, 2).expand(2, 4, 9, 8)

@@ -220,7 +220,7 @@ def test_invalid_variant_parameter_raises(
 
 def nested(layout: torch.layout) -> torch.Tensor:
     parts = [torch.ones(n, 4) for n in (2, 3)]
-    # torch warns that both layouts may change.
+    # torch warns that nested tensors are a prototype.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.nested.nested_tensor(parts, layout=layout)
@@ -327,7 +327,7 @@ def test_linear_attention_rejects_arguments_that_limit_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_float_masks_have_the_dtype_of_the_inputs_or_of_the_scores(dtype: torch.dtype) -> None:
+def test_float_masks_must_have_the_dtype_of_inputs_or_scores(dtype: torch.dtype) -> None:
     q, k, v = Q.to(dtype), K.to(dtype), V.to(dtype)
     for given in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         mask = torch.zeros(5, 6, dtype=given)

@@ -33,7 +33,7 @@ ENTMAX175 = Activation(
     triton=MODULE + "entmax175",
     alpha=1.75,
 )
-# u + u² with u = [1 + x]_+: not a q-exponential, but convex, and 2 at 0.
+# u + u² with u = [1 + x]_+: it is convex, not a q-exponential, and has the value 2 at 0.
 RAMP = Activation(
     "ramp",
     lambda s, shape: (1 + s).relu() + (1 + s).relu() ** 2,
@@ -156,7 +156,7 @@ def test_backends_agree_with_the_definition(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("normalize", ["threshold", "sum"])
-def test_shape_of_a_family_gets_its_gradient(normalize: Any) -> None:
+def test_shape_parameter_gets_its_gradient(normalize: Any) -> None:
     def form(power: Tensor) -> Pairwise:
         return Pairwise(POWER, normalize, shape=power)
 

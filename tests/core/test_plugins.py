@@ -41,7 +41,7 @@ def unload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write the documented variant with a kernel to another folder and return its path."""
+    """Write cube.py, which the documentation shows, to another folder and return its path."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -34,7 +34,7 @@ def trained(variant: str, seed: int, settings: Settings = TINY) -> Model:
 
 def test_max_retrieval_draws_the_expected_numbers() -> None:
     """Compare with values computed from numpy's Philox generator."""
-    length, index = 6, 5  # 7 random uint64; each Philox counter gives 4
+    length, index = 6, 5  # 7 random uint64 values; Philox gives 4 per counter value
     key = np.array([1, (2 << 32) | length], dtype=np.uint64)
     raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
     batch = max_retrieval.draw(1, "test", length, index, index + 1)
@@ -43,7 +43,7 @@ def test_max_retrieval_draws_the_expected_numbers() -> None:
     assert batch.classes[0].tolist() == [((x & (2**32 - 1)) * 10) >> 32 for x in raw[1:7]]
 
 
-def test_the_data_are_uniform() -> None:
+def test_max_retrieval_data_are_uniform() -> None:
     batch = max_retrieval.draw(0, "test", 64, 0, 2000)
     counts = batch.classes.flatten().bincount(minlength=10)
     expected = batch.classes.numel() / 10
@@ -73,7 +73,7 @@ def test_label_and_input_of_a_batch_by_hand() -> None:
 
 def test_only_the_needle_has_the_querys_key() -> None:
     """Compare with values computed from numpy's Philox generator."""
-    length, index = 3, 2  # 8 random uint64; each Philox counter gives 4
+    length, index = 3, 2  # 8 random uint64 values; Philox gives 4 per counter value
     key = np.array([7, (2 << 32) | length], dtype=np.uint64)
     raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
 
@@ -121,7 +121,9 @@ def test_weight_metrics_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["max-retrieval", "needle"])
 @pytest.mark.parametrize("length", [16, 500])
-def test_an_oracle_scores_one_and_blind_weights_score_chance(name: str, length: int) -> None:
+def test_weights_on_the_target_score_one_and_random_weights_score_chance(
+    name: str, length: int
+) -> None:
     batch = TASKS[name].batch(0, "test", length, 0, 3000, TINY)
     sharp = torch.nn.functional.one_hot(batch.target, length).double()
     blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # concentrated on random keys
@@ -162,7 +164,7 @@ def test_evaluation_does_not_depend_on_the_chunk_size(
         for curve, values in whole[name].curves.items():
             assert values == pytest.approx(pieces[name].curves[curve], abs=1e-6), curve
         assert sum(best) == pytest.approx(1)  # the best 16 keys are all keys
-    # The gain log n / log 16 of the substitute is 1 at n = 16, as in softmax.
+    # At n = 16 the substitute's gain log n / log 16 is 1, so it equals softmax.
     assert whole["own"].metrics == pytest.approx(whole["substitute"].metrics, abs=1e-6)
 
 

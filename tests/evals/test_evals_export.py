@@ -35,7 +35,7 @@ def table_rows(text: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
 
 
-def test_overview_shows_train_longest_and_effective_length(tmp_path: Path) -> None:
+def test_overview_shows_train_length_longest_length_and_effective_length(tmp_path: Path) -> None:
     found = rows(
         {
             "softmax": (1.0, 0.86, 0.85, 0.3),  # 0.85 is not above 85 % of 1.0
@@ -107,7 +107,7 @@ def test_csv_has_a_line_per_variant_length_and_metric(
     assert (lines[1]["failed"], lines[1]["seeds"], lines[1]["standard_error"]) == ("oom", "1", "")
 
 
-def test_markdown_is_the_table_of_the_readme(
+def test_markdown_has_the_format_of_the_readme_table(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exported(folder, "--format", "markdown") == 0
@@ -209,7 +209,7 @@ def test_options_metric_and_lengths_select_results(folder: Path, tmp_path: Path)
     assert {line["metric"] for line in lines} == {"hit_rate", "accuracy"}
 
 
-def test_several_settings_of_a_task_have_files_of_their_own(tmp_path: Path) -> None:
+def test_each_setting_of_a_task_has_its_own_files(tmp_path: Path) -> None:
     found = [row("softmax", 0.5), row("softmax", 0.6, key="other", device="cuda:0")]
     folder = written(tmp_path / "results", found)
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""An error in a study gives a one-line message or a failed row, and loses no results."""
+"""After an error, a study prints one line or writes a failed row, and keeps all results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TASK = "max-retrieval"
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """Limit the size of files. A write beyond the limit is truncated, and the next one fails."""
+    """Limits the size of files. A write beyond the limit is truncated, and the next one fails."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
     try:

@@ -126,7 +126,7 @@ LAWS = {laws}
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remove the variants that a plugin registered."""
+    """Unregisters a plugin's variants after the test."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(plugins, "_LOADED", {})
     yield
@@ -194,7 +194,9 @@ def test_growth_is_the_exponent_between_the_two_largest_n() -> None:
     assert laws.growth([4, 16], [1.0, 0.0]) is None
 
 
-def test_variant_with_an_unsupported_length_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_laws_prints_the_reason_for_an_unsupported_length(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     call = VariantCall("cosformer", (("max_length", 16),))
     assert command.main(laws=(), variants=[call]) == 0
     assert "max_length=16 is below the length" in capsys.readouterr().out

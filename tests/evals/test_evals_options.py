@@ -103,7 +103,7 @@ def test_a_wrong_option_in_a_file_is_a_one_line_error(
     assert not out.exists()
 
 
-def test_command_all_passes_each_task_the_options_it_has() -> None:
+def test_command_all_passes_each_task_the_options_that_it_supports() -> None:
     line = ["all", "--positions", "rope,none", "--set", "heads=4", "--set", "steps=9"]
     found = gather(parser().parse_args(line), ["needle", "mqar"])
     assert (found["needle"].positions, found["needle"].settings) == (None, {"steps": 9})

@@ -29,7 +29,7 @@ from helpers import evals_rows
 EVIL = "</script><script>alert(1)</script>'\"&\u2028<img src=//evil.test/x onerror=alert(1)>"
 LENGTHS = (16, 64, 256)
 NOTE = "smoke: figures mean nothing"
-ACCURACY = {  # of each variant at the three lengths; None is not finite
+ACCURACY = {  # of each variant at the three lengths; None if not finite
     "softmax": (0.99, 0.5, 0.12),
     "ssmax": (0.98, 0.9, 0.8),
     "softmax->log_n(train_length=16)": (0.97, 0.7, 0.4),
@@ -76,7 +76,7 @@ def rows() -> list[Row]:
 
 
 def shown(found: list[Row]) -> list[Shown]:
-    """Group the rows as the report does, without pictures."""
+    """The groups that the report shows for these rows, without pictures."""
     return [Shown(group, fitted(group)) for group in groups(found)]
 
 
@@ -204,7 +204,7 @@ def test_failed_and_missing_results_are_listed(html: str) -> None:
     assert "id='failed'" not in whole
 
 
-def test_theory_is_shown_only_if_heads_were_measured(html: str) -> None:
+def test_theory_section_is_shown_only_if_heads_were_measured(html: str) -> None:
     needle, language = html.split("<section id='language-model'>")
     assert "Theory and measurement" in needle
     assert "Theory and measurement" not in language
@@ -217,7 +217,7 @@ def drawn() -> list[Shown]:
 
 
 def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
-    """They are the curves, the fitted law of the heads, and the heat maps that have data."""
+    """The pictures are the curves, the fitted law of the heads, and the heat maps with data."""
     needle, language = drawn
     names = [metric.name for metric in TASKS["needle"].metrics]
     found = [picture.name for picture in needle.pictures]
@@ -299,7 +299,7 @@ def test_sorting_links_and_phone_width_in_a_browser(
     click(browser, heads[0])
     assert names()[-1] == "ssmax"
     click(browser, heads[3])
-    assert names()[-1].startswith("cosformer")  # without a score, it is last in both orders
+    assert names()[-1].startswith("cosformer")  # it has no score and is last in both orders
     click(browser, heads[3])
     assert names()[-1].startswith("cosformer")
 

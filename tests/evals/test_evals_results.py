@@ -260,7 +260,7 @@ def test_the_error_of_a_malformed_row_names_its_line(
     assert [path for path in folder.rglob("*") if path.is_file()] == [file]
 
 
-def test_report_of_existing_results(
+def test_command_report_reads_existing_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
@@ -337,7 +337,7 @@ def test_compare_fails_for_results_missing_in_b(
     assert "B has no seed 0" in capsys.readouterr().out
 
 
-def test_compare_reports_different_settings_and_rejects_several(
+def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = row("softmax", 0.5, settings={**SETTINGS, "steps": 11})

@@ -43,7 +43,7 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip drawing, which takes two seconds per study and is tested once."""
+    """Skips drawing, which takes two seconds per study and is tested elsewhere."""
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
@@ -77,7 +77,7 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
         for seed in (0, 1)
         for length in (16, 32, 64)
     }
-    # An inference-time substitution has no training of its own.
+    # Inference-time substitutions are not trained, so only two variants × two seeds have models.
     assert len(list((undisturbed / TASK / "models").iterdir())) == 4
     with (undisturbed / TASK / "summary.csv").open() as file:
         summary = list(csv.DictReader(file))
@@ -92,7 +92,7 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
     assert float(line["accuracy_minus_softmax"]) == pytest.approx(gain, abs=1e-5)
     assert [float(line[f"accuracy_{end}"]) for end in ("low", "high")] == pytest.approx(
         [min(found), max(found)], rel=1e-5
-    )  # of 4 resamples of two seeds, one has the smaller value twice and one the larger
+    )  # one of the 4 resamples of two seeds has the smaller value twice, one the larger
     for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
         assert (undisturbed / TASK / name).read_bytes()[:4] == b"\x89PNG"
     assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()
@@ -317,7 +317,7 @@ for weights in (relu, holes, greedy, defect):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
-def test_nan_kills_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_path: Path) -> None:
+def test_nan_killed_workers_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_path: Path) -> None:
     plugin, out = tmp_path / "plugin.py", tmp_path / "out"
     plugin.write_text(PLUGIN)
     variants = "my_relu,softmax->my_holes,softmax->my_greedy,my_defect"
@@ -331,7 +331,7 @@ def test_nan_kills_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_path: Path)
         ("my_relu", 32): "ok",
         ("my_relu", 48): "ok",
         ("softmax->my_holes", 16): "ok",
-        ("softmax->my_holes", 32): "oom",  # evaluated in the process that my_greedy killed
+        ("softmax->my_holes", 32): "oom",  # its worker process was killed by my_greedy
         ("softmax->my_holes", 48): "nan",
         ("softmax->my_greedy", 16): "ok",
         ("softmax->my_greedy", 32): "oom",

@@ -1,5 +1,5 @@
-"""Sequence tasks: data computed by hand, scores of an oracle and of blind guesses, the model, its
-training and evaluation."""
+"""Sequence tasks: data computed by hand, scores of correct answers and of random guesses, the
+model, its training and evaluation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMOKE = {name: task.presets["smoke"].settings for name, task in SEQUENCES.items(
 
 
 def random_numbers(seed: int, split: int, length: int, index: int, count: int) -> list[int]:
-    """The random uint64 of a sequence, from numpy's Philox. Each counter gives four."""
+    """The random uint64 values of a sequence, from numpy's Philox: four per counter value."""
     key = np.array([seed, (split << 32) | length], dtype=np.uint64)
     blocks = -(-count // 4)
     return np.random.Philox(counter=index * blocks, key=key).random_raw(4 * blocks).tolist()[:count]
@@ -100,7 +100,7 @@ def test_copy_reverse_and_sort_by_hand(
     assert SEQUENCES[name].tokens(5) == 11
 
 
-def test_a_sequence_of_the_planted_split_by_hand() -> None:
+def test_language_model_sequence_of_the_planted_split_by_hand() -> None:
     length, index = 96, 3
     raw = random_numbers(4, 6, length, index, 2 + DIGITS)
     text = corpus()[0]["test"]
@@ -124,7 +124,7 @@ def test_train_and_test_text_hardly_overlap_and_every_second_sequence_has_a_need
     train, test = (texts[split].tobytes() for split in ("train", "test"))
     known = {train[i : i + 64] for i in range(0, len(train) - 64, 4)}
     pieces = [test[i + j : i + j + 64] for i in range(0, len(test) - 68, 256) for j in range(4)]
-    # Known pieces start at every 4th byte, so only one of 4 offsets can match.
+    # Pieces in `known` start at every 4th byte, so only one of 4 offsets can match.
     shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)
     assert 0 < shared < 0.03
     batch = language_model.draw(0, "train", 128, 0, 40, None)
@@ -164,7 +164,7 @@ def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
 
 
 def solve(name: str, tokens: list[int]) -> Iterator[int]:
-    """The answers of a sequence, in order, from its tokens."""
+    """The correct answers of a sequence, in order, computed from its tokens."""
     if name == "mqar":
         pairs = len(tokens) // 4
         value = dict(zip(tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2], strict=True))
@@ -198,7 +198,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_an_oracle_scores_one_and_a_mistake_lowers_it(name: str, split: str) -> None:
+def test_correct_answers_score_one_and_a_mistake_lowers_the_score(name: str, split: str) -> None:
     task, batch = SEQUENCES[name], drawn(name, split, 20)
     solved = [answer for row in batch.tokens.tolist() for answer in solve(name, row)]
     size = task.vocabulary_size(SMOKE[name])
@@ -216,7 +216,7 @@ def test_an_oracle_scores_one_and_a_mistake_lowers_it(name: str, split: str) -> 
 
 
 @pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_a_blind_guess_scores_chance(name: str, split: str) -> None:
+def test_random_guesses_score_chance(name: str, split: str) -> None:
     task, settings = SEQUENCES[name], SMOKE[name]
     batch = drawn(name, split, 1500)
     asked = int(batch.asked.sum())
@@ -304,7 +304,7 @@ def test_all_splits_and_heads_are_measured(positions: str) -> None:
     assert found["own"].curves["head_peak"] != found["substitute"].curves["head_peak"]
 
 
-def test_a_substitution_is_undone() -> None:
+def test_substituted_restores_the_model() -> None:
     model = model_of("ssmax")
     tokens = torch.randint(5, (2, 12))
 
@@ -344,7 +344,7 @@ def test_head_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("positions", ["none", "alibi"])
-def test_softmax_stays_below_its_bound(positions: str) -> None:
+def test_largest_weight_of_softmax_stays_below_its_bound(positions: str) -> None:
     q, k = torch.randn(2, 3, 2, 300, 8, generator=torch.Generator().manual_seed(0))
     slopes = {"alibi": torch.tensor([4.0, 0.5])} if positions == "alibi" else {}
     attention = attnzoo.nn.Attention("softmax", 2)
@@ -368,7 +368,7 @@ def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
         assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
 
 
-def test_a_query_without_weights_has_no_effective_keys() -> None:
+def test_a_query_whose_weights_are_all_zero_has_no_effective_keys() -> None:
     attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
     k = -torch.ones(1, 1, 3, 2)  # negative keys have no positive features
     with Watch(attention, HeadSample(1, 1)) as watch:

@@ -159,7 +159,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
     assert main(["max-retrieval", *few, "--dry-run", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    # softmax->log_n uses the model of softmax, so three variants need two trainings per seed.
+    # softmax->log_n uses the model of softmax, so three variants need two training runs per seed.
     assert re.search(
         r"max-retrieval: 3 variants, 3 seeds, train length 16, eval lengths up to 32: 6 runs .*\n"
         r"max-retrieval: 6 runs, about [\d:]+ of computing time\n"
@@ -177,7 +177,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_dry_run_draws_little_data_and_times_equal_models_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The time of a dry run does not depend on the number of test sequences."""
+    """A dry run takes the same time for any number of test sequences."""
     made: list[tuple[str, str, int, int]] = []
     family = type(TASK)
     batch = family.batch
@@ -233,7 +233,7 @@ def test_shards_partition_the_runs() -> None:
     assert len(every) == 6  # the substitution shares the training of softmax
     assert sorted(run.training_key for part in parts for run in part) == sorted(every)
     assert [len(part) for part in parts] == [2, 2, 1, 1]
-    # Finished runs do not move others to another shard.
+    # Finishing a run does not move other runs to another shard.
     done = {key: {} for test in parts[0][0].tests.values() for key in test}
     assert [j.training_key for j in whole.runs(done, Shard(1, 4))] == [
         j.training_key for j in parts[1]
@@ -378,7 +378,7 @@ def test_progress_prints_lines_without_a_terminal() -> None:
     assert re.fullmatch(r"\[1/4\] softmax seed 0: failed after 0:\d\d\n", quiet.getvalue())
 
 
-def test_line_names_do_not_overlap() -> None:
+def test_curve_labels_in_a_figure_do_not_overlap() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().add_subplot()

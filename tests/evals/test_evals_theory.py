@@ -100,7 +100,7 @@ def test_fit_of_weights_rising_with_n_has_a_large_error() -> None:
         assert fit(gap, SOFTMAX, KEYS, rising).errors.item() > math.log(3)
 
 
-def test_fits_leave_out_nan_and_weights_not_above_0() -> None:
+def test_fits_leave_out_nan_and_weights_of_zero_or_below() -> None:
     peaks = column(*(softmax_fixed(n, 3.0) for n in KEYS)).expand(-1, 3).clone()
     peaks[1, 0], peaks[0, 1] = 0.0, math.nan
     peaks[1:, 2] = -1.0
@@ -110,7 +110,7 @@ def test_fits_leave_out_nan_and_weights_not_above_0() -> None:
     assert found.errors[2].isnan()
 
 
-def test_sizes_at_the_ends_of_the_fitted_range_are_marked() -> None:
+def test_fitted_values_at_the_ends_of_the_range_are_marked() -> None:
     certain = fit(FIXED, VariantCall("sparsemax"), KEYS, torch.ones(4, 1))
     assert certain.above.item()
     assert not certain.below.item()
@@ -161,7 +161,7 @@ def test_tables_show_fits_and_bounds() -> None:
     rows += rows_of(
         "ssmax", lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4)), seeds=2, learned={"s": [0.3]}
     )
-    # With inference-time substitution nothing is learned, so s has its default.
+    # An inference-time substitution learns nothing, so s has its default.
     s = 0.168
     rows += rows_of(
         "ssmax->ssmax(b=0)", lambda n: 1 / (1 + (n - 1) * n ** (-s * 9)), learned={"s": [0.3]}
@@ -277,13 +277,13 @@ def test_log_weights_of_softmax_have_rank_d_plus_one() -> None:
     assert found.rows[1][1:3] == ["—", "—"]
 
 
-def test_unsupported_variant_is_named() -> None:
+def test_rank_table_has_a_line_for_an_unsupported_variant() -> None:
     call = VariantCall("cosformer", (("max_length", 8),))
     (line,) = ranks.attention_table([call], tokens=24, width=3).rows
     assert "max_length=8" in line[0]
 
 
-def test_mixture_exceeds_the_bound_of_one_softmax() -> None:
+def test_rank_of_a_softmax_mixture_exceeds_the_bound_of_one_softmax() -> None:
     table = ranks.mixture_table(sizes=(3, 40, 60))
     assert "H + 2 = 5" in table.note
     for line in table.rows:

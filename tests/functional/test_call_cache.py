@@ -122,7 +122,7 @@ def test_compiled_and_fake_calls_do_not_disturb_the_cache() -> None:
     assert torch.equal(attnzoo.attention(q, k, v, "log_n", is_causal=True), expected)
 
 
-def test_vmap_of_a_cached_call() -> None:
+def test_vmap_of_a_cached_call_gives_the_same_output() -> None:
     q, k, v = qkv()
     one = attnzoo.attention(q, k, v, "entmax", backend="eager")
     many = torch.func.vmap(lambda x: attnzoo.attention(x, k, v, "entmax", backend="eager"))
@@ -171,8 +171,8 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_checkpoint_with_learned_features() -> None:
-    """The recomputed call is cached and must save as many tensors as the first one."""
+def test_checkpoint_of_a_form_with_learned_features_gives_the_same_gradients() -> None:
+    """The recomputation uses the cache. It must save as many tensors as the first forward."""
     a = rand(8, 4).float().requires_grad_()
 
     def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:

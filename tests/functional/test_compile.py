@@ -41,7 +41,7 @@ BACKEND_OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-# Variants with a linear form, a threshold and a learned sink. The others are marked slow.
+# Variants with a linear form, a threshold and a learned sink. Most others are marked slow.
 QUICK = ("cosformer", "entmax", "sink")
 
 
@@ -154,7 +154,7 @@ FEW_GRAPHS = [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v
 
 @pytest.mark.parametrize("variant", FEW_GRAPHS)
 def test_tiled_compiles_few_graphs_for_all_lengths(variant: str) -> None:
-    """One graph for the first length, and one each for few and for many scores."""
+    """At most three graphs are compiled: for the first length, for few and for many scores."""
     assert graphs_over(LENGTHS, "tiled", variant) <= 3
 
 
@@ -275,7 +275,7 @@ def test_dropout_compiles() -> None:
     attend = Attention("softmax", 4)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     q, k = (rand(2, 4, 9, 8, seed=i).float().requires_grad_() for i in range(2))
-    eye = torch.eye(9).expand(2, 4, 9, 9)  # the output is the weights
+    eye = torch.eye(9).expand(2, 4, 9, 9)  # v = identity: the output is the weights
     out = compiled(q, k, eye, dropout_p=0.5, backend="tiled")
     out.sum().backward()
     assert bool(q.grad.isfinite().all())

@@ -48,7 +48,7 @@ def test_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None:
     exact = attnzoo.attention(q, k, v, backend=backend)
     runs = torch.stack([seeded(i, q, k, v, backend=backend, dropout_p=0.5) for i in range(600)])
     error = (runs.mean(0) - exact) / (runs.std(0) / 600**0.5)
-    assert float(error.abs().max()) < 5  # in standard errors; the largest of 192
+    assert float(error.abs().max()) < 5  # the largest of 192 z-scores
     assert float(error.std()) == pytest.approx(1.0, abs=0.35)
 
 
@@ -140,6 +140,6 @@ def test_rows_keys_and_heads_are_drawn_independently() -> None:
     }
     for name, products in pairs.items():
         assert abs(float(products.mean())) * 4 < 1.5 * limit, name
-    # Corners of rectangles detect a mask that is the XOR of one bit per row and one bit per key.
+    # A mask that is the XOR of a bit per row and a bit per key would make this product constant.
     corners = kept[0, 1:, 1:] * kept[0, :-1, 1:] * kept[0, 1:, :-1] * kept[0, :-1, :-1]
     assert abs(float(corners.mean())) * 16 < 1.5 * limit

@@ -55,9 +55,8 @@ def test_linear_runs_if_it_is_less_work() -> None:
         # Cost per query: linear 3 · 2 (sums in fp64) · 2145 · 2 · 65, pairwise 128 n.
         assert chosen("taylor", n, d=64) == backend
         assert (128 * n > 6 * 2145 * 2 * 65) == (backend == "linear")
-    assert (
-        chosen("taylor", 2048, d=64, is_causal=True) == "tiled"
-    )  # a query sees half of the keys on average
+    # Under causality a query sees half of the keys on average.
+    assert chosen("taylor", 2048, d=64, is_causal=True) == "tiled"
     assert chosen("taylor", 1024, d=16) == "linear"
     assert chosen("cosformer", 1024) == "linear"
     assert chosen("cosformer", 1024, window=(5, 5)) == "tiled"  # linear does not support it
@@ -94,7 +93,7 @@ def test_printed_plan_has_one_reason_per_candidate() -> None:
     assert rows["flash", "pairwise"] == "does not support dropout (tiled does)"
 
 
-def test_explain_of_unsupported_calls() -> None:
+def test_explain_gives_reasons_for_unsupported_calls() -> None:
     q, k, v = tensors(64)
     plan = attnzoo.explain(q, k, v, "taylor", alibi=torch.zeros(8))
     assert plan.chosen is None

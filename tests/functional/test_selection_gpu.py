@@ -157,7 +157,7 @@ class TestChoice:
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
-    """The backend for meta tensors if the call's device is CUDA. Fake masks cannot be indexed."""
+    """The first supported backend. Meta tensors are used because fake masks cannot be indexed."""
     shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
@@ -166,7 +166,7 @@ def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
     return next(c.backend for c in found if c.reason is None)
 
 
-def test_choice_with_masks_and_segments() -> None:
+def test_masks_and_segments_run_on_sdpa_or_flash_and_learned_masks_on_tiled() -> None:
     ids = torch.zeros(2, 256, dtype=torch.long, device="meta")
     keys = torch.ones(2, 1, 1, 256, dtype=torch.bool, device="meta")
     learned = torch.zeros(256, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -1,8 +1,8 @@
 """Compares a backend with the definition in fp64.
 
 The reference is the variant's definition in fp64, differentiated by torch's autograd. The allowed
-error is neither a fixed tolerance nor measured on the machine: `error_budget` bounds it, element by
-element, by forward error analysis.
+error of each element is not a fixed tolerance: `error_budget` computes it by forward error
+analysis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from helpers.cases import CASES, learned, params_of, rand
 from helpers.error_budget import VECTORS, Problem, budget
 
 HEAD_DIM = 8
-# (query heads, key heads)
+# (query heads, key/value heads)
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "2 heads": (2, 2), "3 of 1": (3, 1)}
 
 
@@ -40,7 +40,7 @@ class Inputs:
     layout: str = "contiguous"
 
     def arguments(self, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict]:
-        """Fresh leaves and all arguments; ``dtype`` casts the leaves and a float mask."""
+        """Copied leaves, and all arguments; leaves and a float mask are cast to ``dtype``."""
         leaves = {
             name: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
             for name, x in self.leaves.items()
@@ -68,7 +68,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
         "v": rand(batch, kv_heads, keys, value_dim, seed=seed + 2),
     }
     if attnzoo.get_variant(variant).positional:
-        # cosFormer: if q·k is nearly 0 for all keys, the row is 0/0 and its gradient is noise.
+        # If all scores of a cosFormer query are near 0, its weights are 0/0 and its gradient noise.
         for name in ("q", "k"):
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
     leaves = {name: x.to(dtype) for name, x in leaves.items()}
@@ -110,7 +110,7 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
 
 
 def with_layout(x: Tensor, layout: str) -> Tensor:
-    """The same values in another memory layout: "bnhd" or a slice of a larger tensor."""
+    """x stored as "contiguous" (B, H, N, D), "bnhd" (B, N, H, D) or "sliced" (a larger tensor)."""
     if layout == "bnhd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":
@@ -152,7 +152,7 @@ def outputs(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | float:
-    """The factors of dropout on the weights, 0 or 1 / (1 − p), as (B, H, Nq, Nk).
+    """The dropout factor of each weight, 0 or 1 / (1 − p), as (B, H, Nq, Nk).
 
     With the identity as v, the output is the matrix of weights after dropout.
     """
@@ -161,13 +161,13 @@ def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | floa
     with torch.no_grad():
         _, arguments = inputs.arguments()
         batch, kv_heads, keys, _ = arguments["k"].shape
-        # The factor keeps small weights from becoming 0 in fp16.
+        # Multiplying by 3e4 keeps small weights from underflowing to 0 in fp16.
         eye = 3e4 * torch.eye(keys, dtype=arguments["k"].dtype)
         eye = eye.expand(batch, kv_heads, keys, keys)
         arguments.update(v=eye, return_lse=False)
         torch.manual_seed(5)
         drawn = attnzoo.attention(variant=variant, backend=backend, **arguments)
-    # For a weight of 0 the factor is unknown but has no effect, because φ' is 0 there too.
+    # The factor of a weight of 0 is unknown but has no effect, because φ' is 0 there too.
     return (drawn != 0).double() / (1 - inputs.rest["dropout_p"])
 
 
@@ -237,7 +237,7 @@ def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_heads(rows: Approx, leaf: Tensor) -> Approx:
-    """(B, H, Nq) summed to (H,), with the roundings of the leaf's dtype, which may be fp32."""
+    """Sums over batch and queries to one value per head, rounded in the leaf's dtype."""
     units = torch.finfo(leaf.dtype).eps / rows.eps
     return rows.sum(0, 2).rounded(units, rows.value.abs().sum((0, 2)))
 

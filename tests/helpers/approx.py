@@ -1,4 +1,4 @@
-"""Tensors with error bounds: running forward error analysis, independent of the machine.
+"""Tensors whose operations propagate error bounds (running forward error analysis).
 
 The rules are the classical ones (Higham, Accuracy and Stability of Numerical Algorithms, chapters
 3 and 4), to first order. They hold for any order of summation. Each operation adds this error to
@@ -6,7 +6,7 @@ the propagated errors of its operands:
 
     one operation     eps · |result|
     a sum of n terms  n · eps/2 · Σ |terms|
-    a function f      max |f(x ± error) − f(x)|, and eps · size per operation inside f
+    a function f      max |f(x ± error) − f(x)|, and eps · (size of the terms) per operation in f
     storing           one unit in the last place of the storage dtype
 """
 
@@ -64,7 +64,7 @@ class Approx:
 
     def __truediv__(self, other: Approx) -> Approx:
         value = self.value / other.value
-        # If the denominator may be 0, the bound is huge. It stays finite, since 0 · ∞ is NaN.
+        # If the denominator may be 0, the bound is huge but finite, because 0 · ∞ would be NaN.
         least = (other.value.abs() - other.error).clamp(min=1e-60)
         error = (self.error + value.abs() * other.error) / least
         return Approx(value, error, self.eps).rounded(1, value)
@@ -99,7 +99,10 @@ class Approx:
         return replace(self, error=self.error + unit)
 
     def map(self, f: Callable[[Tensor], Tensor], times: float, size: Tensor) -> Approx:
-        """f(x), evaluated in ``times`` operations; f is monotone or smooth on x ± error."""
+        """f(x), computed in ``times`` operations on numbers as large as ``size``.
+
+        f is monotone or smooth on x ± error.
+        """
         value = f(self.value)
         ends = (f(self.value + sign * self.error) for sign in (-1, 1))
         error = torch.stack([(end - value).abs() for end in ends]).amax(0)

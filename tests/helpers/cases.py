@@ -31,9 +31,9 @@ class Paper:
 class Case:
     """Sample parameters of a variant.
 
-    params: overrides the variant's own example in ordinary calls; see `params_of`. learned: for
-    each learnable parameter the range from which tensors (H,) are drawn; gradcheck must pass in it.
-    per_token: whether these tensors may also be (B, H, Nq). settings: further sets of fixed
+    params: overrides the variant's own example in ordinary calls; see `params_of`. learned: the
+    range of each learnable parameter. Tensors (H,) are drawn from it, and gradcheck must pass in
+    it. per_token: whether these tensors may also be (B, H, Nq). settings: further sets of fixed
     parameters to test. smooth: whether the variant is twice differentiable everywhere.
     """
 
@@ -62,8 +62,8 @@ CASES = {
         settings=({"train_length": math.e},),
     ),
     "adaptive_temperature": Case(
-        # One of 100 keys has weight ½: H = log 2 + ½ log 99 = 2.9907. There the polynomial is
-        # β = 1.4936, by hand with Horner's rule. The key's new weight is 1/(1 + 99^(1 − β)).
+        # One of 100 keys has weight ½: H = log 2 + ½ log 99 = 2.9907. The polynomial at this H is
+        # β = 1.4936, computed by hand. The key's new weight is 1/(1 + 99^(1 − β)).
         Paper((0.0,) * 99 + (math.log(99),), (), {}, "see test_papers", 0.0),
         settings=({"differentiable": True},),
     ),
@@ -90,7 +90,7 @@ CASES = {
         smooth=False,
     ),
     "entmax": Case(
-        # (x − τ)² + (x' − τ)² = 1 with x = ½, x' = 0: τ = (1 − √7)/4.
+        # With x = ½ and x' = 0, (x − τ)² + (x' − τ)² = 1 has the solution τ = (1 − √7)/4.
         Paper(
             (1.0, 0.0),
             ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),
@@ -149,7 +149,7 @@ def unsupported(variant: str, **options: Any) -> str | None:
     return attnzoo.explain(q, k, v, variant, **{**params_of(variant), **options}).reason
 
 
-# Variants without return_lse, without an additive float mask, and with scale > 0 only.
+# Variants that do not support return_lse, an additive float mask, or scale < 0, respectively.
 NO_LSE = tuple(v for v in VARIANTS if attnzoo.get_variant(v).scores is None)
 NO_SCORE = tuple(v for v in VARIANTS if unsupported(v, attn_mask=torch.zeros(4, 4)) is not None)
 ONE_SIGN = tuple(v for v in VARIANTS if unsupported(v, scale=-1.0) is not None)

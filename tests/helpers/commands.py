@@ -1,4 +1,4 @@
-"""Runs `python -m benchmarks` as on a machine without a GPU."""
+"""Runs `python -m benchmarks` with any GPU hidden."""
 
 from __future__ import annotations
 

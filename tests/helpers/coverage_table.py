@@ -1,4 +1,4 @@
-"""What each backend and each variant supports. Any other skip is a test failure.
+"""Tables of the calls that each backend and each variant supports.
 
 Tests check both directions: calls listed as `RUNS` must run, and all others must be rejected with a
 message that contains the listed text. ``eager`` and ``tiled`` are not listed: they support every
@@ -15,7 +15,7 @@ import torch
 from helpers.cases import CASES, NO_LSE, NO_SCORE
 from helpers.kernel_paths import Level, path_of
 
-RUNS = None  # in place of the reason why a backend does not run a call
+RUNS = None  # a table entry without a reason: the backend runs the call
 
 # Variant × backend, for a plain call.
 NO_LINEAR = "no linear form"
@@ -73,7 +73,7 @@ def backends_of(variant: str) -> list[str]:
 
 
 def marked(*values: str) -> Any:
-    """Test parameters, marked for the interpreter if a kernel backend is among them."""
+    """Test parameters, marked ``interpreter`` if a kernel backend is among them."""
     marks = [pytest.mark.interpreter] if {*KERNELS} & {*values} else []
     return pytest.param(*values, marks=marks, id="-".join(values))
 
@@ -92,11 +92,11 @@ def pair(variant: str, backend: str) -> Any:
     return pytest.param(*found.values, marks=marks, id=found.id)
 
 
-# All (variant, backend) that run a plain call, and those that also compute gradients.
+# All pairs (variant, backend) that run a plain call, and those that also compute gradients.
 PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
-# (variant, backend) with a learned parameter, the activation's shape, that gets no gradient.
+# Pairs whose learned parameter is the activation's shape, for which flash computes no gradient.
 CONSTANT_PARAMETERS = tuple(
     (name, "flash")
     for name, reasons in VARIANT_BACKENDS.items()

@@ -112,7 +112,7 @@ def budget(problem: Problem) -> dict[str, Approx]:
 
 @torch.enable_grad()
 def through_features(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) -> Approx:
-    """factor · Jᵀ · ``given`` with the Jacobian J of the feature map; |factor · J|ᵀ for errors."""
+    """factor · Jᵀ · ``given``, J: the features' Jacobian. Errors get the factor |factor · J|ᵀ."""
     x = x.detach().requires_grad_()
     features = form.features(x, at)
     value, error = torch.zeros_like(x), torch.zeros_like(x)
@@ -186,7 +186,7 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
 
 
 def shared(x: Approx, call: Call) -> Approx:
-    """The sum over the query heads that share a key head."""
+    """The sum over the query heads that share a key/value head."""
     return x.unflatten(1, (call.kv_heads, call.group)).sum(2)
 
 
@@ -239,12 +239,12 @@ class Weights:
             return self.act.slope(s, self.act.value(s.clone(), self.alpha), self.alpha)
 
         at = x.value if self.act.vanishes else x.value.abs()
-        # φ is part of the size because σ' = φ − φ².
+        # φ is part of the size because the sigmoid has φ' = φ − φ².
         size = f(at).abs() + self.act.value(at.clone(), self.alpha).abs()
         return x.map(f, self.times, size)
 
     def threshold(self, x: Approx, peak: Tensor) -> Approx:
-        """τ − peak. Its error: the mean of the scores' errors weighted by φ', plus the solver's."""
+        """τ − peak. Its error is the φ'-weighted mean of the scores' errors plus the solver's."""
         alpha = None if self.alpha is None else self.alpha[..., 0]
         hidden = x.value.masked_fill(~self.visible, float("-inf"))
         tau = solve_threshold(hidden, alpha, self.act)[..., None]
@@ -257,7 +257,7 @@ class Weights:
         return Approx(tau, error, x.eps).rounded(SHIFTS, tau.abs() + peak.abs())
 
     def select(self, s: Approx) -> None:
-        """Keeps the largest scores. If rounding decides whether a key is kept, both are allowed."""
+        """Keeps the largest scores. If rounding may add or drop a key, both results are allowed."""
         ranked = s.value.masked_fill(~self.visible, float("-inf"))
         order = ranked.sort(stable=True, dim=-1, descending=True).indices
         keep = min(self.form.keep or 0, s.shape[-1])
@@ -292,7 +292,7 @@ class Weights:
         return (sink - self.shift).rounded(SHIFTS, sink.value.abs() + self.shift.value.abs())
 
     def score_gradient(self, dp: Approx, do: Approx, out: Approx) -> Approx:
-        """dS = φ' (dP − r) / Z."""
+        """dS = φ' (dP − r) / Z, or φ' dP if the form does not normalize."""
         self.dp = dp
         if self.form.normalize == "none":
             return self.slope * dp
@@ -342,7 +342,7 @@ class Weights:
         if self.form.shape is not None:
             dphi = self.shape_derivative().where(self.visible)
             of_shape = (dphi * self.dp / self.z).sum(-1, keepdim=True)
-            # The term with r may use ∂φ/∂shape at another τ, from another solver step.
+            # Backends may compute the term with r from ∂φ/∂shape at the τ of another solver step.
             extra = (dphi.error * self.r.value.abs()).sum(-1, keepdim=True)
             found["dshape"] = replace(of_shape, error=of_shape.error + extra)
         return found
@@ -356,7 +356,7 @@ class Weights:
         def f(s: Tensor) -> Tensor:
             return slope(s, self.act.value(s.clone(), alpha), alpha)
 
-        # It is the difference of two terms of size x φ / (α − 1).
+        # ∂φ/∂shape is the difference of two terms of size x φ / (α − 1).
         size = f(self.x.value).abs() + self.phi.value * self.x.value.abs() / (alpha - 1)
         return self.x.map(f, self.times, size)
 

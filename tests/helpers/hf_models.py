@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # deprecations among third-party packages
+    warnings.simplefilter("ignore")  # deprecation warnings of third-party packages
     import transformers
     from transformers import (
         BertConfig,
@@ -96,5 +96,5 @@ def generate(model: Any, **options: Any) -> Tensor:
     )
 
 
-# Ignores deprecations among third-party packages.
+# Ignores deprecation warnings of third-party packages.
 quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

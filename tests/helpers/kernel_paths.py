@@ -85,7 +85,7 @@ def one_level_per_path(
 
 
 def supports(row: Row) -> bool:
-    """Whether the row's variant supports the row's masks and lse; rows may be partial."""
+    """Whether the variant in the row supports its masks and return_lse; rows may be partial."""
     level = row.get("params")
     if level is None:
         return True
@@ -129,7 +129,7 @@ def _covering(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ..
 def quick_variants(
     variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
 ) -> list[ParameterSet]:
-    """Variants as test parameters; slow if an earlier one has this normalization and activation."""
+    """Test parameters. A variant is slow if an earlier one has its normalization and activation."""
     known, values = set(), []
     for variant in variants:
         path = path_of(Level(variant, "default"), kinds)

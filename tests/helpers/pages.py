@@ -97,7 +97,7 @@ def commands(text: str) -> set[Command]:
 
 
 def bare_options(text: str) -> set[str]:
-    """Options that prose names without a command, such as `--seeds 5`."""
+    """Options in code spans without a command, such as `--seeds 5`."""
     return set(re.findall(r"`(--[a-z][\w-]*)", prose(text)))
 
 

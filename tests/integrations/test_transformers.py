@@ -98,7 +98,7 @@ def test_every_variant_generates_the_same_with_and_without_cache(variant: str) -
 
 @every_variant
 def test_left_padding_does_not_change_the_logits(variant: str) -> None:
-    """Position ids are equal in both calls: after cosformer's ReLU, RoPE is not relative."""
+    """Position ids are equal: with the ReLU of cosformer, RoPE scores are not relative."""
     model = convert(llama(), variant, **params_of(variant))
     positions = (left_padding().cumsum(-1) - 1).clamp(min=0)
     padded = model(ids(), attention_mask=left_padding(), position_ids=positions).logits[1, 4:]
@@ -169,9 +169,8 @@ def test_padding_becomes_a_key_mask() -> None:
     padded = make_mask(2, 12, 12, attention_mask=left_padding().bool())
     assert (padded.shape, padded.dtype) == ((2, 1, 1, 12), torch.uint8)
     assert make_mask(2, 12, 12) is None
-    assert (
-        make_mask(2, 12, 20) is None
-    )  # first call with a static cache: causality hides unused keys
+    # In the first call with a static cache, causality hides the unused keys.
+    assert make_mask(2, 12, 20) is None
     assert make_mask(2, 1, 20, q_offset=torch.tensor(7)).shape == (2, 1, 1, 8)
     assert make_mask(2, 3, 10, q_offset=7).shape == (2, 1, 1, 10)
     window = sliding_window_causal_mask_function(4)
@@ -200,7 +199,7 @@ def test_four_dimensional_mask_is_used_without_causality() -> None:
         expected = llama()(ids(), attention_mask=mask).logits
         actual = convert(llama(), "softmax")(ids(), attention_mask=mask).logits
         assert torch.allclose(actual, expected, atol=1e-6)
-    # The most negative number hides a key like −∞, and the key is not counted.
+    # An entry near the lowest fp32 number hides a key like −∞, and the key is not counted.
     later = torch.zeros(1, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), -3e38)
     model = convert(llama(), "ssmax", s=0.9)
     actual = model(ids(), attention_mask=later.expand(2, -1, -1, -1)).logits

@@ -121,7 +121,7 @@ def test_tensor_parameters_are_copied_per_layer(tmp_path: Path) -> None:
 
 
 def test_entries_of_another_model_with_the_same_config_are_ignored(tmp_path: Path) -> None:
-    """Two models made from one config object share it."""
+    """If two models share a config object, it also lists the layers of the other model."""
     plain, converted = llama(), llama()
     converted.config = plain.config
     convert(converted, "ssmax", layers=[0])

@@ -32,7 +32,7 @@ def test_identity_start_keeps_the_outputs_with_left_padding(variant: str, make: 
     assert torch.allclose(outputs(model), outputs(make()), atol=1e-6)
 
 
-def test_sink_at_minus_ten_learns_and_at_identity_does_not() -> None:
+def test_sink_changes_in_training_from_minus_ten_but_not_from_identity() -> None:
     tokens = ids()
     for params, moves in (({"b": -10.0}, True), ({"start": "identity"}, False)):
         model = convert(llama(), "sink", **params)
@@ -51,7 +51,7 @@ def test_softmax_ssmax_and_sink_have_an_identity_start() -> None:
 
 
 def test_identity_start_learns_all_identity_parameters() -> None:
-    """One of them is ssmax's b, which is fixed by default."""
+    """The b of ssmax is learned too, although it is fixed by default."""
     model = convert(llama(), "ssmax", start="identity")
     attend = model.model.layers[0].self_attn.attnzoo
     assert {name for name, _ in attend.named_parameters()} == {"s", "b"}
@@ -111,7 +111,7 @@ def test_contradictory_arguments_raise(options: dict[str, Any], message: str) ->
     ids=["tensor", "one sequence", "dict", "encoding", "list", "list of both"],
 )
 @pytest.mark.parametrize("name", ["calibrate", "inputs"])
-def test_inputs_of_all_accepted_types(name: str, batch: Any) -> None:
+def test_calibrate_and_inputs_accept_each_type(name: str, batch: Any) -> None:
     model = convert(llama(), "ssmax", **{name: batch})
     log_n = torch.arange(1, 41).float().log().mean()
     expected = 1 / log_n if name == "calibrate" else torch.tensor(0.168)

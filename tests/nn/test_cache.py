@@ -207,7 +207,7 @@ def test_cache_cropped_to_zero_accepts_another_batch() -> None:
     assert attend(cache, q, k, v, "softmax").dtype == torch.float32
 
 
-def test_state_cache_crops_to_zero_only() -> None:
+def test_state_cache_crops_to_zero_or_its_length_only() -> None:
     cache = StateCache()
     expected = decoded(cache, "taylor", qkv())
     cache.crop(LENGTH)
@@ -274,7 +274,7 @@ def test_failed_call_appends_nothing() -> None:
     assert torch.allclose(out, whole("softmax", tensors)[:, :, 9:])
 
 
-def test_attention_over_keys_of_update_equals_one_call() -> None:
+def test_attention_over_keys_returned_by_update_equals_one_call() -> None:
     (q, k, v), cache = qkv(), KVCache(LENGTH)
     for part in (slice(0, 9), slice(9, LENGTH)):
         keys, values = cache.update(k[:, :, part], v[:, :, part])

@@ -84,7 +84,7 @@ def test_constructor_arguments_are_initial_values() -> None:
     attend = Attention("ssmax", 2, s=start, b=0.5, learn=("s",))
     assert attend.b == 0.5
     attend.s.data += 1
-    assert start.tolist() == pytest.approx([0.1, 0.2])  # the module has a copy
+    assert start.tolist() == pytest.approx([0.1, 0.2])  # the module copies the tensor
     fixed = Attention("ssmax", 2, s=start, learn=())
     assert [name for name, _ in fixed.named_buffers()] == ["s"]
     assert "s" in fixed.state_dict()
@@ -253,7 +253,7 @@ def test_autocast_gives_the_dtype_of_torchs_attention(variant: str, backend: str
         assert p.grad.dtype == torch.float32
 
 
-def test_autocast_with_a_float_mask_and_slopes() -> None:
+def test_autocast_does_not_round_float_masks_and_slopes() -> None:
     q, k, v = qkv()
     mask, slopes = rand(7, 7, seed=5).float(), torch.tensor([0.1, 0.2, 0.3, 0.4])
     with torch.autocast("cpu", torch.bfloat16):

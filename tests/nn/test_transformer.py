@@ -90,7 +90,7 @@ def test_layers_with_different_variants_share_the_window() -> None:
     with torch.no_grad():
         one, two = tokens(), tokens()
         two[:, 0] = (one[:, 0] + 1) % 20
-        # Two layers with a window of 4 keys reach 6 tokens back.
+        # With two layers and a window of 4 keys, an output depends on the 6 tokens before it.
         same = (made(one) == made(two)).all(-1).all(0)
     assert same.tolist() == [False] * 7 + [True] * 7
 

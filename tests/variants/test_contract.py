@@ -18,7 +18,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# decode launches several kernels for each prefix length. All its pairs but softmax are slow.
+# decode launches several kernels per prefix length, so only its test with softmax is quick.
 PREFIX_PAIRS = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
     if pair.values[1] == "decode" and pair.values[0] != "softmax"
@@ -41,7 +41,7 @@ def leaves_of(variant: str, backend: str) -> dict[str, Tensor]:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b are equal up to rounding; their values are of size 1."""
+    """Whether a and b, with values of about 1, are equal up to rounding."""
     return torch.allclose(a, b, rtol=0, atol=1e-12 if a.dtype == torch.float64 else 5e-6)
 
 
@@ -144,7 +144,7 @@ def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
 
 @every_variant
 def test_rows_sum_to_one_if_normalized(variant: str) -> None:
-    q, k, v = qkv(queries=9)  # causal with Nq > Nk: two rows see nothing
+    q, k, v = qkv(queries=9)  # causal with Nq > Nk: two rows see no key
     sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant)).sum(-1)
     if variant == "cosformer":  # its rows without a positive product are 0
         products = (q.relu() @ k.relu().transpose(-1, -2)).tril(-2).sum(-1)
@@ -250,7 +250,7 @@ def test_rows_without_keys_are_zero_with_zero_gradient(variant: str, backend: st
         assert bool(gradient.isfinite().all())
     for gradient in gradients[:3]:
         assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))
-    # The second batch element alone gives gradients of zero.
+    # In a call with only the second batch element, all gradients are zero.
     q, k, v = (x[1:] for x in leaves)
     out = attnzoo.attention(
         q, k, v, variant, attn_mask=mask[1:], backend=backend, **{**params_of(variant), **params}
@@ -299,7 +299,7 @@ def test_empty_row_does_not_change_the_others(variant: str, float_mask: bool, ba
 
 @every_trained_pair
 def test_row_with_one_key_has_weight_one_and_finite_gradients(variant: str, backend: str) -> None:
-    """The weight is 1 only for normalized variants. In such a row log n = 0."""
+    """Weight 1 is tested for normalized variants only. With one key, log n = 0."""
     q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
     params = leaves_of(variant, backend)
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
@@ -309,7 +309,7 @@ def test_row_with_one_key_has_weight_one_and_finite_gradients(variant: str, back
     gradients = gradients_of(out[:, :, 0].sum(), [q, k, v, *params.values()])
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     if attnzoo.get_variant(variant).normalized:
-        # The weight is 1 for any score.
+        # The weight is 1 for any score, so only v has a gradient.
         for gradient in (*gradients[:2], *gradients[3:]):
             assert float(gradient.abs().max()) < 1e-5
 

@@ -221,8 +221,8 @@ lse_backends = pytest.mark.parametrize(
 
 
 @lse_backends
-def test_lse_of_a_row_at_the_lowest_float(backend: str) -> None:
-    """LEAST plus a score is LEAST. The kernels multiply it by log2(e), which overflows."""
+def test_lse_of_a_row_at_the_lowest_float_is_that_number(backend: str) -> None:
+    """LEAST plus a score is LEAST, but LEAST · log2(e), as in the kernels, overflows."""
     q, k, v = qkv(torch.float32)
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST
@@ -236,7 +236,7 @@ def test_lse_of_a_row_at_the_lowest_float(backend: str) -> None:
 
 
 @pytest.mark.interpreter
-def test_gradients_of_lse_with_a_row_at_the_lowest_float() -> None:
+def test_gradients_of_lse_are_finite_with_a_row_at_the_lowest_float() -> None:
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST
     found = []

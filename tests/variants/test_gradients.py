@@ -120,7 +120,7 @@ def test_second_derivatives_on_tiled_raise_and_name_eager(variant: str) -> None:
     def twice() -> None:
         loss = run(*leaves, backend="tiled").square().sum()
         first = torch.autograd.grad(loss, leaves[0], create_graph=True)
-        # As in torch.autograd.functional.hessian, where a missing edge counts as zero.
+        # With allow_unused, a missing edge would count as zero, as in torch.autograd.functional.
         torch.autograd.grad(first[0].square().sum(), leaves[1], allow_unused=True)
 
     with pytest.raises(RuntimeError, match="eager"):

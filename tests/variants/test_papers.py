@@ -30,7 +30,7 @@ def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: A
 @pytest.mark.interpreter
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if CASES[v].paper.weights])
 def test_weights_of_the_paper_example(variant: str) -> None:
-    """Tested on each backend that supports it. D = 1 and q = 1, so the keys are the scores."""
+    """Tested on each backend that supports the variant. As D = 1 and q = 1, keys are scores."""
     paper = CASES[variant].paper
     k = torch.tensor(paper.scores, dtype=torch.float64)[None, None, :, None]
     v = torch.eye(len(paper.scores), dtype=torch.float64)[None, None]
@@ -254,9 +254,8 @@ def test_sigmoid_by_hand(backend: str) -> None:
     agree(grads(ours, scores, bias), grads(lambda s, b: 1 / (1 + (-s - b).exp()), scores, bias))
     counted = weights_of(scores, "sigmoid", backend)
     assert torch.allclose(counted, 1 / (1 + 20 * (-scores).exp()))
-    constant = weights_of(
-        scores, "sigmoid", backend, bias=-math.log(20)
-    )  # the constant of the authors
+    # The authors use a constant bias of −log n.
+    constant = weights_of(scores, "sigmoid", backend, bias=-math.log(20))
     assert torch.allclose(counted, constant)
 
 

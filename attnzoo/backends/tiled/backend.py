@@ -3,7 +3,7 @@
 A variant with a form runs through the operators in this folder, which share one backward for all
 pairwise forms. It recomputes the weights φ(s − τ)/Z from the saved τ and Z. A variant without a
 form runs through its definition, in checkpointed blocks. That loop is plain Python, which
-torch.compile unrolls. All forms and calls are supported, except transforms of torch.func.
+torch.compile unrolls. The definition supports every call, except under torch.func transforms.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
     reject_transforms("tiled", q, k, v, call.mask, call.alibi)
-    # Computed before the split into blocks, because n_i is over all keys of the call.
+    # The number of visible keys n_i is over all keys of the call, not only those of a block.
     call = replace(call, whole_counts=call.counts)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)
     lse = torch.full(q.shape[:3], NEG_INF, dtype=call.dtype, device=q.device)

@@ -34,7 +34,7 @@ def call_of(
     q: Tensor, k: Tensor, layout: Layout, origin: int, value_dim: int = 0, dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Call:  # fmt: skip
-    """Rebuild the call from operands of an operator. Query i has the position of key origin + i."""
+    """Rebuild the call from operands of an operator. Query i is at the position ``origin + i``."""
     batch, heads, queries, head_dim = q.shape
     segments = None
     if layout.q_segments is not None and layout.k_segments is not None:
@@ -76,7 +76,7 @@ class Block:
 
     @property
     def call(self) -> Call:
-        """The block as a call. Computed only when needed: for masks, ALiBi or a definition."""
+        """The block as a call. Needed only with a mask, segments, ALiBi or a definition."""
         return self.whole.block(self.batches, self.heads, self.rows)[0]
 
     @property
@@ -129,7 +129,7 @@ def _heads_of(
         over_b = slice(b, min(b + batches, call.batch))
         for h in range(0, call.heads, heads):
             over_h = slice(h, min(h + heads, call.heads))
-            # A block of several batches has all their heads, so the flat range has no gaps.
+            # A block of several batches has all their heads, so its flattened range has no gaps.
             first = over_b.start * call.kv_heads + over_h.start // call.group
             size = (over_b.stop - b) * (over_h.stop - h) // call.group
             yield Block(call, over_b, over_h, rows, keys, slice(first, first + size), edges)
@@ -226,8 +226,8 @@ class ScoreGradients:
         if self.dgain is None or self.gain is None:
             self.dq[block.part] = dq
         else:
-            # Computed before the gain is applied, because dividing by the gain later fails where
-            # it is 0 (log 1).
+            # Computed before dq is multiplied by the gain. Dividing by the gain later would fail
+            # where the gain is 0, for example log 1.
             self.dgain[block.part] = (dq * self.q[block.part].to(dq.dtype)).sum(-1)
             self.dq[block.part] = dq * block.of(self.gain)[..., None]
         if self.dmask is not None:

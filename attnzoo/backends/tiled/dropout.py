@@ -1,4 +1,4 @@
-"""Dropout whose random numbers depend only on (seed, head, query, key), not on the block size.
+"""Dropout whose random numbers depend on (seed, batch, head, query, key), not on the block size.
 
 The backward of `tiled` draws the same mask again from the saved seed. With a stateful generator the
 mask would depend on the order of the blocks.
@@ -21,7 +21,7 @@ def new_seed(call: Call) -> Tensor:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Hash 32-bit integers one to one (multiply-xorshift)."""
+    """A one-to-one hash of 32-bit integers (multiply-xorshift)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MAX_UINT32
     x = ((x ^ (x >> 15)) * 0x6D2B79F5) & _MAX_UINT32
     return x ^ (x >> 16)

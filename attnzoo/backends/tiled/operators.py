@@ -40,12 +40,12 @@ def key_of(activation: Activation) -> str:
     raise AssertionError("count() does not end")
 
 
-# The compiler calls key_of and treats the string as a constant.
+# With this flag the compiler calls key_of while it traces, and treats the result as a constant.
 # torch.compiler.assume_constant_result sets the same flag, but would import the compiler.
 key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-# Registers the library's activations first, so that their keys equal their names in every process.
-# An exported program relies on that.
+# The library's activations are registered first, so that their keys equal their names in every
+# process. An exported program relies on that.
 for _known in (*vars(activations).values(), *activations.TAYLOR.values()):
     if isinstance(_known, Activation):
         key_of(_known)

@@ -62,7 +62,7 @@ def outputs(
     gain, offset, shape, sink = vectors
     keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
     if offset is not None:
-        # −τ is appended to q as a feature, and 1 to each key, so that the product subtracts it.
+        # −τ is appended to each query, and 1 to each key, so that the product q·k subtracts τ.
         keys = torch.nn.functional.pad(keys, (0, 1), value=1.0)
     full = (call.batch, call.heads, call.queries)
     out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
@@ -169,9 +169,9 @@ def _kept(s: Tensor, top_k: int | None) -> Tensor:
 
 
 def _peak(s: Tensor) -> Tensor:
-    """The maximum of each row, 0 for a row without keys. A threshold τ is relative to it.
+    """The maximum of each row, 0 for a row without keys. Thresholds τ are relative to it.
 
-    Otherwise the rounding error of τ would exceed the differences between large scores.
+    The rounding error of an absolute τ would exceed the differences between large scores.
     """
     m = s.amax(-1, keepdim=True)
     return m.masked_fill_(m == NEG_INF, 0.0)
@@ -254,7 +254,7 @@ def _recompute_weights(
 def _mean_gradient(
     how: Normalizer, block: Block, do_z: Tensor, out: Tensor, dp: Tensor, slope: Tensor
 ) -> Tensor | None:
-    """c/Z of the module docstring, [b, h, rows]. It is subtracted from dP/Z."""
+    """c/Z [b, h, rows], to be subtracted from dP/Z; see the module docstring. None if c = 0."""
     if how.normalize == "none":
         return None
     if how.normalize == "threshold":

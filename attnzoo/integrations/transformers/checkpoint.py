@@ -162,7 +162,7 @@ def _check_complete(model: Any) -> Any:
 
 
 def register() -> None:
-    """Patches two methods of `PreTrainedModel`, once, at import. They have no hooks."""
+    """Patches two methods of `PreTrainedModel` at import; transformers has no hooks for them."""
     from transformers import PreTrainedModel
 
     post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights

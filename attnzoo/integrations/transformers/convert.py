@@ -75,7 +75,7 @@ def convert(
 
         In an encoder, where all queries see equally many keys, a calibrated model stays close to
         the original. In a causal model it may differ as much as with the variant's own initial
-        values: queries with many keys get sharper weights than before, those with few flatter ones.
+        values: queries with many keys get sharper weights, queries with few keys flatter weights.
 
         Exclude the learned parameters from weight decay with `attnzoo.nn.parameter_groups`. In a
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
@@ -120,7 +120,7 @@ def convert(
 
 
 def _parts(model: Any) -> list[tuple[str, Any]]:
-    """The model and its sub-models with configs of their own, each of which can be loaded alone."""
+    """(name, module) of the model and of each sub-model with its own config."""
     from transformers import PreTrainedModel
 
     return [
@@ -134,7 +134,7 @@ def _spec(part: Any, prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """The spec for the config of a sub-model, with module names relative to that sub-model."""
     start = f"{prefix}." if prefix else ""
     inside = {n.removeprefix(start): e for n, e in entries.items() if n.startswith(start)}
-    # Two models may share a config: keep only entries of layers that are converted in this one.
+    # Two models may share a config: keep only entries of layers that this model has converted.
     known = own_layers(part)
     before = getattr(part.config, NAME)["before"] if known else implementations(part)
     # A new dict, because copies of a config share the old one.
@@ -152,7 +152,7 @@ def write_spec(config: Any, spec: dict[str, Any]) -> None:
 
 
 def own_layers(model: Any) -> dict[str, Any]:
-    """The config's entries of the layers converted in this model, by their names in this model."""
+    """The config's entries of the converted layers of this model, by module name."""
     spec = getattr(model.config, NAME, None) or {"layers": {}}
     children = {name for name, module in model.named_modules() if NAME in module._modules}
     layers = {}
@@ -171,7 +171,7 @@ def possible_names(model: Any, name: str) -> Iterator[str]:
 
 
 def implementations(model: Any) -> dict[str, str]:
-    """The attention implementations by sub-config ("" is the model), to restore them later."""
+    """The attention implementation of each sub-config ("" is the model's own), by name."""
     own = {"": model.config._attn_implementation}
     subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}

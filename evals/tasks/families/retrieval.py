@@ -73,8 +73,8 @@ class Settings(Base):
 class Batch:
     """Sequences of one length.
 
-    features: (B, n, F), of the items without their classes. classes: (B, n). query: (B, G).
-    closeness: (B, n); the true item is the first one with the largest closeness.
+    features: (B, n, F), the items without their classes. classes: (B, n). query: (B, G).
+    closeness: (B, n), how well an item fits the query; the true item is the first of the closest.
     """
 
     features: Tensor
@@ -130,10 +130,10 @@ class Model(nn.Module):
         return rearrange(q, "b d -> b 1 1 d"), self.to_k(item)[:, None], self.to_v(item)[:, None]
 
     def folded(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """`project` with W (U x + c) + b computed as (W U) x + (W c + b), a third less work.
+        """A function equal to `project`, with (W U) x + (W c + b) for W (U x + c) + b.
 
-        There is no activation between the second layer of the item MLP and the key and value
-        projections, so the function and its gradients are the same.
+        It does a third less work. The results and gradients are the same, because there is no
+        activation between the item MLP's second layer (U, c) and the projections (W, b) to k and v.
         """
         hidden, second = self.item[:2], self.item[2]
         assert isinstance(second, nn.Linear)
@@ -167,7 +167,7 @@ class RetrievalTask(Task):
     Attributes besides those of `Task`:
         version: the version of the data.
         draw: draws a batch from (seed, split, length, start, stop).
-        sizes: (features per item without its class, features per query).
+        sizes: (F, G), the features per item without its class, and per query.
     """
 
     name: str

@@ -31,7 +31,7 @@ LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
 class Settings(Base):
     """Settings of a sequence task; `evals.task.Settings` describes the fields.
 
-    heads, depth: the number of heads per layer, and of layers.
+    heads: the number of heads per layer. depth: the number of layers.
     """
 
     width: int = 64
@@ -151,7 +151,7 @@ class SequenceTask(Task):
     def _check(
         self, batch: object, length: int, shape: tuple[int, int], settings: Settings
     ) -> None:
-        """Check what ``draw`` returned; raises ValueError."""
+        """Check a batch from ``draw``; raises ValueError if it is invalid."""
         if not isinstance(batch, Batch):
             raise ValueError(f"draw must return a SequenceBatch, got {type(batch).__name__}")
         last = self.vocabulary_size(settings) - 1

@@ -9,7 +9,7 @@ A kernel has several entries, chosen by the features of the call:
 - "": none of the following;
 - "filled": a head dimension is padded to a power of two;
 - "one": one of window, ALiBi, segments and a key mask;
-- "listed": only a list of the blocks with nonzero weights, from a threshold;
+- "listed": a list of the blocks with nonzero weights, from a threshold, and none of the others;
 - "several": a dense mask, at least two of window, ALiBi, segments and key mask, one of these with a
   list of blocks, or further per-query vectors (the shape, the gradient of lse);
 - "unaligned": strides that allow no wide loads, with or without the above.
@@ -32,10 +32,10 @@ class Config(NamedTuple):
     stages: int
     part: int | None = None  # head dimensions per partial product of q kᵀ and dO vᵀ; None: all
     registers: int | None = None  # limit per thread; None: ptxas decides
-    split: bool = True  # without a window, a loop without bounds checks over fully visible blocks
+    split: bool = True  # loop over fully visible blocks of keys separately, without bounds checks
 
 
-# The most that a thread can have. Without it ptxas may spill a few to run more blocks at once.
+# Largest number of registers per thread. Without a limit, ptxas may spill some to run more blocks.
 ALL = 255
 full = partial(Config, registers=ALL)
 
@@ -112,15 +112,15 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
     },
 }
 
-# For the interpreter: small blocks, so that short sequences have several. fp32 above D = 128 is
-# multiplied in parts.
+# For the interpreter: small blocks, so that a short sequence has several blocks. Products in fp32
+# above D = 128 are computed in parts.
 INTERPRETED_PART = 64
 INTERPRETED = {
     "forward": Config(64, 32, 1, 1),
     "dq": Config(32, 64, 1, 1),
     "dkdv": Config(64, 32, 1, 1),
     "stats": Config(64, 64, 1, 1),
-    "threshold": Config(128, 64, 1, 1),  # the tile of the map of blocks
+    "threshold": Config(128, 64, 1, 1),  # the largest tile of a block map
 }
 
 
@@ -165,7 +165,7 @@ def map_tile(head_dim: int, bits: int, several: bool) -> tuple[int, int]:
 LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
 LINEAR_CHUNK = {16: 64, 32: 32}
 INTERPRETED_CHUNK = 32
-# Columns of values per pass. Each pass recomputes the denominators.
+# Largest number of columns of values per pass. Each pass recomputes the denominators.
 LINEAR_WIDEST = {16: 128, 32: 64}
 LINEAR: dict[int, dict[str, Config]] = {
     16: {**dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)), "states": full(64, 64, 8, 2)},

@@ -7,8 +7,8 @@ divides, once, at the end. Partial results by form:
 - ``SUM`` (another φ, normalized): (Z, o). τ is 0 or given.
 - Without normalization: o.
 
-``PEAKED`` (φ unbounded, values in fp16): o is kept in units of the largest φ so far, because a
-polynomial may exceed 65504, the largest fp16 number.
+``PEAKED`` (normalize = "sum", values in fp16): o is kept in units of the largest φ so far, because
+an unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
 """
 
 import triton

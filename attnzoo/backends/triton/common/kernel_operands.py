@@ -36,9 +36,9 @@ class Form(NamedTuple):
 class Maps(NamedTuple):
     """The tiles with nonzero weights, as written by `flash.threshold`. None: use all tiles."""
 
-    blocks: Tensor | None = None
-    counts: Tensor | None = None
-    live: Tensor | None = None
+    blocks: Tensor | None = None  # int32 [B·H, tiles of queries, tiles of keys]: lists of key tiles
+    counts: Tensor | None = None  # int32 [B·H, tiles of queries]: lengths of the lists
+    live: Tensor | None = None  # uint8, shaped as blocks: 1 where a tile has nonzero weights
 
 
 def _vector(value: PerQuery | None, call: Call) -> Tensor | None:

@@ -65,7 +65,7 @@ def align_of(*tensors: Tensor) -> int:
 
 
 def readable(do: Tensor, out: Tensor) -> bool:
-    """Whether the kernels can read the gradient without a copy, with the output's alignment."""
+    """Whether the kernels can read dO without a copy, in loads as wide as those of the output."""
     rows = do.stride(-1) == 1 or do.shape[-1] == 1
     return rows and align_of(do) >= align_of(out)
 

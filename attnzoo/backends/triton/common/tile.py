@@ -138,7 +138,7 @@ def load_vectors(
 
 @triton.jit
 def load_segments(segments, at, i, count):
-    """The segments of the queries, shaped as i. Without segments i, which is then not used."""
+    """The segments of the queries, shaped as i. If ``segments`` is None, an unused placeholder."""
     found = i
     if segments is not None:
         found = tl.load(segments + at + i, mask=i < count, other=0)

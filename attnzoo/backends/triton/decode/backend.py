@@ -1,7 +1,7 @@
 """Runs pairwise forms of few queries over many keys in Triton kernels, without gradients.
 
 The keys are split among programs. Each program reads its keys once for all queries and heads of a
-group. The use is decoding, with one or a few new tokens. `flash` is for many queries.
+group. This backend is for decoding, with one or a few new tokens; `flash` is for many queries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, Pairwise, Statistics
 
-# Limit of queries × heads per group, by bytes of an element. They are the rows of one tile.
+# Limit of queries × heads per group, by bytes of an element. One tile has a row for each of them.
 MOST_ROWS = {2: 64, 4: 32}
 
 

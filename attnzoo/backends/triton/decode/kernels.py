@@ -37,10 +37,10 @@ RUNTIME = (
 
 @triton.jit
 def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
-    """This program's split, batch · Hkv + key/value head, batch, and lane, r, head and query.
+    """Returns (split, batch · Hkv + key/value head, batch, lane, r, head, query) of this program.
 
-    lane [BM] counts the rows of the tile. r, head and query [BM, 1] belong to the row; lanes beyond
-    the last row repeat it.
+    lane [BM] is 0 … BM − 1. r, head and query, each [BM, 1], are those of the tile's rows. Lanes
+    beyond the last row repeat the last row.
     """
     split = tl.program_id(0) % splits
     bh = (tl.program_id(0) // splits).to(tl.int64)
@@ -92,7 +92,7 @@ def decode_products(
     mask_at = mask_start(mask, b, h, mask_b, mask_h)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    products += (at + r) * width - first * BLOCK_N  # [BM, 1], at key 0
+    products += (at + r) * width - first * BLOCK_N  # pointers [BM, 1] to the products with key 0
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z_i, t_i = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     low = first + split * span
@@ -140,7 +140,7 @@ def decode(
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     if k is None:
-        q_side = products + (at + r) * width - first * BLOCK_N  # [BM, 1], at key 0
+        q_side = products + (at + r) * width - first * BLOCK_N  # pointers [BM, 1], to key 0
     else:
         k += (b * k_b + hk * k_h) * ALIGN
         q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
@@ -173,7 +173,7 @@ def decode_merge(
     ACT: tl.constexpr, UNIT: tl.constexpr, ONLINE: tl.constexpr, SUM: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of all splits into one row of the output."""
+    """Merge the partial results of all splits into the output of one query."""
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
@@ -219,7 +219,7 @@ def decode_stats(m, z, t, lse, entropy, group, queries, splits):
     peaks = tl.load(m + at, mask=inside, other=float("-inf"))
     top = tl.max(peaks, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    # A split without keys has Z = T = 0, so that any finite shift gives 0.
+    # A split without keys has Z = T = 0, so with any finite shift it adds 0 to the sums.
     shift = tl.maximum(peaks - base[:, None], -200.0)
     decay = tl.exp2(shift)
     sums = tl.load(z + at, mask=inside, other=0.0)

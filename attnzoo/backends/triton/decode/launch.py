@@ -1,7 +1,7 @@
 """Builds the launches of the kernels of `decode`; see `common.launch`.
 
-``processors`` is the number of multiprocessors of the GPU. The keys are split such that all of them
-have work. The number of splits affects only the order of summation.
+``processors`` is the number of multiprocessors of the GPU. The keys are split so that each
+multiprocessor has work. The number of splits affects only the order of summation.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from attnzoo.backends.triton.common.launch import (
 )
 from attnzoo.backends.triton.decode import kernels
 
-# Fewest keys per split. With fewer, another program and partial result cost more than they save.
+# Fewest keys per split. With fewer, one more program and partial result cost more than they save.
 LEAST_KEYS = 256
 # Programs per multiprocessor, if there are enough keys.
 PER_PROCESSOR = 2
-# Unit of `key_range`. Independent of the kernel's block size, because fake functions have to know
-# the sizes of results.
+# Unit of `key_range`. It does not depend on the kernel's block size, because fake functions need
+# the sizes of results without a device.
 KEYS = 128
 # Scores per iteration of the threshold kernel.
 SCORES = 2048
@@ -153,7 +153,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """Returns the launches and their results: products and τ. Ignores offset and sink."""
+    """Returns the launches, and products and τ. Reads only gain and shape of ``vectors``."""
     walk, args, products = _products_pass(q, k, vectors.gain, 1.0, layout, arch, processors, False)
     tau = new_vector(q)
     args = {

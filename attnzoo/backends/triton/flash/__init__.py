@@ -1,1 +1,1 @@
-"""Pairwise forms, forward and backward."""
+"""Pairwise forms in Triton, forward and backward."""

@@ -1,11 +1,11 @@
-"""Pairwise forms in Triton kernels, forward and backward.
+"""Runs pairwise forms in Triton kernels, forward and backward.
 
 Memory is linear in N, except for the block map of a threshold: a few bytes per tile of scores.
 
-The kernels describe a form by its activation's Triton function, its per-query vectors and how it
-normalizes. Statistics and thresholds are computed by operators of their own before the forward. The
-gain that a variant computes from an entropy, and the solved threshold τ, are then passed as
-vectors. The forward treats τ as a constant. The backward accounts for its gradient.
+A kernel gets a form as its activation's Triton function, its per-query vectors and flags for the
+normalization. Separate operators compute statistics and thresholds before the forward. A gain that
+is computed from statistics, and the solved threshold τ, are then passed as per-query vectors. The
+forward treats τ as a constant. The backward accounts for the dependence of τ on the scores.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def flash_dq(
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # Computed here, because dividing by the gain later would fail if it is 0 (s · log 1).
+        # Computed here, because dividing by the gain later fails where it is 0, for example log 1.
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )
@@ -221,7 +221,7 @@ def flash_dkdv(
     """Write dk and dv for a block of keys."""
     tiles = tl.cdiv(keys, BLOCK_N)
     tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)  # batch × key/value head
+    bh = (tl.program_id(0) // tiles).to(tl.int64)  # batch · Hkv + key/value head
     kv_heads = heads // group
     b, hk = bh // kv_heads, bh % kv_heads
     k += (b * k_b + hk * k_h) * ALIGN

@@ -2,7 +2,7 @@
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q once,
 loops once over the keys and values that causality and window allow (see `fold`), and writes its
-block of o, and of lse and the statistics for the backward if they are wanted.
+block of o and, if wanted, its part of lse and of the per-query vectors for the backward.
 """
 
 import triton

@@ -159,7 +159,7 @@ def describe_backward(
 
 
 def _describe_columns(maps: Maps, group: int) -> tuple[Maps, list[Launch]]:
-    """The block map per tile of keys, and the launch that fills it (none without a map)."""
+    """The block map per tile of keys, and the launch that fills it, in a list (empty: no map)."""
     live = maps.live
     if live is None:
         return maps, []
@@ -200,7 +200,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Returns the launch and its results: τ and the block map. Of vectors, uses gain and shape."""
+    """Returns the launch, and τ and the block map. Reads only gain and shape of ``vectors``."""
     align = align_of(q, k)
     config = _config("threshold", arch, q, k, v, layout, True, align)
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)

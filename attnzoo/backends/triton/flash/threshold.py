@@ -2,7 +2,7 @@
 
 Grid: one program per (batch, head, block of BLOCK_M queries). A program reads its block of q
 and, in each solver step, the keys that can still have nonzero weight. It writes its block of τ,
-the list of key blocks with nonzero weights, and a flag for each of them.
+the list of key blocks with nonzero weights, and a flag for each of these blocks.
 
 The solver is Newton's method for Z^{α−1} = 1 with Z = Σφ: τ += (Z − Z^{2−α})/((α−1) Σφ'). τ starts
 at the maximum of each query's scores and increases monotonically. For equal scores one step is
@@ -126,7 +126,7 @@ def threshold(
 def newton(t, z, slopes, a):
     """One step from t = τ − base, given Σφ = z and Σφ' = slopes.
 
-    Returns the new t, and which queries are not solved yet.
+    Returns the new t, and a mask of the queries that are not solved yet.
     """
     excess = tl.where(z > 0.0, z - 1.0, 0.0)
     # Near Z = 1, z − power loses digits to cancellation. To first order, (z − power)/a is Z − 1.

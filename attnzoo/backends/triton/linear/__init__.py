@@ -1,1 +1,1 @@
-"""Linear forms, chunk by chunk, forward and backward."""
+"""Linear forms in Triton, chunk by chunk, forward and backward."""

@@ -1,4 +1,4 @@
-"""The backend `linear` in Triton kernels: linear forms chunk by chunk, forward and backward.
+"""Runs linear forms chunk by chunk in Triton kernels, as `linear` does in PyTorch.
 
 Features are computed in torch, so that autograd differentiates them. They are bf16 for bf16 inputs
 and fp32 for others, because products of fp16 features may exceed 65504. The features take F/D times
@@ -53,7 +53,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`linear.scan` in kernels: causal output and final state, from the initial state ``sums``."""
+    """Causal output and final state, from the initial state ``sums``, as `linear.scan`."""
     call, k, v, sums = linear.prepare(call, k, v, sums)
     v = _values(v, call)
     keyless, lead = linear.offsets(call)

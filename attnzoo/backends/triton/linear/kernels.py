@@ -70,7 +70,7 @@ def linear_states(
     first,  # [B·Hkv, F, WIDTH] or None: the initial state
     states,  # [B·Hkv, chunks, F, WIDTH] or None: the state before each chunk
     last,  # [B·Hkv, spans, F, WIDTH]: first + the sum over each span of chunks
-    z, delta,  # vectors or None: x is divided by z, and the last column of y is −δ, not 1
+    z, delta,  # vectors or None; if given, x is divided by z, and the last column of y is −δ
     length, chunks, spans, span,  # span: chunks per program
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
