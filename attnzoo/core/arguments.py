@@ -125,7 +125,7 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
     if not check_bool("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
             f"q and k must have the same number of heads, got {heads} and {kv_heads}; "
-            "enable_gqa=True lets groups of query heads share a key head"
+            "enable_gqa=True lets groups of query heads share a key/value head"
         )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
