@@ -20,7 +20,10 @@ def escape(text: str) -> str:
 
 
 def latex_table(scores: Scores) -> str:
-    """A table of mean and 95 % interval by variant and length, below comments for the caption."""
+    """A table of mean and 95 % interval by variant and length.
+
+    LaTeX comments above the table give the text for a caption.
+    """
     count = len(scores.lengths)
     comments = [scores.title, *scores.notes(), r"needs \usepackage{booktabs}"]
     body = [

@@ -131,7 +131,7 @@ def half_accumulators(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
                 return out
 
             patch.setattr(InterpreterBuilder, "create_dot", half_dot)
-        elif backend == "tiled":  # dispatch modes do not see calls in its operators
+        elif backend == "tiled":  # a dispatch mode does not see products inside tiled's operators
             bmm = torch.bmm
 
             def half_bmm(*args: Any, **options: Any) -> Tensor:

@@ -131,7 +131,7 @@ class TestChoice:
         assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
         assert chosen("sink", step(1, 512)) == "flash"
         assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
-        # Below 4096 keys, sdpa is preferred to decode; it splits keys too.
+        # Below 4096 keys, sdpa comes before decode: torch's fused softmax also splits the keys.
         assert chosen("softmax", step(1, 2048)) == "sdpa"
         assert chosen("sink", step(1, 2048)) == "decode"
         assert chosen("adaptive_temperature", step(1, 2048)) == "decode"
