@@ -30,11 +30,11 @@ def visible_by_hand(call: Call, **options: Any) -> Tensor:
     ids = options.get("segment_ids")
     ids = (ids, ids) if isinstance(ids, Tensor) else ids
     for b, h, i, j in product(*map(range, shape)):
-        position = call.keys - call.queries + i  # aligned at the bottom right
+        position = call.keys - call.queries + i  # the last query is aligned with the last key
         see = True
         if options.get("is_causal"):
             see = see and j <= position
-        if isinstance(window, int):  # W keys: the query's own and W − 1 before it
+        if isinstance(window, int):  # a query sees its own key and the W − 1 keys before
             see = see and position - j < window
         elif window is not None:
             see = see and position - window[0] <= j <= position + window[1]
@@ -50,7 +50,9 @@ def visible_by_hand(call: Call, **options: Any) -> Tensor:
 def options_for(queries: int, keys: int) -> list[dict[str, Any]]:
     mask = rand(2, 2, queries, keys, seed=1) > -0.3
     floats = rand(queries, keys, seed=2).float()
-    ids = rand(2, queries + keys, seed=3).round().long() * 10**12 - 5  # ids may be any int64
+    ids = (
+        rand(2, queries + keys, seed=3).round().long() * 10**12 - 5
+    )  # segment ids may be any int64
     segments = {"segment_ids": (ids[:, :queries], ids[:, queries:])}
     masks: list[dict[str, Any]] = [
         {},
@@ -104,7 +106,7 @@ def test_block_sees_the_same_keys_as_the_call(shape: tuple[int, int]) -> None:
 
 
 def test_counts_of_long_calls_take_linear_memory() -> None:
-    """A mask of 65 536² bools would take 4 GiB."""
+    """A full mask of this call, 65 536² bools, would take 4 GiB."""
     n = 65536
     ids = (torch.arange(n) // 1000)[None]
     q = torch.zeros(1, 1, n, 1)
@@ -163,7 +165,7 @@ def test_window_includes_the_query_s_own_key(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 def test_bias_is_added_after_the_gain(backend: str) -> None:
-    """ssmax with s = 2: softmax(2 log n z + mask − slope |i − j|)."""
+    """The expected weights of ssmax with s = 2 are softmax(2 log n z + mask − slope |i − j|)."""
     q, k = rand(1, 2, 4, 6, seed=1), rand(1, 2, 7, 6, seed=2)
     mask, slopes = rand(4, 7, seed=3), torch.tensor([0.5, 0.125]).double()
     position = torch.arange(3, 7)
@@ -178,7 +180,7 @@ def test_bias_is_added_after_the_gain(backend: str) -> None:
 
 @pytest.mark.parametrize("variant", ["ssmax", "log_n", "sigmoid", "asentmax"])
 def test_finite_mask_entries_count_as_visible(variant: str) -> None:
-    """−1e4 removes a key from a softmax but not from n; only −inf does both."""
+    """A mask entry of −1e4 makes a softmax weight 0; only −inf also removes the key from n."""
     q, k = rand(1, 1, 3, 6, seed=1), rand(1, 1, 8, 6, seed=2)
     low = torch.zeros(8, dtype=torch.float64)
     low[5:] = -1e4
@@ -196,7 +198,7 @@ def test_finite_mask_entries_count_as_visible(variant: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", ["softmax", "ssmax", "sigmoid", "entmax", "cosformer"])
 def test_segments_equal_separate_calls(variant: str, backend: str) -> None:
-    """Packed sequences give the outputs of separate calls, including counts and causality."""
+    """Packed sequences give the outputs of one call per sequence, also under causality."""
     q, k, v = (rand(1, 2, 12, 6, seed=i) for i in range(3))
     ids = torch.tensor([[4, 4, 4, 4, 4, -1, -1, -1, 9, 9, 9, 9]])
     options = dict(is_causal=True, backend=backend, **params_of(variant, 12))

@@ -66,7 +66,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shaped(form: Pairwise) -> Tensor | None:
-    """The form's shape with an axis for keys appended, so that it broadcasts against scores."""
+    """Append an axis for keys to the activation's shape parameter, which then fits the scores."""
     return None if form.shape is None else form.shape[..., None]
 
 
@@ -75,7 +75,7 @@ def phi_of(form: Pairwise, s: Tensor) -> Tensor:
 
 
 def threshold(form: Pairwise, s: Tensor, visible: Tensor) -> Tensor:
-    """Solve for τ by bisection and two Newton steps; the last one carries the gradient."""
+    """Solve Σ φ(s − τ) = 1 for τ by bisection; the last of two Newton steps has a gradient."""
     with torch.no_grad():
         low = s.masked_fill(~visible, float("-inf")).amax(-1, keepdim=True)
         low = low.masked_fill(low == float("-inf"), 0.0)
@@ -100,7 +100,7 @@ def weights_of(form: Pairwise) -> Callable[..., Tensor]:
         if form.normalize == "none":
             return (phi_of(form, s - form.offset) * visible).expand_as(s)
         if form.normalize == "threshold":
-            # Invisible keys get a finite score. Their φ is set to 0 below.
+            # Invisible keys get a finite score here and a weight of 0 below.
             seen = s.masked_fill(~visible, 0.0)
             return phi_of(form, seen - threshold(form, seen, visible)) * visible
         if form.keep is not None:

@@ -22,7 +22,7 @@ SMALL = ["--heads", "2", "--head-dim", "16", "--repeats", "2", "--min-seconds", 
 
 
 def example(name: str) -> str:
-    """The text of a file that the README or the documentation prints in full."""
+    """Return the code block of the README or the documentation that starts with `# <name>`."""
     text = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return next(block for block in blocks if block.startswith(f"# {name}\n"))
@@ -41,7 +41,7 @@ def unload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write cube.py, which the documentation shows, to another folder and return its path."""
+    """Write the cube.py of the documentation to a folder outside sys.path and return its path."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

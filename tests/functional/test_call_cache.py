@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) -> None:
-    """Outputs and gradients are equal, although the cached call had other tensor values."""
+    """The first call, which fills the cache, has other tensor values than the repeated call."""
     options = {**params_of(variant), **LAYOUTS[layout]}
 
     def run() -> list[Tensor]:
@@ -172,7 +172,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own_registry")
 def test_checkpoint_of_a_form_with_learned_features_gives_the_same_gradients() -> None:
-    """The recomputation uses the cache. It must save as many tensors as the first forward."""
+    """The recomputed forward uses the cache and must save as many tensors as the first one."""
     a = rand(8, 4).float().requires_grad_()
 
     def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:

@@ -24,7 +24,7 @@ Function = Callable[..., Tensor]
 
 
 def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Tensor]]:
-    """A function that calls this backend, and its inputs: q, k, v and learned parameters."""
+    """Return a function that runs attention, and its inputs: q, k, v and learned parameters."""
     dtype = precise(backend)
     leaves = [rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3)]
     constant = (variant, backend) in CONSTANT_PARAMETERS
@@ -99,7 +99,7 @@ def test_reentrant_checkpoint_gives_the_same_gradients(variant: str, backend: st
 
 @every_backend
 def test_checkpoint_under_autocast_gives_the_same_gradients(variant: str, backend: str) -> None:
-    """The recomputation uses the autocast of the forward; the backward uses none."""
+    """The forward is recomputed under its own autocast; the backward runs without autocast."""
     run, leaves = call(variant, backend)
     leaves = [x.detach().float().requires_grad_() for x in leaves]
 
@@ -137,7 +137,7 @@ def test_nested_checkpoint_supports_a_gain_from_statistics() -> None:
 
 
 def test_nested_checkpoint_supports_variants_without_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For such a variant, `tiled` itself checkpoints each block."""
+    """The backend `tiled` itself checkpoints each block of a variant without forms."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(blocks, "ROWS", 4)
     monkeypatch.setitem(CASES, "halved", CASES["softmax"])
@@ -184,7 +184,7 @@ def test_compiled_checkpoint_gives_the_same_gradients(
 @quiet
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_trainer_checkpoints_a_converted_model_on_tiled(tmp_path: Path) -> None:
-    """At this length the model's calls run on tiled, not on eager."""
+    """The sequences are so long that attention runs on tiled, not on eager."""
     length = 192
     ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in ids]

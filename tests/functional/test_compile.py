@@ -78,7 +78,7 @@ def fresh_compiler() -> None:
 
 
 def results(function: Any, attend: Attention, options: dict[str, Any]) -> list[Tensor]:
-    """Outputs, and gradients of q, k, v and the learned parameters."""
+    """Return the outputs and the gradients of q, k, v and the learned parameters."""
     leaves = [rand(2, 4, 9, 8, seed=i).float().requires_grad_() for i in range(3)]
     attend.zero_grad()
     out = function(*leaves, **options)
@@ -96,7 +96,7 @@ def test_compiles_without_graph_break_and_agrees(
     params = params_of(variant)
     names = tuple(CASES[variant].learned)
     if (variant, backend) == ("entmax", "eager"):
-        names = ()  # the bisection for a learned α takes 17 s to compile
+        names = ()  # compiling the bisection for a learned α takes 17 s
     attend = Attention(variant, 4, learn=names, **params, **(learned(variant, 4) if names else {}))
     options = {**options, "backend": backend}
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -129,7 +129,7 @@ LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # two to four bloc
 def graphs_over(
     lengths: tuple[int, ...], backend: str, variant: str, dynamic: bool | None = None, **params: Any
 ) -> int:
-    """The number of graphs compiled for a call and its gradients over these lengths."""
+    """Count the graphs that are compiled for forward and backward at all of these lengths."""
     names = tuple(CASES[variant].learned)
     attend = Attention(
         variant,
@@ -181,7 +181,7 @@ def test_sdpa_compiles_with_symbolic_sizes(variant: str) -> None:
 
 
 def test_blocks_are_not_unrolled_into_the_graph() -> None:
-    """The graph of many blocks has as many operations as the graph of one block."""
+    """The graph of a call with many blocks has as many operations as one with a single block."""
 
     def nodes(n: int) -> int:
         counter = CompileCounterWithBackend("eager")

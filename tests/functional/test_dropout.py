@@ -29,7 +29,7 @@ def seeded(seed: int, *args: Any, **options: Any) -> Tensor:
 @both
 @every_variant
 def test_each_weight_is_dropped_or_scaled(variant: str, backend: str) -> None:
-    """With v = identity the output is the weights: each is 0 or divided by 1 − p."""
+    """With v = identity the output holds the weights. Each is 0 or scaled by 1 / (1 − p)."""
     q, k, _ = qkv(n=40)
     eye = torch.eye(40, dtype=torch.float64).expand(2, 2, 40, 40)
     params = params_of(variant)
@@ -48,7 +48,7 @@ def test_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None:
     exact = attnzoo.attention(q, k, v, backend=backend)
     runs = torch.stack([seeded(i, q, k, v, backend=backend, dropout_p=0.5) for i in range(600)])
     error = (runs.mean(0) - exact) / (runs.std(0) / 600**0.5)
-    assert float(error.abs().max()) < 5  # the largest of 192 z-scores
+    assert float(error.abs().max()) < 5  # bounds the largest of 192 z-scores
     assert float(error.std()) == pytest.approx(1.0, abs=0.35)
 
 
@@ -61,7 +61,9 @@ def test_seed_determines_the_draw(backend: str) -> None:
     assert not torch.equal(first, seeded(2, q, k, v, **options))
     torch.manual_seed(1)
     attnzoo.attention(q, k, v, **options)
-    assert not torch.equal(first, attnzoo.attention(q, k, v, **options))  # the generator advanced
+    assert not torch.equal(
+        first, attnzoo.attention(q, k, v, **options)
+    )  # the first call advanced the generator
 
 
 @both
@@ -116,7 +118,7 @@ def test_mask_does_not_depend_on_block_sizes(variant: str, monkeypatch: pytest.M
 
 
 def drawn(heads: int = 4, n: int = 200) -> Tensor:
-    """The dropout mask of `tiled`: bool (heads, n, n), True where a weight is kept."""
+    """Return the dropout mask of `tiled`: bool (heads, n, n), True where a weight is kept."""
     zeros = torch.zeros(1, heads, n, 1)
     eye = torch.eye(n).expand(1, heads, n, n)
     return seeded(7, zeros, zeros, eye, backend="tiled", dropout_p=0.5)[0] != 0

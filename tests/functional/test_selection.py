@@ -50,20 +50,20 @@ def test_softmax_with_a_gain_runs_on_sdpa() -> None:
 
 
 def test_linear_runs_if_it_is_less_work() -> None:
-    """A supported linear form may still be slower: taylor has 2145 features at D = 64."""
+    """At D = 64, taylor has 2145 features, so at short lengths `linear` needs more work."""
     for n, backend in ((1024, "tiled"), (4096, "tiled"), (8192, "tiled"), (65536, "linear")):
-        # Cost per query: linear 3 · 2 (sums in fp64) · 2145 · 2 · 65, pairwise 128 n.
+        # `linear` costs 3 · 2145 · 2 · 65 per query, doubled for sums in fp64; `tiled` 128 n.
         assert chosen("taylor", n, d=64) == backend
         assert (128 * n > 6 * 2145 * 2 * 65) == (backend == "linear")
     # Under causality a query sees half of the keys on average.
     assert chosen("taylor", 2048, d=64, is_causal=True) == "tiled"
     assert chosen("taylor", 1024, d=16) == "linear"
     assert chosen("cosformer", 1024) == "linear"
-    assert chosen("cosformer", 1024, window=(5, 5)) == "tiled"  # linear does not support it
+    assert chosen("cosformer", 1024, window=(5, 5)) == "tiled"  # linear does not support windows
 
 
 def test_choice_does_not_depend_on_gradients() -> None:
-    """All backends that are chosen here support gradients."""
+    """Every chosen backend supports gradients, so requires_grad need not change the choice."""
     for variant in VARIANTS:
         for n in (64, 1024, 8192):
             assert chosen(variant, n) == chosen(variant, n, gradient=True)
@@ -76,7 +76,7 @@ def test_explain_lists_every_candidate_once() -> None:
         pairs = [(c.backend, c.form.kind) for c in plan.candidates]
         assert len(set(pairs)) == len(pairs)
         assert {backend for backend, _ in pairs} == set(BACKENDS)
-        assert pairs[-1][0] == "eager"  # the last choice for a large call
+        assert pairs[-1][0] == "eager"  # eager comes last for a large call
     assert preference((), attnzoo.core.arguments.check_call(q, k, v)) == []
 
 
@@ -106,7 +106,7 @@ def test_explain_gives_reasons_for_unsupported_calls() -> None:
 
 
 def test_explain_runs_nothing() -> None:
-    """The scores of this call would take 32 TB in fp32."""
+    """The scores of the explained call would take 32 TB in fp32."""
     assert chosen("softmax", 10**6, return_lse=True) == "tiled"
 
 
@@ -192,7 +192,7 @@ def test_variant_without_forms_supports_all_arguments_and_gradients() -> None:
 def test_variant_without_forms_passes_gradcheck_in_small_blocks(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are checkpointed; mask, slopes and parameters get gradients too."""
+    """The mask, the ALiBi slopes and the parameters get gradients too."""
     from attnzoo.backends.tiled import blocks
 
     monkeypatch.setattr(blocks, "SCORES", 40)

@@ -90,7 +90,7 @@ class TestChoice:
             assert chosen(variant) == chosen(variant, is_causal=True, window=64) == "flash"
 
     def test_short_calls_run_on_flash(self) -> None:
-        """On a CPU, short calls run on `eager` or `sdpa` instead."""
+        """A CPU runs short calls on `eager` or `sdpa` instead."""
         for variant in (*PAIRWISE, "adaptive_temperature"):
             assert chosen(variant, qkv(n=16)) == "flash"
 
@@ -117,7 +117,9 @@ class TestChoice:
         assert chosen("taylor") == "flash"
         assert chosen("taylor", qkv(d=16)) == "flash_linear"
         assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
-        assert chosen("taylor", qkv(n=2**17)) == "linear"  # flash_linear would store 2145 features
+        assert (
+            chosen("taylor", qkv(n=2**17)) == "linear"
+        )  # flash_linear would store 2145 features per token
 
     def test_few_queries_against_many_keys_run_on_decode(self) -> None:
         def step(queries: int, keys: int = 4096, **kind: Any) -> list[Tensor]:
@@ -187,7 +189,7 @@ def test_learned_alpha_runs_on_tiled_and_a_constant_one_on_flash() -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("variant", FLASH)
 def test_shapes_dtypes_and_strides_on_meta(variant: str) -> None:
-    """For (B, N, H, D) storage the output and the gradients have the same storage order."""
+    """Outputs and gradients have the memory layout of the inputs, also for (B, N, H, D)."""
     shapes = (2, 64, 4, 32), (2, 64, 2, 32), (2, 64, 2, 48)
     kind = {"dtype": torch.float16, "device": "meta", "requires_grad": True}
     leaves = [torch.empty(shape, **kind) for shape in shapes]
@@ -221,7 +223,7 @@ def test_kernels_are_not_chosen_on_a_cpu(variant: str, n: int) -> None:
 
 
 def output_of(code: str) -> str:
-    """The output of a new process without Triton's interpreter."""
+    """Run code in a new process without Triton's interpreter and return the printed text."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],

@@ -17,7 +17,7 @@ from attnzoo.nn import Attention, Cache, KVCache, StateCache, attend
 from helpers.cases import NO_SCORE, VARIANTS, learned, params_of, rand
 
 LENGTH = 13
-PIECES = [5, 1, 3, 1, 1, 1, 1]  # number of tokens per call
+PIECES = [5, 1, 3, 1, 1, 1, 1]  # tokens per decoding call
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -102,7 +102,7 @@ def test_state_cache_equals_one_call(variant: str, option: str) -> None:
 
 @pytest.mark.parametrize("make", [lambda: KVCache(LENGTH), StateCache])
 def test_mask_that_does_not_cover_all_keys_raises(make: Any) -> None:
-    """A mask of one key would broadcast over all keys, padding included."""
+    """A key mask of length 1 must raise, because it would broadcast over all keys."""
     cache, (q, k, v) = make(), qkv()
     attend(cache, *(x[:, :, :4] for x in (q, k, v)), "taylor", enable_gqa=True)
     token = [x[:, :, 4:5] for x in (q, k, v)]
@@ -365,7 +365,7 @@ def test_state_cache_with_unsupported_arguments_raises() -> None:
 
 
 def test_new_cache_is_a_state_where_possible() -> None:
-    """Only the second order of taylor has a linear form."""
+    """Among the orders of taylor, only order 2 has a linear form and so a StateCache."""
     assert {"cosformer", "taylor"} == set(STATES)
     assert isinstance(Attention("taylor", 2, order=4).new_cache(9), KVCache)
     assert isinstance(Attention("taylor", 2).new_cache(9, "keys"), KVCache)
