@@ -1,4 +1,4 @@
-"""All backends. A backend computes some kinds of form and is one module or package.
+"""All backends. A backend is a module or package that computes some kinds of form.
 
 To add a backend, write a module that defines ``BACKEND``, list it here, and place it in the order
 of preference in ``selection``.

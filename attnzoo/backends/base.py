@@ -13,7 +13,7 @@ from attnzoo.core.forms import Form, Linear
 
 class Unsupported(Protocol):
     def __call__(self, form: Form, call: Call) -> str | None:
-        """Return why the backend cannot run the form for this call, or None if it can."""
+        """Return why the backend cannot run the form for this call, or None if the backend can."""
         ...
 
 

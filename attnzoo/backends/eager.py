@@ -1,4 +1,4 @@
-"""Runs the definition: dense weights times values, differentiable to any order by autograd."""
+"""Computes a variant's definition: dense weights times values, differentiable to any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor, Tensor | None]:
-    """The weights after dropout (B, H, Nq, Nk), and lse (B, H, Nq) if the call asks for it."""
+    """Return the weights after dropout (B, H, Nq, Nk), and lse (B, H, Nq) if requested."""
     # Cast once, so that the gradients of several uses are summed in call.dtype.
     q, k = q.to(call.dtype), k.to(call.dtype)
     if call.mask is not None and call.mask.is_floating_point():

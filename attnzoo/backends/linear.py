@@ -25,7 +25,7 @@ CHUNK = 128
 
 
 def chunk_length(size: int, needs_grad: bool) -> int:
-    """Tokens per chunk for ``size`` features. Longer if a state is kept per chunk for gradients."""
+    """Tokens per chunk for ``size`` features. Chunks are longer if gradients need their states."""
     return max(CHUNK, min(4 * CHUNK, size // 4)) if needs_grad else CHUNK
 
 
@@ -71,7 +71,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def sums_in_fp64(form: Linear, call: Call) -> bool:
-    """Whether inputs in a lower precision than fp64 are summed in fp64.
+    """True if inputs below fp64 are summed in fp64: on a CPU, for forms with ``cancels``.
 
     fp64 takes twice as long as fp32 on a CPU, but 64 times as long on many GPUs.
     """
@@ -89,7 +89,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention: the output (B, H, Nq, Dv), and the state after all keys."""
+    """Causal attention. Return the output (B, H, Nq, Dv), and the state after all keys."""
     call, k, v, sums = prepare(call, k, v, sums)
     keyless, lead = offsets(call)
     state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)
@@ -138,7 +138,7 @@ def prepare(
 
 
 def offsets(call: Call) -> tuple[int, int]:
-    """Number of queries before the first key, and number of keys before the first other query."""
+    """Number of queries before the first key; number of keys before the first query after it."""
     keyless = min(call.queries, max(0, call.key_origin - call.query_origin))
     return keyless, call.keys - (call.queries - keyless)
 
@@ -148,9 +148,9 @@ def _zero_rows(v: Tensor, call: Call, rows: int) -> Tensor:
 
 
 def _values(v: Tensor, at: Tensor, call: Call) -> Tensor:
-    """Values with a column of ones, both zeroed for masked keys: [B, Hkv, c, Dv + 1].
+    """Return the values and a column of ones, both 0 for masked keys: [B, Hkv, c, Dv + 1].
 
-    This removes masked keys from both sums, whatever their features are.
+    Masked keys then add 0 to the numerator and the denominator.
     """
     values = torch.nn.functional.pad(v.to(call.dtype), (0, 1), value=1.0)
     if call.mask is None:
@@ -166,7 +166,7 @@ def _run(call: Call, step: Any, *inputs: Any) -> Any:
 
 
 def _absorb(k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None, at: int) -> Tensor:
-    """The state after adding these keys to ``sums``. The first key is at position ``at``."""
+    """Return ``sums`` plus the sums over these keys. The first key is at position ``at``."""
     size = form.size(call.head_dim)
     shape = (call.batch, call.kv_heads, size, call.value_dim + 1)
     state = v.new_zeros(shape, dtype=call.dtype) if sums is None else sums
@@ -189,7 +189,7 @@ def _query_features(q: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
 
 
 def _divide(sums: Tensor, call: Call) -> Tensor:
-    """Divide sums [B, Hkv, G·c, Dv + 1] by their last column (1 where it is 0): [B, H, c, Dv]."""
+    """Divide sums [B, Hkv, G·c, Dv + 1] by their last column, or by 1 if it is 0: [B, H, c, Dv]."""
     denominator = sums[..., -1:]
     out = sums[..., :-1] / denominator.masked_fill(denominator == 0, 1.0)
     return out.unflatten(2, (call.group, -1)).flatten(1, 2)
@@ -202,7 +202,7 @@ def _read(q: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear) -> Tens
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linear
 ) -> tuple[Tensor, Tensor]:
-    """The output of a chunk [B, H, c, Dv], and the state after it."""
+    """Return the output [B, H, c, Dv] of a chunk, and the state after the chunk."""
     psi_q = _query_features(q, at, call, form)  # [B, Hkv, G·c, F]
     psi_k = form.features(k.to(call.dtype), at)  # [B, Hkv, c, F]
     values = _values(v, at, call)

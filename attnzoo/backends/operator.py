@@ -24,8 +24,8 @@ Operands are passed by name. Each field of a group becomes an operand of the tor
 The parameters of a fake function are the operands that it needs. The parameters of a backward
 function are the operands and outputs that it needs, which are saved for it, and gradients of
 outputs, named ``d`` + the output's name. Each operand to differentiate must be one of them. The
-backward returns gradients by operand name, at least those named in ``wanted``, if it has this
-parameter. The backward is an operator too. Differentiating it raises RuntimeError.
+backward returns gradients by operand name. If it has a parameter ``wanted``, the gradients named
+there suffice. The backward is an operator too. Differentiating it raises RuntimeError.
 
 The first operand must be a tensor. An output that was not requested is None. Torch operators return
 only tensors, so the underlying torch operator returns a tensor of shape (0,) for it.
@@ -100,7 +100,7 @@ class Operator(Generic[P, R]):
         return self._result(*self._or_none(outputs)) if isinstance(outputs, tuple) else outputs
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
-        """The operands as positional arguments of ``overload``: groups replaced by their fields."""
+        """Return the positional arguments of ``overload``: groups are replaced by their fields."""
         if args or len(operands) != len(self._names) or any(x not in operands for x in self._names):
             raise TypeError(
                 f"{self.name} takes the keyword arguments {', '.join(self._names)}, got "
@@ -155,7 +155,7 @@ class Operator(Generic[P, R]):
             gradient = Operator(gradients, hints, NO_DOUBLE)
             assert set(differentiable) <= set(gradient._operands)
             # A missing gradient of an output becomes zeros_like(output), so the output must be
-            # saved.
+            # saved for the backward.
             for output in self._outputs if len(self._outputs) > 1 else ():
                 required = gradient._operands.get(f"d{output}") is Tensor
                 assert not required or output in gradient._operands, output
@@ -167,7 +167,7 @@ class Operator(Generic[P, R]):
         return register
 
     def _named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The inverse of `flat`: the operands by name, with groups."""
+        """Return the operands by name, with groups, from the positional arguments of `flat`."""
         rest = iter(values)
         return {
             name: next(rest) if group is None else group(*islice(rest, len(group._fields)))
@@ -175,7 +175,7 @@ class Operator(Generic[P, R]):
         }
 
     def _or_none(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The outputs, with None for those that were not requested."""
+        """Return the outputs, with None for those that were not requested."""
         return [
             None if optional and x.dim() == 1 and x.shape[0] == 0 else x
             for x, optional in zip(outputs, self._optional)
@@ -189,7 +189,7 @@ class Operator(Generic[P, R]):
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # The compiler must not trace the function. As long as it is not imported, it cannot.
+        # The compiler must not trace the function. It cannot before torch._dynamo is imported.
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 
@@ -214,7 +214,7 @@ class Operator(Generic[P, R]):
             raise RuntimeError(self._no_gradient)
         if all(grad is None for grad in grads):
             return (None,) * len(self._operands)
-        # saved_tensors can be read only once: a checkpoint then discards its recomputed tensors.
+        # saved_tensors can be read only once, because a checkpoint discards recomputed tensors.
         given = {**ctx.known, **dict(zip(ctx.tensors, ctx.saved_tensors))}
         for output, requested, grad in zip(self._outputs, ctx.requested, grads):
             missing = grad is None and gradient._operands.get(f"d{output}") is Tensor
@@ -246,7 +246,7 @@ def _flat_types(hints: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_only(first: Tensor, outputs: Any) -> Any:
-    """The outputs, with a tensor of shape (0,) for None: torch operators return only tensors."""
+    """Replace None in the outputs by a tensor of shape (0,), because torch returns only tensors."""
     if not isinstance(outputs, tuple):
         return outputs
     return tuple(first.new_empty(0) if x is None else x for x in outputs)

@@ -18,7 +18,7 @@ from attnzoo.core.checks import is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
-# More keys than the 16 fp32 numbers that an AVX-512 vector holds; see `_remove_nan`.
+# From this many keys on, one row of scores does not fit in an AVX-512 vector; see `_remove_nan`.
 WIDER_THAN_A_VECTOR = 64
 
 
@@ -63,9 +63,9 @@ def _unsupported_call(call: Call) -> str | None:
 
 
 def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The mask, and a mask of the queries without visible keys. Both are None without a mask.
+    """Return the mask for torch, and a mask of the queries without visible keys, or None twice.
 
-    In the first mask such queries see all keys, so that torch never gets a query without keys.
+    In the mask for torch, queries without visible keys see all keys.
     """
     if call.mask is None:
         return None, None
@@ -76,7 +76,7 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
-    """q and a positive scale that give the same products. Changing the sign of q is exact.
+    """Return a changed q and a positive scale that give the same products as q and the scale.
 
     Torch's fused CPU kernel adds −∞ to a causally hidden key before it scales. A negative scale
     would turn that into +∞. A scale that is 0, or underflows to 0, would turn it into NaN.
@@ -88,7 +88,7 @@ def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
 
 
 def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k without NaN, and a mask [B, H, Nq, 1] of the queries with NaN among visible scores.
+    """Return q and k without NaN, and a mask [B, H, Nq, 1] of queries with a visible NaN score.
 
     With fewer keys than a vector register holds, torch's fused CPU kernel treats a query whose
     scores are all NaN like a query without keys. It also hides keys by adding −∞, which does not
@@ -98,7 +98,7 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
         return q, k, None
     if is_readable(q) and is_readable(k) and bool((q.sum() + k.sum()).isfinite()):
         return q, k, None
-    queries = (q * 0).isnan().any(-1, keepdim=True)  # true for ±∞ too: its scores are ±∞ or NaN
+    queries = (q * 0).isnan().any(-1, keepdim=True)  # also true for ±∞ in q
     k = _without_unseen(k, call)
     keys = k.isnan().any(-1, keepdim=True)
     q, k = q.masked_fill(queries, 0.0), k.masked_fill(keys, 0.0)
@@ -113,7 +113,7 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
 
 
 def _without_unseen(k: Tensor, call: Call) -> Tensor:
-    """Set keys that the mask hides from all queries to 0: infinite ones would give NaN."""
+    """Set keys that the mask hides from all queries to 0. Infinite keys would give NaN."""
     if call.mask is None:
         return k
     seen = visible_entries(call.mask).any(2)  # [B|1, H|1, Nk]
@@ -133,8 +133,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
-    # Causality hides nothing from a single query. Set in branches, because under torch.compile the
-    # result of a comparison may be a symbolic bool, which torch does not accept here.
+    # A single query sees all keys. is_causal is set in branches, because under torch.compile a
+    # comparison may be a symbolic bool, which torch does not accept here.
     is_causal = grouped = False
     if call.group > 1:
         grouped = True

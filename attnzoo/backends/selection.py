@@ -20,13 +20,13 @@ FEW_SCORES = 2**17
 # torch's fused softmax.
 FEWEST_SCORES = 2**14
 
-# Cost of a multiplication in the scan relative to one in a block of scores. Above 1 because the
-# scan also has to compute the features.
+# Cost of a multiplication in the scan relative to one in a block of scores. The factor is above 1
+# because the scan also computes the features.
 LINEAR_COST = 3
 FP64_COST = 2  # cost of a multiplication in fp64 relative to one in fp32, on a CPU
 
-# Up to this many features, `flash_linear` is preferred to `linear`. It keeps all features in
-# memory: a Taylor form has 2145 at D = 64, which take about thirty times the memory of q.
+# Up to this many features, `flash_linear` is preferred to `linear`. `flash_linear` keeps all
+# features in memory. 2145 features (Taylor, D = 64) take about thirty times the memory of q.
 FEW_FEATURES = 512
 
 # `decode` is preferred to `flash` from MANY_KEYS keys on (see `keys_to_split`), and to torch's
@@ -49,7 +49,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
     On a GPU, and on a CPU above `FEW_SCORES` scores:
 
     1. A linear form if `linear_is_cheaper`. On a GPU, `flash_linear` comes before `linear` with up
-       to `FEW_FEATURES` features. With more it comes after, as it keeps all features in memory.
+       to `FEW_FEATURES` features, and after `linear` with more.
     2. On a GPU, `decode` for few queries and at least `MORE_KEYS` keys.
     3. `sdpa`, torch's fused softmax. On a GPU it comes after `flash` and `decode` if the gain comes
        from statistics of the logits: those backends compute statistics in a kernel.
@@ -89,14 +89,14 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
 
 def _meets(backend: Backend, form: Form) -> bool:
-    """Whether to list the pair. `NoForm` is listed for backends that accept only its kind."""
+    """True if the backend accepts the form's kind. For `NoForm`, it must accept no other kind."""
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds
 
 
 def keys_to_split(call: Call) -> int:
-    """Number of keys that queries can see, or 0 if `decode` does not accept so many queries."""
+    """Number of keys that the queries can see, or 0 if there are too many queries for `decode`."""
     rows, most = decode.packed_rows(call)
     visible = call.keys if call.left is None else min(call.keys, call.left + call.queries)
     return visible if rows <= most else 0
@@ -140,7 +140,7 @@ def candidates(name: str, forms: tuple[Form, ...], call: Call) -> Iterator[Candi
 def choose(
     name: str, forms: tuple[Form, ...], call: Call, backend: str | None
 ) -> tuple[Backend, Form]:
-    """The first backend in the order of preference that supports the call, and its form."""
+    """Return the first backend in the order of preference that supports the call, and its form."""
     reasons = []
     for candidate, form, reason, _ in candidates(name, forms, call):
         if backend not in (None, candidate):

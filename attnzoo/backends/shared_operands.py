@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """The per-query vectors of a form. A solved threshold is passed as the offset."""
+    """The per-query vectors of a form. ``offset`` also holds a threshold that is already solved."""
 
     gain: Tensor | None = None
     offset: Tensor | None = None

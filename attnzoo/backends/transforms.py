@@ -1,4 +1,4 @@
-"""Rejects `torch.func` transforms and forward-mode derivatives. Operators support neither.
+"""Rejects `torch.func` transforms and forward-mode derivatives, which operators do not support.
 
 Without this check, an operator without a forward-mode rule would silently return zero tangents.
 """
