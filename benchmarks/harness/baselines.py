@@ -23,12 +23,12 @@ from benchmarks.harness.cases import Attend, Case, Setting
 Makers = dict[str, Callable[[], Attend]]
 
 NAMES = ("sdpa", "flash", "cudnn", "flex", "adasplash", "entmax", "fla")
-# The package entmax allocates several N × N matrices.
+# Largest N at which the package entmax is timed. It allocates several N × N matrices.
 ENTMAX_LONGEST = 2048
 
 
 def of_softmax(setting: Setting, names: Sequence[str]) -> Makers:
-    """Baselines that compute softmax. Every variant is compared with them."""
+    """The baselines that compute softmax attention. Every variant is compared with them."""
     if "flex" in names:  # shapes compiled earlier count towards torch's limit of recompilations
         torch.compiler.reset()
     made: Makers = {
@@ -84,7 +84,7 @@ def sdpa(backend: str | None, setting: Setting) -> Attend:
 
 
 def flex(setting: Setting) -> Attend:
-    """Softmax with FlexAttention, compiled for this shape."""
+    """Softmax attention with FlexAttention, compiled for the shape in ``setting``."""
     from torch.nn.attention.flex_attention import flex_attention
 
     mask = block_mask(setting)
@@ -145,7 +145,7 @@ def compiled(attend: Attend) -> Attend:
     """``attend`` compiled for the shapes of its first call. A graph break raises."""
     import torch._functorch.config as functorch
 
-    # The backward is timed by running it several times on one graph. Donated buffers forbid that.
+    # Timing runs the backward several times on one graph, which donated buffers do not allow.
     functorch.donated_buffer = False
     return torch.compile(attend, dynamic=False, fullgraph=True)
 
@@ -170,7 +170,7 @@ def entmax(normalizer: str, setting: Setting) -> Attend:
 
 
 def fla(module: str, name: str, **options: Any) -> Attend:
-    """A function of flash-linear-attention. It is causal and takes (B, N, H, D)."""
+    """A causal attention function of flash-linear-attention, with inputs (B, N, H, D)."""
     function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -64,9 +64,9 @@ class Implementation:
         return [Implementation(name, case, inputs, make, "baseline") for name, make in made.items()]
 
 
-# Settings, each with a function that makes the inputs and implementations when needed.
+# Pairs of a setting and a function that makes the inputs and implementations of its group.
 Groups = Iterable[tuple[Setting, Callable[[], list[Implementation]]]]
-# Peak memory of a call in bytes, without its inputs; None if unknown.
+# A function that returns the peak memory of a call in bytes, without its inputs; None if unknown.
 Memory = Callable[[Implementation, Row], int | None]
 
 
@@ -91,7 +91,7 @@ class Bench:
     budget: Budget = field(default_factory=Budget)
 
     def run(self, groups: Groups, report: Report) -> None:
-        """Measures the groups that start within the budget, and reports those left out."""
+        """Measures groups until the time budget is spent. The report lists the remaining groups."""
         for setting, make in groups:
             label = f"{self.suite}: {setting.title}, B={setting.batch}, N={setting.length}"
             if self.budget.spent:
@@ -110,7 +110,7 @@ class Bench:
     def measure_group(
         self, implementations: Sequence[Implementation], setting: Setting, rows: list[Row]
     ) -> None:
-        """Appends the group's rows to ``rows``. They stay there if the device fails.
+        """Appends the group's rows to ``rows``, so that the rows are kept if the device fails.
 
         Raises:
             DeviceLost: the device failed.
@@ -149,7 +149,7 @@ class Bench:
     def check(self, e: Implementation, setting: Setting) -> None:
         """Compares the implementation with fp64 and records the errors in its rows.
 
-        Calls with and without gradients may run different code, so each kind is checked.
+        Calls with gradients may run different code than calls without, so both are checked.
         """
         if e.kind == "state":
             for row in e.rows.values():
@@ -173,7 +173,7 @@ class Bench:
             row.check = found[gradients]
 
     def time_direction(self, implementations: list[Implementation], direction: str) -> None:
-        """Times the implementations in this direction and notes errors in their rows."""
+        """Times the implementations in one direction. An error becomes a note in their rows."""
         calls: dict[str, Callable[[], object]] = {}
         rows = {e.name: e.rows[direction] for e in implementations}
         for e in implementations:
@@ -202,10 +202,10 @@ class Bench:
             }
 
     def note_error(self, error: Exception, rows: Iterable[Row]) -> None:
-        """Notes the error in the rows.
+        """Writes the error into the notes of the rows.
 
         Raises:
-            DeviceLost: the device failed too.
+            DeviceLost: the error made the device unusable.
         """
         name = ""
         for row in rows:

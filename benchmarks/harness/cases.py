@@ -21,7 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A variant with its parameters. ``spec`` is its text, as in ``--variants``."""
+    """A variant with its parameters. ``spec`` is the text that selects both in ``--variants``."""
 
     spec: str
     variant: str
@@ -77,14 +77,13 @@ class Case:
 
     @property
     def selects(self) -> bool:
-        """Whether the form keeps only the keys with the largest scores, so it is discontinuous."""
+        """Whether only keys with the largest scores get weight, so that the output can jump."""
         return self.pairwise is not None and self.pairwise.normalize == "select"
 
     def key_dim(self, head_dim: int, feature_dim: int) -> int | None:
-        """The dimension of q and k for the linear form.
+        """The dimension of q and k for the linear form; None means the head dimension.
 
-        ``feature_dim`` if the number of features grows faster than the dimension; otherwise None,
-        which means the head dimension.
+        The result is ``feature_dim`` if the number of features grows faster than the dimension.
         """
         if self.linear is None or self.linear.size(2 * head_dim) <= 2 * self.linear.size(head_dim):
             return None
@@ -101,7 +100,7 @@ SOFTMAX = Case("softmax", "softmax")
 
 @dataclass(frozen=True)
 class Setting:
-    """Shape, dtype and distribution of the inputs of a call. ``length`` is the number of keys."""
+    """The shapes, dtype and distribution of a call's inputs. ``length`` is the number of keys."""
 
     length: int
     queries: int | None = None  # None: as many as keys
@@ -151,8 +150,8 @@ class Inputs:
     ) -> Inputs:
         """Random inputs from the setting's seed.
 
-        gradients: q, k and v require gradients. learned: so do the parameters that
-        `attnzoo.nn.Attention` learns.
+        gradients: whether q, k and v require gradients. learned: whether the parameters that
+        `attnzoo.nn.Attention` learns require gradients.
         """
         s, dtype = setting, getattr(torch, setting.dtype)
         generator = torch.Generator(s.device).manual_seed(s.seed * 1_000_003 + s.length)
@@ -216,7 +215,7 @@ class Inputs:
 
 
 def learned_params(case: Case, setting: Setting) -> dict[str, Tensor]:
-    """The parameters that `attnzoo.nn.Attention` learns, one value per head."""
+    """The parameters that `attnzoo.nn.Attention` learns, by name, as tensors (H,)."""
     return {
         p.name: torch.full(
             (setting.heads,), float(p.init), device=setting.device, requires_grad=True
@@ -227,10 +226,10 @@ def learned_params(case: Case, setting: Setting) -> dict[str, Tensor]:
 
 
 def call(attend: Attend, inputs: Inputs, direction: str) -> Callable[[], Any]:
-    """The function to time.
+    """The function without arguments that is timed for this direction.
 
-    "forward" computes the output without gradients. "backward" computes only the gradients; the
-    graph is made here and reused. "both" computes the output and its gradients.
+    "forward" computes the output without gradients. "backward" computes only the gradients, on one
+    graph that all its calls reuse. "both" computes the output and the gradients.
     """
     if direction == "forward":
         i = inputs.detached()

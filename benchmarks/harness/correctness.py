@@ -32,13 +32,13 @@ ROWS, BLOCK = 128, 4
 MAX_PAIRS = 16
 RESIDUAL = 1e-6
 # Error of the exp in torch's fused CPU kernel, in units in the last place. For a single query with
-# many small weights it is the largest error.
+# many small weights this error exceeds all others.
 SDPA_EXP = 20
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """The rms error and the largest error, each with its budget."""
+    """The rms error and the largest error of one tensor, each with the allowed value (budget)."""
 
     error: float
     budget: float
@@ -61,14 +61,14 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The (batch, head) pairs that are checked: each of these batches with each of these heads."""
+    """The checked (batch, head) pairs: every combination of a batch and a head listed here."""
 
     batches: list[int]
     heads: list[int]
 
     @staticmethod
     def of(batch: int, heads: int, rows: int) -> Pairs:
-        """All pairs if there are at most `MAX_PAIRS`, otherwise the first and last batch and head.
+        """All pairs, or the first and last batch and head if there are more than `MAX_PAIRS` pairs.
 
         A wrong stride has the largest effect on the last pair. In calls with one query all heads
         are checked, because kernels process them together.
@@ -100,7 +100,7 @@ class Check:
         return max(self.deviations.items(), key=lambda item: item[1].share)
 
     def record(self) -> dict[str, Any]:
-        """The worst deviation for JSON, with None for NaN and infinity."""
+        """Name, error and budget share of the worst tensor for JSON; None for NaN and infinity."""
         name, worst = self.worst
         error, share = (x if math.isfinite(x) else None for x in (worst.error, worst.share))
         return {"ok": self.ok, "rows": self.rows, "pairs": self.pairs, "worst": name,
@@ -108,7 +108,7 @@ class Check:
 
 
 def rows_to_check(length: int, seed: int = 0) -> list[range]:
-    """The first rows, the last rows, and blocks at random places between them, in order."""
+    """Sorted ranges of the query rows to check: the first, the last, and random blocks between."""
     if length <= ROWS:
         return [range(length)]
     ends = ROWS // 4
@@ -122,7 +122,7 @@ def rows_to_check(length: int, seed: int = 0) -> list[range]:
 def by_definition(
     case: Case, inputs: Inputs, ranges: list[range], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The eager output of these R rows, (B, H, R, D), and gradients with dO = 0 in other rows."""
+    """Eager output of the R rows in ``ranges``, (B, H, R, D); gradients for dO = 0 elsewhere."""
     q, k, v, do = (x.detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     leaves = inputs.leaves()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -158,7 +158,7 @@ def _leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_call(attend: Attend, inputs: Inputs, ranges: list[range], pairs: Pairs) -> dict[str, Tensor]:
-    """The same tensors as `by_definition` for these pairs, from one call on all inputs."""
+    """The tensors of `by_definition` for these pairs, computed by one call on all inputs."""
     leaves = inputs.leaves()
     with torch.set_grad_enabled(bool(leaves)):
         out = attend(inputs.q, inputs.k, inputs.v)
@@ -179,7 +179,7 @@ def by_call(attend: Attend, inputs: Inputs, ranges: list[range], pairs: Pairs) -
 
 
 def _finite(part: Tensor, whole: Tensor) -> Tensor:
-    """The part that is compared, or NaN if any value of the whole tensor is not finite."""
+    """``part``, or NaN everywhere if a value in ``whole`` is not finite."""
     return part if whole.isfinite().all() else torch.full_like(part, torch.nan)
 
 
@@ -193,7 +193,7 @@ def _index(x: Tensor, ranges: list[range], pairs: Pairs) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Reference:
-    """Reference results of a case on these inputs, for some rows of some pairs."""
+    """Reference results of a case for the checked query rows of the checked pairs."""
 
     case: Case
     inputs: Inputs
@@ -236,10 +236,10 @@ class Reference:
         return _errors(out, exact)[0] / _errors(exact, torch.zeros_like(exact))[0]
 
     def deviation(self, name: str, found: Tensor, slack: float, growth: float) -> Deviation:
-        """The errors and budgets of one tensor.
+        """The errors of the tensor ``found`` and their budgets.
 
-        slack: additional allowed error, relative to the exact values. growth: factor on the errors
-        of the plain computation.
+        slack: an additional allowed error, relative to the exact values. growth: a factor on the
+        errors of the plain computation.
         """
         exact = self.exact[name]
         error, largest = _errors(found, exact)
@@ -261,9 +261,9 @@ def plan_of(case: Case, inputs: Inputs, backend: str | None) -> attnzoo.Plan:
 
 
 def linear_condition(plan: attnzoo.Plan, inputs: Inputs) -> float:
-    """Median over the last `ROWS` queries of Σ|ψ(q)ψ(k)| / |Σ ψ(q)ψ(k)|; 1 for other forms.
+    """Median over the last `ROWS` queries of Σ|ψ(q)ψ(k)| / |Σ ψ(q)ψ(k)|; 1 for pairwise forms.
 
-    The sums are over all features of the last `ROWS` keys.
+    The sums are over the last `ROWS` keys and all features ψ.
     """
     forms = [
         c.form for c in plan.candidates
@@ -282,6 +282,6 @@ def linear_condition(plan: attnzoo.Plan, inputs: Inputs) -> float:
 
 
 def _errors(x: Tensor, reference: Tensor) -> tuple[float, float]:
-    """The rms and the largest absolute difference."""
+    """The rms difference and the largest absolute difference of two tensors."""
     difference = x.double() - reference
     return difference.square().mean().sqrt().item(), difference.abs().max().item()

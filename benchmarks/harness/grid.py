@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.harness.cases import Setting
 
-# B·N at every length, unless B is given. With 16 heads, B·H·N is 2^20.
+# Default number of tokens B·N at every length. With 16 heads, B·H·N is 2^20.
 TOKENS = 2**16
-# Ratio of the FLOP of backward (five matrix products) and forward (two).
+# The FLOP of the backward pass (five matrix products) divided by those of the forward pass (two).
 BACKWARD = 2.5
 MASKS = ("causal", "full")
 INPUTS = ("iid", "block-sparse")
