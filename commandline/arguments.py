@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commands: Mapping[str, argparse.ArgumentParser] = {}
-        self.command_hint = ""  # a line below the error for an unknown command
+        self.command_hint = ""  # printed below the error for an unknown command
 
     def add_subparsers(self, **kwargs: Any) -> Any:
         """Add subcommands and keep their parsers by name in ``commands``."""
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]: argparse overloads it
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Parse all arguments; end the program if one is unknown."""
+        """Parse the arguments into a namespace; exit with an error if one is unknown."""
         words = list(sys.argv[1:] if args is None else args)
         given, unknown = self.parse_known_args(words, namespace)
         if unknown:
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and the command that shows the help, and exit with 2."""
+        """Print the message and the command that shows the help, and exit with status 2."""
         message = re.sub(r"^argument ([^:]+): (?=must )", r"\1 ", message)
         message = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
         found = re.match(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def either(choices: Collection[str]) -> str:
-    """The choices in a sentence.
+    """Join the choices with commas and "or".
 
     >>> either(["a", "b", "c"])
     'a, b or c'
@@ -70,7 +70,7 @@ def either(choices: Collection[str]) -> str:
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """The end of an error message: a hint at the closest known word, or "" if none is close.
+    """A hint to append to an error message: the closest known word; "" if no word is close.
 
     >>> did_you_mean("smok", ["smoke", "quick"])
     "; did you mean 'smoke'?"

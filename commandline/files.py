@@ -14,10 +14,10 @@ class NotWritten(OSError):
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file atomically: a reader sees the old content or the new, never a part.
+    """Write a file atomically: a reader sees either the old or the new content, never a mixture.
 
     Raises:
-        NotWritten: the file could not be written; the old one is unchanged.
+        NotWritten: the file could not be written; an existing file is unchanged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,6 +26,6 @@ def write_whole(path: Path, data: str | bytes) -> None:
             temporary.write_bytes(data.encode() if isinstance(data, str) else data)
             os.replace(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)  # left over only after an error
+            temporary.unlink(missing_ok=True)  # the temporary file exists only after an error
     except OSError as error:
         raise NotWritten(path, error) from error

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. The first column is left-aligned, the others right-aligned.
+    """A table with strings as cells. The first column is left-aligned, the others right-aligned.
 
-    ``note`` explains how to read it.
+    ``note`` is a sentence that explains the table.
     """
 
     title: str
@@ -27,7 +27,7 @@ class Table:
 
 
 def aligned(cells: Sequence[str], widths: Sequence[int], left: Collection[int] = (0,)) -> str:
-    """A line of a table: the columns in ``left`` are left-aligned, the others right-aligned."""
+    """One line of a table. Columns whose index is in ``left`` are left-aligned, others right."""
     parts = [
         cell.ljust(width) if i in left else cell.rjust(width)
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))

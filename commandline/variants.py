@@ -32,7 +32,7 @@ class VariantCall:
         return f"{self.name}({inside})" if inside else self.name
 
     def identity(self) -> dict[str, object]:
-        """Name and parameters, with defaults, so that a changed default changes the run's key."""
+        """The name and all parameters. Including defaults lets a changed default change the key."""
         defaults = {p.name: repr(p.default) for p in attnzoo.get_variant(self.name).params}
         given = {name: repr(value) for name, value in self.arguments}
         return {"name": self.name, "params": defaults | given, "given": sorted(given)}
@@ -112,7 +112,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def parse_specs(texts: list[str]) -> list[Spec]:
-    """Read several specs, each of which may occur once."""
+    """Read several specs. A repeated spec is an error."""
     specs = [parse_spec(text) for text in texts]
     for i, spec in enumerate(specs):
         if spec in specs[:i]:
@@ -130,7 +130,7 @@ def complete(variant: VariantCall, longest: int) -> VariantCall:
     on the chosen eval lengths, so that runs with different eval lengths share a training.
     """
     if variant.name not in attnzoo.list_variants():
-        return variant  # planning the study reports the unknown name
+        return variant  # `plan_study` raises the error for an unknown name
     found = attnzoo.get_variant(variant.name)
     example = {} if found.example is None else found.example(longest)
     missing = {

@@ -76,7 +76,7 @@ def _load_plugin_first(arguments: Sequence[str]) -> None:
     early.add_argument("--config", type=Path)
     try:
         given = early.parse_known_args(list(arguments))[0]
-    except argparse.ArgumentError:  # the real parser reports it
+    except argparse.ArgumentError:  # the full parser prints the error
         return
     path = given.plugin or plugin_of_file(given.config)
     if path is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from commandline.variants import VariantCall
 
-# Larger settings are rejected as typos.
+# Settings above this limit are rejected as typos.
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 
 
@@ -35,13 +35,14 @@ class Settings:
         width: width of the model.
         train_shortest, train_longest, train_stride: the lengths trained on. All sequences of a
             step have the same length. ``train_longest`` is the train length of the results.
-        fill: whether steps with shorter sequences have more of them, so that all steps have about
-            the same number of tokens.
+        fill: if true, steps with shorter sequences have more sequences, so that all steps have
+            about the same number of tokens.
         curriculum: share of the steps in which the maximum length grows to ``train_longest``.
             Small models learn retrieval on short sequences first.
         test_sequences: maximum number of sequences evaluated at one length.
         test_least: minimum number of sequences evaluated at one length.
-        test_items: number of tokens or items to evaluate at one length, within these bounds.
+        test_items: number of tokens or items evaluated at one length. It gives the number of
+            sequences within the two bounds above.
     """
 
     steps: int
@@ -144,7 +145,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. Tables show its value times ``factor``, with ``digits`` decimals."""
+    """The name and format of a metric. Tables show value · ``factor`` with ``digits`` decimals."""
 
     name: str
     title: str
@@ -172,8 +173,8 @@ class Published:
 class BatchResult:
     """Measurements on one batch.
 
-    metrics: each (S,), with one value per sequence or answer; the mean is reported. curves: each
-    (S, K), with K values per sequence or query; the mean over dim 0 is reported.
+    metrics: tensors (S,) by name, one value per sequence or answer; results report the mean.
+    curves: tensors (S, K) by name, K values per sequence or query; results report the mean over S.
     """
 
     metrics: dict[str, Tensor]
@@ -181,13 +182,13 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """How many sequences from the start of a batch are used to measure heads and Jacobians."""
+    """The number of sequences at the start of a batch whose heads (Jacobians) are measured."""
 
     sequences: int
     jacobians: int
 
 
-# Measures one batch, with the trained variant (None) or with another one substituted for it.
+# Measures one batch with the trained variant (None) or with a variant substituted for it.
 Measure = Callable[[VariantCall | None], BatchResult]
 
 
@@ -199,7 +200,7 @@ class Task(ABC):
         about: one paragraph that explains it.
         presets: `Preset` by name: "quick" (the default of the command line), "smoke", "paper".
         positions: the position encodings that its model supports.
-        metrics: what is measured; the first one is the score.
+        metrics: the metrics; the first one is the score.
         splits: maps a prefix of metric names to the data split evaluated under it.
         head_sequences: the number of sequences per length on which heads are measured.
         trained_score: a run with a lower score at the train length counts as not trained. None:
@@ -241,7 +242,7 @@ class Task(ABC):
     def batch(
         self, seed: int, split: str, length: int, start: int, stop: int, settings: Any
     ) -> Any:
-        """Sequences start .. stop − 1 of (seed, split, length); the result has ``to(device)``."""
+        """Draw sequences start .. stop − 1 of (seed, split, length). A batch has ``to(device)``."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -249,4 +250,4 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, model: Any, batch: Any, sample: HeadSample) -> Measure:
-        """Compute the part shared by all variants; return a function that measures one variant."""
+        """Compute all that the variants share; return a function that measures one variant."""

@@ -56,7 +56,7 @@ class Studies:
     def row(
         self, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
     ) -> None:
-        """Store and log a result of a run."""
+        """Store and log the results of a run at one eval length."""
         study = self.studies[run.task]
         row = _row(study, run, key, length, outcome, training)
         self.folders[run.task].append(row)
@@ -109,7 +109,9 @@ class Studies:
         if not self.runs:
             return []
         context = Context(self.options.device, self.options.plugin, self.out)
-        self.out.mkdir(parents=True, exist_ok=True)  # fail before a training, not after it
+        self.out.mkdir(
+            parents=True, exist_ok=True
+        )  # a folder that cannot be written fails here, before training
         progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
             if self.workers == 0:
@@ -123,7 +125,7 @@ class Studies:
                 logger.close()
 
     def missing(self) -> dict[str, int]:
-        """The number of missing rows of each incomplete task, including rows of other shards."""
+        """The number of missing result rows, over all shards, by name of each incomplete task."""
         lacks = {}
         for name, study in self.studies.items():
             self.folders[name] = Folder(self.out / name, self.options.shard)
@@ -133,7 +135,7 @@ class Studies:
         return lacks
 
     def rows(self) -> list[Row]:
-        """The rows of these studies."""
+        """The stored result rows of these studies."""
         return [
             row
             for name, study in self.studies.items()
@@ -141,7 +143,7 @@ class Studies:
         ]
 
     def other_rows(self) -> list[Row]:
-        """The stored rows of these tasks that other options produced."""
+        """The stored result rows of these tasks that were produced with other options."""
         mine = {row["key"] for row in self.rows()}
         folders = self.folders.values()
         return [row for at in folders for row in at.by_key.values() if row["key"] not in mine]

@@ -1,8 +1,8 @@
 """Estimates the time of runs from a training step and a few test sequences, timed on this machine.
 
-A training step is timed at the middle train length. An evaluation is timed at two lengths n, and
-assumed to take a·n + b·n² seconds per sequence at the others. Runs with the same model size and
-variant share these timings.
+A training step is timed at the middle train length. An evaluation is timed at two lengths n. At
+other lengths it is assumed to take a·n + b·n² seconds per sequence. Runs with the same model size
+and variant share these timings.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
 from evals.task import HeadSample, Settings, Task
 from evals.tasks import TASKS
 
-TOKENS = 1024  # tokens per timed evaluation, at least one sequence
+TOKENS = 1024  # tokens per timed evaluation; longer sequences are timed one at a time
 MOST_TOKENS = 2048  # the longest timed sequence; longer ones are extrapolated
 
 
 class Timed(NamedTuple):
     """Timings of a model.
 
-    step: seconds per training step. tests: (a, b) of a test sequence's a·n + b·n² seconds, by the
-    substituted variant; None is the trained variant.
+    step: seconds per training step. tests: for each variant substituted at inference (None: the
+    trained variant), the coefficients (a, b); a test sequence takes a·n + b·n² seconds.
     """
 
     step: float
@@ -48,7 +48,7 @@ class Timed(NamedTuple):
 
 
 def kind(run: Run) -> tuple[object, ...]:
-    """Everything that the time of a run depends on; equal for tasks that differ only in data."""
+    """A key of all properties that affect a run's time. Runs with equal keys share timings."""
     task = TASKS[run.task]
     sizes = tuple(task.tokens(n) for n in (run.settings.train_longest, *run.tests))
     substitutes = tuple(
@@ -91,7 +91,7 @@ def _test(
     substitute: VariantCall | None,
     device: str,
 ) -> float:
-    """Seconds per sequence, without measuring heads."""
+    """Seconds to evaluate one sequence of this length, without measuring heads."""
     split = next(iter(task.splits.values()))
     count = max(1, TOKENS // task.tokens(length))
 
@@ -112,8 +112,10 @@ def _line_and_square(n: int, first: float, m: int, last: float) -> tuple[float, 
 
 
 def _seconds(work: Callable[[], None], device: str) -> float:
-    """The time of a second call, because the first one also allocates: CPU time on a CPU, wall time
-    on a GPU."""
+    """Call ``work`` twice and time the second call, because the first one also allocates memory.
+
+    Returns seconds: CPU time on a CPU, wall time on a GPU.
+    """
     on_cpu = device == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     work()

@@ -93,5 +93,5 @@ def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
 
 
 def _file_name(run: str) -> str:
-    """A run's name as a path: characters that file systems may not accept become underscores."""
+    """The name of a run with underscores for characters that some file systems reject."""
     return "".join(letter if letter.isalnum() or letter in "/_-.=," else "_" for letter in run)

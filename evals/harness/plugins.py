@@ -10,11 +10,11 @@ from commandline.errors import UsageError
 from commandline.variants import load_plugin
 from evals.tasks import TASKS
 
-_TASKS: dict[Path, list[str]] = {}  # task names by file, because a second load registers nothing
+_TASKS: dict[Path, list[str]] = {}  # task names by file: a second load registers none
 
 
 def load(path: Path) -> tuple[attnzoo.Plugin, list[str]]:
-    """Load a plugin; returns it with the names of the tasks that it registers.
+    """Load a plugin; returns the plugin and the names of the tasks that it registers.
 
     Raises:
         UsageError: the file cannot be loaded, or it registers neither a variant nor a task.
@@ -28,7 +28,7 @@ def load(path: Path) -> tuple[attnzoo.Plugin, list[str]]:
 
 
 def load_plugins(path: Path | None) -> dict[str, str]:
-    """Load a plugin; returns its file's hash by variant name, and by "task NAME" for its tasks."""
+    """Load a plugin; returns a dict from variant names and "task NAME" to the hash of the file."""
     if path is None:
         return {}
     plugin, tasks = load(path)

@@ -39,7 +39,7 @@ class Failure(NamedTuple):
 
     @staticmethod
     def from_traceback(run: object, text: str) -> Failure:
-        # A message may have several lines: its first one is the first that is not indented.
+        # In a traceback, the first line that is not indented begins the error's message.
         last = text.rsplit("Traceback (most recent call last):\n", 1)[-1]
         reason = next(line for line in last.splitlines() if line.strip() and line[0] != " ")
         return Failure(str(run), reason, text)
@@ -57,7 +57,7 @@ def _work_loop(pipe: Connection, context: Context) -> None:
                     status = execute(run, context, pipe.send)
                 except (BrokenPipeError, EOFError):
                     raise
-                except NotWritten as error:  # writing would fail for the next run too
+                except NotWritten as error:  # the next run could not write either
                     pipe.send(("stopped", str(error)))
                 except Exception:  # one failed run must not end the others
                     pipe.send(("failed", traceback.format_exc()))
@@ -187,7 +187,7 @@ class Pool:
         self.progress.finish(failure.run, "failed")
 
     def _after_death(self, worker: _Worker) -> list[Run]:
-        """Handle a worker's death; returns [the part of its run to repeat], or [] if none."""
+        """Handle a worker's death; returns the part of the run to repeat: a list of 0 or 1 runs."""
         run, stage = worker.run, worker.stage
         assert run is not None
         worker.process.join()

@@ -49,7 +49,9 @@ class Progress:
         every: float = LINE_SECONDS,
     ) -> None:
         self.runs, self.finished, self.began = runs, 0, time.monotonic()
-        self.running: dict[str, tuple[float, str]] = {}  # fraction and stage by name
+        self.running: dict[
+            str, tuple[float, str]
+        ] = {}  # fraction done and current stage, by name of the run
         self._starts: dict[str, float] = {}
         self._stream = sys.stderr if stream is None else stream
         self._lock = threading.Lock()
@@ -103,7 +105,7 @@ class Progress:
 
     @property
     def _part(self) -> float:
-        """The sum of the finished fractions of the runs in progress."""
+        """The sum over the runs in progress of the fraction of each run that is done."""
         return sum(fraction for fraction, _ in self.running.values())
 
     def _print(self, text: str) -> None:

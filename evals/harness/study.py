@@ -30,11 +30,11 @@ from evals.measures.heads import own_parameters
 from evals.results.store import WHOLE, Row, Shard
 from evals.task import EVERY_VARIANT, Settings, Task
 
-EVALUATION = 2  # version of the evaluation: part of every row's key
+EVALUATION = 2  # version of the evaluation code: part of every row's key
 
 
 def key_of(identity: Mapping[str, object]) -> str:
-    """The first twenty hex digits of the SHA-256 of an identity's JSON."""
+    """A key for a dict: the first twenty hex digits of the SHA-256 of its JSON."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -68,7 +68,7 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """The specs of all rows, seed by seed, so that the first results cover all variants."""
+        """The specs of all result rows, by seed, so that the first results cover all variants."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
@@ -83,7 +83,7 @@ class Study:
         return identity
 
     def training_key(self, variant: VariantCall, positions: str, seed: int) -> str:
-        """The key of one training, shared by all inference-time substitutions in its model."""
+        """The key of one training, also used for inference-time substitutions in that model."""
         plugin = self.plugins.get(f"task {self.task.name}")
         return key_of(
             ({} if plugin is None else {"plugin": plugin})
@@ -113,7 +113,7 @@ class Study:
         )
 
     def version(self, spec: Spec) -> str:
-        """A hash of the spec's variants: their parameters with defaults, and the plugin's file."""
+        """A hash of the spec's variants, their parameters with defaults, and the plugin's file."""
         return key_of({"train": self._variant(spec.train), "test": self._variant(spec.test)})
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
@@ -230,7 +230,7 @@ def _left_out(
 
 
 def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
-    """Reason why a variant does not support these numbers of keys and this encoding, or None."""
+    """The reason why a variant does not support these numbers of keys or this encoding, or None."""
     try:
         module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
         options = {"alibi": torch.ones(1)} if positions == "alibi" else {}

@@ -20,9 +20,9 @@ from evals.measures.metrics import Outcome, Tally
 from evals.task import HeadSample, Settings, Task
 from evals.tasks.draws import lengths
 
-JACOBIANS = 4  # sequences per length whose Jacobians are measured
-CHUNK_ITEMS = 2**15  # keys per chunk of test sequences
-REPORT_EVERY = 25  # steps between two reads of the loss, because a read waits for the device
+JACOBIANS = 4  # number of sequences per length whose Jacobians are measured
+CHUNK_ITEMS = 2**15  # maximum number of keys per chunk of test sequences
+REPORT_EVERY = 25  # steps between reads of the loss; each read waits for the device
 
 
 class NotFinite(ArithmeticError):
@@ -61,7 +61,7 @@ def fit(
             loss = loss_at(step)
             optimizer.zero_grad()
             loss.backward()
-        except Exception as error:  # a NaN may cause any error
+        except Exception as error:  # NaN parameters can cause any type of error
             if _finite(model):
                 raise
             raise NotFinite(f"parameters are not finite at step {step + 1}: {error}") from error
@@ -73,7 +73,7 @@ def fit(
             if not math.isfinite(value):
                 raise NotFinite(f"the training loss is {value} at step {step + 1}")
             report(step + 1, value, (step + 1) / schedule.steps)
-    if not _finite(model):  # the last loss was computed before the last step
+    if not _finite(model):  # the loss of the last step does not show a NaN from its update
         raise NotFinite(f"parameters are not finite after step {schedule.steps}")
 
 
@@ -126,7 +126,7 @@ def evaluate(
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             batch = task.batch(seed, split, length, start, stop, settings).to(device)
-            # The sequences whose heads are measured do not depend on the chunk size.
+            # Heads are measured on the first sequences of the first split, for any chunk size.
             most = (0, 0) if number else (task.head_sequences, JACOBIANS)
             sample = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
             began = time.process_time()

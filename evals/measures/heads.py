@@ -31,14 +31,14 @@ import attnzoo
 from commandline.variants import VariantCall
 from evals.task import HeadSample
 
-ROWS = 4  # measured rows of each sequence: the last ones
-MOST_KEYS = 4096  # the cosine between keys uses at most this many, the last ones
+ROWS = 4  # number of rows of the score matrix measured per sequence: the last ones
+MOST_KEYS = 4096  # the cosine between keys uses at most the last 4096 keys
 JACOBIAN_KEYS = 256
 _PASSED = ("is_causal", "alibi", "scale")
 
 
 def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
-    """The parameters that a module passes to its variant: numbers and learned tensors (H,)."""
+    """The variant's parameters in a module, by name: numbers and learned tensors (H,)."""
     names = [param.name for param in attnzoo.get_variant(attention.variant).params]
     return {name: getattr(attention, name) for name in names}
 
@@ -171,7 +171,7 @@ def measure(
 
 
 def _jacobians(z: Tensor, w: Tensor, variant: str, own: dict[str, Any]) -> Tensor | None:
-    """Norms (B, H) at scores z (B, H, n); None if the weights w are not a function of z alone."""
+    """‖∂w/∂z‖₂ (B, H) at scores z (B, H, n); None if w is not a function of z alone."""
     params = [head(own, index) for index in range(z.shape[1])]
     for index, mine in enumerate(params):
         if not torch.allclose(weights_at(z[:, index], variant, mine), w[:, index], atol=1e-6):
@@ -184,7 +184,7 @@ def _jacobians(z: Tensor, w: Tensor, variant: str, own: dict[str, Any]) -> Tenso
 
 
 def head(own: dict[str, Any], index: int) -> dict[str, Any]:
-    """The parameters of one head."""
+    """The parameters of one head: entry ``index`` of each tensor (H,), and the numbers."""
     return {
         name: value.detach()[index : index + 1] if isinstance(value, Tensor) else value
         for name, value in own.items()
@@ -200,10 +200,10 @@ def weights_at(z: Tensor, variant: str, params: dict[str, Any]) -> Tensor:
 
 def jacobian_norm(scores: Tensor, variant: str, params: dict[str, Any]) -> float:
     """‖∂w/∂z‖₂ of a variant's weights at scores (n,), from one backward pass over n copies."""
-    with torch.inference_mode(False), torch.enable_grad():  # the caller may be in inference mode
+    with torch.inference_mode(False), torch.enable_grad():  # callers may use inference mode
         n = len(scores)
         z = scores.double().expand(n, n).clone().requires_grad_()
         (jacobian,) = torch.autograd.grad(weights_at(z, variant, params), z, torch.eye(n).to(z))
-    if not jacobian.isfinite().all():  # matrix_norm would raise
+    if not jacobian.isfinite().all():  # matrix_norm raises on NaN
         return math.nan
     return torch.linalg.matrix_norm(jacobian, 2).item()

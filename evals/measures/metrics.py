@@ -29,10 +29,10 @@ from evals.task import BatchResult
 def weight_metrics(
     weights: Tensor, target: Tensor, classes: Tensor, label: Tensor, class_count: int
 ) -> dict[str, Tensor]:
-    """Compute the metrics above: a (B,) tensor for each name.
+    """Compute the metrics listed at the top of this file, each as a tensor (B,), by name.
 
     Args:
-        weights: (B, n), of one query per sequence.
+        weights: (B, n), the weights of one query per sequence.
         target: (B,), the index of the true key.
         classes: (B, n), the class of each key.
         label: (B,), the true class.
@@ -56,8 +56,8 @@ def weight_metrics(
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one run at one eval length. status is "ok", "nan" or "oom"; message says why
-    there are no results."""
+    """The results of one run at one eval length. status: "ok", "nan" or "oom". message: the reason
+    if there are no results."""
 
     status: str
     message: str = ""
@@ -76,7 +76,7 @@ class Tally:
         self.failure: Outcome | None = None
 
     def add(self, work: Callable[[], BatchResult], prefix: str = "") -> None:
-        """Add the results of ``work()``, or record that it ran out of memory."""
+        """Add the results of ``work()``, or record an out-of-memory error."""
         if self.failure is not None:
             return
         began = time.process_time()

@@ -38,7 +38,7 @@ METRICS = ("max_weight", "entropy", "n_eff")
 
 @dataclass(frozen=True)
 class Row:
-    """One head at one length: means over the queries that see at least two keys."""
+    """Measurements of one head at one length, as means over queries that see at least two keys."""
 
     variant: str
     length: int
@@ -127,7 +127,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def read(name: str, file: Path) -> tuple[Tensor, Any]:
-    """The tokens of the text, and the model."""
+    """Load a model and its tokenizer; returns the tokens of the text in ``file``, and the model."""
     import transformers
 
     if not file.is_file():
@@ -160,7 +160,7 @@ def usual_lengths(most: int) -> list[int]:
 
 
 def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
-    """Evenly spaced pieces of the text, (samples, length); fewer if the text is too short."""
+    """Evenly spaced pieces of the text: (samples, length), with fewer samples if it is short."""
     step = max(1, (len(tokens) - length) // max(1, samples - 1)) if samples > 1 else 1
     starts = range(0, len(tokens) - length + 1, step)[:samples]
     return torch.stack([tokens[s : s + length] for s in starts])
@@ -176,7 +176,7 @@ def states(model: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def measured(variant: str, length: int, weights: list[Tensor]) -> Iterator[Row]:
-    """A row for each head, from the weights (B, H, N, N) of each layer."""
+    """Measure the weights (B, H, N, N) of each layer; returns one `Row` per head."""
     causal = all(bool((w.triu(1) == 0).all()) for w in weights)
     keys = torch.arange(1, length + 1) if causal else torch.full((length,), length)
     rows = keys > 1
