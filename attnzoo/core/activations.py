@@ -50,7 +50,7 @@ SPARSEMAX = Activation(
 ENTMAX15 = Activation(
     "entmax15",
     lambda s, shape: torch.add(s.new_ones(()), s, alpha=0.5, out=s).relu_().square_(),
-    # φ/√φ instead of √φ: most φ are 0, and on some CPUs a vectorized √0 is ten times slower.
+    # φ' = √φ is computed as φ · rsqrt(φ): most φ are 0, and on some CPUs √0 is ten times slower.
     lambda s, phi, shape: phi.clamp_min(torch.finfo(phi.dtype).tiny).rsqrt_().mul_(phi),
     triton=TRITON + "entmax15",
     alpha=1.5,
@@ -59,26 +59,27 @@ ENTMAX15 = Activation(
 
 def _q_exp(s: Tensor, alpha: Tensor | None) -> Tensor:
     assert alpha is not None
-    # log1p is accurate for small (α−1)s; clamping at −1 is the [·]_+.
+    # log1p is accurate for small (α−1)s. Clamping its argument at −1 implements [·]_+.
     inner = ((alpha - 1) * s).clamp_min_(-1.0)
     return inner.log1p_().div_(alpha - 1).exp_()
 
 
 def _q_exp_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
     assert alpha is not None
-    # At α = 2 the slope outside the support is 0, not 0⁰ = 1.
+    # Outside the support the slope is 0, but φ^{2−α} would give 0⁰ = 1 at α = 2.
     return torch.where(phi > 0, phi.pow(2 - alpha), 0.0)
 
 
 def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
-    """∂φ/∂α = φ · [x/(a·u) − log(u)/a²] with a = α − 1, u = 1 + ax; → −φx²/2 as α → 1."""
+    """∂φ/∂α = φ·[x/(a·u) − log(u)/a²] with a = α − 1, u = 1 + ax; its limit at α = 1 is −φx²/2."""
     assert alpha is not None
     a = alpha - 1
     inside = phi > 0
     x = torch.where(inside, s, 0.0)
     y = a * x
     closed = x / (a * (1 + y)) - torch.log1p(y) / (a * a)
-    # The two terms cancel for small y: use the series x² Σ_k (−1)^{k−1} (k−1)/k y^{k−2} there.
+    # The two terms of `closed` cancel for small y. The series x² Σ_k (−1)^{k−1} (k−1)/k y^{k−2}
+    # replaces them there.
     series = torch.zeros_like(y)
     for k in range(10, 1, -1):
         series = series * y + (-1) ** (k - 1) * (k - 1) / k
@@ -92,7 +93,7 @@ Q_EXP = Activation(
 
 
 def _taylor(order: int) -> Activation:
-    """Σ_{p ≤ order} s^p / p!; positive only for even orders."""
+    """The activation φ(s) = Σ_{p ≤ order} s^p / p!, which is positive only for even orders."""
 
     def value(s: Tensor, shape: Tensor | None, top: int = order) -> Tensor:
         if top == 1:

@@ -1,4 +1,4 @@
-"""Validation of the arguments of `attention`: a `Call`, or an error that names the argument."""
+"""Validates the arguments of `attention`: makes a `Call`, or raises naming the wrong argument."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_call(
     is_causal, return_lse = check_bool("is_causal", is_causal), check_bool("return_lse", return_lse)
     dtype = score_dtype(q)
     left, right = _bounds(window, is_causal)
-    # Drop a bound that lies beyond all keys. Sums of positions then also fit an int64.
+    # A bound beyond all keys has no effect. Dropping it keeps sums of positions within int64.
     left = None if left is None or left >= keys + queries else left
     right = None if right is None or right >= keys + queries > 0 else right
     return Call(
@@ -77,7 +77,7 @@ def check_call(
 
 
 def layout_tensors(given: dict[str, Tensor], call: Call) -> dict[str, Any]:
-    """Mask, ALiBi and segments as fields of a `Call`; shapes and dtypes are validated already."""
+    """The `Call` fields for mask, ALiBi and segments, whose shapes and dtypes are already valid."""
     found: dict[str, Any] = {}
     if (mask := given.get("attn_mask")) is not None:
         found["mask"] = _as_mask(mask, call.keys)
@@ -148,7 +148,7 @@ def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
 
 
 def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
-    """How many positions a query sees to its left and to its right; None is no bound."""
+    """(left, right): how many positions a query sees on each side; None means no bound."""
     right = 0 if is_causal else None
     if window is None:
         return None, right

@@ -35,7 +35,7 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
 class Call(Visibility):
     """One validated call, as the functions of a variant receive it.
 
-    A definition needs little of it: `scores`, `bias`, and either `softmax` or `visible`.
+    Most definitions need only `scores`, `bias`, and either `softmax` or `visible`.
 
     Attributes:
         batch: B.
@@ -80,7 +80,7 @@ class Call(Visibility):
 
     @property
     def bias(self) -> Tensor | float:
-        """The term added to scores after the gain: float mask (−∞ as 0) plus ALiBi, or 0.0."""
+        """The float mask (with 0 for −∞) plus ALiBi, to add after the gain; 0.0 without both."""
         bias: Tensor | float = 0.0
         if self.mask is not None and self.mask.dtype != torch.bool:
             bias = self.mask.masked_fill(~visible_entries(self.mask), 0.0).to(self.dtype)
@@ -96,7 +96,8 @@ class Call(Visibility):
     def hide(self, scores: Tensor, fill: float = float("-inf")) -> Tensor:
         """Scores with ``fill`` at invisible keys; a row without visible keys stays unchanged.
 
-        If all its scores were −∞, softmax and its gradient would be NaN. Set its weights to 0.
+        With −∞ in all of a row, softmax and its gradient would be NaN. Callers must set the
+        weights of a row without visible keys to 0.
         """
         if self.sees_all:
             return scores
@@ -112,7 +113,7 @@ class Call(Visibility):
         return self.zero_hidden(self.hide(scores).softmax(-1))
 
     def logsumexp(self, scores: Tensor) -> Tensor:
-        """log Σ exp over the visible keys; −inf, with gradient 0, for a row without any."""
+        """log Σ exp over the visible keys; a row without visible keys is −inf, with gradient 0."""
         if self.keys == 0:
             return scores.new_full(scores.shape[:-1], float("-inf"))
         lse = self.hide(scores).logsumexp(-1)
@@ -132,14 +133,14 @@ class Call(Visibility):
         return self.heads // self.kv_heads
 
     def by_group(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b for a (B, H, …, …) and b (B, Hkv, …, …); ``group`` heads of a share one of b."""
+        """a @ b for a (B, H, …, …) and b (B, Hkv, …, …); ``group`` heads of a use one head of b."""
         if self.heads == self.kv_heads:
             return a @ b
         a = a.unflatten(1, (self.kv_heads, -1))  # [B, Hkv, G, …, …]
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
-        """The `Call` of a block of queries with the keys in its `key_range`, and this range."""
+        """(`Call`, slice): a block of queries with the keys that it may see, and their range."""
         part = self.rows(
             batches,
             heads,

@@ -60,7 +60,7 @@ def check_bool(what: str, x: Any) -> bool:
 
 
 def check_probability(what: str, x: Any) -> float:
-    # 1 is excluded: dropout would remove all weights.
+    # A probability of 1 is excluded, because dropout would remove all weights.
     x = plain(x)
     if not is_number(x):
         raise TypeError(f"{what} must be a number in [0, 1), got {shown(x)}")
@@ -70,7 +70,7 @@ def check_probability(what: str, x: Any) -> float:
 
 
 def check_sizes(optional: bool = False, **sizes: Any) -> None:
-    """Raise unless all sizes are ints from 1 to 2^63 − 1; with ``optional`` also None."""
+    """Raise unless all sizes are ints from 1 to 2^63 − 1, or None if ``optional``."""
     for name, size in sizes.items():
         if size is None and optional:
             continue

@@ -1,11 +1,11 @@
-"""What a variant is: its definition, its parameters, and the forms that give it fast backends.
+"""The parts of a variant: its definition, its parameters, and its forms for fast backends.
 
 A *definition* computes the dense weights in plain PyTorch. A *form* describes the same weights in a
 way that the fast backends can run. Forms carry *per-query vectors* and never parameters: a
 per-query vector is a Python float, or a tensor that broadcasts to ``(B, H, Nq)`` in fp32 (fp64 for
 fp64 inputs). A variant computes its vectors from its parameters in PyTorch, a backend returns one
-gradient per vector, and autograd carries that to the parameters. So no variant has a backward of
-its own.
+gradient per vector, and autograd propagates it to the parameters. Variants therefore need no
+backward of their own.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class Activation:
     Attributes:
         name: Name for error messages and `explain`.
         value: ``value(s, shape) -> φ(s)``, elementwise; ``shape`` broadcasts against ``s`` and is
-            None unless this is a family. It may overwrite ``s``.
+            None unless this is a family. The function may overwrite ``s``.
         slope: ``slope(s, φ, shape) -> φ'(s)``, elementwise.
         shape_slope: ``shape_slope(s, φ, shape) -> ∂φ/∂shape`` of a family; None otherwise.
-        vanishes: φ(−∞) = 0, so masked scores may be set to −∞. If False, backends mask φ instead.
+        vanishes: Whether φ(−∞) = 0. Backends then mask scores with −∞, else they mask φ.
         triton: The Triton implementation as "module:name", imported when a kernel needs it: a
             ``@triton.jit`` function of (x, shape) that returns (φ, φ') for x = ``unit`` · s. If
             ``vanishes``, both must be 0 at x = −∞. None: the kernels do not support φ.
         unit: Factor of the scores that the Triton implementation expects.
-        exponential: φ = exp, so the form is a softmax and has a log-sum-exp; backends may subtract
-            a running maximum or call torch's fused softmax. ``unit`` must then be log2(e).
-        alpha: φ is the q-exponential [1 + (α−1)s]_+^{1/(α−1)} with this α in (1, 2], or with
-            α = ``shape`` if "shape". Thresholds are then solved fast, also in kernels. ``unit``
-            must then be 1.
-        convex: φ is convex, φ(−∞) = 0 and φ(0) ≥ 1, so `tiled` can solve for a threshold by
-            Newton's method. Not needed if ``alpha`` is given.
-        bounded: φ ≤ 1, so fp16 can hold weights that are not normalized.
+        exponential: Whether φ = exp. The form is then a softmax with a log-sum-exp, backends may
+            subtract a maximum or call torch's fused softmax, and ``unit`` must be log2(e).
+        alpha: α in (1, 2] if φ is the q-exponential [1 + (α−1)s]_+^{1/(α−1)}; "shape" if its α is
+            the argument ``shape``; else None. With α, backends and kernels have a fast solver for
+            thresholds, and ``unit`` must be 1.
+        convex: Whether φ is convex with φ(−∞) = 0 and φ(0) ≥ 1. `tiled` can then solve for a
+            threshold by Newton's method. Not needed if ``alpha`` is given.
+        bounded: Whether φ ≤ 1, so that fp16 can hold weights that are not normalized.
 
     Example:
         >>> import attnzoo
@@ -150,8 +150,8 @@ class Pairwise:
         gain: Per-query vector, or a `FromStatistics`.
         offset: Per-query vector; required by "none".
         shape: Per-query vector; required by activations with a ``shape_slope``.
-        sink: Per-query vector, the score of one more key without a value; optional with "sum".
-        keep: Number of keys that keep a weight; required by "select".
+        sink: Per-query vector, the score of one additional key with value 0; optional with "sum".
+        keep: Number of keys per query with a nonzero weight; required by "select".
 
     Example:
         >>> import attnzoo
@@ -217,7 +217,7 @@ class Pairwise:
 
     @property
     def softmax(self) -> bool:
-        """Whether this is a softmax over all keys (and the sink): a maximum may be subtracted."""
+        """Whether this is a softmax over all keys (and the sink)."""
         return self.normalize == "sum" and self.activation.exponential
 
 
@@ -331,9 +331,9 @@ class Variant:
     gradients and memory linear in N; forms make the faster backends available.
 
     The functions get the `Call`, and every parameter by name. A parameter of kind "per_head" is a
-    float or a tensor: in ``weights`` and ``scores`` one that broadcasts against the scores,
-    (1, H, 1, 1) or (B, H, Nq, 1); in ``forms`` and ``unsupported`` one that broadcasts against
-    per-query vectors such as ``call.log_n``, (1, H, 1) or (B, H, Nq).
+    float or a tensor. In ``weights`` and ``scores`` the tensor broadcasts against the scores:
+    (1, H, 1, 1) or (B, H, Nq, 1). In ``forms`` and ``unsupported`` it broadcasts against per-query
+    vectors such as ``call.log_n``: (1, H, 1) or (B, H, Nq).
 
     Attributes:
         name: The name by which `attention` finds it; a Python identifier.
@@ -353,7 +353,7 @@ class Variant:
         positional: Whether weights depend on the distance between query and key.
         calibrate: ``calibrate(log_n)`` -> parameters with which the mean gain is 1, if ``log_n`` is
             the mean of log n_i over the rows. Rows with fewer keys get a gain below 1, rows with
-            more keys a gain above 1. A model trained with softmax therefore still changes.
+            more keys a gain above 1. The outputs of a trained softmax model therefore still change.
         identity: Parameters with which the variant equals softmax for any number of keys, so that
             a model trained with softmax can start from its own outputs; None if there are none.
         example: ``example(length)`` -> parameters that suit up to ``length`` keys, including all

@@ -90,7 +90,7 @@ def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
         raise ValueError(f"{what} must be on q's device {call.device}, got {value.device}")
     full = (call.batch, call.heads, call.queries)
     shapes = [(), full[1:2]] + ([full] if param.per_token else [])
-    # Not `in`: torch.compile does not find a symbolic size in a tuple.
+    # `in` would fail: torch.compile does not find a symbolic size in a tuple.
     if not any(value.shape == shape for shape in shapes):
         allowed = " or ".join(map(str, shapes))
         raise ValueError(f"{what} must have shape {allowed}, got {tuple(value.shape)}")
@@ -111,7 +111,7 @@ def check_vectors(what: str, form: Pairwise, call: Call) -> None:
     for name, vector in vectors.items():
         if not isinstance(vector, Tensor):
             continue
-        # Not `n in (1, whole)`: torch.compile does not find a symbolic size in a tuple.
+        # `n in (1, whole)` would fail: torch.compile does not find a symbolic size in a tuple.
         sizes = zip(vector.shape, full)
         fits = vector.dim() == 3 and all(n == 1 or n == whole for n, whole in sizes)
         if not fits or not vector.is_floating_point():

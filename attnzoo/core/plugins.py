@@ -28,7 +28,7 @@ class Plugin:
     variants: tuple[str, ...]
 
 
-_LOADED: dict[str, Plugin] = {}  # by module name
+_LOADED: dict[str, Plugin] = {}  # keyed by module name
 
 
 def load_plugin(path: str | os.PathLike[str]) -> Plugin:
@@ -79,7 +79,7 @@ def load_plugin(path: str | os.PathLike[str]) -> Plugin:
 
 
 def _owner(name: str) -> str | None:
-    """File or description of the module that ``import name`` would give, or None."""
+    """The file or a description of the module that ``import name`` would load, or None."""
     if name in sys.modules:
         found = getattr(sys.modules[name], "__file__", None)
         return "a loaded module" if found is None else str(Path(found).resolve())

@@ -96,7 +96,7 @@ def _check_param(what: str, param: Param) -> None:
     for field in ("per_token", "init", "between"):
         if param.kind != "per_head" and getattr(param, field) not in (None, False):
             raise ValueError(f"{what}: {field} requires kind 'per_head', got kind {param.kind!r}")
-    # Errors about a default or an initial value must not offer a tensor.
+    # A default or an initial value cannot be a tensor, so its error must not suggest one.
     number = replace(param, kind="float") if param.kind == "per_head" else param
     if param.default is not REQUIRED and param.default is not None:
         check_value(f"{what}: default", number, param.default)
@@ -176,7 +176,7 @@ def get_variant(name: str) -> Variant:
         'Nakanishi 2025, arXiv:2501.19399'
     """
     if not isinstance(name, str):
-        # scaled_dot_product_attention has the mask at this position.
+        # The fourth argument of scaled_dot_product_attention is the mask.
         mask = "; a mask is attn_mask=…" if isinstance(name, torch.Tensor) else ""
         raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{mask}")
     if name not in _VARIANTS:

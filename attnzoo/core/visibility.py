@@ -112,7 +112,7 @@ class Visibility:
         return self.mask is not None and self.mask.shape[2] == 1
 
     def key_range(self, rows: slice) -> slice:
-        """The smallest range with all keys that causality and window allow for these rows."""
+        """The smallest range of keys that causality and window allow for the queries ``rows``."""
         first = self.query_origin - self.key_origin + rows.start
         last = first + rows.stop - rows.start - 1
         start = 0 if self.left is None else max(0, min(self.keys, first - self.left))
@@ -140,9 +140,9 @@ class Visibility:
         return found
 
     def rows(self, batches: slice, heads: slice, rows: slice, **changes: Any) -> Self:
-        """The part with these queries and the keys in their `key_range`.
+        """A copy for a block of queries and the keys in their `key_range`.
 
-        ``changes`` replace other fields.
+        ``changes`` are new values of other fields.
         """
         keys = self.key_range(rows)
         mask, segments, counts = self.mask, self.segments, self.whole_counts
@@ -176,7 +176,7 @@ class Visibility:
         if self.cache is None:
             return make()
         found = self.cache.get(name)
-        # The version changes when a caller writes into the tensor.
+        # A tensor's version changes when a caller writes into it; it is then computed again.
         if found is not None and found[0]._version == found[1]:
             return found[0]
         with torch.inference_mode(False):
@@ -219,7 +219,7 @@ def _prefix(seen: Tensor) -> Tensor:
 
 
 def _count_segments(call: Visibility, first: Tensor, last: Tensor, seen: Tensor | None) -> Tensor:
-    """Sort the keys by (segment, position): each query then sees a contiguous range of them."""
+    """n_i with segments: in keys sorted by (segment, position), each query sees one range."""
     assert call.segments is not None
     queries, keys = _dense_ranks(*call.segments)
     stride = call.keys + 1
@@ -238,7 +238,7 @@ def _count_segments(call: Visibility, first: Tensor, last: Tensor, seen: Tensor 
 
 
 def _dense_ranks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Segment ids as ranks 0, 1, …, so that a rank times Nk + 1 fits an int64."""
+    """Replace segment ids by ranks 0, 1, …, so that a rank times Nk + 1 fits an int64."""
     ids, index = torch.cat([queries, keys], dim=-1).sort(dim=-1)
     step = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).long()
     ranks = torch.zeros_like(ids).scatter(-1, index, step.cumsum(-1))

@@ -110,7 +110,7 @@ def attention(
         scale: Factor of q·k. None is D^-½.
         enable_gqa: Allow H to be a multiple of Hkv, as in grouped-query attention.
         window: With ``is_causal`` an int W: a query sees only the last W keys up to its own
-            position. Without, a pair (left, right): it sees the keys i − left … i + right.
+            position. Otherwise a pair (left, right): query i sees the keys i − left … i + right.
         alibi: Slopes (H,); −slope·|i − j| is added to the scores (after any gain).
         segment_ids: Int (B, N), or a pair (B, Nq), (B, Nk). A query sees only the keys of its own
             segment.
@@ -205,7 +205,7 @@ def attention_weights(
 ) -> Any:
     """The weights w_ij that `attention` would put on the values, as a dense matrix.
 
-    They are computed from the variant's definition and take memory proportional to Nq · Nk.
+    The weights are computed from the variant's definition, in memory proportional to Nq · Nk.
 
     Args:
         backend: None or "eager".

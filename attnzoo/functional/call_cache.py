@@ -52,7 +52,7 @@ class Entry(NamedTuple):
     outlines: tuple[Hashable, ...]  # one per form; see `_outline`
 
     def rebuild(self, arguments: dict[str, Any], given: dict[str, Any]) -> tuple[Call, Form] | None:
-        """The call and form with the tensors of a new call; None if it must be validated again."""
+        """(Call, form) with the tensors of a new call; None if the new call needs validation."""
         call, params = self.call, self.params
         if self.has_tensors:
             tensors = {name: arguments[name] for name in _LAYOUT if arguments[name] is not None}
@@ -66,8 +66,8 @@ class Entry(NamedTuple):
                 return None
         if self.form_index < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)
-        # With gradients, forms are computed even if the definition runs, as in the first call:
-        # both runs of a checkpoint must save the same number of tensors.
+        # With gradients, forms are computed even if the definition runs. The first call does so
+        # too, and both runs of a checkpoint must save the same number of tensors.
         forms = self.variant.forms(call, **params)
         if tuple(map(_outline, forms)) != self.outlines:
             return None
@@ -113,7 +113,7 @@ def key_of(
     for group in (arguments, params):
         for name, x in group.items():
             if type(x) in _NUMBERS:
-                key += (name, type(x), x)  # the type too, because 1 == 1.0 == True
+                key += (name, type(x), x)  # includes the type, because 1 == 1.0 == True
             elif type(x) is tuple and all(type(item) is int for item in x):
                 key += (name, x)
             elif isinstance(x, Tensor) and type(x) in _PLAIN and not x.is_nested:
@@ -126,7 +126,7 @@ def key_of(
 def find(
     key: Hashable | None, variant: str, arguments: dict[str, Any], params: dict[str, Any]
 ) -> tuple[Backend, Call, Form] | None:
-    """Backend, call and form of a call; None if it is not cached or must be validated again."""
+    """(backend, Call, form) from the cache; None if the call is not cached or needs validation."""
     entry = None if key is None else _CACHE.get(key)
     if entry is None or entry.variant is not get_variant(variant):
         return None
@@ -157,8 +157,8 @@ def remember(
     if layout:
         call = replace(call, mask=None, alibi=None, segments=None)
     elif call.device.type == "cpu" and call.queries * call.keys <= SMALL_SCORES:
-        # Not on a GPU: a captured CUDA graph would keep the address of a tensor that is freed
-        # when its entry leaves the cache.
+        # GPU tensors are not cached: a captured CUDA graph would keep the address of a tensor
+        # that is freed when its entry leaves the cache.
         call = call.caching()
     own = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_CACHE) >= MAX_ENTRIES:

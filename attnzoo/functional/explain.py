@@ -103,7 +103,7 @@ def explain(
 
 
 def _with_note(candidate: Candidate, call: Call) -> Candidate:
-    # Not in `candidates`: in a compiled call the work is symbolic and cannot be formatted.
+    # `candidates` cannot add the note: in a compiled call the work is symbolic, not a number.
     form = candidate.form
     if BACKENDS[candidate.backend].scan is None or not isinstance(form, Linear):
         return candidate

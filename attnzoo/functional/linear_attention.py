@@ -16,7 +16,7 @@ from attnzoo.core.checks import check_dense, is_int, shown
 from attnzoo.core.forms import Linear, NoForm
 from attnzoo.functional.prepare import check_supported, prepare
 
-# Fewer tokens would not fill one chunk of a kernel, so they run in PyTorch.
+# Calls with fewer tokens run in PyTorch, because they would not fill one chunk of a kernel.
 MIN_TOKENS = 64
 
 

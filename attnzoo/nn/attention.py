@@ -102,7 +102,7 @@ class Attention(nn.Module):
             elif value is REQUIRED:
                 raise TypeError(missing(variant, spec))
             elif isinstance(value, Tensor):
-                # A clone: checkpoints reject tensors that share memory.
+                # It is cloned because checkpoints reject tensors that share memory.
                 self._initial[name] = self._checked(spec, value).detach().clone()
                 self.register_buffer(name, self._initial[name].clone())
             elif value is None and spec.default is None:
@@ -152,9 +152,9 @@ class Attention(nn.Module):
             device = start.device
         else:
             number = check_value(what, spec, start, torch.float32)
-            # On the CPU even for a module on meta, where the initial value would be lost.
+            # The initial value stays on the CPU even for a module on meta, which would lose it.
             start = torch.full((self.num_heads,), number, dtype=torch.float32, device="cpu")
-            device = torch.empty(0).device  # follows `with torch.device(...)`
+            device = torch.empty(0).device  # the default device
         start = self._checked(spec, start).expand(self.num_heads)
         check_entries(what, spec, start, torch.float32)
         start = start.detach().clone().float()
@@ -185,7 +185,7 @@ class Attention(nn.Module):
         return {n: bounded[n].original if n in bounded else getattr(self, n) for n in self._initial}
 
     def _bounded(self) -> dict[str, Any]:
-        """The learned parameters that stay inside an interval, by name."""
+        """The learned parameters that stay inside an interval, keyed by name."""
         found = self.__dict__.get("_modules", {}).get(BOUNDED)
         return {} if found is None else found._modules
 

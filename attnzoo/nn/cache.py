@@ -103,7 +103,7 @@ class KVCache:
             self._buffers = keys.index_select(0, index), values.index_select(0, index)
 
     def _allocate(self, x: Tensor) -> Tensor:
-        # A tensor made in inference mode could not be written to outside of it.
+        # A tensor made in inference mode could not be written to outside inference mode.
         with torch.inference_mode(False):
             shape = x.shape[0], x.shape[1], self.max_length, x.shape[3]
             return torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -201,7 +201,7 @@ def _checked_length(length: int, current: int) -> int:
 
 
 def _check_index(index: Tensor, stored: Tensor | None) -> None:
-    """``stored`` is a tensor (B, ...) of the cache, or None before the first update."""
+    """Raises unless the index suits ``stored``, a tensor (B, ...); None before the first update."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int32 or int64 tensor, got {kind}")

@@ -126,7 +126,7 @@ def _attend_to_state(
 ) -> Tensor:
     for name, default in STATE_DEFAULTS.items():
         value = plain(arguments.pop(name, default))
-        # Other types may not return a bool from !=.
+        # For values of other types, != may not return a bool.
         comparable = isinstance(value, bool) or is_number(value)
         if value is not None and (not comparable or value != default):
             raise ValueError(f"{name} must be {default} with a StateCache, got {shown(value)}")
@@ -155,7 +155,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _check_mask(mask: Tensor | None, length: int) -> None:
-    """Raises unless the last dimension is the number of keys so far; size 1 does not broadcast."""
+    """Raises unless the mask's last dimension is the number of keys so far; 1 is not accepted."""
     if mask is None:
         return
     check_dense("attn_mask", mask)

@@ -115,7 +115,7 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the projections as torch does. The variant's parameters do not change."""
+        """Initializes the projections as torch does. The variant's parameters do not change."""
         for weight in self._weights():
             nn.init.xavier_uniform_(weight)
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -126,7 +126,7 @@ class MultiheadAttention(nn.Module):
                 nn.init.xavier_normal_(bias)
 
     def _weights(self) -> list[nn.Parameter]:
-        """The input projections: one packed weight or three."""
+        """The weights of the input projections: one packed weight or three."""
         found = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         return [weight for weight in found if weight is not None]
 
@@ -150,7 +150,7 @@ class MultiheadAttention(nn.Module):
             bool(layer.batch_first), device="meta", variant=variant, **options,
         )  # fmt: skip
         weight = layer.out_proj.weight
-        # Created again, because on meta the variant's parameters have no values.
+        # ``attend`` is created again, because on meta the variant's parameters have no values.
         new.attend = Attention(variant, layer.num_heads, **options).to(device=weight.device)
         expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
         if (names := {name for name, _ in layer.named_parameters()}) != expected:
@@ -190,7 +190,7 @@ class MultiheadAttention(nn.Module):
             need_weights: also return the weights, which takes memory for B·H·L·S numbers.
             attn_mask: (L, S) or (B·H, L, S). Bool: True = blocked. Float: added to the scores.
             average_attn_weights: average the weights over the heads.
-            is_causal: causal attention. If attn_mask is given, a hint that this mask is causal: it
+            is_causal: causal attention. With attn_mask, a hint that this mask is causal: the mask
                 is then ignored if L = S, no key is appended and need_weights is False.
 
         Returns:

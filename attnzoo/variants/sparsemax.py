@@ -22,14 +22,14 @@ def project(s: Tensor, call: Call) -> Tensor:
     """[s − τ]_+ with sum 1 over the visible keys."""
     if call.keys == 0:
         return s
-    s = s - call.hide(s).amax(-1, keepdim=True).detach()  # weights stay the same
+    s = s - call.hide(s).amax(-1, keepdim=True).detach()  # a shift does not change the weights
     # A key at −1 has weight 0 already; sums of much lower scores would overflow.
     s = call.hide(s, fill=-2.0).clamp(min=-2.0)
     with torch.no_grad():
         ranked = s.sort(dim=-1, descending=True).values
         rank = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
         size = (1 + rank * ranked > ranked.cumsum(-1)).sum(-1, keepdim=True)
-        support = s >= ranked.gather(-1, size.clamp(min=1) - 1)  # empty in a row with NaN
+        support = s >= ranked.gather(-1, size.clamp(min=1) - 1)  # False throughout a row with NaN
         support = support.to(s.dtype)
     tau = ((s * support).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
     return call.zero_hidden((s - tau).relu())

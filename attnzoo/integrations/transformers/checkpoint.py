@@ -174,7 +174,7 @@ def register() -> None:
 
     @wraps(initialize)
     def with_initial_values(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # Called for modules with missing weights; loaded tensors have _is_hf_initialized set.
+        # Transformers calls this if weights are missing; loaded tensors have _is_hf_initialized.
         if not isinstance(module, Attention):
             return initialize(self, module, *args, **kwargs)
         if not getattr(module, "_is_hf_initialized", False):

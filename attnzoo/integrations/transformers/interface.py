@@ -30,7 +30,7 @@ from attnzoo.nn import Attention
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # versions that pass output_attentions to each layer
+except ImportError:  # transformers versions that pass output_attentions to each layer
     _active_collector = None
 
 NAME = "attnzoo"
@@ -116,7 +116,7 @@ def _variant(child: nn.Module | None) -> Variant | None:
 
 
 def _need_weights(kwargs: dict[str, Any]) -> bool:
-    """Whether to return weights. Some models only set the output collector of transformers."""
+    """Whether to return weights. Some models ask only through transformers' output collector."""
     if kwargs.get("output_attentions") is not None:
         return bool(kwargs["output_attentions"])
     collected = None if _active_collector is None else _active_collector.get()
@@ -157,7 +157,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask function: None or a key mask if that is enough, else a dense mask."""
+    """transformers' mask function: returns None or a key mask where possible, else a dense mask."""
     causal = mask_function is causal_mask_function
     simple = causal or mask_function is bidirectional_mask_function
     # A static cache keeps its length in a tensor, whose value a compiled graph cannot read.
