@@ -1,7 +1,7 @@
 """User-defined activations run on every backend that their properties allow.
 
-Outputs and gradients of `tiled`, the kernels and `sdpa` are compared with a definition. The error
-bounds are those of `helpers.agreement`.
+Outputs and gradients of `tiled`, the kernels and `sdpa` are compared with those of a dense
+computation in this file. The error bounds are those of `helpers.agreement`.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ FEW_GRAPHS = [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v
 
 @pytest.mark.parametrize("variant", FEW_GRAPHS)
 def test_tiled_compiles_few_graphs_for_all_lengths(variant: str) -> None:
-    """At most three graphs are compiled: for the first length, for few and for many scores."""
+    """Three graphs suffice: for the first length, for few scores and for many scores."""
     assert graphs_over(LENGTHS, "tiled", variant) <= 3
 
 
@@ -195,7 +195,7 @@ def test_blocks_are_not_unrolled_into_the_graph() -> None:
 
 
 def test_linear_variant_compiles_at_a_second_length() -> None:
-    """The backend depends on the sizes, which are symbolic at the second length."""
+    """At the second length the sizes are symbolic, and the backend is chosen by size."""
     attend = Attention("cosformer", 1, max_length=4096)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n in (1100, 1200):

@@ -34,7 +34,7 @@ def results(out: Tensor, leaves: dict[str, Tensor], do: Tensor) -> dict[str, Ten
 def expected(
     variant: str, backend: str, inputs: Inputs
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The output and gradients of the definition in fp64 on `ROWS`, and their error bounds."""
+    """Compute the output and gradients of `ROWS` densely in fp64, and their error bounds."""
     leaves, arguments = inputs.arguments(torch.float64)
     whole = prepared(variant, backend, arguments, inputs, 1.0)
     call, form = replace(whole.call, whole_counts=whole.call.counts), whole.definition

@@ -159,7 +159,7 @@ class TestChoice:
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
-    """The first supported backend. Meta tensors are used because fake masks cannot be indexed."""
+    """Return the first backend that supports a call with meta tensors (fake masks fail here)."""
     shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)

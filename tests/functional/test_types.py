@@ -66,7 +66,7 @@ attnzoo.attention(x, x, x, "ssmax", s="0.2")
 
 
 def pyright(folder: Path, text: str) -> list[dict[str, object]]:
-    """The diagnostics of pyright in strict mode for a script."""
+    """Return the diagnostics of pyright in strict mode for the text of a script."""
     (folder / "user.py").write_text(text)
     settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "include": ["user.py"]}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))

@@ -26,7 +26,7 @@ def params(variant: str) -> dict[str, Any]:
 
 
 def qkv(dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
-    """q, k and v of three sequences."""
+    """Return random q, k and v for three sequences."""
     shapes = (3, heads, LENGTH, 8), (3, kv_heads, LENGTH, 8), (3, kv_heads, LENGTH, 6)
     return [rand(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
 

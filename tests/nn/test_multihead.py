@@ -32,7 +32,7 @@ every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 
 
 def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
-    """Torch's layer and ours with the same fp64 weights."""
+    """Return torch's layer and attnzoo's layer with the same fp64 weights."""
     torch.manual_seed(3)
     theirs = nn.MultiheadAttention(E, H, dtype=torch.float64, **options)
     torch.manual_seed(3)
@@ -47,7 +47,7 @@ def tensors(layer: nn.MultiheadAttention, length: int = 6, keys: int = 8) -> lis
 
 
 def masks(kind: str, length: int = 6, keys: int = 8) -> dict[str, Tensor]:
-    """Mask arguments. Every row sees a key, because torch gives NaN otherwise."""
+    """Return mask arguments in which every query sees a key; otherwise torch returns NaN."""
     blocked = rand(length, keys, seed=5) > 0.5
     padding = torch.arange(keys).expand(2, keys) >= torch.tensor([[keys], [keys - 3]])
     blocked[:, 0] = False
@@ -66,7 +66,7 @@ def masks(kind: str, length: int = 6, keys: int = 8) -> dict[str, Tensor]:
 
 
 def results(layer: Any, given: list[Tensor], **options: Any) -> list[Tensor]:
-    """Output, weights if any, and the gradients of inputs and parameters."""
+    """Return the output, the weights if any, and the gradients of inputs and parameters."""
     leaves = [x.clone().requires_grad_() for x in given]
     out, weights = layer(*leaves, **options)
     loss = (out * rand(*out.shape, seed=8)).sum()
@@ -222,11 +222,11 @@ def encoder(**options: Any) -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, 2)
 
 
-# Torch warns if it takes its fused path, and also if that path is disabled.
+# Torch warns if it runs its fused path for encoders, and also if that path is disabled.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested")
 @pytest.mark.parametrize(("training", "norm_first"), list(product((True, False), repeat=2)))
 def test_encoder_with_softmax_is_unchanged(training: bool, norm_first: bool) -> None:
-    """In eval mode without gradients, torch takes its fused path."""
+    """In eval mode without gradients, torch's own encoder runs its fused path."""
     theirs = encoder(norm_first=norm_first).train(training)
     ours = replace(copy.deepcopy(theirs), "softmax")
     x = rand(2, 7, 16).float()
@@ -275,7 +275,7 @@ def test_replace_keeps_shared_layers_shared_and_returns_a_single_layer() -> None
 
 
 def test_replacing_twice_exchanges_the_variant() -> None:
-    """One call replaces torch's layers and exchanges the variant of layers replaced before."""
+    """The second call replaces the remaining torch layers and changes the encoder's variant."""
     model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True, dropout=0.0).eval()
     once = replace(copy.deepcopy(model), "entmax", alpha=1.3)
     replace(model.encoder, "ssmax")

@@ -29,7 +29,7 @@ def module(variant: str, **options: Any) -> Attention:
 
 
 def learning(variant: str) -> Attention:
-    """A module that learns all parameters that the variant can learn."""
+    """Return a module that learns all parameters that the variant can learn."""
     return module(variant, learn=tuple(CASES[variant].learned), **learned(variant, 4))
 
 
@@ -91,7 +91,7 @@ def test_constructor_arguments_are_initial_values() -> None:
 
 
 def test_initial_values_are_fp32_whatever_the_default_dtype() -> None:
-    torch.set_default_dtype(torch.bfloat16)  # as transformers does while it loads a model
+    torch.set_default_dtype(torch.bfloat16)  # transformers sets it while it loads a model
     try:
         attend = Attention("ssmax", 4)
     finally:
@@ -129,7 +129,7 @@ def test_alpha_moves_towards_two_for_a_sparser_target() -> None:
 
 
 def test_bf16_module_computes_its_gain_in_fp32() -> None:
-    """`.to(bf16)` rounds the scale, but neither log n nor the gain."""
+    """`module.to(torch.bfloat16)` rounds the learned scale, but neither log n nor the gain."""
     attend = Attention("ssmax", 4).to(torch.bfloat16)
     assert attend.s.dtype == torch.bfloat16
     q, k, v = qkv(n=200, dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def test_bf16_module_computes_its_gain_in_fp32() -> None:
     for backend in ("eager", "tiled", "sdpa"):
         expected = attnzoo.attention(q, k, v, "ssmax", s=rounded, backend=backend)
         assert torch.equal(attend(q, k, v, backend=backend), expected)
-    q, k, v = qkv(n=200)  # fp32 inputs through a bf16 module
+    q, k, v = qkv(n=200)  # inputs in fp32, parameters in bf16
     assert torch.equal(attend(q, k, v), attnzoo.attention(q, k, v, "ssmax", s=rounded))
 
 
@@ -185,7 +185,7 @@ def test_module_can_be_pickled(variant: str) -> None:
 
 
 def test_bounded_parameter_has_torchs_parametrization_name_in_checkpoints() -> None:
-    """A checkpoint holds the raw value, which a sigmoid maps into the range."""
+    """A checkpoint holds the raw value; a sigmoid maps this value into the parameter's range."""
     attend = Attention("entmax", 4, learn=("alpha",))
     raw = {"parametrizations.alpha.original": torch.tensor([-1.0, 0.0, 1.0, 2.0])}
     assert attend.state_dict().keys() == raw.keys()

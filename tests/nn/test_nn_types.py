@@ -68,7 +68,7 @@ Transformer(9, 8, 2, 1)(q, cache=None)
 
 
 def pyright(code: str, folder: Path) -> list[str]:
-    """The errors of pyright in strict mode, as "line: rule: message"."""
+    """Return the errors of pyright in strict mode, each as "line: rule: message"."""
     (folder / "user.py").write_text(code)
     config = {"include": ["user.py"], "typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))

@@ -48,7 +48,7 @@ def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
 
 @pytest.mark.parametrize("positions", ["rope", "p-rope", "alibi"])
 def test_left_padding_does_not_change_the_logits(positions: str) -> None:
-    """These encodings depend on distances only."""
+    """With these position encodings, scores depend on distances between tokens only."""
     made, real = model("ssmax", positions), tokens()
     padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), real], dim=1)
     mask = (torch.arange(19) >= 5).expand(2, 1, 1, 19)
@@ -68,7 +68,7 @@ def test_rope_scores_depend_on_distances_only() -> None:
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-4)
-    # With D = 8, features 0 and 4 are the first pair, which turns by one radian per token.
+    # With D = 8, RoPE rotates features 0 and 4, the first pair, by one radian per token.
     x = torch.zeros(1, 1, 1, 8)
     x[..., 0] = 1.0
     turned = _rotate(x, made._rotation(1, torch.zeros(1, 1, dtype=torch.long)))[0, 0, 0]
@@ -80,7 +80,7 @@ def test_p_rope_with_share_0_or_1_is_none_or_rope() -> None:
         shares = {share: model(positions="p-rope", rope_share=share)(tokens()) for share in (0, 1)}
         assert torch.equal(shares[0], model(positions="none")(tokens()))
         assert torch.equal(shares[1], model(positions="rope")(tokens()))
-    assert model(positions="p-rope").rotated_pairs == 3  # of the 4 pairs of D = 8
+    assert model(positions="p-rope").rotated_pairs == 3  # D = 8 has 4 pairs
 
 
 def test_layers_with_different_variants_share_the_window() -> None:

@@ -18,7 +18,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# decode launches several kernels per prefix length, so only its test with softmax is quick.
+# The backend decode launches several kernels per prefix length, so most of its tests are slow.
 PREFIX_PAIRS = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
     if pair.values[1] == "decode" and pair.values[0] != "softmax"
@@ -29,19 +29,19 @@ every_trained_pair = pytest.mark.parametrize(("variant", "backend"), TRAINED)
 
 
 def qkv(queries: int = 7, keys: int = 7, seed: int = 0, dtype: Any = torch.float64) -> list[Tensor]:
-    """q, k and v with B = 2, H = 2, D = 6 and Dv = 6."""
+    """Return random q, k and v with B = 2, H = 2, D = 6 and Dv = 6."""
     shapes = (queries, keys, keys)
     return [rand(2, 2, n, 6, seed=seed + i, dtype=dtype) for i, n in enumerate(shapes)]
 
 
 def leaves_of(variant: str, backend: str) -> dict[str, Tensor]:
-    """Learned parameters; they require a gradient if the backend supports it."""
+    """Return learned parameters that require a gradient if the backend supports this."""
     gradient = (variant, backend) not in CONSTANT_PARAMETERS
     return {name: x.requires_grad_(gradient) for name, x in learned(variant, 2).items()}
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b, with values of about 1, are equal up to rounding."""
+    """Return True if a and b, with values of about 1, are equal up to rounding."""
     return torch.allclose(a, b, rtol=0, atol=1e-12 if a.dtype == torch.float64 else 5e-6)
 
 
@@ -60,7 +60,7 @@ HEADINGS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Not
 
 
 def paragraphs(module: str) -> dict[str, str]:
-    """The paragraphs of a variant's docstring by heading; the documentation reads them too."""
+    """Map each heading of a variant's docstring to its paragraph."""
     summary, *rest = (sys.modules[module].__doc__ or "").strip().split("\n\n")
     found = {"Summary": summary}
     for text in rest:
@@ -146,7 +146,7 @@ def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
 def test_rows_sum_to_one_if_normalized(variant: str) -> None:
     q, k, v = qkv(queries=9)  # causal with Nq > Nk: two rows see no key
     sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant)).sum(-1)
-    if variant == "cosformer":  # its rows without a positive product are 0
+    if variant == "cosformer":  # rows without a positive product have weights 0
         products = (q.relu() @ k.relu().transpose(-1, -2)).tril(-2).sum(-1)
         assert torch.allclose(sums, (products > 0).double())
         return
@@ -219,7 +219,7 @@ def test_inputs_are_not_modified(variant: str, backend: str) -> None:
 
 @every_pair
 def test_default_dtype_does_not_matter(variant: str, backend: str) -> None:
-    """A bool tensor times a Python float has the default dtype, also in fp64 code."""
+    """Code that multiplies a bool tensor by a Python float would get the default dtype."""
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
     q, k, v = qkv(dtype=precise(backend))
     before = attnzoo.attention(q, k, v, variant, **options)
@@ -264,7 +264,7 @@ def test_rows_without_keys_are_zero_with_zero_gradient(variant: str, backend: st
 @pytest.mark.parametrize("float_mask", [False, True])
 @every_variant
 def test_empty_row_does_not_change_the_others(variant: str, float_mask: bool, backend: str) -> None:
-    """The outputs and gradients of the other rows are those of a call without the empty row."""
+    """All rows but the empty one have the outputs and gradients of a call without that row."""
     if float_mask and variant in NO_SCORE:
         q, k, v = qkv()
         with pytest.raises(ValueError, match="bool"):
@@ -299,7 +299,7 @@ def test_empty_row_does_not_change_the_others(variant: str, float_mask: bool, ba
 
 @every_trained_pair
 def test_row_with_one_key_has_weight_one_and_finite_gradients(variant: str, backend: str) -> None:
-    """Weight 1 is tested for normalized variants only. With one key, log n = 0."""
+    """Only normalized variants must have weight 1. For one key, log n and gains with it are 0."""
     q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
     params = leaves_of(variant, backend)
     options = {"is_causal": True, "backend": backend, **params_of(variant)}

@@ -36,7 +36,7 @@ def qkv(dtype: torch.dtype) -> list[Tensor]:
 def results(
     variant: str, backend: str, inputs: list[Tensor], options: dict[str, Any]
 ) -> list[Tensor]:
-    """The output, and the gradients of q, k and v if the backend has a backward."""
+    """Return the output, and the gradients of q, k and v if the backend has a backward."""
     trains = backend not in FORWARD_ONLY
     leaves = [x.clone().requires_grad_(trains) for x in inputs]
     out = attnzoo.attention(*leaves, variant, backend=backend, **options)
@@ -46,7 +46,7 @@ def results(
 
 
 def agrees(variant: str, backend: str, options: dict[str, Any]) -> None:
-    """Assert that output and gradients equal those of the definition in fp64."""
+    """Assert that output and gradients agree with those of `eager` in fp64."""
     inputs = qkv(precise(backend))
     found = results(variant, backend, inputs, options)
     exact = results(variant, "eager", [x.double() for x in inputs], options)
@@ -123,9 +123,9 @@ def spoil(x: Tensor, head: int, token: int, value: float) -> Tensor:
 
 
 def only_these_are_nan(out: Tensor, clean: Tensor, rows: Tensor) -> bool:
-    """Whether exactly these rows (bool [B, H, Nq]) are NaN and the others are unchanged.
+    """Return True if rows (bool [B, H, Nq]) of out are NaN and other rows equal those of clean.
 
-    The others may differ by rounding, because a threshold is solved for all rows together.
+    Other rows may differ by rounding, because thresholds of all rows are solved together.
     """
     atol = 1e-12 if out.dtype == torch.float64 else 1e-6
     others = torch.allclose(out[~rows], clean[~rows], rtol=0, atol=atol)
@@ -222,7 +222,7 @@ lse_backends = pytest.mark.parametrize(
 
 @lse_backends
 def test_lse_of_a_row_at_the_lowest_float_is_that_number(backend: str) -> None:
-    """LEAST plus a score is LEAST, but LEAST · log2(e), as in the kernels, overflows."""
+    """LEAST plus a score is LEAST in fp32. Kernels must avoid LEAST · log2(e), an overflow."""
     q, k, v = qkv(torch.float32)
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST
@@ -257,7 +257,7 @@ def test_gradients_of_lse_are_finite_with_a_row_at_the_lowest_float() -> None:
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 def test_entropy_of_a_row_at_the_lowest_float(backend: str, differentiable: bool) -> None:
-    """The mask sets the 33 scores of a row to LEAST. In fp32, LEAST + log 33 is LEAST."""
+    """The 33 scores of a row are LEAST. In fp32 their logsumexp, LEAST + log 33, is LEAST."""
     q, k, v = (rand(1, 2, 33, 8, seed=i, dtype=torch.float32) for i in (1, 2, 3))
     mask = torch.zeros(1, 1, 33, 33)
     mask[:, :, 7] = LEAST
@@ -294,7 +294,7 @@ def test_mask_without_queries_gives_an_empty_output(variant: str, backend: str) 
 def test_long_orthogonal_queries_and_keys_in_linear_time(
     is_causal: bool, dtype: torch.dtype
 ) -> None:
-    """|q||k| is 10⁴ times q·k, so sums of feature products cancel by that factor."""
+    """|q||k| is about 10⁴ times |q·k|, so sums of feature products lose four digits."""
     turn = torch.linalg.qr(rand(16, 16, seed=4)).Q
     half = torch.arange(16) < 8
     q, k, v = (rand(1, 2, 1024, 16, seed=seed) for seed in (1, 2, 3))

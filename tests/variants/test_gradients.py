@@ -21,7 +21,7 @@ def qkv(queries: int = 7, keys: int = 7) -> list[Tensor]:
 
 
 def differentiable(variant: str, per_token: bool = False) -> tuple[list[Tensor], Any]:
-    """Leaves, and a function of them that runs a causal GQA call whose first row is empty.
+    """Return leaves and a function of them: a causal GQA call whose first row is empty.
 
     The leaves include a float mask and ALiBi slopes if the variant supports them.
     """
@@ -79,7 +79,7 @@ def test_gradients_on_sdpa_and_linear(variant: str, backend: str) -> None:
         return attnzoo.attention(q, k, v, variant, is_causal=True, backend=backend, **params)
 
     leaves = [x.requires_grad_() for x in (q, k, v, *named.values())]
-    if variant == "adaptive_temperature":  # has no gradient through β, see the test below
+    if variant == "adaptive_temperature":  # no gradient through β by default
         leaves = [q.detach(), k.detach(), v]
     assert gradcheck(run, leaves, fast_mode=True)
 
@@ -96,7 +96,7 @@ def test_adaptive_temperature_has_no_gradient_through_beta_by_default(backend: s
     z = q @ k.transpose(-1, -2) / 6**0.5
     p = z.softmax(-1)
     temperature = beta(-(p * p.log()).sum(-1, keepdim=True)).detach()
-    assert bool((temperature > 1.2).all())  # 30 keys: β is above 1
+    assert bool((temperature > 1.2).all())  # with 30 keys, β is above 1
     frozen = torch.autograd.grad((temperature * z).softmax(-1) @ v, (q, k, v), do)
     for have, want in zip(found, frozen, strict=True):
         assert torch.allclose(have, want)
@@ -157,7 +157,7 @@ def test_second_backward_gives_the_same_gradients(variant: str, backend: str) ->
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", [name for name, case in CASES.items() if case.learned])
 def test_zero_dim_parameter_equals_the_same_number_per_head(variant: str, backend: str) -> None:
-    """Its gradient is the sum over heads."""
+    """The gradient of the zero-dim parameter is the sum of the per-head gradients."""
     q, k, v = qkv()
     one = {name: x[0].double().requires_grad_() for name, x in learned(variant, 2).items()}
     per_head = {name: x.detach().repeat(2).requires_grad_() for name, x in one.items()}
