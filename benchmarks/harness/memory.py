@@ -42,9 +42,9 @@ def measure(
     threads: int = 1,
     plugin: Path | None = None,
 ) -> int:
-    """Peak bytes of a call without its inputs.
+    """The peak memory of a call in bytes, without its inputs.
 
-    names: the baselines to choose from, if the implementation is a baseline.
+    names: the baselines that the new process creates, if the implementation is a baseline.
     """
     request = {
         "case": asdict(implementation.case),

@@ -54,7 +54,7 @@ def subset_of(names: Sequence[str]):
 
 
 def by_device(defaults: Defaults, name: str) -> str:
-    """The default of an option on each device, for its help text."""
+    """The help text that states an option's default on each device."""
 
     def shown(value: Any) -> str:
         return ",".join(map(str, value)) if isinstance(value, list) else str(value or "automatic")

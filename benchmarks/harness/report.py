@@ -24,7 +24,7 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.table import aligned, markdown
 
-# Optional figures of a row: the column's title and the format of the number.
+# Optional figures of a row by name, each with its column title and number format.
 FIGURES = {
     "tflops": ("TFLOP/s", "{:.3g}"),
     "ns_per_token": ("ns/token", "{:.3g}"),
@@ -272,7 +272,7 @@ def check_target(option: str, path: str | None) -> None:
     """Checks that a result file can be written, before anything is measured.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     if not path:
         return

@@ -49,9 +49,9 @@ def interleave(
 
     Args:
         repeats: the minimum number of rounds, unless max_seconds is exceeded.
-        min_seconds: rounds continue until they took this long in total.
-        max_seconds: no further round starts after this time, except the first `MIN_ROUNDS`.
-        warmup: rounds that are not timed.
+        min_seconds: rounds continue until their total time reaches this value.
+        max_seconds: no round starts after this time, except the first `MIN_ROUNDS` rounds.
+        warmup: the number of rounds before timing starts.
     """
     for _ in range(warmup):
         for call in calls.values():
@@ -85,11 +85,11 @@ class WallClock:
         return interleave(calls, repeats, min_seconds, max_seconds=max_seconds)
 
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        """Peak memory of one call beyond what was allocated before; None if unknown."""
+        """Peak bytes allocated during one call minus those allocated before; None if unknown."""
         return None
 
     def synchronize(self) -> None:
-        """Waits for the device, and raises if it failed."""
+        """Waits until the device has finished its work. Raises an error if the device failed."""
 
     def release(self) -> None:
         """Returns cached memory to the device."""

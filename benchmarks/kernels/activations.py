@@ -42,9 +42,9 @@ class VariantForm(NamedTuple):
 
 
 def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
-    """The forms with a Triton activation, once with default parameters and once with tensors.
+    """The variants' forms with a Triton activation, for default parameters and for tensors.
 
-    A tensor parameter becomes a per-query vector of the form, for example its gain or shape.
+    In the form, a tensor parameter becomes a per-query vector such as the gain or the shape.
     """
     found = []
     x = torch.empty(1, 1, 1, 1)
@@ -90,7 +90,7 @@ def activations() -> dict[str, VariantForm]:
 
 
 def kinds() -> dict[str, str]:
-    """The name of one activation for each `VariantForm.kind`."""
+    """A dict from each `VariantForm.kind` to the name of one activation of that kind."""
     found: dict[str, str] = {}
     for name, source in activations().items():
         found.setdefault(source.kind, name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.kernels.activations import activations
 from benchmarks.kernels.specializations import BARE, DTYPES, EXTRAS, Specialization
 
-# The second-order Taylor series has 153 features at D = 16, padded to a multiple of 8.
+# Features per token in linear calls. taylor has 153 at D = 16, padded to a multiple of 8.
 FEATURES = 160
 KEYS = 4096  # number of keys in decode calls
 PROCESSORS = 132  # multiprocessors of an H200
@@ -124,14 +124,14 @@ def describe_linear(spec: Specialization) -> Any:
 def few_queries(spec: Specialization) -> int:
     """Number of queries in a decode call with eight query heads per key/value head.
 
-    It differs between extras and dtypes, so that tiles of 16, 32 and 64 rows are compiled.
+    The number depends on the extra and dtype, so that tiles of 16, 32 and 64 rows are compiled.
     """
     queries = {"": 1, "keys": 1, "heads": 1, "window": 4}
     return queries.get(spec.extra, 4 if spec.dtype == "fp32" else 8)
 
 
 def describe_decode(spec: Specialization) -> Any:
-    """The launch with `few_queries` queries and eight query heads per key/value head."""
+    """The launch of a decode call with eight query heads per key/value head."""
     from attnzoo.backends.triton.decode import launch
 
     dim = spec.head_dim + spec.extra.endswith("unaligned")

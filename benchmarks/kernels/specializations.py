@@ -17,14 +17,14 @@ QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
-# Non-causal calls, calls without a per-query gain, and non-causal calls without one.
+# "full" calls are not causal. "no gain" calls have no per-query gain.
 BARE = ("full", "no gain", "full no gain")
 # Launches of `decode` that are compiled once for all activations or for all head dimensions.
 STAGES = ("decode statistics", "decode solver", "decode merge")
 
 
 class Specialization(NamedTuple):
-    """One kernel, and everything that its compilation depends on.
+    """One kernel and the settings that its compilation depends on.
 
     kernel: one of KERNELS. "linear" and "decode" may be followed by a space and a launch's name.
     extra: one of EXTRAS or BARE; "heads" (a key mask per head); or "all" (all of EXTRAS, a sink
@@ -104,7 +104,7 @@ GROUPS = (
 
 
 def specializations(archs: list[str], dims: list[int]) -> Iterator[Specialization]:
-    """All specializations, without repetition.
+    """All specializations for these architectures and head dimensions, each of them once.
 
     A head dimension outside HEAD_DIMS is treated like 64 if it is a power of two, else like 96.
     """

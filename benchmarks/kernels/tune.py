@@ -41,7 +41,7 @@ from commandline.errors import UsageError
 
 HEADS = 16
 CURRENT = "current"
-# Results differ by rounding to 16 bits and by the order of summation.
+# Largest difference, relative to the largest value, that is attributed to rounding to 16 bits.
 TOLERANCE = 2e-2
 
 
@@ -213,7 +213,7 @@ def compile_tile(spec: Specialization, tile: Tile) -> Compiled | str:
 def compile_tiles(
     spec: Specialization, tiles: list[Tile], jobs: int, plugin: Path | None = None
 ) -> list[tuple[Tile, Compiled]]:
-    """The tiles within the limits, largest first; among equal sizes, fewer registers first."""
+    """The tiles that satisfy all limits, largest first; of equal sizes, fewest registers first."""
     from attnzoo.backends.triton.common.configurations import SHARED
 
     limit, found = SHARED[arch_of(spec)], []
@@ -228,7 +228,7 @@ def compile_tiles(
 
 
 def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tuple[Tensor, tuple]]:
-    """A function that calls attention with the kernel and returns the output and (q, k, v)."""
+    """A function that calls attention through the kernel and returns (output, (q, k, v))."""
     kind: dict[str, Any] = {"dtype": DTYPES[spec.dtype], "device": device}
     few = spec.kernel == "decode"  # eight query heads per key/value head, see `describe_decode`
     batch, dim = max(1, TOKENS // length), spec.head_dim
@@ -258,7 +258,7 @@ def call_of(spec: Specialization, length: int, device: str) -> Callable[[], tupl
 
 
 def form_of(spec: Specialization) -> VariantForm:
-    """A form that runs the kernel: one with its activation; for "stats", with `FromStatistics`."""
+    """A form that uses the activation in ``spec``; for "stats", a form with `FromStatistics`."""
     if spec.kernel != "stats":
         return activations()[spec.activation]
     every = variant_forms(attnzoo.list_variants())
@@ -268,7 +268,7 @@ def form_of(spec: Specialization) -> VariantForm:
 def timings(
     spec: Specialization, tiles: list[Tile], length: int, timer: Timer, device: str = "cuda"
 ) -> dict[Tile, Timed]:
-    """Times of the forward (for dq and dkdv the backward) pass with each tile."""
+    """The time of the whole pass with each tile: backward for dq and dkdv, otherwise forward."""
     call, calls, results = call_of(spec, length, device), {}, {}
     current = Tile(None, None)
     for tile in (current, *tiles):

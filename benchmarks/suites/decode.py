@@ -51,7 +51,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**32}
-# Number of buffer writes before each timed call. They take about 2.5 ms on an H200, and the host
+# Number of buffer writes before each timed call. All of them take about 2.5 ms on an H200. The host
 # queues the call in at most 1 ms.
 FLUSHES = 8
 # A state is made from at most this many tokens. Its size does not depend on their number.
@@ -138,9 +138,9 @@ def implementations(
 
 
 def add_heavy_keys(q: Tensor, k: Tensor) -> None:
-    """Gives three keys about half of the total weight, for the first query head of each group.
+    """Gives three keys most of the softmax weight in the first query head of each KV group.
 
-    Without them, the error from one missing key among thousands would be within the budget.
+    Without these keys, the error from one missing key among thousands would be within the budget.
     """
     first, length = q[:, :: q.shape[1] // k.shape[1], 0].float(), k.shape[2]
     along = first / first.square().sum(-1, keepdim=True) * q.shape[-1] ** 0.5
@@ -149,7 +149,7 @@ def add_heavy_keys(q: Tensor, k: Tensor) -> None:
 
 
 def next_token(case: Case, feature_dim: int, setting: Setting) -> Attend:
-    """A call on one token, with a state whose token count is set to ``setting.length``."""
+    """A function that processes one token. The token count of its state is ``setting.length``."""
     tokens = min(setting.length, STATE_TOKENS)
     key_dim = case.key_dim(setting.head_dim, feature_dim)
     i = Inputs.make(replace(setting, length=tokens, queries=tokens, key_dim=key_dim), case)

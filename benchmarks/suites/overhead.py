@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def medians(path: Path) -> dict[str, float]:
-    """Median microseconds of each call in the JSON file of an earlier run.
+    """The median time of each call in microseconds, by name, from an earlier run's JSON file.
 
     Raises:
         UsageError: the file is not from this command.
