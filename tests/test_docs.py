@@ -55,7 +55,7 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
     for block in blocks:
         if block.file is not None:  # Triton reads the source of a kernel from a file
             (folder / block.file).write_text(block.text)
-        else:  # after blank lines, so that tracebacks have the line numbers of the page
+        else:  # Blank lines before the code give tracebacks the line numbers of the page.
             text = "\n" * block.line + block.text
             code.append(f"exec(compile({text!r}, {page!r}, 'exec'))")
     # The pages show outputs without Triton's interpreter, which conftest.py turns on.
@@ -67,7 +67,7 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
 
 
 def with_code() -> list[object]:
-    """Pages with Python code. Those that import transformers take seconds and are marked slow."""
+    """Return all pages with Python code; pages that import transformers are marked slow."""
     found = [path for path in PAGES if python_blocks(TEXTS[path])]
     slow = {path for path in found if "transformers" in TEXTS[path]}
     return [
@@ -105,7 +105,7 @@ def test_first_example_of_readme_has_at_most_five_lines() -> None:
 
 
 def evaluated() -> list[object]:
-    """Commands on pages that evaluate a variant or a task from a file shown on the same page."""
+    """Return (page, command, file): evals commands with a plugin that the same page shows."""
     return [
         pytest.param(path, words, file, id=f"{name_of(path)}-{file}")
         for path in CURRENT
@@ -148,7 +148,7 @@ def write_files(text: str, folder: Path) -> None:
 
 @cache
 def help_of(module: str, words: tuple[str, ...]) -> tuple[object, str]:
-    """The exit status and the output of a command with --help."""
+    """Run a command with --help and return its exit status and its output."""
     name = f"{module}.__main__" if (ROOT / module).is_dir() else module
     main = importlib.import_module(name).main
     printed = io.StringIO()

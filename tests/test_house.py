@@ -33,7 +33,7 @@ KNOWN = {module_name(path) for path in ALL}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """All full names that a file imports, including imports in functions and for type checking."""
+    """Return the full names that a file imports, also in functions and for type checking."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,8 +44,8 @@ def imports(path: Path) -> Iterator[str]:
                 yield full if full in KNOWN else str(node.module)
 
 
-# The packages that each package may import besides itself. Only functional imports both variants
-# and backends.
+# The packages that each package may import besides itself. Only attnzoo.functional may import both
+# variants and backends.
 MAY_IMPORT: dict[str, set[str]] = {
     "attnzoo.core": set(),
     "attnzoo.variants": {"attnzoo.core"},
@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmarks": {"attnzoo", "commandline"},
     "scripts": {"attnzoo", "commandline", "evals", "benchmarks"},
 }
-# Subpackages and modules of evals and benchmarks. Each may import itself and those before it.
+# Subpackages and modules of evals and benchmarks. Each may import itself and all before it here.
 ORDER = {
     "evals": "task measures tasks results harness theory reporting pretrained __main__".split(),
     "benchmarks": "harness suites kernels __main__".split(),
@@ -67,7 +67,7 @@ ORDER = {
 
 
 def package_of(name: str) -> str:
-    """For example attnzoo.backends.sdpa -> attnzoo.backends, evals.tasks.mqar -> evals."""
+    """Map attnzoo.backends.sdpa to attnzoo.backends, and evals.tasks.mqar to evals."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "attnzoo" else parts[0]
 
@@ -114,7 +114,7 @@ def test_no_import_cycles() -> None:
 
 
 def at_import(path: Path) -> set[str]:
-    """The names that a file imports outside of functions."""
+    """Return the names that a file imports outside of functions."""
     tree = ast.parse(path.read_text())
     inside = {
         inner
@@ -132,7 +132,7 @@ def at_import(path: Path) -> set[str]:
 
 
 def test_triton_is_imported_only_when_a_kernel_is_launched() -> None:
-    """Modules that import Triton at their top are themselves imported only inside functions."""
+    """A module with a top-level import of Triton is itself imported only inside functions."""
     folder = PACKAGE / "backends" / "triton"
     users = {module_name(path) for path in FILES if "triton" in at_import(path)}
     assert users
@@ -234,8 +234,8 @@ def test_each_file_in_variants_defines_one_variant() -> None:
         assert variants == [module.VARIANT]
 
 
-# Files that may name variants: activations, the layer of one paper, baselines, presets of evals,
-# closed forms by variant, and names of test files.
+# Files that may name variants, because they treat single variants, baselines or presets, or list
+# test files.
 ABOUT_VARIANTS = {
     "attnzoo/core/activations.py",
     "attnzoo/nn/taylor.py",
@@ -245,7 +245,7 @@ ABOUT_VARIANTS = {
     "evals/theory/closed_forms.py",
     "scripts/arithmetic.py",
 }
-# Names of variants that also name a vector of a form, a property of a call or a function.
+# Variant names that have a second meaning in the code, such as the function sigmoid.
 ALSO_WORDS = {"sink", "log_n", "sigmoid"}
 # Files in which "entmax" is the name of the Python package.
 PACKAGES = {"benchmarks/harness/report.py", "benchmarks/suites/attention.py"}

@@ -38,7 +38,7 @@ CONTRAST_PAGES = ("index.html", "variants/index.html", "api/attention.html", "re
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site, which the workers of a test run share."""
+    """Build the site once for all workers of a test run and return its folder."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if base.name.startswith("popen-") else base) / "site"
     with FileLock(folder.with_suffix(".lock")):
@@ -69,7 +69,7 @@ class Loaded(HTMLParser):
 
 
 def pages(site: Path) -> list[str]:
-    """Paths of all pages relative to the site, without those of the theme in _static."""
+    """Return the paths of all pages relative to the site, except pages of the theme in _static."""
     found = (path.relative_to(site).as_posix() for path in site.rglob("*.html"))
     return sorted(name for name in found if not name.startswith("_static/"))
 
@@ -100,7 +100,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
-    """Address of the site on a local server. From disk, a browser blocks the site's search."""
+    """Serve the site and yield its address. On file:// addresses, browsers block the search."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     thread = Thread(target=server.serve_forever)
     thread.start()
@@ -153,7 +153,7 @@ def test_no_page_scrolls_sideways_or_reports_an_error(
 def test_text_can_be_read_in_both_themes(
     address: str, browser: webdriver.Chrome, theme: str
 ) -> None:
-    """The contrast of text is at least 4.5. Each plot is shown once, not in both themes."""
+    """Text has a contrast of at least 4.5. Of each plot, only the current theme's copy is shown."""
     browser.get(f"{address}index.html")
     browser.execute_script("localStorage.setItem('mode', arguments[0])", theme)
     variant = f"variants/{attnzoo.list_variants()[0]}.html"
@@ -182,7 +182,7 @@ return [own, getComputedStyle(document.body).backgroundColor];
 
 
 def contrast(first: str, second: str) -> float:
-    """The contrast ratio of WCAG between two CSS colors."""
+    """Return the WCAG contrast ratio of two CSS colors."""
 
     def luminance(color: str) -> float:
         parts = [float(x) / 255 for x in re.findall(r"[\d.]+", color)[:3]]
@@ -216,7 +216,7 @@ def test_search_finds_pages(address: str, browser: webdriver.Chrome) -> None:
 
 
 def test_formulas_are_drawn(address: str, browser: webdriver.Chrome) -> None:
-    """Each formula has a minimum size. Without MathML it would be empty or a line of letters."""
+    """Each MathML element is more than 8 pixels high and 4 pixels wide."""
     browser.get(f"{address}variants/index.html")
     drawn = browser.find_elements(By.TAG_NAME, "math")
     assert drawn

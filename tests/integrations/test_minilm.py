@@ -31,7 +31,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def batches(folder: Path) -> list[dict[str, Tensor]]:
-    """Sentences of the licence in batches of eight, padded to the longest sentence."""
+    """Return the tokenized licence in batches of eight sentences, each padded to its longest."""
     text = re.sub(r"\s+", " ", (ROOT / "LICENSE").read_text())
     sentences = [s for s in re.split(r"(?<=[.;:]) ", text) if len(s.split()) > 1]
     assert len(sentences) >= 50
@@ -50,7 +50,7 @@ def model(folder: Path) -> Any:
 
 @torch.no_grad()
 def embed(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
-    """The normalized mean over the tokens of each sentence: (sentences, 384)."""
+    """Return embeddings (sentences, 384): the mean over tokens, scaled to norm 1."""
     means = []
     for batch in batches:
         states, visible = model(**batch).last_hidden_state, batch["attention_mask"][..., None]

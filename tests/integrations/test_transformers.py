@@ -53,7 +53,7 @@ every_variant = pytest.mark.parametrize("variant", CASES)
 
 @every_model
 def test_softmax_keeps_outputs_and_gradients(make: Any) -> None:
-    """The inputs have left padding if the model takes a mask."""
+    """Inputs have left padding if the model's forward accepts a mask."""
     results = []
     for model in (make(), convert(make(), "softmax")):
         out = outputs(model)
@@ -86,7 +86,7 @@ def test_softmax_keeps_generated_tokens(make: Any, options: dict[str, Any]) -> N
 
 @every_variant
 def test_every_variant_generates_the_same_with_and_without_cache(variant: str) -> None:
-    """Tested with a dynamic cache, a static cache and beam search, and with left padding."""
+    """The test uses left padding and a dynamic cache, a static cache or beam search."""
     model = convert(llama(), variant, **params_of(variant))
     uncached = generate(model, use_cache=False)
     assert torch.equal(generate(model), uncached)
@@ -98,7 +98,7 @@ def test_every_variant_generates_the_same_with_and_without_cache(variant: str) -
 
 @every_variant
 def test_left_padding_does_not_change_the_logits(variant: str) -> None:
-    """Position ids are equal: with the ReLU of cosformer, RoPE scores are not relative."""
+    """Tokens keep their position ids, because cosformer depends on absolute RoPE positions."""
     model = convert(llama(), variant, **params_of(variant))
     positions = (left_padding().cumsum(-1) - 1).clamp(min=0)
     padded = model(ids(), attention_mask=left_padding(), position_ids=positions).logits[1, 4:]
@@ -165,7 +165,7 @@ def test_calibrate_sets_the_mean_gain_to_one() -> None:
 
 
 def test_padding_becomes_a_key_mask() -> None:
-    """The backend `linear` does not support dense masks."""
+    """Padding must not become a dense mask, which the backend `linear` does not support."""
     padded = make_mask(2, 12, 12, attention_mask=left_padding().bool())
     assert (padded.shape, padded.dtype) == ((2, 1, 1, 12), torch.uint8)
     assert make_mask(2, 12, 12) is None

@@ -46,7 +46,7 @@ print(tokens[0].tolist())
 
 @pytest.fixture
 def propagated(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The log of transformers' warnings."""
+    """Yield the log, with transformers' warnings in it."""
     logging.set_verbosity_warning()
     logging.enable_propagation()
     yield caplog
@@ -108,7 +108,7 @@ def test_parameters_missing_in_a_checkpoint_get_initial_values(tmp_path: Path) -
 
 
 def test_tensor_parameters_are_copied_per_layer(tmp_path: Path) -> None:
-    """Fixed tensors are saved once per layer; a given Parameter stays learned after loading."""
+    """Each layer saves its own fixed tensors. A Parameter given to convert stays learned."""
     model = convert(llama(), "entmax", layers=[0], alpha=torch.tensor([1.2, 1.3, 1.4, 1.5]))
     convert(model, "ssmax", layers=[1], b=torch.nn.Parameter(torch.full((4,), 0.2)))
     convert(model, "entmax", layers=[0], alpha=torch.tensor([1.2, 1.3, 1.4, 1.6]))
@@ -121,7 +121,7 @@ def test_tensor_parameters_are_copied_per_layer(tmp_path: Path) -> None:
 
 
 def test_entries_of_another_model_with_the_same_config_are_ignored(tmp_path: Path) -> None:
-    """If two models share a config object, it also lists the layers of the other model."""
+    """A config object that two models share lists the converted layers of both."""
     plain, converted = llama(), llama()
     converted.config = plain.config
     convert(converted, "ssmax", layers=[0])
@@ -145,7 +145,7 @@ every_loader = pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
 
 
 def trained() -> LlamaForCausalLM:
-    """A model with two variants whose learned values differ from the initial values."""
+    """Return a model with two variants whose learned values differ from the initial values."""
     model = convert(llama(num_hidden_layers=3), "ssmax", layers=[0], b=torch.full((4,), 0.1))
     convert(model, "entmax", layers=[2], learn=("alpha",))
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_each_loader_sets_missing_values_to_initial_values(load: Any, tmp_path: 
 
 
 def test_classes_and_from_config_apply_the_configured_variants() -> None:
-    """This includes a base model, whose module names have no prefix."""
+    """The test includes a base model, whose module names lack the prefix `model.`."""
     config = convert(llama(), "ssmax", layers=[1], s=0.3).config
     for make in (LlamaForCausalLM, LlamaModel, AutoModel.from_config):
         model = make(config)
@@ -201,7 +201,7 @@ def test_classes_and_from_config_apply_the_configured_variants() -> None:
 
 
 def test_model_with_sub_models_is_saved_and_loaded(tmp_path: Path) -> None:
-    """Its checkpoint renames weights, and a sub-model can be made from its own config."""
+    """LLaVA renames weights in its checkpoint. Its text model can be made from its text config."""
     text = LlamaConfig(**GQA)
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
@@ -217,7 +217,7 @@ def test_model_with_sub_models_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.model.language_model.layers[1].self_attn.attnzoo.s, layer.attnzoo.s)
     with torch.no_grad():
         assert torch.allclose(loaded(ids()).logits, model(ids()).logits, atol=1e-6)
-    alone = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))  # uses the text config
+    alone = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))  # LlamaConfig reads text_config
     assert torch.equal(alone.model.layers[1].self_attn.attnzoo.s, torch.full((4,), 0.7))
     revert(loaded)
     assert not hasattr(loaded.config.text_config, "attnzoo")
@@ -239,7 +239,7 @@ def test_loading_with_another_implementation_raises(
 
 
 def test_process_without_attnzoo_cannot_load_a_converted_model(tmp_path: Path) -> None:
-    """Otherwise it would silently compute softmax."""
+    """Without an error, the model would silently compute softmax."""
     convert(llama(), "ssmax", s=1.0).save_pretrained(tmp_path / "converted")
     revert(convert(llama(), "ssmax", s=1.0)).save_pretrained(tmp_path / "reverted")
     code = (

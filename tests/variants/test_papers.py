@@ -19,7 +19,7 @@ BACKENDS = ["eager", "tiled"]
 
 
 def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: Any) -> Tensor:
-    """The weights (R, n) of scores (R, n). Keys are unit vectors, so the queries are the scores."""
+    """Return weights (R, n) for scores (R, n), used as queries with the unit vectors as keys."""
     n = scores.shape[-1]
     eye = torch.eye(n, dtype=scores.dtype)[None, None]
     return attnzoo.attention(
@@ -30,7 +30,7 @@ def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: A
 @pytest.mark.interpreter
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if CASES[v].paper.weights])
 def test_weights_of_the_paper_example(variant: str) -> None:
-    """Tested on each backend that supports the variant. As D = 1 and q = 1, keys are scores."""
+    """The test calls all supporting backends. With D = 1 and q = 1, the keys are the scores."""
     paper = CASES[variant].paper
     k = torch.tensor(paper.scores, dtype=torch.float64)[None, None, :, None]
     v = torch.eye(len(paper.scores), dtype=torch.float64)[None, None]
@@ -80,7 +80,7 @@ def test_ssmax_and_softmax_weights_of_figure_1(n: int, ssmax: float, softmax: fl
 def test_log_n_equals_softmax_at_the_train_length() -> None:
     scores = rand(3, 512)
     assert torch.allclose(weights_of(scores, "log_n"), scores.softmax(-1))
-    # Half the logarithm of train_length gives twice the gain; train_length = e gives log n.
+    # The gain is log n / log train_length: 2 for train_length = √n, log n for train_length = e.
     assert torch.allclose(
         weights_of(scores, "log_n", train_length=512**0.5), (2 * scores).softmax(-1)
     )
@@ -103,7 +103,7 @@ def test_adaptive_temperature_by_hand() -> None:
 
 
 def test_adaptive_temperature_beta_exceeds_one_between_0_85_and_5_95_nats() -> None:
-    """β is at most 2.421, at H = 4.41."""
+    """The maximum of β is 2.421, at entropy H = 4.41 nats."""
     entropy = torch.arange(0, 9, 0.01, dtype=torch.float64)
     above = entropy[beta(entropy) > 1]
     assert float(above.min()) == pytest.approx(0.85, abs=0.01)
@@ -111,7 +111,7 @@ def test_adaptive_temperature_beta_exceeds_one_between_0_85_and_5_95_nats() -> N
     assert bool((beta(entropy) >= 1).all())
     assert float(beta(entropy).max()) == pytest.approx(2.421, abs=5e-4)
     assert float(entropy[beta(entropy).argmax()]) == pytest.approx(4.41, abs=0.01)
-    # With more than e^5.95 = 384 equally likely keys it equals softmax.
+    # With more than e^5.95 = 384 equally likely keys, β = 1 and the weights are softmax.
     flat = 1e-3 * rand(1, 500)
     assert torch.equal(weights_of(flat, "adaptive_temperature"), weights_of(flat, "softmax"))
 
@@ -132,7 +132,7 @@ def test_adaptive_temperature_multiplies_scores_by_beta() -> None:
 
 
 def grads(function: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """The function's value, and its gradients for a fixed random upstream gradient."""
+    """Return the value of function and its gradients for a fixed random upstream gradient."""
     leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
     out = function(*leaves)
     return (out, *torch.autograd.grad(out, leaves, rand(*out.shape, seed=77, dtype=out.dtype)))
@@ -275,7 +275,7 @@ def test_sink_equals_softmax_times_sigmoid_of_lse_minus_b(backend: str) -> None:
 
 
 def cosformer_by_hand(q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool) -> Tensor:
-    """Equation 10 of the paper, pair by pair."""
+    """Compute equation 10 of the cosFormer paper by a loop over pairs of query and key."""
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
     for i in range(q.shape[2]):
         total = torch.zeros(q.shape[:2], dtype=q.dtype)
@@ -298,7 +298,7 @@ def test_cosformer_equals_its_pairwise_definition(causal: bool, backend: str) ->
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
 def test_cosformer_is_invariant_to_scales(backend: str) -> None:
-    """Scaling a query, all keys or the scores changes nothing: the denominator is not clamped."""
+    """The output is unchanged if a query, all keys or all scores are scaled by a factor."""
     q, k, v = (rand(1, 2, 6, 4, seed=i) for i in range(3))
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 10.0, 1e3, 1e6], dtype=torch.float64)[:, None]
     options = dict(max_length=16, backend=backend, is_causal=True)
@@ -341,7 +341,7 @@ def test_taylor_of_higher_order_approaches_softmax() -> None:
 
 
 def test_taylor_features_hold_each_product_once() -> None:
-    """153 features at D = 16, 2145 at D = 64, and ψ(q)·ψ(k) = 1 + q·k + (q·k)²/2."""
+    """There are 153 features at D = 16, 2145 at D = 64, and ψ(q)·ψ(k) = 1 + q·k + (q·k)²/2."""
     q, k = rand(5, 16, seed=1), rand(5, 16, seed=2)
     found = attnzoo.get_variant("taylor").forms(None, order=2)
     form = next(form for form in found if isinstance(form, attnzoo.Linear))
