@@ -1,1 +1,1 @@
-"""Runs any variant on any device, block by block in PyTorch, with memory linear in N."""
+"""The backend for any variant on any device: PyTorch, block by block, with memory linear in N."""

@@ -1,9 +1,9 @@
 """Runs any variant on any device, one block of queries at a time, with memory linear in N.
 
-A variant with a form runs through the operators in this folder, which share one backward for all
-pairwise forms. It recomputes the weights φ(s − τ)/Z from the saved τ and Z. A variant without a
-form runs through its definition, in checkpointed blocks. That loop is plain Python, which
-torch.compile unrolls. The definition supports every call, except under torch.func transforms.
+The operators in this folder compute pairwise and linear forms. Their backward recomputes the
+weights φ(s − τ)/Z from the saved τ and Z. A variant without such a form is computed by its
+definition, in checkpointed blocks. The loop over these blocks is plain Python, which torch.compile
+unrolls. The definition supports every call, except under torch.func transforms.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
     reject_transforms("tiled", q, k, v, call.mask, call.alibi)
-    # The number of visible keys n_i is over all keys of the call, not only those of a block.
+    # n_i is the number of visible keys in the whole call, not only in a block.
     call = replace(call, whole_counts=call.counts)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)
     lse = torch.full(q.shape[:3], NEG_INF, dtype=call.dtype, device=q.device)

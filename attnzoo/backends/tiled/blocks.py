@@ -1,7 +1,7 @@
 """Splits a call into blocks of queries and computes the scores of a block, for `tiled`.
 
-A block holds up to about 4 MiB of scores, because larger ones do not fit in the cache. It has
-several heads, because a batched product needs one batch entry per core. Scores of keys that
+A block holds up to about 4 MiB of scores, because larger blocks do not fit in the cache. A block
+has several heads, because a batched product needs one batch entry per core. Scores of keys that
 causality and window hide from a whole block are not computed.
 """
 
@@ -19,13 +19,13 @@ from attnzoo.core.visibility import cut
 
 SCORES = 2**20  # per block: 4 MiB of fp32
 ROWS = 128  # largest number of queries per block
-HEADS = 2  # smallest number per block, if possible: the number of queries is reduced first
+HEADS = 2  # smallest number of heads per block; the number of queries is reduced first
 
 Hidden = list[tuple[slice, Tensor]]  # ranges of keys, and masks of the hidden keys in them
 
 
 def layout_of(call: Call) -> Layout:
-    """The layout of a call as the operators of `tiled` read it."""
+    """Return the layout of a call for the operators of `tiled`."""
     segments = call.segments or (None, None)
     return Layout(call.scale, call.left, call.right, call.mask, *segments, call.alibi)
 
@@ -64,7 +64,7 @@ def call_of(
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some queries of some heads of a call, with the keys that causality and window allow."""
+    """A range of queries and heads of a call, and the keys that causality and window allow."""
 
     whole: Call
     batches: slice
@@ -76,7 +76,7 @@ class Block:
 
     @property
     def call(self) -> Call:
-        """The block as a call. Needed only with a mask, segments, ALiBi or a definition."""
+        """The block as a call. It is needed only for a mask, segments, ALiBi or a definition."""
         return self.whole.block(self.batches, self.heads, self.rows)[0]
 
     @property
@@ -92,14 +92,14 @@ class Block:
         return cut(vector, *self.part)
 
     def flat(self, x: Tensor) -> Tensor:
-        """[b, h, rows, D] as [kv, G·rows, D]: the heads of a group share their keys."""
+        """Reshape [b, h, rows, D] to [kv, G·rows, D], because the heads of a group share keys."""
         b, h, rows = self.shape
         count = self.kv.stop - self.kv.start
         return x.reshape(count, b * h // count * rows, x.shape[-1])
 
 
 def blocks(call: Call) -> Iterator[Block]:
-    """Blocks that cover all queries for which causality and window allow at least one key."""
+    """Return blocks that cover all queries for which causality and window allow a key."""
     bare = call.mask is None and call.segments is None
     for start in range(0, call.queries, ROWS):
         stop = min(start + ROWS, call.queries)
@@ -226,7 +226,7 @@ class ScoreGradients:
         if self.dgain is None or self.gain is None:
             self.dq[block.part] = dq
         else:
-            # Computed before dq is multiplied by the gain. Dividing by the gain later would fail
+            # dgain is computed before dq is multiplied by the gain: dividing later would fail
             # where the gain is 0, for example log 1.
             self.dgain[block.part] = (dq * self.q[block.part].to(dq.dtype)).sum(-1)
             self.dq[block.part] = dq * block.of(self.gain)[..., None]

@@ -28,7 +28,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def keep_mask(block: Block, call: Call, seed: Tensor) -> Tensor:
-    """0 for dropped weights, else 1/(1 − p): [b, h, rows, keys] in the call's dtype."""
+    """Return [b, h, rows, keys] in the call's dtype: 0 for dropped weights, else 1/(1 − p)."""
     b, h, i, j = (
         torch.arange(s.start, s.stop, device=call.device)
         for s in (block.batches, block.heads, block.rows, block.keys)

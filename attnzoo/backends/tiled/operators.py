@@ -26,7 +26,7 @@ _BY_KEY: WeakValueDictionary[str, Activation] = WeakValueDictionary()
 
 
 def key_of(activation: Activation) -> str:
-    """The activation's name, followed by a number if another activation has the same name."""
+    """Return the activation's name, with a number if another activation has the same name."""
     # torch.compile passes a placeholder for an object that is created in the compiled function.
     if not hasattr(activation, "name"):
         raise TypeError(
@@ -52,7 +52,7 @@ for _known in (*vars(activations).values(), *activations.TAYLOR.values()):
 
 
 class Attended(NamedTuple):
-    """τ and Z are the per-query vectors from which the backward recomputes the weights."""
+    """Outputs of the forward. The backward recomputes the weights from τ and Z (B, H, Nq)."""
 
     out: Tensor
     lse: Tensor | None

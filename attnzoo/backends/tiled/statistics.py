@@ -27,12 +27,12 @@ from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.call import Call, in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
 
-# exp is 0 below this in fp32 and fp64. A score clamped to it adds nothing to Z and T.
+# exp(FLOOR) is 0 in fp32 and fp64. A score clamped to FLOOR adds nothing to Z and T.
 FLOOR = -1e4
 
 
 def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) -> Pairwise:
-    """The form with its gain as a per-query vector. Computes the statistics if necessary."""
+    """Compute a gain that depends on statistics; return the form with this gain as a vector."""
     if not isinstance(form.gain, FromStatistics):
         return form
     reject_transforms(backend, q, k, call.mask, call.alibi)

@@ -54,7 +54,7 @@ def outputs(
     vectors: Vectors,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """out (B, H, Nq, Dv), lse if the call asks for it, and the per-query vectors τ and Z.
+    """Return out (B, H, Nq, Dv), lse (B, H, Nq) if requested, and the per-query vectors τ and Z.
 
     For φ = exp, τ is the maximum of the query's scores. τ and Z are saved separately: a mask may
     add −1e9 to all scores of a query, and τ + log Z would then lose all digits of log Z.
@@ -62,7 +62,7 @@ def outputs(
     gain, offset, shape, sink = vectors
     keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
     if offset is not None:
-        # −τ is appended to each query, and 1 to each key, so that the product q·k subtracts τ.
+        # −τ (the offset) is appended to each query and 1 to each key, so that q·k subtracts τ.
         keys = torch.nn.functional.pad(keys, (0, 1), value=1.0)
     full = (call.batch, call.heads, call.queries)
     out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
@@ -103,7 +103,7 @@ def gradients(
     dlse: Tensor | None,
     wanted: Collection[str],
 ) -> dict[str, Tensor]:
-    """Gradients by name, of q, k, v and of the operands in ``wanted``."""
+    """Return the gradients of q, k, v and of the operands in ``wanted``, by operand name."""
     out, lse, tau, z = saved
     gain, offset, shape, sink = vectors
     grads = ScoreGradients(call, q, k, gain, wanted)
@@ -159,7 +159,7 @@ def gradients(
 
 
 def _kept(s: Tensor, top_k: int | None) -> Tensor:
-    """Mask of the top_k largest scores of each row. Ties go to lower indices. NaN is kept."""
+    """Mask of the top_k largest scores of each row. Of equal scores the first ones are kept."""
     assert top_k is not None
     top_k = min(top_k, s.shape[-1])
     kth = s.topk(top_k, dim=-1).values[..., -1:]
@@ -185,10 +185,10 @@ def _weigh(
     shape: Tensor | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """φ(s − τ), the per-query vectors τ and Z, and lse if φ = exp.
+    """Return φ(s − τ), the per-query vectors τ and Z, and lse if φ = exp.
 
-    Overwrites the scores s [b, h, rows, keys]. An offset is already subtracted from them. None
-    stands for τ = 0, Z = 1 and no lse.
+    s [b, h, rows, keys] are the scores minus the offset, and are overwritten. τ = 0, Z = 1 and a
+    missing lse are returned as None.
     """
     shape, sink = (None if x is None else block.of(x) for x in (shape, sink))
     value = how.activation.value
@@ -232,7 +232,7 @@ def _recompute_weights(
     offset: Tensor | None,
     wide: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x = s − τ, φ(x) and φ'(x) from the saved τ. φ and φ' are 0 for hidden keys."""
+    """Return x = s − τ, φ(x) and φ'(x) for the saved τ. φ and φ' are 0 for hidden keys."""
     if how.normalize == "select":
         s.masked_fill_(~_kept(s, how.keep), NEG_INF)
     if how.normalize == "threshold":
@@ -254,7 +254,7 @@ def _recompute_weights(
 def _mean_gradient(
     how: Normalizer, block: Block, do_z: Tensor, out: Tensor, dp: Tensor, slope: Tensor
 ) -> Tensor | None:
-    """c/Z [b, h, rows], to be subtracted from dP/Z; see the module docstring. None if c = 0."""
+    """Return c/Z [b, h, rows] of the module docstring, which is subtracted from dP/Z, or None."""
     if how.normalize == "none":
         return None
     if how.normalize == "threshold":

@@ -43,8 +43,8 @@ def q_exp(x, shape):
     """φ = u^{1/a} and φ' = φ/u with u = [1 + ax]_+, a = α − 1."""
     a = shape - 1.0
     y = tl.maximum(a * x, -1.0)
-    # Near u = 1, log u is a series. The hardware logarithm has an absolute error there, which the
-    # division by a would amplify.
+    # Near u = 1, log u is computed by a series. The hardware logarithm has an absolute error there,
+    # and the division by a would amplify this error.
     t = y / (2.0 + y)
     t2 = t * t
     series = 2.0 * t * (1.0 + t2 * (1.0 / 3.0 + t2 * (1.0 / 5.0 + t2 * (1.0 / 7.0))))

@@ -7,7 +7,7 @@ divides, once, at the end. Partial results by form:
 - ``SUM`` (another φ, normalized): (Z, o). τ is 0 or given.
 - Without normalization: o.
 
-``PEAKED`` (normalize = "sum", values in fp16): o is kept in units of the largest φ so far, because
+``PEAKED`` (normalize = "sum", values in fp16): o is stored divided by the largest φ so far, because
 an unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
 """
 
@@ -24,10 +24,10 @@ def walk(
     SUM: tl.constexpr, PEAKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The partial result (acc, m, z) after the blocks of keys [low, high).
+    """Return the partial result (acc, m, z) after the blocks of keys [low, high).
 
-    ``blocks``: indices of the blocks, of which entries [low, high) are used, or None. If k is None,
-    an earlier pass has stored q kᵀ, and q_side [BM, 1] points to each row's product with key 0.
+    With ``blocks``, a list of block indices, its entries [low, high) are used instead. If k is
+    None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with key 0.
     """
     k, v, k_n, v_n, d, dv = tiles_kv
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
@@ -74,7 +74,7 @@ def finish(
     ACT: tl.constexpr, UNIT: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
 ):  # fmt: skip
-    """The output, from the result over all keys. Stores lse and the vectors for the backward."""
+    """Return the output [BM, DV] from the result over all keys. Store lse and Z (or m + log Z)."""
     inside = index < queries
     if ONLINE:
         if lse is not None:  # −∞ for a query without keys
@@ -106,5 +106,5 @@ def finish(
         if stat is not None:
             tl.store(stat + at + index, z, mask=inside)
         if tau is not None:
-            acc += vectors[1] - vectors[1]  # NaN if τ is NaN; tl.maximum in φ would drop it
+            acc += vectors[1] - vectors[1]  # Set NaN if τ is NaN: tl.maximum in φ removes NaN.
     return acc

@@ -14,9 +14,9 @@ from attnzoo.core.forms import Pairwise, PerQuery
 
 
 class Form(NamedTuple):
-    """A form as the kernels need it. ``normalize`` is online, sum, threshold or none."""
+    """A form in the kernels' terms. ``normalize`` is "online", "sum", "threshold" or "none"."""
 
-    activation: str  # its Triton function, "module:name"
+    activation: str  # "module:name" of the Triton function
     unit: float  # factor of the scores that the activation expects
     vanishes: bool  # φ(−∞) = 0
     normalize: str
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The tiles with nonzero weights, as written by `flash.threshold`. None: use all tiles."""
+    """The tiles with nonzero weights, as written by `flash.threshold`. None means all tiles."""
 
     blocks: Tensor | None = None  # int32 [B·H, tiles of queries, tiles of keys]: lists of key tiles
     counts: Tensor | None = None  # int32 [B·H, tiles of queries]: lengths of the lists
@@ -42,9 +42,9 @@ class Maps(NamedTuple):
 
 
 def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
-    """A per-query vector as the kernels read it: (B, H, Nq), contiguous.
+    """Expand a per-query vector to (B, H, Nq), contiguous.
 
-    Expanded here, so that autograd sums the gradient over the expanded dimensions.
+    Autograd then sums the gradient over the expanded dimensions.
     """
     if value is None:
         return None
@@ -54,7 +54,7 @@ def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
 def vectors_of(
     form: Pairwise, gain: PerQuery, layout: Layout, call: Call
 ) -> tuple[Layout, Vectors]:
-    """The layout, with a scalar gain multiplied into its scale, and the per-query vectors."""
+    """Return the layout, its scale multiplied by a scalar gain, and the per-query vectors."""
     per_query = isinstance(gain, Tensor)
     layout = layout if per_query else layout._replace(scale=layout.scale * gain)
     vectors = (gain if per_query else None, form.offset, form.shape, form.sink)
@@ -62,7 +62,7 @@ def vectors_of(
 
 
 def layout_of(call: Call) -> Layout:
-    """The layout for the kernels: bool mask as uint8 (0: hidden), ALiBi slopes as (B, H, Nq)."""
+    """Convert the layout: a bool mask to uint8 (0: hidden), ALiBi slopes to (B, H, Nq)."""
     mask, segments = call.mask, call.segments or (None, None)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
@@ -72,13 +72,13 @@ def layout_of(call: Call) -> Layout:
 
 
 def new_vector(q: Tensor, two: bool = False) -> Tensor:
-    """Empty fp32 (B, H, Nq). With ``two`` (2, B, H, Nq): two vectors as one operator output."""
+    """Return an empty fp32 vector (B, H, Nq), or with ``two`` two vectors, (2, B, H, Nq)."""
     shape = (2, *q.shape[:3]) if two else q.shape[:3]
     return q.new_empty(shape, dtype=torch.float32)
 
 
 def like(x: Tensor, dim: int) -> Tensor:
-    """Empty (B, H, N, dim). Heads and positions are in the same order in memory as in x."""
+    """Return an empty (B, H, N, dim) tensor whose heads and positions have x's memory order."""
     b, h, n, _ = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(b, n, h, dim).transpose(1, 2)
@@ -86,7 +86,7 @@ def like(x: Tensor, dim: int) -> Tensor:
 
 
 def stands_apart(normalize: str, mask: Tensor | None) -> bool:
-    """Whether softmax saves its maximum m and sum Z as two vectors instead of m + log Z.
+    """True if softmax saves its maximum m and sum Z as two vectors instead of m + log Z.
 
     A float mask may add −1e9 to all scores of a query. m + log Z would lose all digits of log Z.
     """

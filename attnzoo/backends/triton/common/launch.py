@@ -55,7 +55,7 @@ def padded(dim: int) -> int:
 
 
 def align_of(*tensors: Tensor) -> int:
-    """Elements in 16 bytes, the widest load, if that number divides all strides. Otherwise 1."""
+    """Return the elements in 16 bytes (the widest load) if they divide all strides, else 1."""
     widest = 16 // tensors[0].element_size()
     return (
         widest
@@ -65,7 +65,7 @@ def align_of(*tensors: Tensor) -> int:
 
 
 def readable(do: Tensor, out: Tensor) -> bool:
-    """Whether the kernels can read dO without a copy, in loads as wide as those of the output."""
+    """True if the kernels can read dO without a copy, in loads as wide as those of the output."""
     rows = do.stride(-1) == 1 or do.shape[-1] == 1
     return rows and align_of(do) >= align_of(out)
 
@@ -124,7 +124,7 @@ def dense_mask(layout: Layout) -> bool:
 
 
 def count_extras(layout: Layout) -> int:
-    """How many of window, ALiBi, segments and mask the call has."""
+    """Return how many of window, ALiBi, segments and mask the call has."""
     extras = layout.left, layout.alibi, layout.k_segments, layout.mask
     return sum(x is not None for x in extras)
 

@@ -20,7 +20,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: tl.constexpr):
-    """[rows, columns] of a matrix (count, DIM), 0 outside it."""
+    """Load the entries [rows, columns] of a matrix (count, DIM), 0 outside the matrix."""
     pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     if columns.shape[0] == DIM:
         if EDGE:
@@ -37,7 +37,7 @@ def query_tile(
     q, q_b, q_h, q_n, heads, queries,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The queries of this program.
+    """Load the queries of this program.
 
     Returns batch, head, the offset of the head in per-query vectors, the first query, the indices
     of the queries [BM], and the queries as an operand of `times`. Strides are in units of ALIGN, so
@@ -57,10 +57,10 @@ def query_tile(
 
 @triton.jit
 def times(a, b, DIM: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
-    """a bᵀ, [rows of a, rows of b], of two matrices (tile, base, rows, row stride, count).
+    """Return a bᵀ, [rows of a, rows of b]. Operands are (tile, base, rows, row stride, count).
 
-    With PART the given tiles are not used: PART columns at a time are loaded from memory. This is
-    for tiles that do not fit in registers, since tf32x3 keeps the left operand twice.
+    With PART the given tiles are not used: PART columns at a time are loaded from memory. PART is
+    for tiles that do not fit in registers, because tf32x3 keeps the left operand twice.
     """
     if PART is None:
         product = dot(a[0], tl.trans(b[0]), None, PRECISION)
@@ -83,9 +83,10 @@ def store_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, value)
 
 @triton.jit
 def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(low, full, high): blocks [low, high) hold the visible keys of the queries from ``start``.
+    """Return (low, full, high): blocks [low, high) hold the keys that the queries may see.
 
-    Without a window, mask and segments these queries see all keys of the blocks below ``full``.
+    The queries are the BLOCK_M from ``start``. Without a window, mask and segments they see all
+    keys of the blocks below ``full``.
     """
     first = start + keys - queries
     last = tl.minimum(start + BLOCK_M, queries) - 1 + keys - queries
@@ -100,7 +101,7 @@ def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks [low, high) of the queries that may see a key of the block at ``start``."""
+    """Return (low, high): queries of blocks [low, high) may see keys of the block at ``start``."""
     first = start + queries - keys
     last = tl.minimum(start + BLOCK_N, keys) - 1 + queries - keys
     low, high = 0, tl.cdiv(queries, BLOCK_M)
@@ -115,10 +116,10 @@ def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK
 def load_vectors(
     i, at, scale, gain, tau, shape, alibi, queries, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr
 ):
-    """Factor of the products, τ, shape and ALiBi slope of the queries i, each shaped as i.
+    """Return gain · scale, τ, shape and ALiBi slope of the queries i, each shaped as i.
 
-    ``at`` is the offset of the head. Factor and slope include UNIT, and τ includes TAU_UNIT.
-    τ, shape or alibi = None gives 0, and the compiler removes the operations with it.
+    ``at`` is the offset of the head. gain · scale and slope are multiplied by UNIT, τ by TAU_UNIT.
+    If τ, shape or alibi is None, 0 is returned, and the compiler removes the operations with 0.
     """
     factor = tl.full(i.shape, 1.0, tl.float32) * (scale * UNIT)
     tau_i = tl.zeros(i.shape, tl.float32)
@@ -127,7 +128,7 @@ def load_vectors(
         factor *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if tau is not None:
         tau_i = tl.load(tau + at + i, mask=i < queries, other=0.0)
-        # τ is log 0 = −∞ for a query without keys. Its hidden scores minus τ would be NaN.
+        # A query without keys has τ = log 0 = −∞. Hidden scores (−∞) minus this τ would be NaN.
         tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i) * TAU_UNIT
     if shape is not None:
         shape_i = tl.load(shape + at + i, mask=i < queries, other=1.5)
@@ -138,7 +139,7 @@ def load_vectors(
 
 @triton.jit
 def load_segments(segments, at, i, count):
-    """The segments of the queries, shaped as i. If ``segments`` is None, an unused placeholder."""
+    """Load the segments of the queries i. Without ``segments``, return an unused placeholder."""
     found = i
     if segments is not None:
         found = tl.load(segments + at + i, mask=i < count, other=0)
@@ -150,7 +151,7 @@ def scores(
     product, i, j, vectors, segment, where, size, UNIT: tl.constexpr,
     EDGE: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """The scores factor · product + bias, −∞ for hidden keys, and a mask of the visible keys.
+    """Return the scores (−∞ for hidden keys) and a mask of the visible keys.
 
     ``vectors``: from `load_vectors`. ``where``: (mask, mask_at, mask_m, mask_n, k_segments, alibi).
     ``size``: (queries, keys, left, right). With EDGE the tile may extend beyond the matrix or
@@ -212,7 +213,7 @@ def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def activate(ACT: tl.constexpr, x, shape, seen, MASKED: tl.constexpr):
-    """φ and φ'. MASKED sets both to 0 for hidden keys, as needed if φ(−∞) is not 0."""
+    """Return φ and φ'. MASKED sets both to 0 for hidden keys, as needed if φ(−∞) is not 0."""
     phi, slope = ACT(x, shape)
     if MASKED:
         phi, slope = tl.where(seen, phi, 0.0), tl.where(seen, slope, 0.0)
