@@ -1,9 +1,9 @@
 """Every variant agrees with its fp64 definition on every backend: outputs and all gradients.
 
-Testing all combinations of settings would take too long, so each variant runs a covering array, in
-which every pair of settings occurs. ``eager`` and ``tiled`` share an array. ``sdpa`` and ``linear``
-have arrays of their own, limited to the settings that `coverage_table.py` lists for them.
-Uninitialized memory is filled with NaN.
+Testing all combinations of settings would take too long, so each variant runs a covering array:
+cases in which every pair of settings occurs. ``eager`` and ``tiled`` share an array. ``sdpa`` and
+``linear`` have arrays of their own, limited to the settings that `coverage_table.py` lists for
+them. Uninitialized memory is filled with NaN.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def all_allowed(case: dict[str, Any]) -> bool:
 
 
 def sdpa_allowed(case: dict[str, Any]) -> bool:
-    """Allow causality only without a mask and with Nq = Nk or Nq = 1 (see FEATURE_BACKENDS)."""
+    """sdpa supports causal calls only without a mask and with Nq = Nk or Nq = 1."""
     queries, keys = case.get("shape", (1, 1))
     causal = case.get("span") == "causal"
     return not causal or (case.get("mask", "none") == "none" and queries in (1, keys))
 
 
 def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
-    """The values of each factor that the variant, and the backend if given, support."""
+    """For each factor, the values that the variant (and the backend, if given) supports."""
     levels = levels_of(variant, FACTORS)
     if backend in ("sdpa", "linear"):
         no = (False,)
@@ -67,7 +67,7 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
     return tuple(levels.items())
 
 
-# Backends that share an array -> the kinds of forms that they run, and a filter for cases.
+# Backends that run the same cases -> the kinds of forms they support, a filter of the cases.
 ARRAYS = {
     ("eager", "tiled"): (("pairwise", "linear"), all_allowed),
     ("sdpa",): (("pairwise",), sdpa_allowed),
@@ -80,14 +80,14 @@ def factors_of(variant: str, backends: tuple[str, ...]) -> tuple[tuple[str, tupl
 
 
 def variants_on(backends: tuple[str, ...]) -> list[str]:
-    """The variants that run on the backends."""
+    """The variants that the backends support."""
     if "eager" in backends:
         return VARIANTS
     return [variant for variant in VARIANTS if VARIANT_BACKENDS[variant][backends[0]] is RUNS]
 
 
 def levels(backends: tuple[str, ...]) -> list[Level]:
-    """All levels (variant and parameters) that run on the backends."""
+    """All pairs of a variant and its parameters that the backends support."""
     return [
         Level(variant, params)
         for variant in variants_on(backends)
@@ -96,9 +96,9 @@ def levels(backends: tuple[str, ...]) -> list[Level]:
 
 
 def cases() -> Iterator[Any]:
-    """Quick arrays over the kernel paths (see `kernel_paths`), and a slow array per variant.
+    """Yield quick cases for each kernel path (see `kernel_paths`) and slow cases per variant.
 
-    The Triton backends have arrays of their own in `test_flash` and the files beside it.
+    The cases of the Triton backends are in `test_flash`, `test_decode` and `test_flash_linear`.
     """
     for backends, (kinds, allowed) in ARRAYS.items():
         here, name = levels(backends), "-".join(backends)
@@ -129,7 +129,7 @@ def test_agrees_with_the_definition(
     found = []
     exact, keep = None, 1.0
     for backend in backends:
-        if exact is None or case["dropout"]:  # each backend has its own dropout mask
+        if exact is None or case["dropout"]:  # dropout masks differ by backend
             keep = dropout_factors(variant, backend, inputs)
             exact = reference(variant, inputs, keep)
         found += disagreements(variant, backend, inputs, exact, keep)

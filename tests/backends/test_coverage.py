@@ -45,7 +45,7 @@ def run(arguments: dict[str, Any], variant: str, backend: str, **params: Any) ->
 def check(
     reason: str | None, arguments: dict[str, Any], variant: str, backend: str, **params: Any
 ) -> None:
-    """Check that the call runs, or that it raises and `explain` gives the same reason."""
+    """Check that the call runs, or that both its error and `explain` give ``reason``."""
     plan = attnzoo.explain(
         variant=variant, backend=backend, **arguments, **{**params_of(variant), **params}
     )
@@ -76,7 +76,7 @@ def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """(variant, backend) pairs that run. Triton backends have one quick variant each."""
+    """Supported (variant, backend) pairs. All but one pair per Triton backend are marked slow."""
     for backend in LISTED:
         variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
         for variant in variants:
@@ -94,7 +94,7 @@ def runs() -> Iterator[Any]:
 @pytest.mark.parametrize("name", FEATURE_BACKENDS)
 def test_features_run_or_raise_as_listed(name: str, variant: str, backend: str) -> None:
     unsupported = name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]
-    # If the variant and the backend both have a reason, the variant's is reported.
+    # If neither the variant nor the backend supports it, the error gives the variant's reason.
     reason = VARIANT_UNSUPPORTED[name][1] if unsupported else FEATURE_BACKENDS[name][backend]
     gradient = backend not in FORWARD_ONLY or name.endswith("with gradient")
     check(reason, feature(name, gradient), variant, backend)
@@ -145,7 +145,7 @@ def test_every_feature_runs_on_the_selected_backend(variant: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sdpa_computes_gain_times_q_in_fp32_and_rounds_it_once(dtype: torch.dtype) -> None:
-    """Rounding the gain to bf16 first would use up the whole error budget."""
+    """Rounding the gain before the product would use up the whole error budget."""
     q, k, v = (rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3))
     gain = 0.168 * torch.arange(1, 10).float().log()[:, None]
     expected = torch.nn.functional.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""decode agrees with the fp64 definition for all variants, with few queries and split keys.
+"""The decode backend, which splits the keys, agrees with the fp64 definition of all variants.
 
 The kernels run in Triton's interpreter with four processors and blocks of 32 keys. The fixture
 `many_splits` allows splits of 32 keys, so that a few hundred keys give up to eight splits.
@@ -58,7 +58,7 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
     return tuple(levels_of(variant, FACTORS).items())
 
 
-# Cases for each level (variant and parameters) whose kernel path another level covers.
+# A (variant, parameters) pair whose kernel path another pair covers runs only these cases.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (3, 150), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}
@@ -71,12 +71,12 @@ def all_allowed(case: dict[str, Any]) -> bool:
 
 
 def levels() -> list[Level]:
-    """All levels (variant and parameters) that run on decode."""
+    """All pairs of a variant and its parameters that decode supports."""
     return [Level(v, params) for v in DECODE for params in dict(factors(v))["params"]]
 
 
 def cases() -> Iterator[Any]:
-    """Quick arrays over the kernel paths (see `kernel_paths`), and a slow array per variant."""
+    """Yield quick cases for each kernel path (see `kernel_paths`) and slow cases per variant."""
     for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels(), all_allowed, THIN)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
     for variant in DECODE:
@@ -95,12 +95,12 @@ def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: in
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """A case with the first value of each factor, except for ``others``."""
+    """A case of 2 queries and 100 keys. Factors not in ``others`` have their first value."""
     case = {name: levels[0] for name, levels in factors(variant)}
     return {**case, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
 
 
-# ---- scores far from zero, missing keys -----------------------------------------------------
+# ---- large scores, queries without keys -----------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -127,7 +127,7 @@ def test_wide_heads_agree_with_the_definition(variant: str) -> None:
 
 @every_variant
 def test_queries_without_keys_give_zeros_and_splits_without_keys_are_ignored(variant: str) -> None:
-    """The mask hides whole splits, and all keys of the second batch entry."""
+    """The mask hides all keys of some splits, and all keys of the second batch entry."""
     q, k, v = rand(2, 4, 2, 16).float(), *(rand(2, 2, 150, 16, seed=i).float() for i in (1, 2))
     mask = torch.zeros(2, 1, 1, 150, dtype=torch.bool)
     mask[0, ..., 70:75] = True
@@ -151,7 +151,7 @@ def test_empty_tensors_give_zeros(variant: str) -> None:
         assert torch.equal(out, torch.zeros(batch, 2, queries, 16))
 
 
-# The interpreter uses numpy's maximum, which warns.
+# Triton's interpreter computes maxima with numpy, which warns if all values are NaN.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @every_variant
 def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
@@ -210,7 +210,7 @@ def test_splits_use_all_processors_and_are_not_too_small(
         found = splits(1, keys)
         assert found.number == 1 or found.span * 64 >= 256
         assert found.number <= 256
-        # Each block is in exactly one split, and no split is empty.
+        # Each block of keys belongs to exactly one split, and no split is empty.
         assert (found.number - 1) * found.span < found.last - found.first
         assert found.number * found.span >= found.last - found.first
         assert found.last * 64 >= keys
@@ -280,7 +280,7 @@ def test_errors_name_a_backend_that_supports_the_call() -> None:
     [v if v in ("sink", "entmax") else pytest.param(v, marks=pytest.mark.slow) for v in DECODE],
 )
 def test_decoding_with_a_cache_agrees_with_the_whole_sequence(variant: str) -> None:
-    """Passes 30 tokens, then 3, then one at a time. One sequence is left-padded."""
+    """The cache gets 30 tokens, then 3, then single ones. One of two sequences is left-padded."""
     q, k, v = (rand(2, 4 if i == 0 else 2, 40, 8, seed=i).float() for i in range(3))
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     mask[1, ..., :9] = False

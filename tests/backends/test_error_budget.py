@@ -1,6 +1,6 @@
-"""Bugs injected into each backend exceed the error budget.
+"""An injected bug makes the results of each backend exceed the error budget.
 
-The agreement tests show that correct backends stay within it.
+The agreement tests show that results of correct backends are within the error budget.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Change = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def example(backend: str, dtype: torch.dtype) -> tuple[str, Inputs]:
-    """A variant of the backend, and inputs of several blocks. The mask hides keys 50 to 99."""
+    """A variant that the backend supports, and its inputs. The mask hides keys 50 to 99 of 100."""
     shape = (9, 100) if backend == "decode" else (40, 100)
     variant = "taylor" if "linear" in backend else "ssmax"
     inputs = make(variant, {**CASE, "shape": shape, "dtype": dtype})
@@ -60,7 +60,7 @@ def test_without_a_bug_results_are_within_the_budget(backend: str, dtype: torch.
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> None:
-    """Make the backend run the call and form that ``change`` returns."""
+    """Patch the backend so that ``change(call, form)`` replaces the call and form of each run."""
     real = BACKENDS[backend]
 
     def run(q: Tensor, k: Tensor, v: Tensor, call: Any, form: Any) -> Any:
@@ -74,7 +74,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> Non
 def test_a_dropped_factor_is_caught(
     backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drops the gain of a form, or the scale if there is no gain."""
+    """The gain is 1 in pairwise forms, and the scale is 1 in linear forms."""
 
     def drop(call: Any, form: Any) -> tuple[Any, Any]:
         if isinstance(form, Pairwise):
@@ -91,7 +91,7 @@ def test_a_dropped_factor_is_caught(
 def test_a_mask_that_is_off_by_one_is_caught(
     backend: str, off: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """49 or 51 keys are visible instead of 50, while the gain still counts 50."""
+    """The mask shows 49 or 51 keys instead of 50. The gain still uses a count of 50 keys."""
 
     def move(call: Any, form: Any) -> tuple[Any, Any]:
         mask = (torch.arange(100) < 50 + off)[None, None, None]
@@ -102,7 +102,7 @@ def test_a_mask_that_is_off_by_one_is_caught(
 
 
 class HalfProducts(TorchDispatchMode):
-    """Rounds results of torch's matrix products to fp16."""
+    """Dispatch mode that rounds the results of torch's matrix products to fp16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -131,7 +131,7 @@ def half_accumulators(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
                 return out
 
             patch.setattr(InterpreterBuilder, "create_dot", half_dot)
-        elif backend == "tiled":  # a dispatch mode does not see products inside tiled's operators
+        elif backend == "tiled":  # HalfProducts cannot change products inside custom operators
             bmm = torch.bmm
 
             def half_bmm(*args: Any, **options: Any) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_half_precision_accumulator_is_caught(
 ) -> None:
     variant, inputs = example(backend, torch.float32)
     run = outputs if backend in FORWARD_ONLY else by_backend
-    # Compute the reference outside this context, so that it has no such rounding errors.
+    # The reference is computed outside this context, so its products are not rounded to fp16.
     with half_accumulators(backend, monkeypatch):
         found = run(variant, backend, inputs)
     exact, allowed = reference(variant, inputs), bounds(variant, backend, inputs)
@@ -158,7 +158,7 @@ def test_a_half_precision_accumulator_is_caught(
 
 
 def test_bounds_hold_for_sums_in_any_order() -> None:
-    """The bounds do not exceed n · 2⁻²⁴ · Σ|x|, the worst case of n fp32 additions."""
+    """Each bound is at most n · 2⁻²⁴ · Σ|x|, the worst case of n fp32 additions."""
     terms = rand(20, 300).float()
     exact = Approx(terms.double(), torch.zeros(20, 300, dtype=torch.float64), 2**-23)
     total = exact.sum(-1)
@@ -172,7 +172,7 @@ def test_bounds_hold_for_sums_in_any_order() -> None:
 
 
 def test_bounds_hold_for_arithmetic_and_functions() -> None:
-    """The operands are moved by plus or minus their errors, in all combinations."""
+    """Each operand is shifted by plus or minus its error, in all combinations of signs."""
     eps = 0.0
     a = Approx(rand(50), 1e-3 * rand(50, seed=1).abs(), eps)
     b = Approx(2 + rand(50, seed=2).abs(), 1e-3 * rand(50, seed=3).abs(), eps)

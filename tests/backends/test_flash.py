@@ -2,8 +2,8 @@
 
 Triton's interpreter is slow, so the arrays are smaller than those of `test_backends`. Most blocks
 hold 32 or 64 queries or keys, so that 128 give several blocks, some of them partly masked.
-The quick arrays cover the kernel paths (see `kernel_paths`). The slow tests are an array and one
-case of 200 queries for each variant.
+The quick arrays cover the kernel paths (see `kernel_paths`). The slow tests are, for each
+variant, a covering array and one case of 200 queries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FIXED = ("adaptive_temperature",)
 
 
 def allowed(case: dict[str, Any]) -> bool:
-    """Exclude slow cases: over 100 tokens with batch size 2, and 128 × 128 with over 2 heads."""
+    """Exclude slow cases: Nq + Nk > 100 with batch size 2, and 128 × 128 with over 2 heads."""
     queries, keys = case.get("shape", (1, 1))
     large = queries + keys > 100
     square = (queries, keys) == (128, 128) and case.get("heads", "2 heads") != "2 heads"
@@ -59,11 +59,11 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
 
 
 def levels() -> list[Level]:
-    """All levels (variant and parameters) that run on flash."""
+    """All pairs of a variant and its parameters that flash supports."""
     return [Level(v, params) for v in FLASH for params in dict(factors(v))["params"]]
 
 
-# Cases for each level (variant and parameters) whose kernel path another level covers.
+# A (variant, parameters) pair whose kernel path another pair covers runs only these cases.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}
@@ -95,7 +95,7 @@ def long_cases() -> Iterator[Any]:
             heads=next(heads),
             params=dict(factors(variant))["params"][-1],
             lse=variant not in NO_LSE,
-            window=120 if case["span"] == "window" else (100, 60),  # larger than a block
+            window=120 if case["span"] == "window" else (100, 60),  # more keys than a block
         )
         name = f"{variant}-{label(case)}"
         yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)

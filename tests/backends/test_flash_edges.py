@@ -33,7 +33,7 @@ def setting(variant: str, **others: Any) -> dict[str, Any]:
     return {**{name: levels[0] for name, levels in factors(variant)}, "batch": 1, **others}
 
 
-# ---- scores far from zero ---------------------------------------------------------------------
+# ---- large scores -----------------------------------------------------------------------------
 
 
 def scores_around(inputs: Inputs, score: float) -> Inputs:
@@ -71,12 +71,12 @@ def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[
     assert disagreements(variant, "flash", make(variant, case)) == []
 
 
-# ---- missing keys ------------------------------------------------------------------------------
+# ---- queries without keys ----------------------------------------------------------------------
 
 
 @every_variant
 def test_queries_without_keys_give_zeros_and_zero_gradients(variant: str) -> None:
-    """The mask hides all keys from queries 50 and 64 to 127, causality from the first 20."""
+    """Queries 50 and 64 to 127 have no keys by the mask, and queries 0 to 19 by causality."""
     q, k, v = (rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))
     v = v[:, :, 1:]
     mask = torch.ones(140, 120, dtype=torch.bool)
@@ -114,7 +114,7 @@ def test_empty_tensors_give_zeros(variant: str) -> None:
 
 
 def test_strides_of_inputs_and_gradients_do_not_matter() -> None:
-    """q is transposed. k and v are expanded over heads, dO from a scalar."""
+    """q is transposed, k and v are expanded over heads, and dO is an expanded scalar."""
     q = rand(1, 2, 8, 17, seed=1).float().mT
     k, v = (rand(1, 1, 17, 8, seed=i).float().expand(1, 2, 17, 8) for i in (2, 3))
     found = []
@@ -169,12 +169,12 @@ def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int, ba
 @pytest.mark.parametrize("variant", quick_variants(["sparsemax", "entmax", "asentmax"]))
 @pytest.mark.parametrize("score", [1e5, -1e5, 3e6, 1e8, -1e9])
 def test_large_equal_scores_share_the_weight(variant: str, score: float, backend: str) -> None:
-    """For the largest of these scores s, no fp32 number lies between s − 1/(α−1) and s."""
+    """At |s| ≥ 1e8 no fp32 number lies between s − 1/(α−1) and s, where the threshold is."""
     q, k = torch.ones(1, 1, 1, 1), torch.full((1, 1, 300, 1), score)
     v = rand(1, 1, 300, 8).float()
     out = attnzoo.attention(q, k, v, variant, scale=1.0, backend=backend)
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
-    # The same scores, from a float mask.
+    # Here a float mask gives the same scores.
     mask = torch.full((1, 300), score)
     out = attnzoo.attention(q, k * 0, v, variant, attn_mask=mask, backend=backend)
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
@@ -193,7 +193,7 @@ BLOCK_SPARSE = [
 def test_blocks_without_weight_are_skipped(
     variant: str, dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every query attends to one cluster of keys. A cluster contains whole blocks of keys."""
+    """Each query attends to one cluster of 110 keys. Blocks within other clusters are skipped."""
     n, maps = 330, []
 
     def spy(original: Any = flash_ops.flash_threshold, **operands: Any) -> Any:
@@ -203,7 +203,7 @@ def test_blocks_without_weight_are_skipped(
 
     monkeypatch.setattr(flash_ops, "flash_threshold", spy)
     cluster = torch.arange(n) // 110
-    # Under causality a query attends to its own cluster.
+    # With causality a query attends to its own cluster, otherwise cluster c attends to 2 − c.
     target = cluster if "is_causal" in options else 2 - cluster
     shapes = (1, 2, n, dim), (1, 1, n, dim), (1, 1, n, dim)
     q, k, v = (rand(*shape, seed=i).float() for i, shape in enumerate(shapes))
@@ -257,9 +257,9 @@ def test_triton_implementations_agree_with_their_activations(
     change = activation.slope(s64, value, shape64)
     if activation.vanishes:
         assert (phi[-1], slope[-1]) == (0, 0)
-    # Relative errors of exp2, or of exp2 and log2, for scores up to 12.
+    # Allowed relative error: that of exp2 without α, and of exp2 and log2 with α, for |s| ≤ 12.
     accuracy = 2e-6 if shape is None else 2e-5
-    # Magnitude of terms that may cancel: powers in a polynomial, or 1 − φ for the sigmoid.
+    # `size` is the magnitude of terms that may cancel: powers in a polynomial, 1 − φ for sigmoid.
     size = 0.05 * (activation.name == "sigmoid")
     size = size + 0.0 * s64 if activation.vanishes else activation.value(s64.abs(), None)
     for have, want in ((phi, value), (slope, change)):
@@ -269,7 +269,7 @@ def test_triton_implementations_agree_with_their_activations(
 
 @pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax"])
 def test_the_lowest_fp32_number_in_a_float_mask_is_visible(variant: str) -> None:
-    """It is a common fill value, and its product with log2 e must not overflow to −∞."""
+    """This number is a common fill value. Its product with log2 e must not overflow to −∞."""
     q, k, v = (rand(1, 2, 40, 16, seed=i).float() for i in range(3))
     mask = torch.zeros(1, 1, 40, 40)
     mask[..., 7, :] = mask[..., :, 5] = torch.finfo(torch.float32).min
@@ -285,7 +285,7 @@ def test_the_lowest_fp32_number_in_a_float_mask_is_visible(variant: str) -> None
 
 @pytest.mark.parametrize("backend", ["flash", "tiled"])
 def test_lse_gradient_of_queries_without_keys_is_ignored(backend: str) -> None:
-    """For these queries lse and the gradient of lse² are −∞. Other gradients stay correct."""
+    """Without keys, lse and the gradient of lse² are −∞. Gradients of q, k and v stay correct."""
     leaves = [rand(1, 2, n, 8, seed=n).float().requires_grad_() for n in (20, 10, 11)]
     q, k, v = leaves[0], leaves[1], leaves[2][:, :, 1:]
     found = []
@@ -306,9 +306,9 @@ def test_lse_gradient_of_queries_without_keys_is_ignored(backend: str) -> None:
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("variant", ["softmax", "sink"])
 def test_gradients_of_queries_with_low_mask_entries(variant: str, low: float, backend: str) -> None:
-    """Kernels must store the maximum m and log Z separately: at m = −1e9, fp32 m + log Z is m."""
+    """The maximum m and log Z must be stored separately: at m = −1e9 their fp32 sum is m."""
     if variant == "sink":
-        low = -1e3  # with lower entries the sink takes all weight
+        low = -1e3  # lower entries would leave all weight to the sink
     q, k, v = (rand(1, 2, 70, 16, seed=i).float().requires_grad_() for i in range(3))
     mask = torch.zeros(1, 1, 70, 70)
     mask[:, :, :5] = low
@@ -321,11 +321,11 @@ def test_gradients_of_queries_with_low_mask_entries(variant: str, low: float, ba
     assert torch.allclose(found[0][1], found[1][1], atol=1e-3)
 
 
-# The interpreter uses numpy's maximum, which warns.
+# Triton's interpreter computes maxima with numpy, which warns if all values are NaN.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @every_variant
 def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
-    """NaN must reach the output, although a maximum of scores may drop it."""
+    """The query's output must be NaN, although a maximum over its scores may ignore NaN."""
     q, k, v = (rand(1, 2, 70, 16, seed=i).float() for i in range(3))
     q[:, :, 3] = float("nan")
     out = attnzoo.attention(q, k, v, variant, backend="flash")

@@ -1,4 +1,4 @@
-"""flash_linear agrees with the fp64 definition, and with linear on the parts of a sequence.
+"""flash_linear agrees with the fp64 definition, and with linear for sequences run in parts.
 
 The kernels run in Triton's interpreter with chunks of 32 tokens and blocks of 16 features.
 """
@@ -49,7 +49,7 @@ FACTORS = {
     "layout": ("contiguous", "bnhd", "sliced"),
 }
 
-# Cases for each level (variant and parameters) whose kernel path another level covers.
+# A (variant, parameters) pair whose kernel path another pair covers runs only these cases.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": span, "mask": "keys", "heads": "gqa", "dtype": dtype}
@@ -63,7 +63,7 @@ def all_allowed(case: dict[str, Any]) -> bool:
 
 
 def cases() -> Iterator[Any]:
-    """A quick array for the only kernel path (see `kernel_paths`), and a slow one per variant."""
+    """Yield quick cases for the only kernel path, and slow cases per variant."""
     levels = [Level(variant, "default") for variant in LINEAR]
     for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels, all_allowed, THIN, KINDS)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
@@ -84,7 +84,7 @@ def qkv(n: int, kv_heads: int = 2, gradient: bool = False) -> list[Tensor]:
 
 
 def in_parts(backend: Any, variant: str, tensors: list[Tensor], cuts: list[int]) -> list[Tensor]:
-    """The concatenated outputs of the parts between the cuts, and the last state."""
+    """Run a sequence in parts, split at ``cuts``. Return [outputs (B, H, N, Dv), last state]."""
     sums, out = None, []
     for start, stop in zip([0, *cuts], [*cuts, tensors[0].shape[2]], strict=True):
         q, k, v = (x[:, :, start:stop] for x in tensors)
@@ -143,7 +143,7 @@ def test_empty_tensors_and_queries_without_keys_give_zeros(variant: str) -> None
 
 
 def test_features_of_fp16_do_not_overflow() -> None:
-    """(q·k)²/2 exceeds 65504 long before q and k do."""
+    """(q·k)²/2 exceeds 65504, the largest fp16 number, for much smaller q and k."""
     q, k, v = (60 * x.half() for x in qkv(40))
     out = attnzoo.attention(q, k, v, "taylor", is_causal=True, enable_gqa=True, scale=1.0,
                             backend="flash_linear")  # fmt: skip
@@ -164,7 +164,7 @@ def test_results_are_deterministic() -> None:
 
 
 def features(gradient: bool) -> tuple[Tensor, ...]:
-    """Query features x, key features y, values v and an initial state."""
+    """Features x (1, 4, 40, 24) of q and y (1, 2, 40, 24) of k, v (1, 2, 40, 5), initial state."""
     x, y = rand(1, 4, 40, 24, seed=1).float().abs(), rand(1, 2, 40, 24, seed=2).float().abs()
     v, first = rand(1, 2, 40, 5, seed=3).float(), rand(1, 2, 24, 12, seed=4).float().abs()
     return tuple(t.requires_grad_(gradient) for t in (x, y, v, first))

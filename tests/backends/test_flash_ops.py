@@ -1,4 +1,4 @@
-"""flash in PyTorch: operators, torch.compile, autocast, double backward, third-party variants."""
+"""flash with torch.compile, autocast and double backward, its operators, third-party variants."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VECTOR = rand(1, 2, 9, seed=6).float().abs()
 NOTHING = Layout(0.3, None, 0, None, None, None, None)
 ALL = Layout(0.3, 4, 2, MASK, IDS, IDS, VECTOR)
 FUNCTIONS = "attnzoo.backends.triton.common.activations:"
-# vectors, layout, (activation, unit, vanishes, normalize)
+# normalize -> per-query vectors, layout, (activation, unit, vanishes, normalize)
 FORMS: dict[str, tuple[Vectors, Layout, tuple]] = {
     "online": (Vectors(gain=VECTOR, sink=VECTOR), ALL, ("exp", 1.4427, True, "online")),
     "none": (Vectors(offset=VECTOR), NOTHING, ("sigmoid", 1.4427, True, "none")),
@@ -45,7 +45,7 @@ FORMS: dict[str, tuple[Vectors, Layout, tuple]] = {
 
 
 def operands(form: str, gradient: bool) -> dict[str, Any]:
-    """The operands of flash_forward."""
+    """The arguments of the operator flash_forward for a key of `FORMS`."""
     vectors, layout, (name, *rest) = FORMS[form]
     q, k, v = qkv(gradient=gradient)
     maps = Maps()
@@ -151,7 +151,7 @@ def test_double_backward_raises(variant: str) -> None:
 
 @pytest.mark.parametrize("name", ["alpha", "attn_mask"])
 def test_learned_parameters_run_without_gradients(name: str) -> None:
-    """Under no_grad, a parameter still has requires_grad set."""
+    """Under no_grad, requires_grad of a parameter is still True, but no gradient is needed."""
     q, k, v = qkv()
     given = {"alpha": torch.tensor([1.3, 1.6]), "attn_mask": rand(9, 9, seed=3).float()}[name]
     options = {name: torch.nn.Parameter(given)}
@@ -242,7 +242,7 @@ def power2(x, shape):
 
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that registers the third-party variant w = 2^z, with a normalization."""
+    """A function that registers the third-party variant w = 2^z and returns its name."""
     (tmp_path / "more_kernels.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
@@ -304,7 +304,7 @@ def test_missing_triton_implementation_is_named_in_the_error(theirs: Any, triton
 def test_parameters_of_a_gain_from_statistics_get_gradients(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics are constants, so only the parameter gets a gradient from the gain."""
+    """The statistics are constants, so the gradient of the gain goes to its parameter only."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
     def gain(entropy: Tensor, strength: Tensor) -> Tensor:

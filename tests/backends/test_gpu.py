@@ -1,4 +1,4 @@
-"""The kernels on a GPU agree with the fp64 definition for every variant.
+"""On a GPU, the kernels agree with the fp64 definition of every variant.
 
 Each variant runs in a few cases with different dtypes, head dimensions, spans and masks, because
 every case compiles its own kernels.
@@ -54,7 +54,7 @@ def on_gpu(inputs: Inputs) -> Inputs:
 
 
 def check(variant: str, backend: str, inputs: Inputs) -> None:
-    """Results are within the error budget, and two runs are bit-equal."""
+    """Check that results are within the error budget, and that two runs are bit-equal."""
     assert disagreements(variant, backend, inputs) == []
     first, second = (by_backend(variant, backend, inputs) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -35,7 +35,7 @@ def qkv(n: int, heads: int = 2, kv_heads: int = 2, dtype: Any = torch.float64) -
 def in_parts(
     variant: str, q: Tensor, k: Tensor, v: Tensor, cuts: list[int], **options: Any
 ) -> tuple[Tensor, LinearState | None]:
-    """The concatenated outputs of the parts between the cuts, and the last state."""
+    """Run a sequence in parts, split at ``cuts``. Return outputs (B, H, N, Dv), last state."""
     mask = options.pop("attn_mask", None)
     state, out = None, []
     for start, stop in zip([0, *cuts], [*cuts, q.shape[2]], strict=True):

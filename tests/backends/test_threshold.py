@@ -56,7 +56,7 @@ def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 16384])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int) -> None:
-    # tiled rounds α to fp32. At α = 1.01 this changes weights by more than the tolerance.
+    # The bisection gets α rounded to fp32, as tiled uses it. The rounding matters at α = 1.01.
     alpha = float(torch.tensor(alpha))
     for kind, make in SCORES.items():
         scores = make(n).float()

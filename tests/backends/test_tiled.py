@@ -1,4 +1,4 @@
-"""tiled: block sizes, lse, memory, function transforms and NaN."""
+"""The backend tiled: block sizes, lse, memory, function transforms and NaN."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[
 @pytest.mark.parametrize(("heads", "span"), [("gqa", "causal"), ("mqa", "pair"), ("mha", "window")])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
-    """Compares outputs and all gradients. Blocks divide queries, heads and batches."""
+    """Outputs and all gradients agree if blocks divide queries, heads and batch entries."""
     inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
     keep = dropout_factors(variant, "tiled", inputs)
     assert disagreements(variant, "tiled", inputs, keep=keep) == []
@@ -74,12 +74,12 @@ def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, 
         part += 1
         assert (block.call.batch, block.call.heads) == part.shape[:2]
         assert (block.call.queries, block.call.keys) == part.shape[2:]
-        # A block has whole GQA groups of query heads, and `kv` selects their key heads.
+        # A block has whole GQA groups of query heads, and `kv` selects their key/value heads.
         assert block.call.heads % call.group == 0
         flat = torch.arange(2 * kv_heads).view(2, kv_heads)
         own = flat[block.batches, block.heads.start // call.group : block.heads.stop // call.group]
         assert torch.equal(flat.flatten()[block.kv], own.flatten())
-        # The block's call has the visibility of the whole call.
+        # A block sees the same keys as the corresponding part of the whole call.
         seen = call.visible.expand(2, 4, 23, 31)
         seen = seen[block.batches, block.heads, block.rows, block.keys]
         assert torch.equal(block.call.visible.expand(seen.shape), seen)
@@ -88,7 +88,7 @@ def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, 
 
 
 def expected_gain(variant: str, s: Tensor) -> Tensor:
-    """The gain for a 5 × 5 causal call, computed independently: (..., 5, 1)."""
+    """Gain (..., 5, 1) of a causal call with scores ``s`` (..., 5, 5), from its formula."""
     log_n = torch.arange(1, 6, dtype=torch.float64).log()[:, None]
     if variant == "ssmax":
         return 0.168 * log_n
@@ -100,7 +100,7 @@ def expected_gain(variant: str, s: Tensor) -> Tensor:
         beta = torch.from_numpy(np.polyval([-0.037, 0.481, -2.3, 4.917, -1.791], entropy.numpy()))
         assert bool((beta > 1).any())
         return torch.where(entropy > 0.5, beta.clamp(min=1), 1.0)
-    # topk has top_k=5 in `CASES`, and there are five keys.
+    # topk has no gain, and with top_k=5 from `CASES` it keeps all five keys.
     assert variant in ("softmax", "sink", "topk")
     return torch.ones_like(log_n)
 
@@ -147,7 +147,7 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
 
 @pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor in forward or backward is larger than a block or the inputs."""
+    """No operation in forward or backward allocates more than a block or the features."""
     n, rows = 512, 16
     monkeypatch.setattr(blocks, "SCORES", rows * n)
     monkeypatch.setattr(blocks, "ROWS", rows)
@@ -156,13 +156,13 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         out = attnzoo.attention(q, k, v, variant, backend="tiled", is_causal=True, **params)
         out.sum().backward()
-    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes per operation
+    largest = max(event.self_cpu_memory_usage for event in seen.events())  # bytes
     features = 45 if variant == "taylor" else 16
-    assert 0 < largest <= 8 * max(rows, features) * n  # positions are int64
+    assert 0 < largest <= 8 * max(rows, features) * n  # int64 has 8 bytes
 
 
 def test_blocks_whose_queries_see_no_key_are_zero() -> None:
-    """With many heads a block has few queries, and all of them may precede the first key."""
+    """With 1024 heads a block has few queries. Causality may hide all keys from all of them."""
     q = rand(1, 1024, 128, 2, seed=1)
     k, v = rand(1, 1, 100, 2, seed=2), rand(1, 1, 100, 2, seed=3)
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
@@ -174,7 +174,6 @@ def test_blocks_whose_queries_see_no_key_are_zero() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_meta_and_fake_tensors_give_shapes(variant: str) -> None:
-    """With more scores than `FEW_SCORES`, so that selection would choose tiled."""
     params = params_of(variant, 400)
     for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(), "cpu")):
         with mode:
@@ -217,7 +216,7 @@ def test_transforms_raise_if_selection_chooses_tiled() -> None:
 
 @ignore_torch_warning
 def test_forward_mode_raises_and_names_eager() -> None:
-    """Without the error the tangent would be 0."""
+    """Without the error, the tangent would silently be 0."""
     q, k, v = (rand(1, 1, 4, 3, seed=i) for i in range(3))
     slopes, mask = torch.tensor([0.5]).double(), rand(4, 4, seed=4)
     for name, x in (("q", q), ("alibi", slopes), ("attn_mask", mask), ("b", slopes)):
@@ -273,7 +272,7 @@ def test_nan_in_a_masked_key_changes_nothing(variant: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "value"),
-    # The sigmoid of an infinite score is 1, which is well defined.
+    # For sigmoid, an infinite score is excluded, because its weight is 1.
     [
         (v, x)
         for v in VARIANTS
