@@ -24,7 +24,7 @@ SMALL = Setting(length=150, batch=3, heads=3, head_dim=16, causal=False)
 def test_softmax_of_log_sigmoid_times_its_sum_equals_sigmoid(
     causal: bool, bias: float | None
 ) -> None:
-    """The formula of `flex_sigmoid` in plain PyTorch: values and gradients."""
+    """Checks output and gradients of the formula in `flex_sigmoid`, computed in plain PyTorch."""
     setting = Setting(length=40, heads=2, head_dim=16, causal=causal, dtype="float64",
         input_scale=4.0)  # fmt: skip
     i = Inputs.make(setting, gradients=True)

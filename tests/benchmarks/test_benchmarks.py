@@ -134,7 +134,7 @@ def test_reference_by_blocks_of_rows_equals_the_whole_definition(
 
 @pytest.mark.parametrize("variant", ["ssmax", "entmax"])
 def test_reference_stays_on_the_device(variant: str) -> None:
-    """Checked with the meta device, which exists on every machine."""
+    """The test uses the meta device, which every machine has."""
     x = [torch.empty(2, 3, 9, 4, device="meta", dtype=torch.bfloat16) for _ in range(4)]
     for leaf in x[:3]:
         leaf.requires_grad_()
@@ -211,7 +211,7 @@ def wrong_gradient(out: Tensor, q: Tensor) -> Tensor:
         (wrong_row((0, 0, 0)), "out"),
         (wrong_row((4, 4, 149)), "out"),
         (wrong_gradient, "dq"),
-        # This head is not compared, but it must be finite.
+        # Head 1 is not compared with the reference, but its output must be finite.
         (lambda out, q: out.index_fill(1, torch.tensor(1), float("nan")), "out"),
     ],
     ids=["first row", "last row", "gradient", "NaN in another head"],

@@ -125,7 +125,7 @@ def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.Monkey
 
 
 def key(spec: Specialization) -> tuple:
-    """Everything that determines the compiled kernel."""
+    """The kernel, architecture, arguments and options that determine the compiled code."""
     launch, kinds = describe(spec), []
     for name, parameter in inspect.signature(launch.kernel.fn).parameters.items():
         value = launch.args[name]
@@ -142,7 +142,7 @@ def test_no_kernel_is_compiled_twice() -> None:
 
 
 def test_quick_compiles_every_kernel_without_extras() -> None:
-    """These kernels serve causal and full calls, with and without a gain."""
+    """The flash kernels are compiled for causal and full calls, with and without a gain."""
     found = list(quick_specializations(list(ARCHITECTURES)))
     assert set(found) < set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
     assert len(found) < 250

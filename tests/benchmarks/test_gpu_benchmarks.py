@@ -32,7 +32,7 @@ SMALL = Setting(length=150, batch=3, heads=3, head_dim=16, causal=False)
 
 
 class FakeCuda:
-    """A fake of torch.cuda whose clock advances only in `work`."""
+    """Replaces torch.cuda. The clock of this fake device advances only in `work`."""
 
     def __init__(self) -> None:
         self.now, self.done, self.waits = 0.0, [], 0
@@ -84,7 +84,7 @@ def test_events_exclude_the_buffer_writes_before_a_call() -> None:
         "a": pytest.approx([0.002] * 4, abs=1e-9),
         "b": pytest.approx([0.001] * 4, abs=1e-9),
     }
-    # A warm-up, a trial round and four rounds, with two synchronizations in all.
+    # The timer runs a warm-up, a trial round and four rounds. It synchronizes twice in total.
     assert "".join(cuda.done) == "ab" + ".a.b" * 5
     assert cuda.waits == 2
 
@@ -142,7 +142,7 @@ def test_budget_is_spent_after_its_time() -> None:
 
 
 def empty_blocks(inputs: Inputs) -> float:
-    """Among 64 × 64 blocks with a visible key, the share where all entmax weights are 0."""
+    """The share of visible 64 × 64 blocks in which all entmax weights are 0."""
     w = attnzoo.attention_weights(inputs.q, inputs.k, inputs.v, "entmax", is_causal=inputs.causal)
     nonzero = F.max_pool2d(w[0], 64) > 0  # [H, blocks of queries, blocks of keys]
     visible = torch.ones_like(nonzero).tril() if inputs.causal else torch.ones_like(nonzero)

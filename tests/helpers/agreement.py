@@ -20,7 +20,7 @@ from helpers.cases import CASES, learned, params_of, rand
 from helpers.error_budget import VECTORS, Problem, budget
 
 HEAD_DIM = 8
-# (query heads, key/value heads)
+# Numbers of (query heads, key/value heads) by name
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "2 heads": (2, 2), "3 of 1": (3, 1)}
 
 
@@ -40,7 +40,7 @@ class Inputs:
     layout: str = "contiguous"
 
     def arguments(self, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict]:
-        """Copied leaves, and all arguments; leaves and a float mask are cast to ``dtype``."""
+        """Returns copies of the leaves, and all arguments. Casts leaves and a float mask."""
         leaves = {
             name: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
             for name, x in self.leaves.items()
@@ -68,7 +68,8 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
         "v": rand(batch, kv_heads, keys, value_dim, seed=seed + 2),
     }
     if attnzoo.get_variant(variant).positional:
-        # If all scores of a cosFormer query are near 0, its weights are 0/0 and its gradient noise.
+        # If all scores of a cosFormer query are near 0, the weights are 0/0. The gradient of such
+        # a query is only noise.
         for name in ("q", "k"):
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
     leaves = {name: x.to(dtype) for name, x in leaves.items()}
@@ -154,7 +155,7 @@ def outputs(variant: str, backend: str, inputs: Inputs) -> dict[str, Tensor]:
 def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | float:
     """The dropout factor of each weight, 0 or 1 / (1 − p), as (B, H, Nq, Nk).
 
-    With the identity as v, the output is the matrix of weights after dropout.
+    With a multiple of the identity as v, the output shows which weights are 0 after dropout.
     """
     if "dropout_p" not in inputs.rest:
         return 1.0
@@ -172,7 +173,7 @@ def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | floa
 
 
 def reference(variant: str, inputs: Inputs, keep: Tensor | float = 1.0) -> dict[str, Tensor]:
-    """The results of the definition in fp64, with gradients by torch's autograd."""
+    """Output, lse and gradients of the variant's definition in fp64, by name."""
     leaves, arguments = inputs.arguments(torch.float64)
     problem = prepared(variant, "eager", arguments, inputs, keep)
     call, form, q, k, v = problem.call, problem.definition, problem.q, problem.k, problem.v
@@ -212,7 +213,7 @@ def prepared(
 def bounds(
     variant: str, backend: str, inputs: Inputs, keep: Tensor | float = 1.0
 ) -> dict[str, Tensor]:
-    """The allowed errors of the output, lse and all gradients, element by element."""
+    """The allowed error of each element of the output, lse and all gradients, by name."""
     with torch.no_grad():
         _, arguments = inputs.arguments(torch.float64)
         return bounds_of(prepared(variant, backend, arguments, inputs, keep), inputs.leaves)
@@ -237,13 +238,13 @@ def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_heads(rows: Approx, leaf: Tensor) -> Approx:
-    """Sums over batch and queries to one value per head, rounded in the leaf's dtype."""
+    """``rows``, (B, H, Nq), summed to (H,) and rounded to the dtype of the parameter ``leaf``."""
     units = torch.finfo(leaf.dtype).eps / rows.eps
     return rows.sum(0, 2).rounded(units, rows.value.abs().sum((0, 2)))
 
 
 def of_parameter(problem: Problem, found: dict[str, Approx], name: str, leaf: Tensor) -> Approx:
-    """The gradient of a parameter by the chain rule, from the gradients of the form's vectors."""
+    """The gradient of the parameter ``name``, from those of the form's per-query vectors."""
     value, total = problem.params[name].detach(), None
     step = 1e-6
     moved = [problem.form({**problem.params, name: value + sign * step}) for sign in (1, -1)]
@@ -280,7 +281,7 @@ def violations(
     exact: dict[str, Tensor],
     allowed: dict[str, Tensor],
 ) -> list[str]:
-    """One message for each result whose error exceeds ``allowed``."""
+    """Returns one message for each result whose error exceeds ``allowed``."""
     messages = []
     for name, want in exact.items():
         have, most = found[name].double(), allowed[name].expand(want.shape)

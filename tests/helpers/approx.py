@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Approx:
-    """fp64 values, and error bounds for an implementation with machine epsilon ``eps``."""
+    """fp64 values with bounds on the errors of an implementation with machine epsilon ``eps``."""
 
     value: Tensor
     error: Tensor
@@ -76,7 +76,7 @@ class Approx:
         return product.rounded(self.shape[-1] / 2, a @ b)
 
     def sum(self, *dims: int, keepdim: bool = False) -> Approx:
-        """The sum over these dimensions, one dimension after the other."""
+        """The sum over ``dims``. The error bound assumes that dimensions are summed one by one."""
         value, error, size = (
             x.sum(dims, keepdim=keepdim) for x in (self.value, self.error, self.value.abs())
         )
@@ -84,11 +84,11 @@ class Approx:
         return Approx(value, error, self.eps).rounded(count / 2, size)
 
     def rounded(self, times: float, size: Tensor) -> Approx:
-        """Adds the error of ``times`` roundings of numbers as large as ``size``."""
+        """A copy whose error includes ``times`` more roundings of numbers as large as ``size``."""
         return replace(self, error=self.error + times * self.eps * size.abs())
 
     def where(self, mask: Tensor) -> Approx:
-        """Value and error set to 0 where the mask is False."""
+        """A copy with value and error set to 0 where the mask is False."""
         return replace(
             self, value=torch.where(mask, self.value, 0.0), error=torch.where(mask, self.error, 0.0)
         )

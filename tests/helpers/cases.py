@@ -29,11 +29,11 @@ class Paper:
 
 @dataclass(frozen=True)
 class Case:
-    """Sample parameters of a variant.
+    """The hand-computed example and sample parameters of a variant.
 
-    params: overrides the variant's own example in ordinary calls; see `params_of`. learned: the
-    range of each learnable parameter. Tensors (H,) are drawn from it, and gradcheck must pass in
-    it. per_token: whether these tensors may also be (B, H, Nq). settings: further sets of fixed
+    params: values that replace the example parameters of the variant; see `params_of`. learned: the
+    range of each learnable parameter. Tests draw tensors (H,) from this range, and gradcheck must
+    pass there. per_token: whether learnable parameters may also be (B, H, Nq). settings: more fixed
     parameters to test. smooth: whether the variant is twice differentiable everywhere.
     """
 
@@ -149,7 +149,7 @@ def unsupported(variant: str, **options: Any) -> str | None:
     return attnzoo.explain(q, k, v, variant, **{**params_of(variant), **options}).reason
 
 
-# Variants that do not support return_lse, an additive float mask, or scale < 0, respectively.
+# Variants without support for return_lse (NO_LSE), a float mask (NO_SCORE), scale < 0 (ONE_SIGN)
 NO_LSE = tuple(v for v in VARIANTS if attnzoo.get_variant(v).scores is None)
 NO_SCORE = tuple(v for v in VARIANTS if unsupported(v, attn_mask=torch.zeros(4, 4)) is not None)
 ONE_SIGN = tuple(v for v in VARIANTS if unsupported(v, scale=-1.0) is not None)

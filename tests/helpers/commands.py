@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
-    """The finished command, run in its own process."""
-    # conftest.py sets TRITON_INTERPRET, under which nothing is compiled.
+    """Runs the command in a new process and returns the finished process."""
+    # conftest.py sets TRITON_INTERPRET, which prevents compilation.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *args],
@@ -25,7 +25,7 @@ def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The error message for invalid options. Runs in this process, which is faster."""
+    """The error message for invalid options. The command runs in this process to save time."""
     try:
         status = main(list(args))
     except SystemExit as stop:  # raised by argparse

@@ -78,7 +78,7 @@ def marked(*values: str) -> Any:
     return pytest.param(*values, marks=marks, id="-".join(values))
 
 
-# The first variant of each normalization. On the kernels, the other variants are marked slow.
+# The first variant of each normalization. On Triton backends, all other variants are marked slow.
 _FIRST: dict[str, str] = {}
 for _name in VARIANT_BACKENDS:
     _path = path_of(Level(_name, "default"), ("pairwise", "linear"))
@@ -92,7 +92,7 @@ def pair(variant: str, backend: str) -> Any:
     return pytest.param(*found.values, marks=marks, id=found.id)
 
 
-# All pairs (variant, backend) that run a plain call, and those that also compute gradients.
+# PAIRS: (variant, backend) for each plain call that runs. TRAINED: those that support gradients.
 PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
@@ -110,7 +110,7 @@ def precise(backend: str) -> torch.dtype:
     return torch.float32 if backend in KERNELS else torch.float64
 
 
-# Feature of a call × backend, for the variants that the backend runs. ``features.py`` makes calls.
+# Feature of a call × backend. ``features.py`` makes the calls.
 NOT_BOTH = "does not support attn_mask together with is_causal"
 CONSTANT_MASK = "does not support a gradient for a float mask"
 FORGET = "a state cannot forget keys"

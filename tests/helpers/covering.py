@@ -61,7 +61,7 @@ def covering(factors: Factors, allowed: Callable[[Row], bool], seed: int = 0) ->
 
 
 def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]) -> int:
-    """How many missing pairs the row would cover with this level."""
+    """The number of missing pairs that ``row`` covers if the factor ``name`` gets this level."""
     found = 0
     for other, value in row.items():
         first, second = sorted((name, other), key=names.index)
@@ -71,7 +71,7 @@ def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]
 
 
 def label(row: Row) -> str:
-    """A test id: shape, dtype, span and all settings that are not the default."""
+    """The test id of a row: shape, dtype, span and all settings that differ from the default."""
     settings = [f"{row['shape'][0]}x{row['shape'][1]}", str(row["dtype"])[6:], row["span"]]
     settings += [str(row[key]) for key in ("mask", "heads", "params") if row[key] != "none"]
     settings += [key for key in ("alibi", "segments", "dropout", "lse") if row[key]]

@@ -42,7 +42,7 @@ FP32 = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Problem:
-    """One call in fp64, with the backend and dtype that the bounds are for.
+    """One call in fp64, and the backend and dtype whose errors are to be bounded.
 
     params: the arguments of `Variant.forms`. q, k, v, do, dlse: fp64. dtype: the dtype of the
     backend's inputs. keep: the dropout factors of the weights.
@@ -112,7 +112,7 @@ def budget(problem: Problem) -> dict[str, Approx]:
 
 @torch.enable_grad()
 def through_features(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) -> Approx:
-    """factor · Jᵀ · ``given``, J: the features' Jacobian. Errors get the factor |factor · J|ᵀ."""
+    """``factor`` · Jᵀ · ``given``, with the Jacobian J of the features. Errors use |factor · J|."""
     x = x.detach().requires_grad_()
     features = form.features(x, at)
     value, error = torch.zeros_like(x), torch.zeros_like(x)
@@ -125,7 +125,7 @@ def through_features(form: Linear, x: Tensor, at: Tensor, given: Approx, factor:
 
 
 def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
-    """The results with their error bounds, by name.
+    """The results and gradients of the call with their error bounds, by name.
 
     out, lse, dq, dk and dv have the shapes of the call. dscore is the gradient of the score bias,
     (B, H, Nq, Nk). dgain, doffset, dsink and dshape are (B, H, Nq, 1).
@@ -148,7 +148,7 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         gain = problem.vector(form.gain)
     s = (gain * z + bias).where(visible)
     if problem.backend == "sdpa" and not (isinstance(form.gain, float) and form.gain == 1.0):
-        # q is multiplied by the gain in q's dtype.
+        # The backend sdpa multiplies q by the gain in the dtype of q.
         s = s.rounded(torch.finfo(problem.dtype).eps / s.eps, gain.value * pairs)
     s = s.rounded(SHIFTS, s.value.abs() + largest(s.value)).where(visible)
 
@@ -168,7 +168,7 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         through = found["dgain"] * statistics.slope * statistics.dentropy
         of_logits, found["dscore"] = [*of_logits, through], ds + through
     if problem.backend in FUSED:
-        # dgain is computed from the gradient of q. In sdpa, gain · q is in q's dtype.
+        # Fused backends compute dgain from the gradient of q. sdpa rounds gain · q to q's dtype.
         found["dgain"] = (ds.stored(problem.inner) * z).sum(-1, keepdim=True)
     if problem.backend == "sdpa":
         size = (abs(call.scale) * (ds.value @ k.value) * q.value).abs().sum(-1, keepdim=True)
@@ -196,7 +196,7 @@ def largest(s: Tensor) -> Tensor:
 
 
 class Weights:
-    """x = s − τ, φ(x), φ'(x), Z and w = φ/Z of a pairwise form."""
+    """The weights w = φ(x)/Z of a pairwise form at x = s − τ, with φ(x), φ'(x) and Z."""
 
     def __init__(self, problem: Problem, form: Pairwise, s: Approx, visible: Tensor) -> None:
         self.problem, self.form, self.visible, self.act = problem, form, visible, form.activation
@@ -239,12 +239,12 @@ class Weights:
             return self.act.slope(s, self.act.value(s.clone(), self.alpha), self.alpha)
 
         at = x.value if self.act.vanishes else x.value.abs()
-        # φ is part of the size because the sigmoid has φ' = φ − φ².
+        # The sigmoid computes φ' = φ − φ², so the rounding error is also proportional to φ.
         size = f(at).abs() + self.act.value(at.clone(), self.alpha).abs()
         return x.map(f, self.times, size)
 
     def threshold(self, x: Approx, peak: Tensor) -> Approx:
-        """τ − peak. Its error is the φ'-weighted mean of the scores' errors plus the solver's."""
+        """τ − peak. The error is the φ'-weighted mean error of the scores plus the solver's."""
         alpha = None if self.alpha is None else self.alpha[..., 0]
         hidden = x.value.masked_fill(~self.visible, float("-inf"))
         tau = solve_threshold(hidden, alpha, self.act)[..., None]
@@ -257,7 +257,7 @@ class Weights:
         return Approx(tau, error, x.eps).rounded(SHIFTS, tau.abs() + peak.abs())
 
     def select(self, s: Approx) -> None:
-        """Keeps the largest scores. If rounding may add or drop a key, both results are allowed."""
+        """Sets φ and φ' to 0 for dropped keys. Both results are allowed if rounding decides."""
         ranked = s.value.masked_fill(~self.visible, float("-inf"))
         order = ranked.sort(stable=True, dim=-1, descending=True).indices
         keep = min(self.form.keep or 0, s.shape[-1])
@@ -342,7 +342,7 @@ class Weights:
         if self.form.shape is not None:
             dphi = self.shape_derivative().where(self.visible)
             of_shape = (dphi * self.dp / self.z).sum(-1, keepdim=True)
-            # Backends may compute the term with r from ∂φ/∂shape at the τ of another solver step.
+            # Backends may evaluate ∂φ/∂shape in the term with r at the τ of another solver step.
             extra = (dphi.error * self.r.value.abs()).sum(-1, keepdim=True)
             found["dshape"] = replace(of_shape, error=of_shape.error + extra)
         return found
@@ -362,7 +362,7 @@ class Weights:
 
 
 class EntropyGain:
-    """A gain computed from lse and entropy H of the logits, its slope d gain / dH, and ∂H/∂s."""
+    """A gain computed from lse and entropy H of the logits, with d gain / dH and ∂H/∂s."""
 
     def __init__(self, problem: Problem, form: FromStatistics, s: Approx, visible: Tensor) -> None:
         self.differentiable, eps = form.differentiable, s.eps
@@ -387,7 +387,7 @@ class EntropyGain:
         here, there = gain(entropy), slope(entropy)
         ends = [(entropy + sign * entropy_error, sign) for sign in (-1, 1)]
         error = torch.stack([(gain(h, move=sign) - here).abs() for h, sign in ends]).amax(0)
-        # The rounding error of the gain function itself, measured in fp32 near the entropy.
+        # `noise` is the rounding error of the gain function, measured in fp32 near the entropy.
         near = [(entropy * (1 + step * FP32)).float() for step in range(-8, 9)]
         noise = torch.stack([(gain(h, torch.float32) - gain(h)).abs() for h in near]).amax(0)
         self.gain = Approx(here, error + 2 * noise * (eps / FP32), eps).rounded(4, here)

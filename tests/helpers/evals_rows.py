@@ -38,7 +38,7 @@ def row(
 
 
 def written(folder: Path, rows: list[Row]) -> Path:
-    """Writes the rows to the files that the evals would write, and returns the folder."""
+    """Writes each row to TASK/rows.jsonl in the folder, as the evals do, and returns the folder."""
     for one in rows:
         file = folder / one["task"] / "rows.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ def batch(model: Any) -> dict[str, Tensor]:
 
 
 def outputs(model: Any, **options: Any) -> Tensor:
-    """The model's outputs at all tokens that are not padding."""
+    """The model's first output, without padding tokens."""
     given = batch(model)
     out = model(**given, **options)[0]
     return out if "attention_mask" not in given else out[given["attention_mask"].bool()]
@@ -96,5 +96,5 @@ def generate(model: Any, **options: Any) -> Tensor:
     )
 
 
-# Ignores deprecation warnings of third-party packages.
+# A pytest mark that ignores deprecation warnings of third-party packages
 quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -34,8 +34,8 @@ class Level(NamedTuple):
 
 
 class Path(NamedTuple):
-    kind: str  # of the form: "pairwise" or "linear"
-    normalize: str  # as in the form, or "online" for a softmax with a running maximum
+    kind: str  # "pairwise" or "linear"
+    normalize: str  # the form's normalization, or "online" for a softmax with a running maximum
     activation: str
     gain: str  # "none", "per query" or "statistics"
     vectors: tuple[str, ...]  # those of offset, shape and sink that the form has
@@ -50,7 +50,7 @@ PLAIN = {
 
 @cache
 def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
-    """The path of a call on a backend that runs forms of these kinds."""
+    """The path of a call on a backend that supports pairwise or linear forms, as in ``kinds``."""
     _, arguments = make(level.variant, {**PLAIN, "params": level.params}).arguments()
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, level.variant, arguments)
@@ -103,8 +103,8 @@ def quick_rows(
 ) -> list[tuple[str, Row]]:
     """Test cases (variant, row) from one covering array per normalization.
 
-    The levels from `one_level_per_path` are a factor of the array. All other levels get only
-    the rows of ``thin``.
+    The levels from `one_level_per_path` are one factor of the array. Every other level is tested
+    only with the rows in ``thin``.
     """
     levels = list(levels)
     groups, rows = one_level_per_path(levels, kinds), []
@@ -129,7 +129,7 @@ def _covering(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ..
 def quick_variants(
     variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
 ) -> list[ParameterSet]:
-    """Test parameters. A variant is slow if an earlier one has its normalization and activation."""
+    """Test parameters. Variants with the normalization and activation of earlier ones are slow."""
     known, values = set(), []
     for variant in variants:
         path = path_of(Level(variant, "default"), kinds)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def exp(x, shape):
-    """φ = φ' = 2^x, where x is the score times log2 e."""
+    """φ = φ' = 2^x. x is the score times log2 e."""
     phi = tl.exp2(x)
     return phi, phi
 
