@@ -14,9 +14,9 @@ A kernel has several entries, chosen by the features of the call:
   list of blocks, or further per-query vectors (the shape, the gradient of lse);
 - "unaligned": strides that allow no wide loads, with or without the above.
 
-The last two are rare. Their entries are safe rather than fast: the same for all architectures, and
-small enough for all features at once. A missing "unaligned" is replaced by "several", and any other
-missing entry by "".
+"several" and "unaligned" are rare. Their entries are the same for all architectures, and have
+blocks small enough for all features at once. A missing "unaligned" is replaced by "several", and
+any other missing entry by "".
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Config(NamedTuple):
     warps: int
     stages: int
     part: int | None = None  # head dimensions per partial product of q kᵀ and dO vᵀ; None: all
-    registers: int | None = None  # limit per thread; None: ptxas decides
+    registers: int | None = None  # largest number per thread; None: ptxas decides
     split: bool = True  # loop over fully visible blocks of keys separately, without bounds checks
 
 
-# Largest number of registers per thread. Without a limit, ptxas may spill some to run more blocks.
+# Largest number of registers per thread. Without a limit, ptxas may spill registers to memory so
+# that more blocks run at once.
 ALL = 255
 full = partial(Config, registers=ALL)
 

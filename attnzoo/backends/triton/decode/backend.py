@@ -16,7 +16,7 @@ from attnzoo.backends.triton.flash import backend as flash
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, Pairwise, Statistics
 
-# Limit of queries × heads per group, by bytes of an element. One tile has a row for each of them.
+# Limit of queries × heads per group, by bytes of an element: the rows of one tile.
 MOST_ROWS = {2: 64, 4: 32}
 
 
@@ -34,7 +34,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def packed_rows(call: Call) -> tuple[int, int]:
-    """Queries × heads per group, and the limit for this number."""
+    """Return queries × heads per group, and the limit for this number."""
     most = MOST_ROWS.get(call.input_dtype.itemsize, 0)
     return call.queries * (call.heads // max(1, call.kv_heads)), most
 

@@ -26,7 +26,7 @@ from attnzoo.backends.triton.common.tile import (
 from attnzoo.backends.triton.flash.statistics import add_scores, store_statistics
 from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, round_tau
 
-# Largest number of splits. One program merges all of them.
+# Largest number of splits. One program merges the results of all splits.
 MOST_SPLITS = tl.constexpr(256)
 
 RUNTIME = (
@@ -37,10 +37,10 @@ RUNTIME = (
 
 @triton.jit
 def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
-    """Returns (split, batch · Hkv + key/value head, batch, lane, r, head, query) of this program.
+    """Return (split, batch · Hkv + key/value head, batch, lane, r, head, query) of this program.
 
-    lane [BM] is 0 … BM − 1. r, head and query, each [BM, 1], are those of the tile's rows. Lanes
-    beyond the last row repeat the last row.
+    lane [BM] is 0 … BM − 1. r, head and query [BM, 1] are the row number, head and query of each
+    lane. Lanes beyond the last row repeat the last row.
     """
     split = tl.program_id(0) % splits
     bh = (tl.program_id(0) // splits).to(tl.int64)
@@ -52,7 +52,7 @@ def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The queries [BM, D] as an operand of `times`, with one memory offset per row."""
+    """Load the queries [BM, D] as an operand of `times`, with one memory offset per row."""
     at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
     q += b * q_b
     return load_tile(q, at, 1, 0, tl.arange(0, BLOCK_D), D, False), q, at, 1, 1 << 62
@@ -79,7 +79,7 @@ def decode_products(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write q kᵀ and, per split, the maximum m of each row. For statistics also Z and T."""
+    """Write q kᵀ and, per split, the maximum m of each row. Statistics also need Z and T."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
     q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
@@ -210,7 +210,7 @@ def decode_merge(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_stats(m, z, t, lse, entropy, group, queries, splits):
-    """lse and entropy of one query, from the partial results of all splits."""
+    """Write lse and entropy of one query, from the partial results of all splits."""
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries
     every = tl.arange(0, MOST_SPLITS)[None, :]
@@ -239,11 +239,11 @@ def decode_threshold(
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if α = shape
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """τ of one query; see `flash.threshold`.
+    """Solve for τ of one query; see `flash.threshold`.
 
     A key has weight 0 if its score is 1/(α−1) or more below the maximum. The other scores are first
-    copied to ``candidates``: 1 to 2 % of Gaussian scores at α = 2 and 1.5, and all as α → 1. Each
-    step of the solver reads only the copies.
+    copied to ``candidates``: 1 to 2 % of Gaussian scores at α = 2 and 1.5, all scores as α → 1.
+    Each step of the solver reads only the copies.
     """
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries

@@ -30,7 +30,7 @@ from attnzoo.backends.triton.common.launch import (
 )
 from attnzoo.backends.triton.decode import kernels
 
-# Fewest keys per split. With fewer, one more program and partial result cost more than they save.
+# Fewest keys per split. A split with fewer keys costs more time than it saves.
 LEAST_KEYS = 256
 # Programs per multiprocessor, if there are enough keys.
 PER_PROCESSOR = 2
@@ -43,7 +43,7 @@ PARTIALS = 32  # partial results per iteration of the merge
 
 
 class Splits(NamedTuple):
-    """Blocks of keys [first, last), split among ``number`` programs with ``span`` blocks each."""
+    """The blocks of keys [first, last), split among ``number`` programs of ``span`` blocks each."""
 
     first: int
     last: int
@@ -58,14 +58,14 @@ def processors(device: torch.device) -> int:
 
 
 def key_range(q: Tensor, k: Tensor, layout: Layout) -> tuple[int, int]:
-    """Range [first, last) of keys that any query may see, in units of KEYS keys."""
+    """Return the range [first, last) of keys that any query may see, in units of KEYS keys."""
     queries, keys = q.shape[2], k.shape[2]
     low = 0 if layout.left is None else max(0, keys - queries - layout.left)
     return low // KEYS, (keys + KEYS - 1) // KEYS
 
 
 def new_products(q: Tensor, k: Tensor, layout: Layout) -> Tensor:
-    """Empty q kᵀ of the keys in `key_range`: fp32 (B, Hkv, queries × heads of a group, keys)."""
+    """Return an empty tensor for q kᵀ: fp32 (B, Hkv, queries × group, keys in `key_range`)."""
     first, last = key_range(q, k, layout)
     shape = q.shape[0], k.shape[1], _rows(q, k), (last - first) * KEYS
     return q.new_empty(shape, dtype=torch.float32)
@@ -88,7 +88,7 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[dict[str, Any], Config, Splits]:
-    """Arguments of all kernels with a loop over keys, their configuration, and the splits."""
+    """Return the arguments and configuration of kernels with a loop over keys, and the splits."""
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many_rows = block_m * q.element_size() > 64
     mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
@@ -116,7 +116,7 @@ def _programs(q: Tensor, k: Tensor, splits: Splits) -> int:
 
 
 def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
-    """A launch with one program per (batch, head, query)."""
+    """Return a launch with one program per (batch, head, query)."""
     kernel_args = {name: args[name] for name in kernel.arg_names}
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     return Launch(kernel, rows, kernel_args, Config(1, 1, 4, 1, registers=ALL))
@@ -126,7 +126,7 @@ def _products_pass(
     q: Tensor, k: Tensor, gain: Tensor | None, unit: float, layout: Layout, arch: int,
     processors: int, stats: bool,
 ) -> tuple[Launch, dict[str, Any], Tensor]:  # fmt: skip
-    """The launch that writes the products, its arguments, and the products."""
+    """Return the launch that writes the products, its arguments, and the products."""
     args, config, splits = _arguments(q, k, q, layout, arch, processors)
     align, products = align_of(q, k), new_products(q, k, layout)
     args |= {
@@ -141,7 +141,7 @@ def _products_pass(
 def describe_statistics(
     q: Tensor, k: Tensor, layout: Layout, arch: int, processors: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
-    """Returns the launches and their results: products, lse and entropy of the logits."""
+    """Return the launches and their results: products, lse and entropy of the logits."""
     unit = 1 / LN2.value
     walk, args, products = _products_pass(q, k, None, unit, layout, arch, processors, True)
     lse, entropy = new_vector(q), new_vector(q)
@@ -153,7 +153,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
-    """Returns the launches, and products and τ. Reads only gain and shape of ``vectors``."""
+    """Return the launches, the products and τ. Only gain and shape of ``vectors`` are read."""
     walk, args, products = _products_pass(q, k, vectors.gain, 1.0, layout, arch, processors, False)
     tau = new_vector(q)
     args = {
@@ -167,7 +167,7 @@ def describe_decode(
     q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
     vectors: Vectors, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
-    """Returns the launches and their results: out and lse."""
+    """Return the launches and their results: out and lse."""
     args, config, splits = _arguments(q, k, v, layout, arch, processors)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")

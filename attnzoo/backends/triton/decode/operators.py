@@ -1,7 +1,7 @@
 """The kernels of `decode` as PyTorch operators, without derivatives.
 
 Triton is imported by the first call that runs a kernel or needs the size of the products.
-``products`` are q kᵀ. `decode_statistics` and `decode_threshold` return them for `decode_forward`.
+`decode_statistics` and `decode_threshold` return ``products``, q kᵀ, for `decode_forward`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def decode_forward(
     *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, layout: Layout,
     form: Form, want_lse: bool,
 ) -> Attended:  # fmt: skip
-    """With ``products``, q and k are not read."""
+    """Compute out and lse. If ``products`` are given, q and k are not read."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.decode import launch
 

@@ -46,7 +46,7 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         return "does not support return_lse except for a softmax (tiled does)"
     half = call.input_dtype == torch.float16
     if half and form.normalize == "none" and not form.activation.bounded:
-        # Its weights may exceed 65504, the largest fp16 number.
+        # The weights may exceed 65504, the largest fp16 number.
         return f"does not support fp16 for {name}, which is unbounded (tiled does)"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "does not support a gradient through the statistics of the logits (tiled does)"
@@ -69,12 +69,12 @@ def _unsupported_call(call: Call) -> str | None:
 
 
 def unsupported_here(call: Call, other: str) -> str | None:
-    """Why kernels cannot run on the call's device, or None. ``other``: backend to suggest."""
+    """Return why kernels cannot run on the call's device, or None. Suggest backend ``other``."""
     if find_spec("triton") is None:
         return "needs Triton: pip install 'attnzoo[gpu]'"
     if call.device.type != "cuda" and not _interpreted():
         return f"needs a CUDA device or Triton's interpreter, got tensors on {call.device}"
-    # Fake tensors may be on a device that does not exist.
+    # Fake tensors may be on a device that this machine does not have.
     if call.device.type != "cuda" or not torch.cuda.is_available():
         return None
     if torch.version.hip is not None:
@@ -87,7 +87,7 @@ def unsupported_here(call: Call, other: str) -> str | None:
 
 
 def _interpreted() -> bool:
-    """Whether Triton's interpreter is on, which runs kernels on the CPU, for tests."""
+    """True if Triton's interpreter is on. It runs kernels on the CPU, for tests."""
     from attnzoo.backends.triton.common import launch
 
     return launch.interpreted()
@@ -121,23 +121,23 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copies each tensor whose last dimension is not contiguous, as the kernels require."""
+    """Copy each tensor whose last dimension is not contiguous. The kernels cannot read those."""
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
 
 
 def normalize(form: Pairwise) -> str:
-    """The kernels' name for the normalization. "online": a softmax with a running maximum."""
+    """Return the kernels' name for the normalization: "online" for softmax (running maximum)."""
     return "online" if form.softmax else form.normalize
 
 
 def alpha_of(form: Pairwise) -> float | None:
-    """α as a number, or None if the per-query vector ``shape`` holds α."""
+    """Return α as a number, or None if the per-query vector ``shape`` holds α."""
     alpha = form.activation.alpha
     return None if isinstance(alpha, str) else alpha
 
 
 def form_of(form: Pairwise) -> ops.Form:
-    """The form as the kernels need it."""
+    """Convert the form to `kernel_operands.Form`."""
     activation = form.activation
     assert activation.triton is not None
     return ops.Form(activation.triton, activation.unit, activation.vanishes, normalize(form))
