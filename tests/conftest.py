@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-# Set before torch is imported, and inherited by subprocesses of tests. Otherwise each worker would
-# start as many threads as there are cores.
+# torch reads these variables on import; subprocesses of tests inherit them. Without them, each
+# worker would start as many threads as there are cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -28,7 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 GPU = torch.cuda.is_available()
 if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this variable on import
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def fixed_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ignores numpy's warnings in interpreted kernels, such as overflow in exp2 and log2(0)."""
+    """Ignores numpy's warnings about exp2 overflow and log2(0) in interpreted kernels."""
     if request.node.get_closest_marker("interpreter") is None:
         yield
         return

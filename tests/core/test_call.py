@@ -120,7 +120,7 @@ def test_counts_of_long_calls_take_linear_memory() -> None:
 
 
 def test_key_mask_is_recognized_by_its_shape() -> None:
-    """A dense mask with equal rows is not a key mask; linear forms support key masks only."""
+    """A dense mask whose rows are equal does not count as a key mask."""
     q = rand(1, 2, 6, 4)
     keys = torch.tensor([True, True, False, True, True, False])
     dense = keys.expand(6, 6).clone()

@@ -352,7 +352,7 @@ def test_float_masks_must_have_the_dtype_of_inputs_or_scores(dtype: torch.dtype)
 def test_named_backend_that_cannot_run_raises_with_its_reason(
     variant: str, backend: str, options: dict[str, Any], words: str
 ) -> None:
-    """A named backend is never replaced by another one."""
+    """A call that names a backend never runs on another one."""
     with pytest.raises(ValueError, match=words):
         attnzoo.attention(Q, K, V, variant, backend=backend, **options)
 

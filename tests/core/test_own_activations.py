@@ -33,14 +33,14 @@ ENTMAX175 = Activation(
     triton=MODULE + "entmax175",
     alpha=1.75,
 )
-# u + u² with u = [1 + x]_+: it is convex, not a q-exponential, and has the value 2 at 0.
+# u + u² with u = [1 + x]_+ is convex, is not a q-exponential, and has the value 2 at x = 0.
 RAMP = Activation(
     "ramp",
     lambda s, shape: (1 + s).relu() + (1 + s).relu() ** 2,
     lambda s, phi, shape: (1 + 4 * phi).sqrt() * (phi > 0),
     convex=True,
 )
-# A family of activations with the parameter shape: [1 + x]_+^shape.
+# A family of activations [1 + x]_+^shape with the parameter `shape`.
 POWER = Activation(
     "power",
     lambda s, shape: (1 + s).relu() ** shape,

@@ -33,7 +33,7 @@ def shifted_relu(q: Tensor, k: Tensor, call: Any, power: Any) -> Tensor:
     return weights.masked_fill(~call.visible, 0.0)
 
 
-# (Nq, Nk) with H = 4: H equals Nk, Nq, both or neither, so that a wrong broadcast fails.
+# (Nq, Nk). H = 4 equals Nk, Nq, both or neither, so that a wrong broadcast fails.
 SHAPES = [(5, 4), (4, 6), (4, 4), (5, 6)]
 
 

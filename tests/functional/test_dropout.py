@@ -125,7 +125,7 @@ def drawn(heads: int = 4, n: int = 200) -> Tensor:
 
 
 def test_rows_keys_and_heads_are_drawn_independently() -> None:
-    """Half of the weights are kept. Neighbouring heads, rows and keys are not correlated."""
+    """With p = 0.5, half of the weights are kept, and the mask entries are not correlated."""
     kept = drawn().double() - 0.5
     n = kept[0].numel()
     limit = 5 / n**0.5
@@ -142,6 +142,6 @@ def test_rows_keys_and_heads_are_drawn_independently() -> None:
     }
     for name, products in pairs.items():
         assert abs(float(products.mean())) * 4 < 1.5 * limit, name
-    # A mask that is the XOR of a bit per row and a bit per key would make this product constant.
+    # If the mask were the XOR of a bit per row and a bit per key, this product would be constant.
     corners = kept[0, 1:, 1:] * kept[0, :-1, 1:] * kept[0, 1:, :-1] * kept[0, :-1, :-1]
     assert abs(float(corners.mean())) * 16 < 1.5 * limit

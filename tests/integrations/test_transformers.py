@@ -199,7 +199,7 @@ def test_four_dimensional_mask_is_used_without_causality() -> None:
         expected = llama()(ids(), attention_mask=mask).logits
         actual = convert(llama(), "softmax")(ids(), attention_mask=mask).logits
         assert torch.allclose(actual, expected, atol=1e-6)
-    # An entry near the lowest fp32 number hides a key like −∞, and the key is not counted.
+    # A mask entry near the lowest fp32 number hides a key and removes it from n, like −∞.
     later = torch.zeros(1, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), -3e38)
     model = convert(llama(), "ssmax", s=0.9)
     actual = model(ids(), attention_mask=later.expand(2, -1, -1, -1)).logits

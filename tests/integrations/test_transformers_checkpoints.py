@@ -46,7 +46,7 @@ print(tokens[0].tolist())
 
 @pytest.fixture
 def propagated(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Yield the log, with transformers' warnings in it."""
+    """Yield pytest's log with the warnings of transformers."""
     logging.set_verbosity_warning()
     logging.enable_propagation()
     yield caplog
@@ -180,7 +180,7 @@ def test_learned_values_are_loaded_in_fp32(load: Any, tmp_path: Path) -> None:
 
 @every_loader
 def test_each_loader_sets_missing_values_to_initial_values(load: Any, tmp_path: Path) -> None:
-    """The checkpoint has the weights of the original model and the config of a converted one."""
+    """The checkpoint has a converted model's config, but no values of its learned parameters."""
     llama().save_pretrained(tmp_path)
     converted = convert(llama(), "entmax", alpha=1.3, learn=("alpha",), layers=[0])
     convert(converted, "ssmax", layers=[1], s=torch.tensor([0.1, 0.2, 0.3, 0.4]))

@@ -51,7 +51,7 @@ def test_softmax_ssmax_and_sink_have_an_identity_start() -> None:
 
 
 def test_identity_start_learns_all_identity_parameters() -> None:
-    """The b of ssmax is learned too, although it is fixed by default."""
+    """The parameter b of ssmax is fixed by default, but start="identity" makes it learned."""
     model = convert(llama(), "ssmax", start="identity")
     attend = model.model.layers[0].self_attn.attnzoo
     assert {name for name, _ in attend.named_parameters()} == {"s", "b"}

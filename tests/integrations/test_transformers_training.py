@@ -41,7 +41,7 @@ class MyTrainer(TrainerMixin, Trainer):
 
 @pytest.mark.parametrize("variant", ["ssmax", "entmax"])
 def test_trainer_mixin_decays_all_but_scales_and_norms(variant: str, tmp_path: Path) -> None:
-    """With zero gradients the optimizer only applies weight decay."""
+    """All gradients are zero, so that the optimizer applies weight decay only."""
     learn = {"ssmax": ("s", "b"), "entmax": ("alpha",)}[variant]
     model = convert(llama(), variant, learn=learn)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

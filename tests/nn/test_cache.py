@@ -36,7 +36,7 @@ def pieces(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def decoded(cache: Cache, variant: str, tensors: list[Tensor], **options: Any) -> Tensor:
-    """Decode in pieces: outputs (B, H, N, Dv). Masks and segment ids are cut to each piece."""
+    """Decode in pieces, with masks and segment ids per piece, and return (B, H, N, Dv)."""
     out, length = [], 0
     for q, k, v in zip(*map(pieces, tensors), strict=True):
         length += q.shape[2]
@@ -221,7 +221,7 @@ def test_state_cache_crops_to_zero_or_its_length_only() -> None:
     ("variant", "make"), [("ssmax", lambda: KVCache(20)), ("taylor", StateCache)]
 )
 def test_reorder_for_beam_search(variant: str, make: Any) -> None:
-    """Three sequences become five beams. The next token agrees with attention without a cache."""
+    """Five beams continue three sequences; the next output equals attention without a cache."""
     cache, tensors = make(), qkv()
     decoded(cache, variant, tensors)
     index = torch.tensor([2, 0, 0, 1, 2])

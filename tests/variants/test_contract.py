@@ -144,7 +144,7 @@ def test_weights_of_masked_keys_are_exactly_zero(variant: str) -> None:
 
 @every_variant
 def test_rows_sum_to_one_if_normalized(variant: str) -> None:
-    q, k, v = qkv(queries=9)  # causal with Nq > Nk: two rows see no key
+    q, k, v = qkv(queries=9)  # if causal, the first Nq − Nk = 2 rows see no key
     sums = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant)).sum(-1)
     if variant == "cosformer":  # rows without a positive product have weights 0
         products = (q.relu() @ k.relu().transpose(-1, -2)).tril(-2).sum(-1)
@@ -327,7 +327,7 @@ EXTREME = {
 @pytest.mark.parametrize("kind", EXTREME)
 @every_trained_pair
 def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> None:
-    """In fp32, outputs and gradients are finite, and outputs agree with fp64."""
+    """In fp32, outputs and gradients are finite, and outputs agree with those in fp64."""
     z = EXTREME[kind](rand(1, 2, 6, 9, seed=3, dtype=torch.float32))
     # The keys are unit vectors with D = 9, so the scores equal the queries.
     q, k = z, torch.eye(9).expand(1, 2, 9, 9)

@@ -88,7 +88,7 @@ ANY_SCALE = pytest.mark.parametrize("variant", [x for x in CASES if x not in ONE
 
 @ANY_SCALE
 def test_negative_scale_equals_negated_queries(variant: str) -> None:
-    """The call has more scores than `FEW_SCORES`, so a CPU does not choose `eager`."""
+    """The call has more than `FEW_SCORES` scores, so it does not run on `eager` on a CPU."""
     q, k, v = (rand(1, 2, 300, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
     options = {"is_causal": True, **params_of(variant)}
     out = attnzoo.attention(q, k, v, variant, scale=-0.7, **options)

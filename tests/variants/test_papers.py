@@ -174,7 +174,7 @@ def test_entmax15_against_the_package(kind: str, backend: str) -> None:
 def test_entmax_against_the_package_and_its_gradient_to_alpha(
     kind: str, alpha: float, backend: str
 ) -> None:
-    """The package finds τ by bisection and computes dα in closed form (Correia et al.)."""
+    """The entmax package solves for τ by bisection and has a closed-form gradient of α."""
     scores = SCORES[kind]()
 
     def theirs(s: Tensor, a: Tensor) -> Tensor:
