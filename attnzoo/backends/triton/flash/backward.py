@@ -5,10 +5,10 @@
     δ_i   = dO_i·o_i if SUM;  Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij if THRESHOLD;  otherwise 0
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
-causality and window allow, and writes δ, dq and the gradients of per-query vectors. `flash_dkdv`,
-launched after it, has one program per (batch, key/value head, block of keys). It loops over the
-queries that may see them, and writes dk and dv. It computes transposed tiles of scores, k qᵀ, which
-it can multiply with dO and q directly.
+causality and window allow, and writes δ, dq and the gradients of per-query vectors. `flash_dkdv`
+is launched after `flash_dq` and has one program per (batch, key/value head, block of keys). It
+loops over the queries that may see its keys, and writes dk and dv. Its tiles of scores are
+transposed (k qᵀ), so that they can be multiplied with dO and q directly.
 
 There are no atomics, so results are deterministic.
 """
@@ -129,7 +129,7 @@ def flash_dq(
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # Computed here, because dividing by the gain later fails where it is 0, for example log 1.
+        # dgain is computed here: dividing by the gain later fails where it is 0, for example log 1.
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )
@@ -149,7 +149,7 @@ def _threshold_mean(
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij [BM], for threshold forms."""
+    """Return δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij [BM], for threshold forms."""
     k, v, k_n, v_n, d, dv = tiles_kv
     change, slope_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for n in range(low, high):
@@ -247,8 +247,8 @@ def flash_dkdv(
         blocks += map_row * group * tiles_m
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    # A single loop over the heads of the group and their blocks of queries: nested loops need twice
-    # as many registers.
+    # A single loop runs over the heads of the group and their blocks of queries, because nested
+    # loops need twice as many registers.
     for step in range(steps):
         if blocks is not None:
             PARTS: tl.constexpr = MAP_M // BLOCK_M

@@ -26,8 +26,8 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flash_forward(
-    # stat, weight_sum and lse are outputs, per-query vectors or None. SUM: stat is Z. ONLINE: stat
-    # is log2 Σ 2^s, sink included; or, if weight_sum is given, stat is m and weight_sum Σ 2^{s−m}.
+    # stat, weight_sum and lse are outputs: per-query vectors or None. With SUM, stat is Z. With
+    # ONLINE, stat is log2 Σ 2^s with the sink, or m if weight_sum, Σ 2^{s−m}, is also given.
     q, k, v, o, stat, weight_sum, lse,
     gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
@@ -53,14 +53,14 @@ def flash_forward(
     if k_segments is not None:
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    # each [BM, 1]
+    # The vectors are [BM, 1] each.
     vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     tiles_kv = (k, v, k_n * ALIGN, v_n * ALIGN, d, dv)
 
-    # The running maximum of the scores (ONLINE), or of 1 and φ (PEAKED).
+    # m is the running maximum of the scores (ONLINE), or of 1 and φ (PEAKED).
     m = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

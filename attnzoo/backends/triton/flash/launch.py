@@ -47,9 +47,9 @@ def _config(
     align: int,
     *vectors: Tensor | None,
 ) -> Config:
-    """The configuration for the features of a call; see `configurations`.
+    """Return the configuration for the features of a call; see `configurations`.
 
-    ``vectors``: optional per-query vectors; any that is given requires the entry "several".
+    ``vectors``: per-query vectors or None. A given vector requires the entry "several".
     """
     extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
     several = dense_mask(layout) or extras > 1 or any(x is not None for x in vectors)
@@ -89,7 +89,7 @@ def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, maps: Maps,
     want_lse: bool, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
-    """Returns the launch and its results: out, stat (see `flash_forward`) and lse."""
+    """Return the launch and its results: out, stat (see `flash_forward`) and lse."""
     out = like(q, v.shape[3])
     two_vectors = stands_apart(form.normalize, layout.mask)
     stat = None if form.normalize == "none" else new_vector(q, two_vectors)
@@ -118,7 +118,7 @@ def describe_backward(
     stat: Tensor | None, lse: Tensor | None, layout: Layout, form: Form, vectors: Vectors,
     maps: Maps, wanted: Collection[str], arch: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
-    """Returns the launches, and the gradients of q, k, v and the wanted vectors by name."""
+    """Return the launches, and the gradients of q, k, v and the wanted vectors by name."""
     grads = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
     grads |= {name: new_vector(q) for name in wanted if name not in grads}
     online, tau, z = form.normalize == "online", vectors.offset, stat
@@ -159,7 +159,10 @@ def describe_backward(
 
 
 def _describe_columns(maps: Maps, group: int) -> tuple[Maps, list[Launch]]:
-    """The block map per tile of keys, and the launch that fills it, in a list (empty: no map)."""
+    """Return the block map per tile of keys, and a list with the launch that fills the map.
+
+    The list is empty if there is no map.
+    """
     live = maps.live
     if live is None:
         return maps, []
@@ -187,7 +190,7 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
 
 
 def empty_maps(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Maps`, not yet filled."""
+    """Return empty tensors for the fields of `Maps`."""
     block_m, block_n = _map_tile(q, k, v, layout)
     heads = q.shape[0] * q.shape[1]
     tiles = (q.shape[2] + block_m - 1) // block_m, (k.shape[2] + block_n - 1) // block_n
@@ -200,7 +203,7 @@ def describe_threshold(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors,
     alpha: float | None, arch: int,
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Returns the launch, and τ and the block map. Reads only gain and shape of ``vectors``."""
+    """Return the launch, τ and the block map. Only gain and shape of ``vectors`` are read."""
     align = align_of(q, k)
     config = _config("threshold", arch, q, k, v, layout, True, align)
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)

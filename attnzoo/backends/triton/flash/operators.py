@@ -50,7 +50,7 @@ def flash_threshold(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, layout: Layout, form: Form,
     alpha: float | None,
 ) -> Threshold:  # fmt: skip
-    """Solves for τ. v only sets the tile size, which must equal that of the forward."""
+    """Solve for τ. v only sets the tile size, which must equal the tile size of the forward."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.flash import launch
 
@@ -69,7 +69,7 @@ def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Threshold:
 
 
 class Attended(NamedTuple):
-    """``stat`` holds the per-query vectors from which the backward recomputes the weights."""
+    """The outputs of the forward. The backward recomputes the weights from ``stat``."""
 
     out: Tensor
     stat: Tensor | None

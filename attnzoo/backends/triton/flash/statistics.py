@@ -88,7 +88,7 @@ def _add_keys(
 
 @triton.jit
 def add_scores(m, z, t, s):
-    """Updates m, Z and T [BM] with the scores s [BM, BN], which are −∞ for hidden keys."""
+    """Return m, Z and T [BM], updated with scores s [BM, BN] that are −∞ for hidden keys."""
     m_new = tl.maximum(m, tl.max(s, 1))
     # Until a query sees a key, base is 0, because −∞ − (−∞) would be NaN.
     base = tl.where(m_new == float("-inf"), 0.0, m_new)

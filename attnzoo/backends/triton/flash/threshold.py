@@ -6,9 +6,9 @@ the list of key blocks with nonzero weights, and a flag for each of these blocks
 
 The solver is Newton's method for Z^{α−1} = 1 with Z = Σφ: τ += (Z − Z^{2−α})/((α−1) Σφ'). τ starts
 at the maximum of each query's scores and increases monotonically. For equal scores one step is
-exact. A score at or below τ − 1/(α−1) has weight 0 and keeps it, because τ only grows. Each step
-drops key blocks without a score above this bound from the list. Forward and backward then read
-only the blocks that are left.
+exact. A score at or below τ − 1/(α−1) has weight 0, also in later steps, because τ only grows. Each
+step drops key blocks without a score above this bound from the list. Forward and backward then
+read only the blocks that are left.
 
 All steps run in one launch, so that the host does not wait for the result of each step.
 """
@@ -26,8 +26,8 @@ from attnzoo.backends.triton.common.tile import (
     times,
 )
 
-# A step is a query's last if it starts with |Z − 1| at most RESIDUAL. Convergence is quadratic, so
-# every weight is then accurate to 1e-6. With many equal scores, rounding τ alone can change Z by
+# A step is the last one of a query if |Z − 1| ≤ RESIDUAL before the step. Convergence is quadratic,
+# so every weight is then accurate to 1e-6. With many equal scores, rounding τ alone can change Z by
 # more than RESIDUAL. A step that changes t by at most LAST_PLACES · t is therefore the last too.
 RESIDUAL = tl.constexpr(1e-5)
 LAST_PLACES = tl.constexpr(5e-7)
@@ -73,7 +73,7 @@ def threshold(
         a = tl.full([BLOCK_M], ALPHA - 1.0, tl.float32)
 
     low, _, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    # Find the maximum m. List the blocks that can have nonzero weight, judged by m so far.
+    # Find the maximum m. List the blocks that can have nonzero weights, given the running maximum.
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     kept, has_nan = 0, tl.zeros([BLOCK_M], tl.int32)
     for n in range(low, high):
@@ -124,9 +124,9 @@ def threshold(
 
 @triton.jit
 def newton(t, z, slopes, a):
-    """One step from t = τ − base, given Σφ = z and Σφ' = slopes.
+    """Compute one Newton step from t = τ − base, given Σφ = z and Σφ' = slopes.
 
-    Returns the new t, and a mask of the queries that are not solved yet.
+    Return the new t, and a mask of the queries that need another step.
     """
     excess = tl.where(z > 0.0, z - 1.0, 0.0)
     # Near Z = 1, z − power loses digits to cancellation. To first order, (z − power)/a is Z − 1.
@@ -139,11 +139,11 @@ def newton(t, z, slopes, a):
 
 @triton.jit
 def round_tau(base, t, a):
-    """base + t, rounded down if rounding to nearest would add too much.
+    """Return τ = base + t, rounded down if rounding to nearest would increase τ too much.
 
     The limit is half the distance from the maximum score to the bound of nonzero weights. For large
-    scores, rounding up could otherwise set all weights to 0. Rounding down increases all weights,
-    which the division by their sum corrects.
+    scores, a larger increase could set all weights to 0. Rounding down increases all weights, and
+    the division by their sum corrects this.
     """
     found = base + t
     lost = found - base - t > 0.5 * (1.0 / a - t)
@@ -152,7 +152,7 @@ def round_tau(base, t, a):
 
 @triton.jit(do_not_specialize=["group", "tiles_m", "tiles_n"])
 def list_columns(live, blocks, counts, group, tiles_m, tiles_n, CHUNK: tl.constexpr):
-    """For each tile of keys, list the tiles of queries with nonzero weights for it.
+    """For each tile of keys, list the tiles of queries with nonzero weights for these keys.
 
     Grid: one program per (batch, key/value head, tile of keys). An entry is h · tiles_m + tile,
     with h the index of the head in its group.
