@@ -65,7 +65,7 @@ def device_table(document: Record, dims: Sequence[int]) -> str:
 
 
 def cell(row: Record | None) -> str:
-    """TFLOP/s and two time ratios, such as "410 (0.90, 1.20)"; a dash if not measured."""
+    """TFLOP/s and two time ratios as text, such as "410 (0.90, 1.20)"; a dash if not measured."""
     if row is None:
         return "–"
     shown = f"{row['figures']['tflops']:.0f}"

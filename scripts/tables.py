@@ -71,7 +71,8 @@ def rendered(path: Path) -> str:
 
 
 def variants_table(page: Path) -> str:
-    """Name, formula, paper and use of each variant; on the site with links to their pages."""
+    """A Markdown table of the name, formula, paper and use of each variant. In pages of the folder
+    ``variants``, each name is a link to the variant's page."""
     linked = page.parent.name == "variants"
     rows: list[tuple[str, ...]] = [("variant", "formula", "paper", "when to use")]
     for name in attnzoo.list_variants():

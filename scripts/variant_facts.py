@@ -9,11 +9,12 @@ import sys
 import attnzoo
 from benchmarks.harness.cases import Case
 
-# The number of keys for example parameters, and the head dimension for the cost of linear forms.
+# LENGTH: number of keys for example parameters. HEAD_DIM: for the cost of linear forms.
 LENGTH, HEAD_DIM = 1024, 64
 # The paragraphs of a variant's module docstring, in this order.
 SECTIONS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Notes")
-ESCAPED = re.compile(r"[\\*$|\[\]{}#~^]|(?<!\w)_|_(?!\w)")  # special in Markdown
+# characters that are special in Markdown
+ESCAPED = re.compile(r"[\\*$|\[\]{}#~^]|(?<!\w)_|_(?!\w)")
 Form = attnzoo.Pairwise | attnzoo.Linear
 
 
@@ -24,7 +25,7 @@ def forms_of(name: str) -> list[Form]:
 
 
 def cost(form: Form) -> str:
-    """Multiplications per head for N queries and keys of dimension D."""
+    """A formula: number of multiplications per head for N queries and N keys of dimension D."""
     if isinstance(form, attnzoo.Linear):
         return f"N·F·D, F = {form.size(HEAD_DIM)} at D = {HEAD_DIM}"
     if form.normalize == "threshold":

@@ -56,7 +56,7 @@ class Studies:
     def row(
         self, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
     ) -> None:
-        """Store and log the results of a run at one eval length."""
+        """Store and log one result row of a run."""
         study = self.studies[run.task]
         row = _row(study, run, key, length, outcome, training)
         self.folders[run.task].append(row)
@@ -109,9 +109,8 @@ class Studies:
         if not self.runs:
             return []
         context = Context(self.options.device, self.options.plugin, self.out)
-        self.out.mkdir(
-            parents=True, exist_ok=True
-        )  # a folder that cannot be written fails here, before training
+        # If the folder cannot be made, the error comes before the training.
+        self.out.mkdir(parents=True, exist_ok=True)
         progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
             if self.workers == 0:

@@ -29,7 +29,7 @@ LoggerName = Literal["tensorboard", "wandb"]
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE. VALUE is parsed as TOML, and kept as text if it is not valid TOML."""
+    """Parse NAME=VALUE. VALUE is read as TOML; if it is not valid TOML, it is kept as text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")

@@ -49,9 +49,8 @@ class Progress:
         every: float = LINE_SECONDS,
     ) -> None:
         self.runs, self.finished, self.began = runs, 0, time.monotonic()
-        self.running: dict[
-            str, tuple[float, str]
-        ] = {}  # fraction done and current stage, by name of the run
+        # By name of the run: the fraction done and the current stage.
+        self.running: dict[str, tuple[float, str]] = {}
         self._starts: dict[str, float] = {}
         self._stream = sys.stderr if stream is None else stream
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ class Change:
     problem: str = ""
 
     def fails(self, below: float) -> bool:
-        """Whether the gain, in the unit of the tables, is missing or less than ``below``."""
+        """True if the gain is missing or less than ``below``, in the unit of the tables."""
         return self.gain is None or not self.metric.factor * self.gain.mean >= below
 
 
@@ -97,7 +97,7 @@ def table(task: str, found: Sequence[Change]) -> Table:
 
 
 def _conditions(group: Group) -> dict[str, object]:
-    """Settings, data and versions of a group, by name."""
+    """The values of a group's settings, data and versions, by name."""
     conditions: dict[str, object] = dict(group.settings)
     for name in ("data", "device", "torch", "attnzoo"):
         conditions[name] = ", ".join(sorted({str(row[name]) for row in group.rows}))

@@ -43,8 +43,8 @@ def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
 
 
 def score_table(group: Group) -> Table:
-    """The scores with one row per variant and one column per eval length. If the terminal is too
-    narrow, the standard errors are left out."""
+    """A table of scores: one row per variant, one column per eval length. It has no standard errors
+    if the terminal is too narrow for them."""
     scores = of_group(group, group.task.score)
     table = _table(group, scores, errors=True)
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf

@@ -102,7 +102,7 @@ def main(given: argparse.Namespace) -> int:
             tables |= {f"{name}-{m.name}": of_group(group, m, given.lengths) for m in metrics}
         if metrics and given.figures:
             heads = fitted(group)
-            for kind in given.figures:  # redrawn, because saving a figure moves its layout slightly
+            for kind in given.figures:  # saving a figure changes its layout
                 for drawing in figures(group, heads, metrics):
                     path = given.out / f"{name}-{drawing.name}.{kind}"
                     files[path] = FIGURES[kind](drawing.figure)
@@ -121,7 +121,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _writes_one_file(given: argparse.Namespace) -> bool:
-    """Whether --out is one file for all tables.
+    """Return true if --out is one file for all tables.
 
     Raises:
         UsageError: --out does not fit --format and --figures, or one of these is invalid.
@@ -165,7 +165,7 @@ def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
 
 
 def _named(found: Sequence[Group]) -> Iterator[tuple[str, Group]]:
-    """Each group with the prefix of its file names: the task, numbered if it has several groups."""
+    """Pairs (file name prefix, group). The prefix is the task, with a number if it has several."""
     count: dict[str, int] = {}
     for group in found:
         name = group.task.name

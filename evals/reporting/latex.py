@@ -9,7 +9,7 @@ _ESCAPES = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#",
     "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "—": "---",
-    "[": "{[}", "]": "{]}", "*": "{*}",  # LaTeX reads these as options of a \\ before them
+    "[": "{[}", "]": "{]}", "*": "{*}",  # after \\ LaTeX would read [ and * as options
 }  # fmt: skip
 
 

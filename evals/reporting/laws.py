@@ -79,7 +79,7 @@ def _jacobian_table(points: list[Point]) -> Table:
 
 
 def tables(points: list[Point]) -> list[Table]:
-    """A table for each law and kind of gap, and one for all Jacobian norms."""
+    """The tables: one for each law and kind of gap, and one for all Jacobian norms."""
     found = []
     for make, gap in ((_fixed_table, "fixed"), (_shrinking_table, "shrinking")):
         for name in dict.fromkeys(str(point.law) for point in points):
@@ -105,7 +105,7 @@ def csv_text(points: list[Point]) -> str:
 
 
 def measured_table(variant: VariantCall, lengths: Sequence[int] = LENGTHS) -> Table:
-    """The largest weights and Jacobian norms of a variant without closed forms, and their growth.
+    """A table for a variant without closed forms: largest weights, Jacobian norms, their growth.
 
     Raises:
         ValueError, TypeError: the variant does not support the calls of the measurement.

@@ -27,9 +27,9 @@ from evals.task import Metric
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#882255")
 _STYLES = ("-", "--", "-.", (0, (1, 1.2)))
 _MARKERS = "osD^vP*X<>"
-_FAINT = 1e-3  # weights up to this have the darkest colour of a heat map
+_FAINT = 1e-3  # weights at or below this have the darkest colour of a heat map
 _MAP = "cividis"
-_NAMED = 8  # up to this many columns, a heat map names each column and shows each value
+_NAMED = 8  # a heat map with at most this many columns names each column and shows each value
 _DPI = 150
 GRID = {"color": "#dddddd", "linewidth": 0.6}
 
@@ -80,7 +80,7 @@ def looks_of(variants: list[str]) -> dict[str, dict[str, object]]:
 
 
 def _darker(colour: str) -> str:
-    """The colour mixed with black, because thin letters need more contrast than lines."""
+    """Mix the colour with black, because thin letters need more contrast than lines."""
     parts = [int(0.72 * part * 255) for part in to_rgb(colour)]
     return "#{:02x}{:02x}{:02x}".format(*parts)
 
@@ -88,7 +88,7 @@ def _darker(colour: str) -> str:
 def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> None:
     """Write the name of each line at its right end. Names that would touch are moved apart.
 
-    ends: (name, last y, colour) of each line.
+    ends: for each line (name, y at its right end, colour).
     """
     low, high = axes.get_ylim()
 
@@ -100,7 +100,7 @@ def name_lines(axes: Axes, ends: list[tuple[str, float, str]], log: bool) -> Non
     gap = min(0.052, 1.04 / len(ends)) if ends else 0.0
     placed = sorted((min(1.0, max(0.0, height(y))), name, colour) for name, y, colour in ends)
     heights = [h for h, _, _ in placed]
-    for _ in range(200):  # push neighbours apart until none touch
+    for _ in range(200):  # move names apart until none overlap
         for i in range(len(heights) - 1):
             overlap = gap - (heights[i + 1] - heights[i])
             if overlap > 1e-4:
@@ -171,7 +171,7 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
     lowest = min(values, default=1.0)
     if metric.log:
         axes.set_yscale("log")
-        axes.set_ylim(lowest / 1.5, 1.3)  # cuts off bands that reach down to 0
+        axes.set_ylim(lowest / 1.5, 1.3)  # a band can reach 0, which a log axis cannot show
         axes.yaxis.set_major_locator(LogLocator(subs=(1,) if lowest < 0.005 else (1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
@@ -202,7 +202,7 @@ def metric_plot(group: Group, metric: Metric) -> Figure:
 
 
 def _short(weight: float) -> str:
-    """A weight in few characters, such as ".87" or ".003"."""
+    """A weight as a short text, such as ".87" or ".003"."""
     text = f"{weight:.{2 if weight >= 0.01 else 3}f}".rstrip("0").rstrip(".")
     return text.removeprefix("0") or "0"
 
@@ -216,9 +216,9 @@ def heat_map(
         group: the results.
         curve: the name of a curve in the result rows, such as "head_peak".
         title: the title of the figure.
-        columns: the names of the columns, given their number.
-        weights: whether the values are weights. Weights have a log colour scale up to 1, other
-            values a linear scale from the smallest to the largest.
+        columns: a function of the number of columns that returns their names.
+        weights: true if the values are weights. Weights have a log colour scale up to 1. Other
+            values have a linear scale from the smallest to the largest.
     """
     drawn = [
         (series.label, points)

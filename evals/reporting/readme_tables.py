@@ -30,14 +30,14 @@ def tasks_table() -> str:
 
 
 def scores(folder: Path = MEASURED) -> str:
-    """A table for each task that has a summary in the folder."""
+    """The Markdown tables of scores, one for each task that has a summary in the folder."""
     found = [summary_scores(folder, name) for name in TASKS]
     return "\n".join(markdown_table(one) for one in found if one is not None) or NONE_YET
 
 
 def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
-    """One task in four columns: variant, score at the train and at the longest eval length, and
-    effective length."""
+    """A table of one task: variant, score at the train length, score at the longest eval length,
+    and effective length."""
     found = summary_scores(folder, task)
     if found is None:
         return NONE_YET
@@ -79,7 +79,7 @@ def summary_scores(folder: Path, task: str) -> Scores | None:
 
 
 def markdown_table(found: Scores) -> str:
-    """Score by variant and length: mean and 95 % bootstrap interval over seeds."""
+    """A Markdown table of scores by variant and length: mean and 95 % interval over seeds."""
     header = ("variant", *(f"n = {length}" for length in found.lengths))
     body = [
         (_label(line, found.seeds), *(_cell(found, value) for value in line.values))

@@ -92,7 +92,7 @@ class Section:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Settings, versions and seeds of the results."""
+        """The settings, versions and seeds of the results, by their names on the page."""
         found = self.group.settings.items()
         settings = {
             _SETTINGS.get(name, name.replace("_", " ")): str(value) for name, value in found
@@ -140,7 +140,7 @@ class Section:
         return [*start, *metrics, "sequences", "key", "message"]
 
     def rows(self) -> Iterator[tuple[str, list[str]]]:
-        """The cells of each row, with an id for the first row of each point."""
+        """Pairs (HTML id, cells) for all rows. Only the first row of each point has an id."""
         metrics = [metric.name for metric in self.group.task.metrics]
         for point in self.group.points.values():
             ident = self.point_ident(point)
@@ -153,7 +153,7 @@ class Section:
 
 
 def report_html(shown: Sequence[Shown], note: str) -> str:
-    """The whole page. Every text is escaped."""
+    """The HTML of the whole page. All text from results is escaped."""
     groups = [one.group for one in shown]
     sections = _sections(shown)
     tasks = list(dict.fromkeys(group.task.name for group in groups))
@@ -214,7 +214,7 @@ def _what_was_run(groups: Sequence[Group]) -> str:
 
 
 def _failed(sections: Sequence[Section]) -> list[tuple[Section, Point, str]]:
-    """Each point with failed or missing seeds, and the reasons."""
+    """Tuples (section, point, reasons) of all points with failed or missing seeds."""
     found = []
     for section in sections:
         seeds = len(section.group.seeds)

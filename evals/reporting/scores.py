@@ -1,6 +1,6 @@
 """The scores of one task by variant and length, from result rows or from a summary.csv.
 
-They fill the tables of the console, the report, the README, the documentation and ``export``.
+The tables of the console, the report, the README, the documentation and ``export`` show them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Scores:
     distinction: str = ""
 
     def shown(self, value: float) -> str:
-        """The number as tables show it: 0.986 as "98.6"."""
+        """A value of the metric as text, in the unit of the tables: 0.986 as "98.6"."""
         return f"{self.metric.factor * value:.{self.metric.digits}f}"
 
     @property

@@ -9,7 +9,7 @@ from evals.results.summary import BASELINE, UNTRAINED, Group, Point
 from evals.task import Metric
 
 PARTIAL = "*"
-ENOUGH_SEEDS = 6  # with fewer, a 95 % bootstrap interval is too narrow
+ENOUGH_SEEDS = 6  # with fewer seeds, a 95 % bootstrap interval is too narrow
 
 
 def legend(group: Group) -> list[str]:

@@ -17,7 +17,7 @@ _LOWEST = 0.7  # the lower end of the axis, as a multiple of the smallest weight
 
 
 def _between(keys: Sequence[int]) -> list[int]:
-    """The numbers in ``keys``, and the rounded geometric mean of each pair of neighbours."""
+    """``keys``, with the rounded geometric mean inserted between each pair of neighbours."""
     middle = [round(math.sqrt(a * b)) for a, b in pairwise(keys)]
     return sorted({*keys, *middle})
 

@@ -76,7 +76,7 @@ _ALLOWED = {
     "float_type": "a number",
     "greater_than_equal": ">= {ge}",
     "int_type": "an int",
-    "is_instance_of": "a list",  # Sequence is the only class that Options checks
+    "is_instance_of": "a list",  # pydantic's error for the type Sequence
     "less_than_equal": "<= {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
@@ -94,7 +94,7 @@ def first_error(error: ValidationError) -> str:
     where = ".".join(names) or "the row"
     if wrong["type"] == "missing":
         return f"{where} is missing"
-    if wrong["type"] not in _ALLOWED:  # such as errors of the validators of Options
+    if wrong["type"] not in _ALLOWED:  # for example an error from a validator of Options
         message = wrong["msg"].removeprefix("Value error, ")
         return f"{where} {message}" if message.startswith("must ") else f"{where}: {message}"
     allowed = _ALLOWED[wrong["type"]].format(**wrong.get("ctx", {}))

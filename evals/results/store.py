@@ -1,4 +1,4 @@
-"""Result files: rows.jsonl has one result row (JSON) per line. The last row of a key counts.
+"""Result files. Each line of rows.jsonl is one result row as JSON. The last row of a key is used.
 
 A line is appended in one write, so a killed process loses at most that line. Each shard writes its
 own file, rows-I-of-N.jsonl, because network file systems do not append atomically from several
@@ -67,7 +67,7 @@ class Rows:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append a whole line, or nothing of it if the disk is full."""
+    """Append a line. If the write fails, for example on a full disk, the file is unchanged."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size, left = os.fstat(file).st_size, line
@@ -83,7 +83,7 @@ def _append(path: Path, line: bytes) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``index`` of ``count``. local_rank: LOCAL_RANK of torchrun, if set."""
+    """Part ``index`` of ``count`` parts of a study. local_rank: LOCAL_RANK of torchrun, if set."""
 
     index: int
     count: int

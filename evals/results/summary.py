@@ -31,7 +31,7 @@ _DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over seeds, with standard error and 95 % bootstrap interval; both None for one seed."""
+    """A mean over seeds, its standard error and its 95 % interval (both None for one seed)."""
 
     mean: float
     error: float | None
@@ -99,7 +99,7 @@ class Point:
     versus_baseline: Estimate | None  # score minus that of softmax, paired by seed
     curves: dict[str, list[float]]
     rows: list[Row]
-    failures: dict[str, int]  # number of seeds by status
+    failures: dict[str, int]  # number of failed or missing seeds by status
     messages: list[str] = field(default_factory=list)
 
 
@@ -115,7 +115,7 @@ class Group:
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
     left_out: list[str]  # a message for each series with rows of older versions
-    distinction: str = ""  # how it differs from the task's other groups, such as "steps 3"
+    distinction: str = ""  # settings that differ from the task's other groups, such as "steps 3"
 
     @property
     def chance(self) -> float:
@@ -160,7 +160,8 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows so that each part has one number of sequences per length; largest number first."""
+    """Split rows so that all rows of a part and length have the same number of test sequences. The
+    part with the largest numbers comes first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}
@@ -172,8 +173,8 @@ def _by_sizes(rows: list[Row]) -> list[list[Row]]:
 
 
 def _distinction(group: Group, every: Sequence[Group]) -> str:
-    """How a group differs from the other groups of its task: by settings, otherwise by data and
-    device, otherwise by numbers of sequences."""
+    """The text that distinguishes a group from other groups of its task: settings that differ, else
+    data and device, else numbers of sequences."""
     others = [one for one in every if one.task is group.task and one is not group]
     parts = []
     for read in (_settings, _origins, _sizes):
@@ -267,7 +268,7 @@ def _point(
 
 
 def failures(group: Group) -> list[str]:
-    """One message per series and reason for results that failed or are missing."""
+    """Messages about failed and missing results, one per series and reason."""
     found: dict[tuple[Series, str, int], list[int]] = {}
     for point in group.points.values():
         for status, seeds in point.failures.items():
@@ -281,7 +282,7 @@ def failures(group: Group) -> list[str]:
 
 
 def version_warnings(groups: Sequence[Group]) -> list[str]:
-    """Warn if results differ in commit or in the version of a variant, torch or attnzoo."""
+    """Warnings if results differ in commit or in the version of a variant, torch or attnzoo."""
     found = [f"warning: {group.task.name}: {text}" for group in groups for text in group.left_out]
     every = [row for group in groups for row in group.rows]
     for name in ("commit", "torch", "attnzoo"):

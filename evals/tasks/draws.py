@@ -44,8 +44,8 @@ def subsets(raw: np.ndarray, size: int) -> np.ndarray:
 
 
 def lengths(seed: int, shortest: int, longest: Sequence[int], stride: int = 1) -> np.ndarray:
-    """The length of each training step, uniform over shortest, shortest + stride, … up to the
-    step's longest."""
+    """Draw the length of each training step, (steps,), uniform over shortest, shortest + stride, …
+    up to the entry of ``longest`` for this step."""
     raw = words(seed, "train-lengths", 0, 0, len(longest), 1)[:, 0]
     choices = (np.array(longest, dtype=np.uint64) - np.uint64(shortest)) // np.uint64(stride)
     choices += np.uint64(1)

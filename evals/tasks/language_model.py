@@ -99,11 +99,11 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
 def _insert_needle(
     tokens: np.ndarray, answers: np.ndarray, digits: np.ndarray, depth: int, asked_only: bool
 ) -> None:
-    """Write the needle at ``depth`` and the question at the end, in place. With ``asked_only``,
-    only the digits at the end are to be predicted."""
+    """Write the needle at ``depth`` and the question at the end into ``tokens``, in place. With
+    ``asked_only``, the only answers are the digits at the end."""
     line = np.frombuffer(LINE, dtype=np.uint8)
     tokens[depth : depth + PLANTED] = [*line, *digits, ord("\n")]
-    question = len(tokens) - len(line) - DIGITS + 1  # the last digit is an answer but no input
+    question = len(tokens) - len(line) - DIGITS + 1  # the last digit is an answer, not an input
     tokens[question:] = [*line, *digits[:-1]]
     answers[:-1], answers[-1] = tokens[1:], digits[-1]
     if asked_only:

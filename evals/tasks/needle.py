@@ -26,7 +26,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
     raw = words(seed, split, length, start, stop, 2 + 2 * length)
     asked, index = integers(raw[:, 0], KEYS), integers(raw[:, 1], length)
     keys = integers(raw[:, 2 + length :], KEYS - 1)
-    keys += keys >= asked[:, None]  # skip the query's key
+    keys += keys >= asked[:, None]  # the other items have any key except the query's
     np.put_along_axis(keys, index[:, None], asked[:, None], axis=1)
     keys_, asked_ = torch.from_numpy(keys), torch.from_numpy(asked)
     return Batch(

@@ -48,7 +48,7 @@ def draw(
 
 
 def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
-    """Exact match, accuracy and loss."""
+    """The metrics ``exact``, one value per sequence, and ``accuracy`` and ``loss``, per answer."""
     per_sequence = right(logits, batch).reshape(len(batch.tokens), -1)
     exact = (per_sequence.amin(dim=-1) == 1).double() + 0 * per_sequence.sum(dim=-1)
     found = answers(logits, batch)

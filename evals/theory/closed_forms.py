@@ -83,7 +83,7 @@ def entmax_shrinking(alpha: float) -> Form:
 
 
 def entmax_support_below(alpha: float) -> Callable[[int, float], bool]:
-    """A function of (n, κ): whether the law's support, n p^{α−1} / ((α−1)κ) keys, is below n."""
+    """A function of (n, κ), true if the law's support, n p^{α−1} / ((α−1)κ) keys, is below n."""
 
     def holds(n: int, kappa: float) -> bool:
         return entmax_shrinking(alpha)(n, kappa) ** (alpha - 1) < (alpha - 1) * kappa

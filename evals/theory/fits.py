@@ -18,12 +18,12 @@ from torch import Tensor
 from commandline.variants import VariantCall
 from evals.theory.laws import fixed_scores, shrinking_scores, top_weights
 
-STEP = 0.1  # step of the first grid, in powers of ten
+STEP = 0.1  # step of the first grid in log10 of κ or Δ
 GRID = torch.logspace(-2, 4, round(6 / STEP) + 1, dtype=torch.float64)  # values of κ or Δ
-ZOOMS = ((0.2, 9), (0.05, 5), (0.005, 3))  # finer grids: half width in powers of ten, points
+ZOOMS = ((0.2, 9), (0.05, 5), (0.005, 3))  # finer grids: half width in log10, number of points
 DRAWS = 16  # number of sets of uniform draws
-SPACINGS = 16  # only this many spacings, between the largest draws, are random
-_MOST_SCORES = 2**21  # maximum number in one call
+SPACINGS = 16  # only the spacings between the largest 16 draws are random
+_MOST_SCORES = 2**21  # maximum number of scores in one call of attention
 _TIE = 1e-10  # mean squared errors closer than this count as equal
 
 
@@ -49,7 +49,8 @@ def uniform_draws(n: int) -> Tensor:
 class Gap:
     """Ideal scores up to a free factor, κ or Δ.
 
-    scores: function of n, R sets of scores (R, n). coarse: the same with R = 1, for the first grid.
+    scores: a function of n that returns R sets of scores (R, n). coarse: a function of n that
+    returns one set (1, n), for the first grid.
     """
 
     name: str
@@ -68,7 +69,7 @@ GAPS = (SHRINKING, FIXED)
 def log_law(
     unit: Tensor, call: VariantCall, sizes: Tensor, learned: Mapping[str, Tensor]
 ) -> Tensor:
-    """The log of the mean largest weight over R sets of scores, size · unit.
+    """The log of the largest weight at scores size · unit, where the weight is a mean over R sets.
 
     Args:
         unit: (R, n), scores up to the factor.

@@ -32,7 +32,7 @@ GAPS = (0.5, 1.0, 1.5, 3.0, 6.0)
 KAPPA = 8.0
 EXACT_TOLERANCE = 1e-6
 SHRINKING_TOLERANCE = 0.05
-SHRINKING_FROM = 1024  # the leading term is checked from this n on
+SHRINKING_FROM = 1024  # the leading term is checked only for n >= 1024
 
 
 # ------------------------------------------------------------------------------- measurement
@@ -110,13 +110,13 @@ def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> lis
 
 
 def growth(lengths: Sequence[int], values: Sequence[float]) -> float | None:
-    """The exponent g of a value ∝ n^g between the two largest n; None if a value is not > 0."""
+    """The exponent g if a value grows as n^g between the two largest n; None for values <= 0."""
     (n1, n2), (v1, v2) = lengths[-2:], values[-2:]
     return math.log(v2 / v1) / math.log(n2 / n1) if v1 > 0 and v2 > 0 else None
 
 
 def without_law(laws: Sequence[Law]) -> list[VariantCall]:
-    """The registered variants without a law, with examples of their required parameters."""
+    """The registered variants without a law, with example values for required parameters."""
     with_law = {law.variant for law in laws}
     names = [name for name in sorted(attnzoo.list_variants()) if name not in with_law]
     return [complete(VariantCall(name), max(LENGTHS)) for name in names]

@@ -58,7 +58,7 @@ def log_rank(matrix: Tensor) -> int | None:
 def attention_matrix(
     variant: VariantCall, tokens: int, width: int, dtype: torch.dtype, seed: int
 ) -> Tensor:
-    """A (tokens, tokens) from Gaussian Q and K (tokens, width), not causal, scale 1/√width."""
+    """Weights A (tokens, tokens) of non-causal attention with Gaussian Q and K (tokens, width)."""
     draw = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, 1, 1, tokens, width, dtype=torch.float64, generator=draw).to(dtype)
     return attnzoo.attention_weights(q, k, k, variant.name, **variant.params)[0, 0]
@@ -155,7 +155,7 @@ NOTE = (
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """ranks.csv: the cells of all tables, one below the other."""
+    """The text of ranks.csv: the cells of all tables, one table below the other."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     for table in tables:

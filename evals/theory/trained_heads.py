@@ -40,7 +40,7 @@ from evals.results.summary import Group, Point, Series
 from evals.theory.fits import GAPS, Fit, fit, log_law
 
 MOST_HEADS = 8
-UNKNOWN = VariantCall("unknown")  # for rows whose plugin is not loaded
+UNKNOWN = VariantCall("unknown")  # stands for the variant of a plugin that is not loaded
 SAME = 0.005, 0.05  # absolute and relative differences below which two errors count as equal
 
 
@@ -48,7 +48,7 @@ SAME = 0.005, 0.05  # absolute and relative differences below which two errors c
 
 
 def half_length(spread: float) -> float:
-    """2 e^δ for a score range δ: beyond this n, softmax gives no key half of the weight."""
+    """n = 2 e^δ for a score range δ. For larger n, softmax gives no key half of the weight."""
     return 2 * _exp(spread)
 
 
@@ -130,7 +130,7 @@ class Heads:
         return found.errors[self.entries(index)].nanmean().item()
 
     def any_fits(self, found: Fit, index: int) -> bool:
-        """Whether, in any seed, all κ or Δ fit equally well: the law does not depend on them."""
+        """True if, in any seed, all κ or Δ fit equally well: the law does not depend on κ or Δ."""
         mine = self.entries(index)
         return bool((found.below[mine] & found.above[mine]).any())
 
@@ -213,14 +213,14 @@ def fitted(group: Group) -> list[Heads]:
 
 
 def _spread(values: Tensor) -> str:
-    """The mean over seeds, and the range if there are several."""
+    """The mean of ``values`` over seeds as text, with the range if there are several seeds."""
     low, high = values.min().item(), values.max().item()
     mean = f"{values.mean().item():.3g}"
     return mean if len(values) == 1 else f"{mean} ({low:.3g} to {high:.3g})"
 
 
 def _fit_cells(found: Fit, mine: Tensor) -> list[str]:
-    """The cells for κ or Δ and its error. mine: `Heads.entries` of the head."""
+    """The two table cells of one head's fit: κ or Δ, and the error. mine: `Heads.entries`."""
     mine = mine[found.sizes[mine].isfinite()]
     if not len(mine):
         return ["—", "—"]

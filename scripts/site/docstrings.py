@@ -43,7 +43,7 @@ def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
 
 
 def find(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """Link a name in a signature to its public name. Sphinx has only its path in the code."""
+    """Link a name in a signature to the public name. Sphinx knows only the path in the code."""
     target = node.get("reftarget", "")
     public = EXPORTED.get(target.rsplit(".", 1)[-1])
     if node.get("refdomain") != "py" or public in (None, target):
@@ -67,7 +67,7 @@ def readable(
     """Shorten long defaults, and defaults that Sphinx cannot parse."""
     if signature is not None:
         signature = re.sub(r"<function ((?:[\w.]|<\w+>)+)[^<>]*>", shortened, signature)
-        # Instances among the defaults, such as a tuple of metrics.
+        # Defaults that are tuples of instances, such as metrics, become "(...)".
         instance = r"[A-Z]\w*\((?:[^()]|\([^()]*\))*\)(?:, )?"
         signature = re.sub(rf"\((?:{instance})+\)", "(...)", signature)
         signature = signature.replace("<factory>", "...")
@@ -80,7 +80,7 @@ def shortened(function: re.Match[str]) -> str:
 
 
 def without_overloads(analyze: Callable[[ModuleAnalyzer], None]) -> Callable[..., None]:
-    """Drop overloads: each would repeat the signature of the implementation."""
+    """Drop overloads, because Sphinx would print a signature for each of them."""
 
     def run(self: ModuleAnalyzer) -> None:
         analyze(self)

@@ -23,10 +23,10 @@ INCLUDED = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-# Sections of the docstring before the plots, and after the table of parameters.
+# The docstring's sections above the plots, and those below the table of parameters.
 FIRST, LAST = ("Effect",), ("Initial values", "Source", "Differences", "Notes")
 HEADS, HEAD_DIM, KEYS = 8, 64, 4096
-# Columns of the table of backends: number of queries, device, dtype, gradients.
+# A call for each column of the table of backends: number of queries, device, dtype, gradients.
 CALLS = {
     "CPU, training": (KEYS, "cpu", torch.float32, True),
     "GPU, training": (KEYS, "cuda", torch.bfloat16, True),

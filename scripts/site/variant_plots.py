@@ -22,8 +22,8 @@ LEAD = 8.0
 # The number of keys for the example values. It is large, so that cosformer's factor is close to 1.
 LONGEST = 2**20
 
-matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the fonts of the page
-matplotlib.rcParams["svg.hashsalt"] = "attnzoo"  # the same ids in each build
+matplotlib.rcParams["svg.fonttype"] = "none"  # text uses the fonts of the page
+matplotlib.rcParams["svg.hashsalt"] = "attnzoo"  # gives the same ids in each build
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ def weights(name: str, logits: Tensor) -> Tensor:
 
 
 def required(variant: attnzoo.Variant, keys: int) -> dict[str, Any]:
-    """The parameters without a default, from the variant's example."""
+    """Example values of the variant's required parameters, by name."""
     example = {} if variant.example is None else variant.example(keys)
     return {p.name: example[p.name] for p in variant.params if p.default is attnzoo.REQUIRED}
 
 
 def row_plot(name: str) -> str:
-    """Weights against logits."""
+    """Plot the weights of one row against its logits."""
     logits = torch.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, ROW, dtype=torch.float64)
     figure, axes = frame("logit", f"weight ({ROW} keys)")
     if name != BASELINE:
@@ -71,7 +71,7 @@ def row_plot(name: str) -> str:
 
 
 def growth_plot(name: str) -> str:
-    """The weight of a key with logit `LEAD` among n − 1 random ones, against n."""
+    """Plot the weight of a key with logit `LEAD` among n − 1 keys with random logits, against n."""
     noise = torch.randn(
         LENGTHS[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )

@@ -24,7 +24,7 @@ from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Publish
 from evals.task import Settings as Base
 
 CLASSES = 10
-BEST_KEYS = 16  # number of keys in the curve ``best_keys``: those with the largest closeness
+BEST_KEYS = 16  # number of keys in the curve ``best_keys``, which has the keys of largest closeness
 
 METRICS = (
     Metric("accuracy", "Accuracy, %", 100, 1),
@@ -130,10 +130,10 @@ class Model(nn.Module):
         return rearrange(q, "b d -> b 1 1 d"), self.to_k(item)[:, None], self.to_v(item)[:, None]
 
     def folded(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """A function equal to `project`, with (W U) x + (W c + b) for W (U x + c) + b.
+        """A faster function equal to `project`: W (U x + c) + b becomes (W U) x + (W c + b).
 
-        It does a third less work. The results and gradients are the same, because there is no
-        activation between the item MLP's second layer (U, c) and the projections (W, b) to k and v.
+        It takes a third fewer operations. Results and gradients are the same, because no activation
+        stands between the item MLP's second layer (U, c) and the projections (W, b) to k and v.
         """
         hidden, second = self.item[:2], self.item[2]
         assert isinstance(second, nn.Linear)
@@ -148,7 +148,7 @@ class Model(nn.Module):
         return project
 
     def decode(self, attended: Tensor) -> Tensor:
-        """Logits (B, 10) from the output of attention (B, 1, 1, D)."""
+        """Compute logits (B, 10) from the output of attention (B, 1, 1, D)."""
         return self.output(attended[:, 0, 0])
 
     def forward(self, items: Tensor, query: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Model(nn.Module):
         return self.decode(self.attention(*self.folded()(items, query), scale=self.scale))
 
 
-# (seed, split, length, start, stop) -> sequences start .. stop − 1.
+# A function (seed, split, length, start, stop) that returns sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int], Batch]
 
 

@@ -63,24 +63,24 @@ class Batch:
 
     @property
     def asked(self) -> Tensor:
-        """Which tokens have an answer: (B, N), bool."""
+        """A bool mask (B, N) of the tokens that have an answer."""
         return self.answers >= 0
 
 
-# (logits (S, V) at the S tokens that have an answer, the batch) -> measurements.
+# A function (logits (S, V) at the S tokens that have an answer, batch) that returns measurements.
 Read = Callable[[Tensor, Batch], BatchResult]
-# (seed, split, length, start, stop, settings) -> sequences start .. stop − 1.
+# A function (seed, split, length, start, stop, settings) that returns sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int, Any], Batch]
 
 
 def right(logits: Tensor, batch: Batch) -> Tensor:
-    """1.0 where the answer has the largest logit, otherwise 0.0, and NaN for NaN logits: (S,)."""
+    """A tensor (S,): 1.0 if the answer has the largest logit, 0.0 if not, NaN for NaN logits."""
     hit = (logits.argmax(dim=-1) == batch.answers[batch.asked]).double()
     return hit + 0 * logits.double().sum(dim=-1)
 
 
 def answers(logits: Tensor, batch: Batch) -> BatchResult:
-    """Accuracy and loss over all answers."""
+    """The metrics ``accuracy`` and ``loss``, one value per answer (S,)."""
     loss = F.cross_entropy(logits.double(), batch.answers[batch.asked], reduction="none")
     return BatchResult({"accuracy": right(logits, batch), "loss": loss})
 
