@@ -2,7 +2,7 @@
 
 Each baseline has a factory that returns a function (q, k, v) -> out. The factory may compile or
 import, and any error it raises becomes a note in the table. `of_variant` lists which packages
-implement which variant. Packages that are not installed are left out.
+implement which variant. The table omits packages that are not installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.harness.cases import Attend, Case, Setting
 Makers = dict[str, Callable[[], Attend]]
 
 NAMES = ("sdpa", "flash", "cudnn", "flex", "adasplash", "entmax", "fla")
-# Largest N at which the package entmax is timed. It allocates several N × N matrices.
+# Largest N for the package entmax, which allocates several N × N matrices
 ENTMAX_LONGEST = 2048
 
 
@@ -68,7 +68,7 @@ def installed(package: str) -> bool:
 
 
 def sdpa(backend: str | None, setting: Setting) -> Attend:
-    """torch's scaled_dot_product_attention on one of its backends; None lets torch choose."""
+    """torch's scaled_dot_product_attention on ``backend``. For None, torch selects the backend."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     gqa = setting.kv_heads not in (None, setting.heads)

@@ -1,8 +1,8 @@
 """Checks each implementation in a group, then times them in rounds of one call each.
 
 All implementations in a group have the same shape and kind of inputs, so that ratios compare calls
-from the same rounds. If one raises an error, the error becomes a note in its row and the others
-continue.
+from the same rounds. An error in one implementation becomes a note in its table row. The other
+implementations are still timed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WRONG = "WRONG, not timed"
 
 
 class DeviceLost(RuntimeError):
-    """The device failed, and this process cannot measure anything after that."""
+    """The device failed. This process cannot measure anything else."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Implementation:
     make: Callable[[], Attend]
     kind: Literal["variant", "state", "baseline"] = "variant"
     backend: str | None = None
-    attend: Attend = field(init=False)  # the result of make()
+    attend: Attend = field(init=False)  # the function that make() returns
     rows: dict[str, Row] = field(default_factory=dict)  # by direction
 
     def note(self, text: str) -> None:

@@ -51,7 +51,7 @@ class Case:
         return case
 
     def plan(self, backend: str | None = None) -> attnzoo.Plan:
-        """`attnzoo.explain` for the smallest causal call."""
+        """The plan of the smallest causal call, from `attnzoo.explain`."""
         x = torch.empty(1, 1, 1, 1)
         return attnzoo.explain(
             x, x, x, self.variant, is_causal=True, backend=backend, **self.params
@@ -108,7 +108,7 @@ class Setting:
     heads: int = 8
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int = 64
-    key_dim: int | None = None  # of q and k; None: the head dimension
+    key_dim: int | None = None  # dimension of q and k; None: the head dimension
     dtype: str = "float32"
     causal: bool = True
     block_sparse: bool = False
@@ -190,7 +190,7 @@ class Inputs:
         return {"is_causal": self.causal, "enable_gqa": gqa, "scale": self.scale}
 
     def detached(self) -> Inputs:
-        """The same inputs without gradients."""
+        """These inputs, detached so that no tensor requires a gradient."""
         params = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self.params.items()}
         q, k, v = (x.detach() for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, params=params)
@@ -209,7 +209,7 @@ class Inputs:
         return replace(self, **fields, params=params)
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that require a gradient, by name."""
+        """All inputs and parameters that require a gradient, by name."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, **self.params}
         return {n: x for n, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad}
 

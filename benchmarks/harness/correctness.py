@@ -47,7 +47,7 @@ class Deviation:
 
     @property
     def share(self) -> float:
-        """The larger of the two ratios error / budget; inf for NaN."""
+        """The larger ratio error / budget, of the rms and the largest error; inf for NaN."""
         shares = [
             error / budget if budget > 0 else (0.0 if error == 0 else math.inf)
             for error, budget in ((self.error, self.budget), (self.largest, self.largest_budget))
@@ -184,7 +184,7 @@ def _finite(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def _index(x: Tensor, ranges: list[range], pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of batches, heads and rows that broadcast to (B, H, R)."""
+    """Index tensors for batches, heads and query rows, which broadcast to (B, H, R)."""
     batches = torch.tensor(pairs.batches, device=x.device)[:, None, None]
     heads = torch.tensor(pairs.heads, device=x.device)[:, None]
     rows = torch.cat([torch.arange(block.start, block.stop, device=x.device) for block in ranges])

@@ -99,8 +99,8 @@ def peak_beyond(attend) -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         attend()
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
-    # While the inputs were made, memory peaked above its present size. Without a reset, that peak
-    # would hide a part of the call's memory.
+    # The creation of the inputs used more memory than the process uses now. Without a reset, the
+    # peak of that step would hide a part of the call's memory.
     _trim()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")

@@ -46,7 +46,7 @@ class Row:
         error: for baselines, the rms error of the output divided by the rms of the output in fp64.
         ratios: the time divided by that of another implementation in the same rounds, by name.
         peak_bytes: peak memory without the inputs. For "backward" it includes the forward pass.
-        note: why something was not measured.
+        note: the reason why a figure was not measured.
     """
 
     suite: str
@@ -209,7 +209,7 @@ def quartiles(spread: Spread) -> str:
 
 
 def line(columns: Sequence[str], texts: Sequence[str]) -> str:
-    """A line of the console's table. Widths are fixed, since rows are printed one by one."""
+    """One line of the console table. Column widths are fixed, since rows are printed one by one."""
     left = [i for i, column in enumerate(columns) if column in LEFT]
     return aligned(texts, [WIDTHS.get(name, max(6, len(name))) for name in columns], left)
 
@@ -288,5 +288,5 @@ def check_target(option: str, path: str | None) -> None:
 
 
 def write_json(path: str, document: dict[str, Any]) -> None:
-    """Writes the whole file at once, so that a reader never sees half of it."""
+    """Replaces the file in one step, so that no reader sees a partial file."""
     write_whole(Path(path), json.dumps(document, indent=1, allow_nan=False) + "\n")

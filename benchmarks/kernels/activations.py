@@ -13,7 +13,7 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, complete, load_plugin
 
-# Number of keys for which example parameters are made.
+# Number of keys in the calls whose example parameters are used
 LENGTH = 1024
 
 

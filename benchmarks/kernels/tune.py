@@ -65,7 +65,7 @@ class Timed(NamedTuple):
 
 
 def numbers(least: int, powers: bool = True) -> Callable[[str], list[int]]:
-    """The type of an argument that lists ints >= ``least``, by default powers of two."""
+    """The type of an argument that lists ints >= ``least``; only powers of two if ``powers``."""
 
     def convert(text: str) -> list[int]:
         found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]

@@ -43,7 +43,7 @@ PLAN = (
     "decode --lengths 16384,262144 --batches 1,32",
 )
 SUITES: dict[str, Any] = {"attention": attention, "decode": decode, "linear": linear}
-TESTS = 0.25  # share of the budget
+TESTS = 0.25  # share of the budget for the tests
 DEVICE = "cuda"
 
 

@@ -119,7 +119,7 @@ def implementations(
 
 
 def in_fla_layout(inputs: Inputs) -> Inputs:
-    """The same inputs with (B, N, H, D) contiguous in memory, which is fla's layout."""
+    """A copy of the inputs that is contiguous in memory as (B, N, H, D), which is fla's layout."""
     made = {
         name: x.detach()
         .transpose(1, 2)

@@ -28,7 +28,7 @@ from commandline.errors import UsageError
 
 HEADS, HEAD_DIM, KEYS = 8, 64, 64
 SDPA = "sdpa"
-CALLS = 50  # timed together, since one call is near the clock's resolution
+CALLS = 50  # calls per measurement, because one call is near the clock's resolution
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
