@@ -33,8 +33,8 @@ def trained(variant: str, seed: int, settings: Settings = TINY) -> Model:
 
 
 def test_max_retrieval_draws_the_expected_numbers() -> None:
-    """Compare with values computed from numpy's Philox generator."""
-    length, index = 6, 5  # 7 random uint64 values; Philox gives 4 per counter value
+    """The draw equals values computed from numpy's Philox generator."""
+    length, index = 6, 5  # 7 random numbers per sequence, from 2 counter values
     key = np.array([1, (2 << 32) | length], dtype=np.uint64)
     raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
     batch = max_retrieval.draw(1, "test", length, index, index + 1)
@@ -52,7 +52,7 @@ def test_max_retrieval_data_are_uniform() -> None:
     assert batch.features.var().item() == pytest.approx(1 / 12, abs=0.002)
     assert batch.features.max() < 1
     assert batch.features.min() >= 0
-    # The class of the largest item is uniform too.
+    # The label is the class of the largest item. It is uniform over 10 classes.
     assert batch.label.bincount(minlength=10).max() < 260
     drawn = lengths(0, 5, [16] * 6000)
     assert set(drawn) == set(range(5, 17))
@@ -64,7 +64,7 @@ def test_label_and_input_of_a_batch_by_hand() -> None:
     rho = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.5, 0.25]])
     classes = torch.tensor([[4, 7, 0], [2, 3, 9]])
     batch = Batch(rho[..., None], classes, query=torch.zeros(2, 1), closeness=rho)
-    assert batch.target.tolist() == [1, 0]  # the first of equal values
+    assert batch.target.tolist() == [1, 0]  # of equal values, the first wins
     assert batch.label.tolist() == [7, 2]
     items = batch.items()
     assert items.shape == (2, 3, 11)
@@ -72,8 +72,8 @@ def test_label_and_input_of_a_batch_by_hand() -> None:
 
 
 def test_only_the_needle_has_the_querys_key() -> None:
-    """Compare with values computed from numpy's Philox generator."""
-    length, index = 3, 2  # 8 random uint64 values; Philox gives 4 per counter value
+    """The draw equals values computed from numpy's Philox generator."""
+    length, index = 3, 2  # 8 random numbers per sequence, from 2 counter values
     key = np.array([7, (2 << 32) | length], dtype=np.uint64)
     raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
 
@@ -110,7 +110,7 @@ def test_weight_metrics_by_hand() -> None:
     target, label = torch.tensor([0, 1, 0, 3]), torch.tensor([1, 2, 1, 5])
     found = weight_metrics(weights, target, classes, label, 10)
     assert found["hit_rate"].tolist() == [True, False, False, False]
-    assert found["oracle_accuracy"].tolist() == [True, True, False, True]  # .3 + .3 beats .4
+    assert found["oracle_accuracy"].tolist() == [True, True, False, True]  # class 2: .3 + .3
     assert found["max_weight"].tolist() == [0.5, 0.3, 0.0, 0.25]
     assert found["weight_sum"].tolist() == pytest.approx([1, 1, 0, 1])
     assert found["n_eff"].tolist() == pytest.approx([1 / 0.38, 1 / 0.34, 0, 4])
@@ -126,7 +126,7 @@ def test_weights_on_the_target_score_one_and_random_weights_score_chance(
 ) -> None:
     batch = TASKS[name].batch(0, "test", length, 0, 3000, TINY)
     sharp = torch.nn.functional.one_hot(batch.target, length).double()
-    blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # concentrated on random keys
+    blind = torch.rand(3000, length, dtype=torch.float64).pow(40)  # large for a few random keys
     rates = []
     for weights in (sharp, blind):
         found = weight_metrics(weights, batch.target, batch.classes, batch.label, 10)
@@ -163,8 +163,8 @@ def test_evaluation_does_not_depend_on_the_chunk_size(
         assert best == pytest.approx(pieces[name].curves["best_keys"], abs=1e-7)
         for curve, values in whole[name].curves.items():
             assert values == pytest.approx(pieces[name].curves[curve], abs=1e-6), curve
-        assert sum(best) == pytest.approx(1)  # the best 16 keys are all keys
-    # At n = 16 the substitute's gain log n / log 16 is 1, so it equals softmax.
+        assert sum(best) == pytest.approx(1)  # length 16, so the sum is over all keys
+    # At n = 16 the gain log n / log 16 of the substituted variant is 1, so it equals softmax.
     assert whole["own"].metrics == pytest.approx(whole["substitute"].metrics, abs=1e-6)
 
 

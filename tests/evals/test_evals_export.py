@@ -22,7 +22,7 @@ from helpers.evals_rows import row, written
 
 
 def rows(scores: dict[str, tuple[float | None, ...]], lengths: tuple[int, ...]) -> list[Row]:
-    """Rows of max-retrieval for two seeds with equal scores. The train length is 16."""
+    """Result rows of max-retrieval (train length 16): two seeds with the same ``scores``."""
     return [
         row(variant, score, seed=seed, length=length)
         for variant, values in scores.items()
@@ -40,7 +40,7 @@ def test_overview_shows_train_length_longest_length_and_effective_length(tmp_pat
         {
             "softmax": (1.0, 0.86, 0.85, 0.3),  # 0.85 is not above 85 % of 1.0
             "ssmax": (1.0, 0.9, 0.9, 0.88),
-            "sigmoid": (0.9, 0.9, 0.9, 0.2),  # not trained
+            "sigmoid": (0.9, 0.9, 0.9, 0.2),  # untrained: 0.9 at length 16
             "dips": (1.0, 0.5, 0.99, 0.1),
             "fails": (1.0, 0.9, None, None),
         },
@@ -77,7 +77,7 @@ def test_rows_and_their_summary_give_the_same_scores() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Results of two variants, lengths and seeds. Seeds differ by 2 points; one result failed."""
+    """A folder of 8 results: 2 variants × 2 lengths × 2 seeds. The last result failed."""
     found = [
         row(variant, value + 0.02 * seed, seed=seed, length=length)
         for variant, values in {"softmax": (0.96, 0.5), "ssmax(s=0.4)": (0.9, 0.6)}.items()
@@ -156,7 +156,7 @@ def test_latex_special_characters_are_escaped() -> None:
     lines = latex_table(of_group(group, group.task.score)).splitlines()
     assert (
         sum(line.endswith(r"\\") for line in lines) == 4
-    )  # the line break in the name ends no row
+    )  # the line break in the name does not add a row
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex with booktabs")
@@ -188,7 +188,7 @@ def test_figures_are_valid_and_reproducible(folder: Path, tmp_path: Path) -> Non
         assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 10
     root = ElementTree.parse(one / f"{start}.svg").getroot()
     texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "ssmax(s=0.4)" in texts  # text, not outlines
+    assert "ssmax(s=0.4)" in texts  # SVG text is not drawn as outlines
     pdf = (one / f"{start}.pdf").read_bytes()
     assert pdf.startswith(b"%PDF-")
     assert b"CreationDate" not in pdf

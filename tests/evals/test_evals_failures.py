@@ -1,4 +1,4 @@
-"""After an error, a study prints one line or writes a failed row, and keeps all results."""
+"""After an error, a study prints one line or writes a failed row. All results are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TASK = "max-retrieval"
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """Limits the size of files. A write beyond the limit is truncated, and the next one fails."""
+    """Limit files to ``size`` bytes. A write beyond the limit is cut, and the next one fails."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
     try:
@@ -72,7 +72,7 @@ def test_a_study_on_a_full_disk_ends_with_a_one_line_error(
     workers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = [*SMALL, "--variants", "softmax", "--workers", workers, "--out", str(tmp_path)]
-    with full_disk(20_000):  # smaller than a model file; workers inherit the limit
+    with full_disk(20_000):  # below the size of a model file; workers inherit the limit
         assert main(run) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"error: {tmp_path / TASK / 'models'}")
@@ -139,7 +139,7 @@ STEPS = Settings(
 def test_nan_parameters_after_the_last_step_raise() -> None:
     model = nn.Linear(1, 1)
 
-    def loss(step: int) -> torch.Tensor:  # finite, but its gradient is not
+    def loss(step: int) -> torch.Tensor:  # the loss is finite, its gradient is not
         return (model.weight - model.weight.detach()).abs().sum().sqrt()
 
     with pytest.raises(NotFinite, match="parameters are not finite after step 1"):
@@ -162,7 +162,7 @@ def test_an_error_with_nan_parameters_is_reported_as_not_finite() -> None:
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("steps", ["1", "2", "30"])
 def test_a_diverging_run_gives_rows_with_status_nan(steps: str, tmp_path: Path) -> None:
-    """After one step the parameters are huge but finite; after two they are not finite."""
+    """The parameters are huge but finite after one step, and not finite after two steps."""
     options = ["--variants", "softmax,ssmax,softmax->topk", "--set", "learning_rate=1e38"]
     run = [*SMALL, *options, "--steps", steps, "--workers", "0", "--out", str(tmp_path)]
     assert main(run) in (0, 1)

@@ -1,4 +1,4 @@
-"""The command ``laws`` confirms the closed forms and reports wrong ones."""
+"""The command ``laws`` confirms correct closed forms of weights and reports wrong ones."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_option_variants_selects_the_laws(
 @pytest.mark.parametrize(
     "wrong",
     [
-        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # n instead of n − 1
+        laws.Law("softmax", {}, lambda n, gap: 1 / (1 + n * math.exp(-gap))),  # correct: n − 1
         laws.Law("sparsemax", {}, None, forms.entmax_shrinking(1.8)),
         laws.Law("softmax", {}, None, lambda n, kappa: math.nan),
-        laws.Law("entmax", {}, uniform=lambda n: 1 / n),  # the law of softmax
+        laws.Law("entmax", {}, uniform=lambda n: 1 / n),  # 1/n is the law of softmax
         laws.Law("softmax", {}, uniform=lambda n: 0.0),
     ],
 )
@@ -126,7 +126,7 @@ LAWS = {laws}
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Unregisters a plugin's variants after the test."""
+    """After each test, variants of plugins are unregistered."""
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     monkeypatch.setattr(plugins, "_LOADED", {})
     yield
@@ -182,11 +182,11 @@ def column(table: Table, name: str) -> list[str]:
 
 def test_variant_without_law_is_measured() -> None:
     table = command.measured_table(VariantCall("topk", (("top_k", 4),)), lengths=(16, 64))
-    keep = math.exp(1.5) / (math.exp(1.5) + 3)  # topk keeps one key at 1.5 and three at 0
+    keep = math.exp(1.5) / (math.exp(1.5) + 3)  # topk keeps scores 1.5, 0, 0, 0
     assert column(table, "Δ=1.5") == [f"{keep:.6f}", f"{keep:.6f}", "0.000"]
     assert column(table, "Jacobian norm") == ["0.250000", "0.250000", "0.000"]  # 1 / top_k
     soft = command.measured_table(VariantCall("softmax"), lengths=(2**15, 2**16))
-    assert column(soft, "Δ=1")[-1] == "-1.000"  # e/n
+    assert column(soft, "Δ=1")[-1] == "-1.000"  # the weight is about e/n
 
 
 def test_growth_is_the_exponent_between_the_two_largest_n() -> None:

@@ -29,7 +29,7 @@ density = 8
 def test_help_has_one_line_per_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # wide enough that no help text is wrapped at a hyphen
+    monkeypatch.setenv("COLUMNS", "1000")  # no help text is wrapped at a hyphen
     text = " ".join(parser().format_help().split())
     assert "flip-flop Flip-flop language modelling copy Read symbols" in text
     for action in parser().commands.values():

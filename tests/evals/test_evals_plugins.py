@@ -1,4 +1,4 @@
-"""Tasks from plugins."""
+"""Plugins can add tasks to the evals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
     assert "Recall the first symbol of a sequence." in capsys.readouterr().out
     assert main(["recall", *plugin, "--preset", "paper"]) == 2
     assert "recall has no preset 'paper'; it has: quick" in capsys.readouterr().err
-    # The keys of the runs contain a hash of the plugin's file, so a change leads to new runs.
+    # Keys of runs contain a hash of the plugin's file, so after a change all runs are new.
     with file.open("a") as more:
         more.write("# changed\n")
     assert main(["recall", *plugin, *SMALL, "--dry-run", "--out", out]) == 0
@@ -60,7 +60,7 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
 
 @pytest.fixture
 def recall(tmp_path: Path) -> Iterator[Path]:
-    """A file with the documented task. The task is unregistered after the test."""
+    """Path of a plugin with the documented task, which is unregistered after the test."""
     file = tmp_path / f"recall_{tmp_path.name}.py"
     file.write_text(documented_task())
     yield file

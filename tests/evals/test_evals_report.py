@@ -29,7 +29,7 @@ from helpers import evals_rows
 EVIL = "</script><script>alert(1)</script>'\"&\u2028<img src=//evil.test/x onerror=alert(1)>"
 LENGTHS = (16, 64, 256)
 NOTE = "smoke: figures mean nothing"
-ACCURACY = {  # of each variant at the three lengths; None if not finite
+ACCURACY = {  # variant -> accuracy at each of LENGTHS; None: not finite
     "softmax": (0.99, 0.5, 0.12),
     "ssmax": (0.98, 0.9, 0.8),
     "softmax->log_n(train_length=16)": (0.97, 0.7, 0.4),
@@ -41,7 +41,7 @@ RANKED = ["ssmax", "softmax->log_n(train_length=16)", EVIL, "softmax", "cosforme
 
 
 def row(task: str, variant: str, length: int, seed: int, score: float | None, longest: int) -> Row:
-    """A row as a run writes it. All metrics have the value of the score."""
+    """A result row in the format of the evals. All metrics have the value ``score``."""
     positions = "none" if task == "needle" else "rope"
     metrics = {metric.name: score for metric in TASKS[task].metrics}
     peaks = {"softmax": [0.4, 0.3], "ssmax": [0.9, 0.8]}.get(variant)
@@ -61,7 +61,7 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
 
 
 def rows() -> list[Row]:
-    """Rows of needle with two seeds (one for ssmax at n = 64) and of language-model with one."""
+    """Result rows: needle with two seeds (ssmax has one at n = 64), language-model with one."""
     found = []
     for variant, scores in ACCURACY.items():
         for length, score in zip(LENGTHS, scores):
@@ -76,12 +76,12 @@ def rows() -> list[Row]:
 
 
 def shown(found: list[Row]) -> list[Shown]:
-    """The groups that the report shows for these rows, without pictures."""
+    """The groups that the report shows for the rows ``found``, without pictures."""
     return [Shown(group, fitted(group)) for group in groups(found)]
 
 
 class Page(HTMLParser):
-    """The ids, attributes, scripts and table texts that a browser would find."""
+    """Parser that collects tags, attributes, scripts, sortable tables and texts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def page(html: str) -> Page:
 def test_hostile_texts_are_escaped(html: str, page: Page) -> None:
     assert "<script>alert" not in html
     assert "<img" not in html
-    assert len(page.scripts) == 1  # the report's own script
+    assert len(page.scripts) == 1  # only the report's own script
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
     visible = "".join(page.texts)
     for text in (f"{NOTE} {EVIL}", f"not finite: {EVIL}", f"{EVIL} † 2/2"):
@@ -169,14 +169,14 @@ def test_leaderboard_is_sorted_by_the_longest_length(page: Page) -> None:
     assert [line[0] for line in lines if "†" in line[0]] == [f"{EVIL} † 2/2"]
     assert lines[0] == ["ssmax", "98.097.0 … 99.0", "89.0*", "80.079.0 … 81.0", "64"]
     assert lines[-1][-2:] == ["nan", "16"]
-    assert [line[-1] for line in lines if "†" in line[0]] == ["—"]  # not trained
+    assert [line[-1] for line in lines if "†" in line[0]] == ["—"]  # no effective length
     assert chance == ["chance", "10.0", "10.0", "10.0", ""]
 
 
 def test_leaderboard_of_a_loss_is_sorted_ascending(page: Page) -> None:
     lines = page.boards[1][1:-1]
     assert [line[0] for line in lines] == ["ssmax · rope", "sigmoid · rope", "softmax · rope"]
-    assert lines[0][1:] == ["2.20", "2.50", "2.75"]  # no intervals with one seed
+    assert lines[0][1:] == ["2.20", "2.50", "2.75"]  # one seed has no interval
     sorts = [attrs["aria-sort"] for tag, attrs in page.tags if "aria-sort" in attrs]
     assert sorts == ["descending", "ascending"]
 
@@ -212,12 +212,12 @@ def test_theory_section_is_shown_only_if_heads_were_measured(html: str) -> None:
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Shown]:
-    """The groups of both tasks with their pictures."""
+    """The groups of needle and language-model, with their pictures."""
     return [replace(one, pictures=pictures(one.group, one.heads)) for one in shown(rows())]
 
 
 def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
-    """The pictures are the curves, the fitted law of the heads, and the heat maps with data."""
+    """Pictures: length curves of all metrics, fitted law of heads, heat maps that have data."""
     needle, language = drawn
     names = [metric.name for metric in TASKS["needle"].metrics]
     found = [picture.name for picture in needle.pictures]
@@ -235,7 +235,7 @@ def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
         f"data:image/png;base64,{b64encode(p.data).decode()}" for p in needle.pictures
     ]
     opened = [tag for tag, attrs in page.tags if tag == "details" and "open" in attrs]
-    assert len(opened) == 3  # the sections of failures, of the score and of the law
+    assert len(opened) == 3  # failures, score and law
     for heading in ("Length curves", "Heat maps"):
         assert f"<h3>{heading}" in html
         assert f"<h3>{heading}" not in report_html([replace(needle, pictures=())], "")
@@ -299,7 +299,7 @@ def test_sorting_links_and_phone_width_in_a_browser(
     click(browser, heads[0])
     assert names()[-1] == "ssmax"
     click(browser, heads[3])
-    assert names()[-1].startswith("cosformer")  # it has no score and is last in both orders
+    assert names()[-1].startswith("cosformer")  # without a score, last in both orders
     click(browser, heads[3])
     assert names()[-1].startswith("cosformer")
 

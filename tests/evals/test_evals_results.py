@@ -33,7 +33,7 @@ SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
 def test_estimate_of_three_one_and_no_seeds() -> None:
     found = estimate([0.5, 0.7, 0.9])
     assert found is not None
-    assert found.text(100) == "70.0 ±11.5"  # the standard error is 0.2 / √3
+    assert found.text(100) == "70.0 ±11.5"  # the standard error 0.2 / √3
     single = estimate([0.25])
     assert single is not None
     assert single.text(100, 1, sign=True) == "+25.0"
@@ -99,7 +99,7 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     assert "chance 10 %" in shown.title
     assert legend(group) == ["† 1/1: did not reach 95 % at the train length (n = 16)"]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
-    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # a failed seed counts as untrained
+    assert groups(seeds)[0].untrained(SOFTMAX) == 2  # the failed seed and the seed with score 0.5
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
     assert text.untrained(Series("softmax", "rope")) == 0
 
@@ -143,7 +143,7 @@ def test_results_of_several_torch_versions_give_a_warning() -> None:
 
 
 def test_two_versions_of_a_variant_are_never_averaged() -> None:
-    """If a plugin's file changed between two studies, only its latest version counts."""
+    """If a plugin's file changed between two studies, only results of its latest version count."""
     rows = [row("mine", 0.1, seed=seed, version="old") for seed in (0, 1)]
     rows += [row("mine", 0.9, seed=0, version="new", key="other")]
     (group,) = groups(rows)
@@ -210,7 +210,7 @@ def test_results_are_read_from_a_folder_or_the_folder_of_a_task(tmp_path: Path) 
 
 
 def changed_row(**changes: object) -> dict:
-    """A row with changed values; ``...`` removes a field."""
+    """A valid result row with ``changes``. The value ``...`` removes a field."""
     changed = row("softmax", 0.5) | changes
     return {name: value for name, value in changed.items() if value is not ...}
 

@@ -43,13 +43,13 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips drawing, which takes two seconds per study and is tested elsewhere."""
+    """Studies write empty pictures, because drawing takes two seconds per study."""
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of an uninterrupted study in this process."""
+    """The output folder of an uninterrupted study that ran in the test process."""
     out = tmp_path_factory.mktemp("undisturbed")
     assert main([*SMALL, "--workers", "0", "--out", str(out)]) == 0
     return out
@@ -92,7 +92,7 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
     assert float(line["accuracy_minus_softmax"]) == pytest.approx(gain, abs=1e-5)
     assert [float(line[f"accuracy_{end}"]) for end in ("low", "high")] == pytest.approx(
         [min(found), max(found)], rel=1e-5
-    )  # one of the 4 resamples of two seeds has the smaller value twice, one the larger
+    )  # of the 4 resamples of two seeds, one is twice the minimum, one twice the maximum
     for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
         assert (undisturbed / TASK / name).read_bytes()[:4] == b"\x89PNG"
     assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()
@@ -132,7 +132,7 @@ def test_a_truncated_last_line_repeats_one_evaluation_without_training(
     rows, wanted = (out / TASK / "rows.jsonl"), (out / TASK / "summary.csv").read_bytes()
     rows.write_bytes(rows.read_bytes()[:-20])
     (out / TASK / "summary.csv").unlink()
-    monkeypatch.setattr(runs, "train", None)  # the trained model is on disk
+    monkeypatch.setattr(runs, "train", None)  # training is not needed: models are on disk
     assert main([*SMALL, "--workers", "0", "--out", str(out), "--verbose"]) == 0
     assert (out / TASK / "summary.csv").read_bytes() == wanted
     text = capsys.readouterr().out
@@ -207,7 +207,7 @@ def test_a_nan_in_training_is_stored_and_reported(
     with (tmp_path / TASK / "summary.csv").open() as file:
         line = next(line for line in csv.DictReader(file) if line["variant"] == "ssmax")
     assert (line["seeds"], line["failed"], line["accuracy_se"]) == ("1", "nan:1", "")
-    assert main(run) == 0  # a failed run is not repeated
+    assert main(run) == 0  # the failed run is not repeated
     assert "0 runs to do" in capsys.readouterr().out
 
 
@@ -219,7 +219,7 @@ def test_a_study_with_only_failures_is_shown_and_can_be_retried(
 
     monkeypatch.setattr(runs, "train", broken)
     options = ["--variants", "softmax", "--lengths", "16,32", "--workers", "0"]
-    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 1  # nothing succeeded
+    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 1  # all runs failed
     assert {row["status"] for row in lines(tmp_path)} == {"oom"}
     assert re.search(r"softmax † 2/2 +oom +oom", capsys.readouterr().out)
     assert (tmp_path / TASK / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
@@ -248,7 +248,7 @@ def test_a_model_that_cannot_be_read_is_trained_again(
 def test_a_second_study_in_a_folder_keeps_the_first_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Results with other variants, test sizes or steps are added to the folder."""
+    """A study with other variants, test sizes or steps adds its results to the folder."""
     few = ["--lengths", "16,64", "--workers", "0", "--out", str(tmp_path), "--steps", "2"]
     small = ["--set", "test_least=4", "--set", "test_items=640"]
     seen: list[list[tuple[str, ...]]] = []
@@ -264,7 +264,7 @@ def test_a_second_study_in_a_folder_keeps_the_first_results(
         "steps 2, test sequences 40 at 16, 10 at 64",
         "steps 3",
     }
-    assert capsys.readouterr().out.count(f"\n{TASK} (") == 5  # 2 groups, then 3
+    assert capsys.readouterr().out.count(f"\n{TASK} (") == 5  # tables of 2 groups, then of 3
     page = (tmp_path / TASK / "report.html").read_text()
     assert all(f"<h2>{TASK} · {x['settings']}</h2>" in page for x in lines)
     assert "The folder also has 6 results made with other options." in page
@@ -331,7 +331,7 @@ def test_nan_killed_workers_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_pa
         ("my_relu", 32): "ok",
         ("my_relu", 48): "ok",
         ("softmax->my_holes", 16): "ok",
-        ("softmax->my_holes", 32): "oom",  # its worker process was killed by my_greedy
+        ("softmax->my_holes", 32): "oom",  # my_greedy killed the worker process
         ("softmax->my_holes", 48): "nan",
         ("softmax->my_greedy", 16): "ok",
         ("softmax->my_greedy", 32): "oom",
@@ -342,9 +342,9 @@ def test_nan_killed_workers_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_pa
     assert "not finite" in found["softmax->my_holes", 48]["message"]
     assert "process killed twice at n = 32" in found["softmax->my_greedy", 32]["message"]
     assert "failed: softmax->my_greedy, n = 32: process killed twice" in text
-    # An error gives no row, the other runs continue, and the exit status is 1.
+    # A defect in a variant gives no row. The other runs continue, and the exit status is 1.
     assert process.returncode == 1
     assert "failed: max-retrieval my_defect seed 0: KeyError: 'a defect'" in errors
-    assert "█" not in errors  # no bars without a terminal
+    assert "█" not in errors  # stderr is no terminal, so no progress bar
     assert "Traceback" not in errors
     assert re.search(r"my_defect † 1/1 +\d+\.\d +missing +missing", text)

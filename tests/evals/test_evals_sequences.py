@@ -27,7 +27,7 @@ SMOKE = {name: task.presets["smoke"].settings for name, task in SEQUENCES.items(
 
 
 def random_numbers(seed: int, split: int, length: int, index: int, count: int) -> list[int]:
-    """The random uint64 values of a sequence, from numpy's Philox: four per counter value."""
+    """``count`` random uint64 values of a sequence, from numpy's Philox (4 per counter value)."""
     key = np.array([seed, (split << 32) | length], dtype=np.uint64)
     blocks = -(-count // 4)
     return np.random.Philox(counter=index * blocks, key=key).random_raw(4 * blocks).tolist()[:count]
@@ -38,7 +38,7 @@ def choice(number: int, choices: int) -> int:
 
 
 def ranked(numbers: list[int]) -> list[int]:
-    """Indices that sort the numbers in ascending order."""
+    """The indices that sort ``numbers`` in ascending order."""
     return sorted(range(len(numbers)), key=numbers.__getitem__)
 
 
@@ -47,7 +47,7 @@ def ranked(numbers: list[int]) -> list[int]:
 
 def test_mqar_has_all_pairs_and_then_each_key_once() -> None:
     settings = mqar.Settings(steps=1, batch=1, train_shortest=8, train_longest=8, vocabulary=16)
-    raw = random_numbers(5, 2, 8, 3, 8 + 2 + 4)  # for 8 keys, 2 values, 4 places after the pairs
+    raw = random_numbers(5, 2, 8, 3, 8 + 2 + 4)  # for 8 keys, 2 values and 4 query positions
     keys = [1 + k for k in ranked(raw[:8])[:2]]
     values = [9 + choice(x, 7) for x in raw[8:10]]
     later = [4 + index for index in ranked(raw[10:14])[:2]]
@@ -124,13 +124,13 @@ def test_train_and_test_text_hardly_overlap_and_every_second_sequence_has_a_need
     train, test = (texts[split].tobytes() for split in ("train", "test"))
     known = {train[i : i + 64] for i in range(0, len(train) - 64, 4)}
     pieces = [test[i + j : i + j + 64] for i in range(0, len(test) - 68, 256) for j in range(4)]
-    # Pieces in `known` start at every 4th byte, so only one of 4 offsets can match.
+    # Pieces in `known` start at every 4th byte, so a repeated text matches at 1 of 4 offsets.
     shared = sum(piece in known for piece in pieces) / (len(pieces) / 4)
     assert 0 < shared < 0.03
     batch = language_model.draw(0, "train", 128, 0, 40, None)
     found = [bytes(row.tolist()).count(b"\n#key=") for row in batch.tokens]
     assert found == [0, 2] * 20
-    assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # predicts the next byte
+    assert (batch.answers[:, :-1] == batch.tokens[:, 1:]).all()  # each answer is the next byte
     assert batch.asked.all()
 
 
@@ -247,7 +247,7 @@ def test_uniform_logits_cost_eight_bits_per_byte() -> None:
 def test_exact_match_needs_every_symbol() -> None:
     batch = drawn("copy", "test", 3)
     logits = torch.nn.functional.one_hot(batch.answers[batch.asked], 33).double()
-    logits[5] = 0  # one symbol of the first sequence
+    logits[5] = 0  # a wrong symbol in the first sequence
     found = SEQUENCES["copy"].read(logits, batch)
     assert found.metrics["exact"].tolist() == [0, 1, 1]
     logits[-1] = math.nan
@@ -324,7 +324,7 @@ def test_substituted_restores_the_model() -> None:
 
 
 def test_head_metrics_by_hand() -> None:
-    """One head and one query; the keys have scores 0, 1 and 3."""
+    """The example has one head and one query. Its three keys have scores 0, 1 and 3."""
     attention = attnzoo.nn.Attention("softmax", 1)
     q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
     with Watch(attention, HeadSample(1, 1)) as watch:
@@ -352,11 +352,11 @@ def test_largest_weight_of_softmax_stays_below_its_bound(positions: str) -> None
         attention(q, k, k, is_causal=True, scale=0.3, **slopes)
     found = watch.curves()
     assert (found["head_peak"] <= found["head_bound"]).all()
-    assert found["head_peak"].shape == (2 * 4, 2)  # the last four queries of two sequences
+    assert found["head_peak"].shape == (2 * 4, 2)  # 4 queries per sequence × 2 sequences, 2 heads
     assert (found["head_bound"] < 1).any() == (positions == "none")
-    if positions == "alibi":  # the range includes keys whose weight underflows to 0 in fp64
+    if positions == "alibi":  # the range of scores includes keys of weight 0 in fp64
         assert (found["head_range"][:, 0] > 4 * 290).all()
-    assert "head_jacobian" not in found  # only for up to 256 keys
+    assert "head_jacobian" not in found  # measured for at most 256 keys
 
 
 def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
@@ -370,7 +370,7 @@ def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
 
 def test_a_query_whose_weights_are_all_zero_has_no_effective_keys() -> None:
     attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
-    k = -torch.ones(1, 1, 3, 2)  # negative keys have no positive features
+    k = -torch.ones(1, 1, 3, 2)  # relu features of negative keys are 0
     with Watch(attention, HeadSample(1, 1)) as watch:
         attention(torch.ones(1, 1, 1, 2), k, k)
     found = watch.curves()

@@ -72,8 +72,8 @@ def test_a_converted_model_is_also_measured_with_its_own_variant(
 
 
 def test_causal_rows_count_only_visible_keys() -> None:
-    """With equal scores a row of n keys has weights 1/n and entropy log n. The first row is left
-    out because it has only one key."""
+    """With equal scores, a query with n visible keys has weights 1/n and entropy log n. The first
+    query is left out because it sees only one key."""
     model = convert(llama(), "softmax").model
     with torch.no_grad():
         for layer in model.layers:

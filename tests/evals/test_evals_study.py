@@ -159,7 +159,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
     assert main(["max-retrieval", *few, "--dry-run", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    # softmax->log_n uses the model of softmax, so three variants need two training runs per seed.
+    # softmax->log_n uses the models of softmax, so 3 variants × 3 seeds need 6 training runs.
     assert re.search(
         r"max-retrieval: 3 variants, 3 seeds, train length 16, eval lengths up to 32: 6 runs .*\n"
         r"max-retrieval: 6 runs, about [\d:]+ of computing time\n"
@@ -177,7 +177,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_dry_run_draws_little_data_and_times_equal_models_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A dry run takes the same time for any number of test sequences."""
+    """The time of a dry run does not grow with the number of test sequences."""
     made: list[tuple[str, str, int, int]] = []
     family = type(TASK)
     batch = family.batch
@@ -196,7 +196,7 @@ def test_a_dry_run_draws_little_data_and_times_equal_models_once(
     text = capsys.readouterr().out
     assert "This is an estimate: one training step" in text
     needle, here = (plan_study(TASKS[t], Options(), {}).runs({})[0] for t in ("needle", TASK.name))
-    assert costs.kind(needle) == costs.kind(here)  # equal models are timed once
+    assert costs.kind(needle) == costs.kind(here)  # equal kinds of runs are timed once
 
 
 def test_a_key_depends_on_everything_that_scores_depend_on() -> None:
@@ -230,7 +230,7 @@ def test_shards_partition_the_runs() -> None:
     whole = replace(study("softmax", "ssmax", "softmax->log_n(train_length=16)"), seeds=3)
     parts = [whole.runs({}, Shard(index, 4)) for index in range(4)]
     every = [run.training_key for run in whole.runs({})]
-    assert len(every) == 6  # the substitution shares the training of softmax
+    assert len(every) == 6  # softmax->log_n uses the models of softmax
     assert sorted(run.training_key for part in parts for run in part) == sorted(every)
     assert [len(part) for part in parts] == [2, 2, 1, 1]
     # Finishing a run does not move other runs to another shard.
@@ -246,7 +246,7 @@ def test_the_train_length_and_required_parameters_are_added() -> None:
     assert planned.lengths == (16, 64)
     names = [str(spec) for spec in planned.specs]
     assert names == ["cosformer(max_length=16384)", "topk(top_k=8)", "topk(top_k=3)"]
-    # `complete` accepts an unknown variant; plan_study rejects it.
+    # `complete` accepts unknown variants, because plan_study raises an error for them.
     assert complete(parse_spec("nosuch").train, 9).name == "nosuch"
 
 
@@ -318,7 +318,7 @@ def test_write_whole_replaces_a_file(tmp_path: Path) -> None:
 
 
 class Screen(io.StringIO):
-    """A terminal that keeps its output."""
+    """A text stream in memory that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -343,7 +343,7 @@ def test_progress_shows_a_bar_per_run_on_a_terminal(monkeypatch: pytest.MonkeyPa
 
 
 class Log(io.StringIO):
-    """A file that sets an event at each flush."""
+    """A text stream in memory. ``flush`` sets the event ``flushed``."""
 
     def __init__(self) -> None:
         super().__init__()

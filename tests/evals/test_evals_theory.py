@@ -31,7 +31,7 @@ def column(*values: float) -> Tensor:
 
 
 def row(variant: str, length: int, seed: int = 0, **more: Any) -> dict[str, Any]:
-    """A row as a run writes it. Arguments named head_… go into its curves."""
+    """A result row in the format of the evals, with arguments named head_… as curves."""
     curves = {f"head_{name}": [0.5] for name in FIGURES} | {
         name: values for name, values in more.items() if name.startswith("head_")
     }
@@ -129,7 +129,7 @@ def test_draws_are_sorted_and_uniform() -> None:
         assert u.shape == (16, n)
         assert ((u > 0) & (u < 1)).all()
         assert (u.diff(dim=1) < 0).all()
-        top = n / (n + 1)  # the mean of the largest of n uniform numbers
+        top = n / (n + 1)  # mean of the maximum of n uniform numbers
         assert 1 - u[:, 0].mean().item() == pytest.approx(1 - top, rel=0.15)
 
 
@@ -161,7 +161,7 @@ def test_tables_show_fits_and_bounds() -> None:
     rows += rows_of(
         "ssmax", lambda n: 1 / (1 + (n - 1) * n ** (-0.3 * 4)), seeds=2, learned={"s": [0.3]}
     )
-    # An inference-time substitution learns nothing, so s has its default.
+    # The parameter s of an inference-time substitution is not trained and has its default.
     s = 0.168
     rows += rows_of(
         "ssmax->ssmax(b=0)", lambda n: 1 / (1 + (n - 1) * n ** (-s * 9)), learned={"s": [0.3]}
@@ -264,9 +264,9 @@ def test_ranks_of_known_matrices() -> None:
     assert ranks.rank(torch.ones(4, 5, dtype=torch.float64)) == 1
     tiny = torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64))
     assert ranks.rank(tiny) == 2
-    assert ranks.rank(tiny.float()) == 1  # 1e-9 is below the tolerance for fp32
+    assert ranks.rank(tiny.float()) == 1  # fp32 tolerance is > 1e-9
     row, line = torch.rand(2, 6, dtype=torch.float64) + 0.1
-    assert ranks.log_rank(row[:, None] * line) == 2  # log a_i + log b_j
+    assert ranks.log_rank(row[:, None] * line) == 2  # the log of entry (i, j) is log a_i + log b_j
     assert ranks.log_rank(torch.eye(2)) is None
 
 
