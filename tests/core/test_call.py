@@ -50,9 +50,7 @@ def visible_by_hand(call: Call, **options: Any) -> Tensor:
 def options_for(queries: int, keys: int) -> list[dict[str, Any]]:
     mask = rand(2, 2, queries, keys, seed=1) > -0.3
     floats = rand(queries, keys, seed=2).float()
-    ids = (
-        rand(2, queries + keys, seed=3).round().long() * 10**12 - 5
-    )  # segment ids may be any int64
+    ids = rand(2, queries + keys, seed=3).round().long() * 10**12 - 5  # ids may be any int64
     segments = {"segment_ids": (ids[:, :queries], ids[:, queries:])}
     masks: list[dict[str, Any]] = [
         {},

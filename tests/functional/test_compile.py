@@ -123,7 +123,18 @@ def test_second_length_and_scale_compile(backend: str) -> None:
         assert torch.allclose(compiled(q, k, v, **options), attend(q, k, v, **options), atol=1e-6)
 
 
-LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)  # two to four blocks of 128 rows
+LENGTHS = (
+    140,
+    150,
+    200,
+    257,
+    300,
+    129,
+    380,
+    385,
+    131,
+    333,
+)  # Each length gives two to four blocks of 128 queries.
 
 
 def graphs_over(

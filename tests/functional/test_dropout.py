@@ -61,9 +61,7 @@ def test_seed_determines_the_draw(backend: str) -> None:
     assert not torch.equal(first, seeded(2, q, k, v, **options))
     torch.manual_seed(1)
     attnzoo.attention(q, k, v, **options)
-    assert not torch.equal(
-        first, attnzoo.attention(q, k, v, **options)
-    )  # the first call advanced the generator
+    assert not torch.equal(first, attnzoo.attention(q, k, v, **options))  # new generator state
 
 
 @both

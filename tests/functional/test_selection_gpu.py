@@ -117,9 +117,7 @@ class TestChoice:
         assert chosen("taylor") == "flash"
         assert chosen("taylor", qkv(d=16)) == "flash_linear"
         assert chosen("cosformer", qkv(dtype=torch.float64)) == "linear"
-        assert (
-            chosen("taylor", qkv(n=2**17)) == "linear"
-        )  # flash_linear would store 2145 features per token
+        assert chosen("taylor", qkv(n=2**17)) == "linear"  # flash_linear would store 2145 features
 
     def test_few_queries_against_many_keys_run_on_decode(self) -> None:
         def step(queries: int, keys: int = 4096, **kind: Any) -> list[Tensor]:
@@ -129,11 +127,11 @@ class TestChoice:
             for queries in (1, 16):
                 tensors = step(queries, kv_heads=2)
                 assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
-        # 17 queries of 4 heads per KV group do not fit into a tile; few keys are not split.
+        # decode is not chosen: 17 queries · 4 heads exceed its tile, and few keys need no split.
         assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
         assert chosen("sink", step(1, 512)) == "flash"
         assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
-        # Below 4096 keys, sdpa comes before decode: torch's fused softmax also splits the keys.
+        # Below 4096 keys, sdpa comes before decode, because sdpa also splits the keys.
         assert chosen("softmax", step(1, 2048)) == "sdpa"
         assert chosen("sink", step(1, 2048)) == "decode"
         assert chosen("adaptive_temperature", step(1, 2048)) == "decode"

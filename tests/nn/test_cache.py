@@ -62,7 +62,7 @@ def whole(variant: str, tensors: list[Tensor], **options: Any) -> Tensor:
 
 
 def left_padding() -> Tensor:
-    """A key mask that hides the first 0, 4 and 7 tokens of the three sequences."""
+    """Return a key mask that hides the first 0, 4 and 7 tokens of the three sequences."""
     keys = torch.arange(LENGTH)
     return torch.stack([keys >= pad for pad in (0, 4, 7)])[:, None, None]
 

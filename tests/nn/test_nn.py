@@ -84,7 +84,7 @@ def test_constructor_arguments_are_initial_values() -> None:
     attend = Attention("ssmax", 2, s=start, b=0.5, learn=("s",))
     assert attend.b == 0.5
     attend.s.data += 1
-    assert start.tolist() == pytest.approx([0.1, 0.2])  # the module copies the tensor
+    assert start.tolist() == pytest.approx([0.1, 0.2])  # the module has a copy of the tensor
     fixed = Attention("ssmax", 2, s=start, learn=())
     assert [name for name, _ in fixed.named_buffers()] == ["s"]
     assert "s" in fixed.state_dict()

@@ -86,7 +86,7 @@ def test_gradients_on_sdpa_and_linear(variant: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "tiled", "sdpa"])
 def test_adaptive_temperature_has_no_gradient_through_beta_by_default(backend: str) -> None:
-    """The gradient is that of softmax(β z) with a constant β."""
+    """The gradient equals that of softmax(β z) with a constant β."""
     q, k, v = (x.requires_grad_() for x in qkv(queries=1, keys=30))
     do = rand(2, 2, 1, 6, seed=8)
     out = attnzoo.attention(q, k, v, "adaptive_temperature", backend=backend)
@@ -120,7 +120,7 @@ def test_second_derivatives_on_tiled_raise_and_name_eager(variant: str) -> None:
     def twice() -> None:
         loss = run(*leaves, backend="tiled").square().sum()
         first = torch.autograd.grad(loss, leaves[0], create_graph=True)
-        # With allow_unused, a missing edge would count as zero, as in torch.autograd.functional.
+        # With allow_unused, a gradient missing from the graph would count as zero.
         torch.autograd.grad(first[0].square().sum(), leaves[1], allow_unused=True)
 
     with pytest.raises(RuntimeError, match="eager"):
