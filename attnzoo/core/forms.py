@@ -42,7 +42,7 @@ class Activation:
             None unless this is a family. The function may overwrite ``s``.
         slope: ``slope(s, φ, shape) -> φ'(s)``, elementwise.
         shape_slope: ``shape_slope(s, φ, shape) -> ∂φ/∂shape`` of a family; None otherwise.
-        vanishes: Whether φ(−∞) = 0. Backends then mask scores with −∞, else they mask φ.
+        vanishes: Whether φ(−∞) = 0, so that masked scores may be −∞. If not, backends mask φ.
         triton: The Triton implementation as "module:name", imported when a kernel needs it: a
             ``@triton.jit`` function of (x, shape) that returns (φ, φ') for x = ``unit`` · s. If
             ``vanishes``, both must be 0 at x = −∞. None: the kernels do not support φ.

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-_ROWS = 256  # rows of a dense mask that are counted at once
+_ROWS = 256  # number of rows of a dense mask to count at once
 
 
 def cut(tensor: Tensor, *slices: slice) -> Tensor:
@@ -165,8 +165,8 @@ class Visibility:
         )
 
     def caching(self) -> Self:
-        """A copy that caches counts, log_n, visible and distance; only for calls without mask,
-        ALiBi and segments. ``dataclasses.replace`` gives an object without the cache.
+        """A copy that caches counts, log_n, visible and distance. The call must have no mask, ALiBi
+        or segments. ``dataclasses.replace`` of the copy gives an object without the cache.
         """
         kept = replace(self)
         object.__setattr__(kept, "cache", {})

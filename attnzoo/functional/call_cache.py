@@ -67,7 +67,7 @@ class Entry(NamedTuple):
         if self.form_index < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)
         # With gradients, forms are computed even if the definition runs. The first call does so
-        # too, and both runs of a checkpoint must save the same number of tensors.
+        # too, and both runs under a checkpoint must save the same number of tensors.
         forms = self.variant.forms(call, **params)
         if tuple(map(_outline, forms)) != self.outlines:
             return None

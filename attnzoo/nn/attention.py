@@ -154,7 +154,7 @@ class Attention(nn.Module):
             number = check_value(what, spec, start, torch.float32)
             # The initial value stays on the CPU even for a module on meta, which would lose it.
             start = torch.full((self.num_heads,), number, dtype=torch.float32, device="cpu")
-            device = torch.empty(0).device  # the default device
+            device = torch.empty(0).device  # torch's current default device
         start = self._checked(spec, start).expand(self.num_heads)
         check_entries(what, spec, start, torch.float32)
         start = start.detach().clone().float()

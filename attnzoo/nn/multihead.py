@@ -61,7 +61,7 @@ class MultiheadAttention(nn.Module):
         ``is_causal=True`` works without a mask. Torch's fused encoder path is not used.
     """
 
-    # Torch's encoder layers read this before they use a fused softmax; False prevents that.
+    # Torch's encoder layers use their fused softmax only if this attribute is True.
     _qkv_same_embed_dim = False
 
     def __init__(
@@ -216,7 +216,7 @@ class MultiheadAttention(nn.Module):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         if need_weights and attn_mask is not None:
-            is_causal = False  # torch computes the weights from the mask, not from the hint
+            is_causal = False  # torch ignores the hint if it returns weights
         mask, causal = self._masks(key_padding_mask, attn_mask, is_causal, q, k)
         k, v = self._extended(k, v)
         options: AttentionKeywords = {"attn_mask": mask, "is_causal": causal}

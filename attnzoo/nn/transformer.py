@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws matrices with std 0.02; the last one of a residual branch, 0.02/√(2·depth)."""
+        """Draws matrices with std 0.02, the last one of each branch with std 0.02/√(2·depth)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends_branch = name.endswith(("out.weight", "down.weight"))
@@ -258,7 +258,7 @@ class _Layer(nn.Module):
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotates pair n, feature n of each half of a head's features, by angle n."""
+    """Rotates the features n and n + D/2 of each head by angle n."""
     (cos, sin), count = rotation, rotation.shape[-1]
     first, second = x.float().chunk(2, dim=-1)
     a, b = first[..., :count], second[..., :count]

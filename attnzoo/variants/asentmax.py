@@ -30,7 +30,7 @@ from attnzoo.variants.entmax import project15
 
 def gain(log_n: Tensor, beta: PerQuery, gamma: PerQuery, delta: PerQuery) -> Tensor:
     many = log_n > 0  # n > 1
-    # (log 1)^γ is 0, 1 or infinite, depending on γ: rows with n = 1 get no such term.
+    # (log 1)^γ is 0, 1 or infinite, depending on γ. Rows with n = 1 therefore omit β (log n)^γ.
     power = torch.where(many, log_n, torch.ones_like(log_n)) ** gamma
     return delta + torch.where(many, beta * power, torch.zeros_like(power))
 

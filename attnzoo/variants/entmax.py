@@ -70,7 +70,7 @@ def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
         return s
     s = s - call.hide(s).amax(-1, keepdim=True).detach()
     s = call.hide(s, fill=0.0)  # the sums below skip hidden keys
-    s = torch.maximum(s, -2 / (alpha.detach() - 1))  # −∞ becomes finite; its weight is 0
+    s = torch.maximum(s, -2 / (alpha.detach() - 1))  # raises −∞ to a finite score of weight 0
     visible = call.visible
 
     def weight_sum(tau: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def bisect(s: Tensor, call: Call, alpha: Tensor) -> Tensor:
 
     with torch.no_grad():
         low = torch.zeros_like(s[..., :1])  # the sum is >= 1, because φ(0) = 1
-        # A tensor: torch.compile would compile again for the logarithm of each new Python int.
+        # log_keys is a tensor, because torch.compile would recompile for each new Python int.
         log_keys = s.new_full((), call.keys).clamp(min=2).log()
         high = low - torch.expm1((1 - alpha) * log_keys) / (alpha - 1)
         for _ in range(80 if s.dtype == torch.float64 else 40):

@@ -171,7 +171,7 @@ def possible_names(model: Any, name: str) -> Iterator[str]:
 
 
 def implementations(model: Any) -> dict[str, str]:
-    """The attention implementations, keyed by name of the sub-config ("" is the model's own)."""
+    """Attention implementations, keyed by the sub-config's name ("" is the model's own config)."""
     own = {"": model.config._attn_implementation}
     subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
