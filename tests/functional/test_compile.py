@@ -123,18 +123,8 @@ def test_second_length_and_scale_compile(backend: str) -> None:
         assert torch.allclose(compiled(q, k, v, **options), attend(q, k, v, **options), atol=1e-6)
 
 
-LENGTHS = (
-    140,
-    150,
-    200,
-    257,
-    300,
-    129,
-    380,
-    385,
-    131,
-    333,
-)  # Each length gives two to four blocks of 128 queries.
+# Each length gives two to four blocks of 128 queries.
+LENGTHS = (140, 150, 200, 257, 300, 129, 380, 385, 131, 333)
 
 
 def graphs_over(

@@ -140,7 +140,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def relu(q: Tensor, k: Tensor, call: Any, p: Any) -> Tensor:
-    """ReLU(z)^p / n."""
+    """Return the weights ReLU(z)^p / n."""
     z = (call.scores(q, k) + call.bias).relu()
     inside = torch.where(z > 0, z, 1.0) ** p * (z > 0)
     return (inside / call.counts.clamp(min=1)[..., None]).masked_fill(~call.visible, 0.0)

@@ -242,7 +242,7 @@ def test_flash_on_a_cpu_without_the_interpreter_raises() -> None:
 
 
 def test_call_on_a_cpu_does_not_import_triton() -> None:
-    """The process runs every variant with few and with many scores, forward and backward."""
+    """A new process runs each variant with few and with many scores, forward and backward."""
     text = output_of(
         "import sys, torch, attnzoo\n"
         "required = {'cosformer': {'max_length': 256}, 'topk': {'top_k': 5}}\n"

@@ -86,7 +86,7 @@ def test_softmax_keeps_generated_tokens(make: Any, options: dict[str, Any]) -> N
 
 @every_variant
 def test_every_variant_generates_the_same_with_and_without_cache(variant: str) -> None:
-    """The test uses left padding and a dynamic cache, a static cache or beam search."""
+    """The prompts have left padding. Caches are dynamic, static, or those of a beam search."""
     model = convert(llama(), variant, **params_of(variant))
     uncached = generate(model, use_cache=False)
     assert torch.equal(generate(model), uncached)
