@@ -53,7 +53,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal output and final state, from the initial state ``sums``, as `linear.scan`."""
+    """Return the causal output and the final state, from the state ``sums``, as `linear.scan`."""
     call, k, v, sums = linear.prepare(call, k, v, sums)
     v = _values(v, call)
     keyless, lead = linear.offsets(call)
@@ -89,12 +89,12 @@ def _widest(call: Call) -> int:
 
 
 def _values(v: Tensor, call: Call) -> Tensor:
-    """v with 0 for masked keys, because NaN times a feature of 0 would be NaN."""
+    """Return v with 0 for masked keys, because NaN times a feature of 0 would be NaN."""
     return v if call.mask is None else v.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
 
 
 def _keys(k: Tensor, call: Call, form: Linear) -> Tensor:
-    """ψ(k), with features 0 for masked keys, which removes them from every sum."""
+    """Return ψ(k). The features of masked keys are 0, so that these keys add 0 to every sum."""
     y = _features(1.0, k, call.key_positions, call, form)
     if call.mask is None:
         return y
@@ -106,10 +106,10 @@ def _features(scale: float, x: Tensor, at: Tensor, call: Call, form: Linear) -> 
 
     def make(x: Tensor) -> Tensor:
         made = form.features(scale * x.to(call.dtype), at).to(dtype)
-        # Padded so that each row begins at a multiple of 16 bytes. Features of 0 add nothing.
+        # Features are padded with 0 so that each row begins at a multiple of 16 bytes.
         return pad(made, (0, -made.shape[-1] % 8)).contiguous()
 
-    # Checkpointed: the backward recomputes intermediate results from x.
+    # A checkpoint lets the backward recompute intermediate results from x.
     run: Any = checkpoint(make, x, use_reentrant=False) if call.needs_grad else make(x)
     return run
 

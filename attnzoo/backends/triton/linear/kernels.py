@@ -8,8 +8,8 @@ With features x = ψ(q), y = ψ(k), and v' = [v, 1], whose last column gives the
     dv_j = y_j R_c + Σ_{i ≥ j in c} (y_j·x_i)/Z_i dO_i,  R_c = R_0 + Σ_{i after c} x_i g_iᵀ / Z_i
     dy_j = v'_j R_cᵀ + Σ_{i ≥ j in c} (g_i·v'_j)/Z_i x_i
 
-`linear_states` computes S. Run from the last chunk to the first, with features x/Z and values g, it
-computes R. It has one program per (batch, key/value head, span of chunks, block of features). The
+`linear_states` computes S. It also computes R, from the last chunk to the first, with features x/Z
+and values g. It has one program per (batch, key/value head, span of chunks, block of features). The
 other kernels have one program per chunk of tokens and head (`linear_output`, `linear_dx`) or
 key/value head (`linear_dv`, `linear_dy`, the latter also per block of features). A program reads
 the state, features and values of its chunk, and writes the chunk's result. Without CAUSAL all
@@ -31,7 +31,7 @@ from attnzoo.backends.triton.common.tile import dot
 
 @triton.jit
 def load(base, rows, columns, count, WIDTH: tl.constexpr):
-    """[rows, columns] of a contiguous matrix (count, WIDTH), 0 outside it."""
+    """Load the entries [rows, columns] of a contiguous matrix (count, WIDTH), 0 outside it."""
     inside = (rows < count)[:, None] & (columns < WIDTH)[None, :]
     at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     return tl.load(base + at, mask=inside, other=0.0)
@@ -46,7 +46,7 @@ def store(base, rows, columns, count, WIDTH: tl.constexpr, value):
 
 @triton.jit
 def load_state(at, f, d, F: tl.constexpr, DV: tl.constexpr):
-    """Returns the columns of values [BF, BDv], and the column for v' = 1 [BF]."""
+    """Return the columns of values [BF, BDv] of a state, and the column for v' = 1 [BF]."""
     RD: tl.constexpr = (DV + 3) // 4 * 4
     inside = (f < F)[:, None] & (d < DV)[None, :]
     s = tl.load(at + f[:, None] * (RD + 4) + d[None, :], mask=inside, other=0.0)
@@ -55,7 +55,7 @@ def load_state(at, f, d, F: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def store_state(at, f, d, s, last, F: tl.constexpr, DV: tl.constexpr):
-    """s must be 0 in the columns beyond DV, because they are written as padding."""
+    """Store a state. Columns of s beyond DV must be 0, because they are written as padding."""
     RD: tl.constexpr = (DV + 3) // 4 * 4
     inside = (f < F)[:, None] & (d < RD)[None, :]
     tl.store(at + f[:, None] * (RD + 4) + d[None, :], s, mask=inside)

@@ -22,14 +22,14 @@ from attnzoo.backends.triton.common.launch import Launch, interpreted, padded
 from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import width
 
-# Chunks per program if only the final state is needed.
+# Chunks per program of `linear_states` if only the final state is needed.
 SPAN = 16
 
 Stats = tuple[Tensor, Tensor]  # per-query vectors Z and δ
 
 
 def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
-    """The arguments and configuration for a kernel over features x (B, H, N, F); dim is Dv."""
+    """Return arguments and configuration of a kernel over features x (B, H, N, F); dim is Dv."""
     config = linear_config(kernel, arch, 8 * x.element_size())
     if arch == 0 and x.shape[3] > 512:
         config = config._replace(block_n=4096)  # fewer blocks for the interpreter
@@ -42,12 +42,12 @@ def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any]
 
 
 def chunk_length(y: Tensor) -> int:
-    """Tokens per chunk. The same on any GPU, because fake functions need it without one."""
+    """Tokens per chunk. It must not depend on the GPU, because fake functions run without one."""
     return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
 
 
 def _blocks(x: Tensor, config: Config) -> tuple[int, int]:
-    """Number of chunks of tokens, and of blocks of features."""
+    """Return the number of chunks of tokens, and the number of blocks of features."""
     return triton.cdiv(x.shape[2], config.block_m), triton.cdiv(x.shape[3], config.block_n)
 
 
@@ -55,11 +55,11 @@ def describe_states(
     x: Tensor, y: Tensor, first: Tensor | None, stats: Stats | None, kv_heads: int, keep: bool,
     arch: int,
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
-    """Returns the launch, the states before each chunk, and the sums over each span of chunks.
+    """Return the launch, the states before each chunk, and the sums over each span of chunks.
 
-    x are features (B, H, N, F), y values (B, H, N, Dv). States: (B, Hkv, chunks, F, WIDTH), empty
-    without ``keep``. Sums: (B, Hkv, spans, F, WIDTH); over all spans they add up to the final
-    state. With ``stats`` the states are R of the backward, from the last chunk to the first.
+    x are features (B, H, N, F), y values (B, H, N, Dv). The states are (B, Hkv, chunks, F, WIDTH),
+    or empty without ``keep``. The sums are (B, Hkv, spans, F, WIDTH) and add up to the final state.
+    With ``stats`` the states are R of the backward, from the last chunk to the first.
     """
     args, config = _common("states back" if stats else "states", x, y.shape[3], arch)
     (chunks, features), batch = _blocks(x, config), x.shape[0]
@@ -81,7 +81,7 @@ def describe_output(
     x: Tensor, y: Tensor | None, v: Tensor | None, kept: Tensor, dim: int, dtype: torch.dtype,
     arch: int,
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
-    """Returns the launch, o and Z. ``kept``: one state per chunk; only one if y and v are None."""
+    """Return the launch, o and Z. ``kept``: one state per chunk, or one in all without y and v."""
     batch, heads, length, _ = x.shape
     out = x.new_empty(batch, heads, length, dim, dtype=dtype)
     z = x.new_empty(batch, heads, length, dtype=torch.float32)
@@ -112,7 +112,7 @@ def describe_dy_dv(
     x: Tensor | None, y: Tensor, v: Tensor, do: Tensor | None, kept: Tensor, stats: Stats | None,
     arch: int,
 ) -> tuple[tuple[Launch, Launch], Tensor, Tensor]:  # fmt: skip
-    """Returns the launches, dy and dv. ``kept``: R of each chunk; a single R if x is None.
+    """Return the launches, dy and dv. ``kept``: R of each chunk, or a single R if x is None.
 
     x, do and stats are None in the backward of `linear_state`, where only R contributes.
     """

@@ -1,7 +1,8 @@
 """The kernels of linear forms as PyTorch operators, with fake functions and first derivatives.
 
-`linear_state` computes the state after some keys, `linear_read` the output of queries that all
-read one state, `linear_causal` the causal output and the final state. Shapes are as in ``launch``.
+`linear_state` computes the state after the given keys. `linear_read` computes the output of queries
+that all read one state. `linear_causal` computes the causal output and the final state. Shapes are
+as in ``launch``.
 A denominator Z of 0 is returned as 1. Triton is imported by the first call that runs a kernel.
 """
 
@@ -27,7 +28,7 @@ def _delta(do: Tensor, out: Tensor) -> Tensor:
 
 @operator
 def linear_state(*, y: Tensor, v: Tensor, first: Tensor | None) -> Tensor:
-    """first + Σ_j y_j [v_j, 1]ᵀ."""
+    """Return the state ``first`` + Σ_j y_j [v_j, 1]ᵀ."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
@@ -66,7 +67,7 @@ class Read(NamedTuple):
 
 @operator
 def linear_read(*, x: Tensor, state: Tensor, value_dim: int, dtype: torch.dtype) -> Read:
-    """o and Z of queries that all read one state."""
+    """Return o and Z of queries that all read one state."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
@@ -100,7 +101,7 @@ def linear_read_backward(
 
 
 class Scanned(NamedTuple):
-    """o, Z, the state before each chunk, and the state after the last one."""
+    """o, Z, the state before each chunk, and the state after the last chunk."""
 
     out: Tensor
     z: Tensor
@@ -110,7 +111,7 @@ class Scanned(NamedTuple):
 
 @operator
 def linear_causal(*, x: Tensor, y: Tensor, v: Tensor, first: Tensor | None) -> Scanned:
-    """Output in which query i attends to the keys j ≤ i, from the initial state ``first``."""
+    """Attend causally: query i to the keys j ≤ i and to the keys in the state ``first``."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 

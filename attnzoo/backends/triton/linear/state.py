@@ -8,16 +8,16 @@ from torch.nn.functional import pad
 
 
 def width(value_dim: int) -> int:
-    """Number of columns: values, then the normalizer, each padded to a multiple of four."""
+    """Columns of a state: values, then the normalizer, each padded to a multiple of four."""
     return (value_dim + 3) // 4 * 4 + 4
 
 
 def pack(sums: Tensor, value_dim: int) -> Tensor:
-    """Converts sums (…, F, Dv + 1) to the kernels' layout (…, F, `width`)."""
+    """Convert sums (…, F, Dv + 1) to the kernels' layout (…, F, `width`)."""
     values, normalizer = sums[..., :-1], sums[..., -1:]
     return torch.cat([pad(values, (0, -value_dim % 4)), pad(normalizer, (0, 3))], dim=-1)
 
 
 def unpack(state: Tensor, value_dim: int) -> Tensor:
-    """The inverse of `pack`."""
+    """Convert a state (…, F, `width`) back to sums (…, F, Dv + 1)."""
     return torch.cat([state[..., :value_dim], state[..., -4:-3]], dim=-1)
