@@ -2,9 +2,9 @@
 
 Each worker is spawned with one torch thread and sends its results after each eval length. Only the
 parent writes result files. If a worker dies, its pipe closes and the parent repeats its run. If the
-repeated run dies at the same length, its exit code decides. SIGKILL probably means that memory ran
-out: the rows of this length get the status "oom" (all rows if it died in training). Any other exit
-code fails the run.
+repeated run is killed by SIGKILL at the same length, memory probably ran out: the rows of this
+length get the status "oom" (all rows if the run died in training). If the repeated run dies there
+with any other exit code, the run counts as failed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Pool:
     """Executes runs on worker processes. A failed run does not end the others."""
 
     def __init__(self, contexts: list[Context], listener: Listener, progress: Progress) -> None:
-        self.contexts = contexts  # one per worker
+        self.contexts = contexts  # one for each worker
         self.listener = listener
         self.progress = progress
         self.failures: list[Failure] = []

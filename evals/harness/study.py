@@ -40,7 +40,7 @@ def key_of(identity: Mapping[str, object]) -> str:
 
 
 class RowSpec(NamedTuple):
-    """The variant, encoding, seed and eval length of one result row."""
+    """The variant, position encoding, seed and eval length of one result row."""
 
     spec: Spec
     positions: str
@@ -52,9 +52,9 @@ class RowSpec(NamedTuple):
 class Study:
     """The runs of one task.
 
-    plugins: the names of a plugin's variants and tasks, each with the hash of its file; a changed
-    file gives other keys. left_out: the unsupported pairs of variant and position encoding, each
-    with the reason.
+    plugins: the hash of the plugin file by name of each variant and task in it; a changed file
+    changes the keys. left_out: the reason for each unsupported pair of variant and position
+    encoding.
     """
 
     task: Task

@@ -18,7 +18,7 @@ from evals.task import Metric
 class Change:
     """One series at one length in A and B.
 
-    gain: positive if B is better; None if B lacks a seed of A. problem: the reason for None.
+    gain: positive if B is better; None if B lacks a seed of A. problem: why gain is None.
     """
 
     task: str

@@ -69,7 +69,7 @@ class Scores:
 
     @property
     def title(self) -> str:
-        """A description of the table in sentences."""
+        """The text above the table: task, metric, number of seeds, train length and chance."""
         name = f"{self.task.name} ({self.distinction})" if self.distinction else self.task.name
         seeds = "One seed" if self.seeds == 1 else f"Mean of {self.seeds} seeds"
         interval = "" if self.seeds == 1 else " (95 % bootstrap interval)"

@@ -122,7 +122,7 @@ class Group:
         return self.rows[0]["chance"]
 
     def of(self, series: Series) -> list[Point]:
-        """The points of a series, by length."""
+        """The points of a series in the order of their lengths."""
         return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
 
     def name(self, series: Series) -> str:
