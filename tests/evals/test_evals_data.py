@@ -1,4 +1,4 @@
-"""max-retrieval and needle: data, model, metrics, training and evaluation."""
+"""The tasks max-retrieval and needle: data, model, metrics, training and evaluation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_max_retrieval_data_are_uniform() -> None:
     assert batch.features.var().item() == pytest.approx(1 / 12, abs=0.002)
     assert batch.features.max() < 1
     assert batch.features.min() >= 0
-    # The label is the class of the largest item. It is uniform over 10 classes.
+    # The label, which is the class of the largest item, is uniform over 10 classes.
     assert batch.label.bincount(minlength=10).max() < 260
     drawn = lengths(0, 5, [16] * 6000)
     assert set(drawn) == set(range(5, 17))

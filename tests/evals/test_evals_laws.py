@@ -110,7 +110,7 @@ def test_jacobian_laws_are_exact() -> None:
     assert all(point.deviation < 1e-12 for point in points)
 
 
-# ---- plugins
+# ---- laws of plugins
 
 PLUGIN = """
 import attnzoo

@@ -1,6 +1,6 @@
 """Loggers get the training loss and the metrics at each length.
 
-Stubs that record calls replace TensorBoard and wandb.
+The tests replace TensorBoard and wandb by stubs that record calls.
 """
 
 from __future__ import annotations

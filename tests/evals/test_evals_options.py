@@ -1,4 +1,4 @@
-"""Options from files, the command line and launchers."""
+"""Options are read from files, the command line and launchers."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ FLAGS = (
 
 @pytest.fixture
 def browser(tmp_path: Path, drawn: list[Shown]) -> Iterator[webdriver.Chrome]:
-    """Chromium with the page opened from disk."""
+    """A Chromium driver that has opened the report from disk."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
     for flag in (*FLAGS, f"user-data-dir={tmp_path / 'profile'}"):

@@ -92,7 +92,7 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
     assert float(line["accuracy_minus_softmax"]) == pytest.approx(gain, abs=1e-5)
     assert [float(line[f"accuracy_{end}"]) for end in ("low", "high")] == pytest.approx(
         [min(found), max(found)], rel=1e-5
-    )  # of the 4 resamples of two seeds, one is twice the minimum, one twice the maximum
+    )  # of 4 resamples, one has the minimum as its mean and one the maximum
     for name in ("accuracy.png", "max_weight.png", "best_keys.png"):
         assert (undisturbed / TASK / name).read_bytes()[:4] == b"\x89PNG"
     assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()
@@ -132,7 +132,7 @@ def test_a_truncated_last_line_repeats_one_evaluation_without_training(
     rows, wanted = (out / TASK / "rows.jsonl"), (out / TASK / "summary.csv").read_bytes()
     rows.write_bytes(rows.read_bytes()[:-20])
     (out / TASK / "summary.csv").unlink()
-    monkeypatch.setattr(runs, "train", None)  # training is not needed: models are on disk
+    monkeypatch.setattr(runs, "train", None)  # models are on disk, so no run is trained
     assert main([*SMALL, "--workers", "0", "--out", str(out), "--verbose"]) == 0
     assert (out / TASK / "summary.csv").read_bytes() == wanted
     text = capsys.readouterr().out

@@ -42,7 +42,7 @@ def ranked(numbers: list[int]) -> list[int]:
     return sorted(range(len(numbers)), key=numbers.__getitem__)
 
 
-# ---- data by hand
+# ---- expected data
 
 
 def test_mqar_has_all_pairs_and_then_each_key_once() -> None:
@@ -160,7 +160,7 @@ def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
         SEQUENCES[name].batch(0, "test", length, 0, 1, SMOKE[name])
 
 
-# ---- oracles and chance
+# ---- scores of correct answers and random guesses
 
 
 def solve(name: str, tokens: list[int]) -> Iterator[int]:
@@ -193,7 +193,7 @@ SPLITS = [
     (name, split)
     for name, task in SEQUENCES.items()
     for split in task.splits.values()
-    if (name, split) != ("language-model", "test")  # there is no oracle for text
+    if (name, split) != ("language-model", "test")  # no correct answers known
 ]
 
 
@@ -335,7 +335,7 @@ def test_head_metrics_by_hand() -> None:
     assert found["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
     assert found["head_entropy"] == pytest.approx(-(p * p.log()).sum().item() / math.log(3))
     assert found["head_range"] == pytest.approx(3)
-    assert found["head_bound"] == 1  # min(1, e³ / 3)
+    assert found["head_bound"] == 1  # = min(1, e³ / 3)
     assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
     jacobian = torch.diag(p) - torch.outer(p, p)
     assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())

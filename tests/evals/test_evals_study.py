@@ -1,4 +1,4 @@
-"""Specs, invalid options, keys, shards, result files and the progress display."""
+"""Study plans: variant specs, invalid options, run keys, shards, result files, progress."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_progress_prints_lines_without_a_terminal() -> None:
     assert re.fullmatch(line, text.splitlines()[-1])
     assert "[1/4] softmax seed 0: done after 0:0" in text
     assert "█" not in text
-    assert log.getvalue() == text  # nothing is printed after close
+    assert log.getvalue() == text  # after close nothing is printed
     quiet = Log()
     progress = Progress(4, quiet, every=0.001)
     progress.update("softmax seed 0", 0.5, "n = 64")

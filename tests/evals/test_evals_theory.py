@@ -1,4 +1,4 @@
-"""Theory and measurement: fits of synthetic heads, bounds, tables and ranks."""
+"""Theory compared with measurements: fits of synthetic heads, bounds, tables and ranks."""
 
 from __future__ import annotations
 
