@@ -253,7 +253,7 @@ PACKAGES = {"benchmarks/harness/report.py", "benchmarks/suites/attention.py"}
 
 @pytest.mark.parametrize("path", ALL, ids=module_name)
 def test_general_code_names_no_variant(path: Path) -> None:
-    """The name softmax, docstrings, and the files listed above or in evals/tasks are exempt."""
+    """Softmax, docstrings, attnzoo/variants, evals/tasks and the files listed above are exempt."""
     place = path.relative_to(ROOT).as_posix()
     if place in ABOUT_VARIANTS | PACKAGES or place.startswith(
         ("attnzoo/variants/", "evals/tasks/")
