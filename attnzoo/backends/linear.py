@@ -138,7 +138,7 @@ def prepare(
 
 
 def offsets(call: Call) -> tuple[int, int]:
-    """Number of queries before the first key; number of keys before the first query after it."""
+    """Return how many queries precede all keys, and how many keys precede all other queries."""
     keyless = min(call.queries, max(0, call.key_origin - call.query_origin))
     return keyless, call.keys - (call.queries - keyless)
 

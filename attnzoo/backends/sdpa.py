@@ -63,9 +63,10 @@ def _unsupported_call(call: Call) -> str | None:
 
 
 def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask for torch, and a mask of the queries without visible keys, or None twice.
+    """Return the mask for torch, and a mask of the queries without visible keys.
 
-    In the mask for torch, queries without visible keys see all keys.
+    Torch never gets a query without keys: in the first mask such queries see all keys. Both masks
+    are None if the call has no mask.
     """
     if call.mask is None:
         return None, None
@@ -91,8 +92,9 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
     """Return q and k without NaN, and a mask [B, H, Nq, 1] of queries with a visible NaN score.
 
     With fewer keys than a vector register holds, torch's fused CPU kernel treats a query whose
-    scores are all NaN like a query without keys. It also hides keys by adding −∞, which does not
-    remove NaN. The sum over q and k is the cheapest test. If nothing is removed, the mask is None.
+    scores are all NaN like a query without keys. The kernel also hides keys by adding −∞, which
+    does not remove NaN. The sum over q and k is the cheapest test for NaN. If nothing is removed,
+    the mask is None.
     """
     if call.device.type != "cpu" or (call.mask is None and call.keys >= WIDER_THAN_A_VECTOR):
         return q, k, None
@@ -130,7 +132,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         q = (call.per_query(gain).unsqueeze(-1) * q.to(call.dtype)).to(call.input_dtype)
     q, scale = _positive_scale(q, call)
     q, k, spoiled = _remove_nan(q, k, call)
-    # Torch's fused CPU kernel falls back to dense math on a strided last dimension.
+    # Torch's fused CPU kernel falls back to dense math if the last dimension is strided.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mask, empty = _mask(call)
     # A single query sees all keys. is_causal is set in branches, because under torch.compile a

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnzoo.core.forms import Activation
 
-FAST = (1.5, 2.0)  # values of α with a specialized step
+FAST = (1.5, 2.0)  # values of α for which `_fast_step` is used
 MAX_STEPS = 100
 
 

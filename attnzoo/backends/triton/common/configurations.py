@@ -46,8 +46,8 @@ SHARED = {80: 101_376, 90: 232_448, 100: 232_448}
 
 # Configurations for head dimensions up to 64, 128 and 256.
 ByHeadDim = tuple[Config, ...]
-# A tf32x3 product keeps its left operand in registers twice. Above a head dimension of 64 it must
-# be computed in parts.
+# A tf32x3 product keeps its left operand in registers twice. Above a head dimension of 64 the
+# product must be computed in parts.
 FP32: dict[str, ByHeadDim] = {
     "forward": (Config(64, 32, 8, 2), Config(64, 32, 8, 1, 32), Config(32, 32, 8, 1, 32)),
     "dq": (Config(16, 32, 8, 1), Config(32, 32, 8, 1, 32), Config(16, 32, 8, 1, 32)),
@@ -153,8 +153,8 @@ def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Conf
 def map_tile(head_dim: int, bits: int, several: bool) -> tuple[int, int]:
     """Queries and keys per tile in the map of blocks with nonzero weights.
 
-    The tile determines the size of the map, so it must not depend on the device. It is taken from
-    the entries of "threshold", which have the same block sizes on all architectures.
+    The tile determines the size of the map, so the tile must not depend on the device. Its size is
+    the block size of the "threshold" entries, which is the same on all architectures.
     """
     config = of_dim(TABLE[80, bits]["threshold several" if several else "threshold"], head_dim)
     return config.block_m, config.block_n
@@ -184,8 +184,9 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
     return LINEAR[bits][kernel]
 
 
-# Kernels of `decode`, by bits of an element. Reading the keys dominates the time, so several blocks
-# are loaded ahead. "safe" covers "several", "unaligned", a mask per head, and tiles of many rows.
+# Kernels of `decode`, by bits of an element. Reading the keys takes most of the time, so several
+# blocks are loaded ahead. "safe" is used for "several", "unaligned", a mask per head, and tiles of
+# many rows.
 DECODE: dict[int, dict[str, ByHeadDim]] = {
     16: {
         "": (Config(16, 128, 4, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 3)),

@@ -219,7 +219,7 @@ def decode_stats(m, z, t, lse, entropy, group, queries, splits):
     peaks = tl.load(m + at, mask=inside, other=float("-inf"))
     top = tl.max(peaks, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    # A split without keys has Z = T = 0, so with any finite shift it adds 0 to the sums.
+    # A split without keys has Z = T = 0 and adds 0 to the sums, whatever finite shift is used.
     shift = tl.maximum(peaks - base[:, None], -200.0)
     decay = tl.exp2(shift)
     sums = tl.load(z + at, mask=inside, other=0.0)

@@ -34,8 +34,8 @@ from attnzoo.backends.triton.decode import kernels
 LEAST_KEYS = 256
 # Programs per multiprocessor, if there are enough keys.
 PER_PROCESSOR = 2
-# Unit of `key_range`. It does not depend on the kernel's block size, because fake functions need
-# the sizes of results without a device.
+# Unit of `key_range`, in keys. The unit must not depend on the kernel's block size, because fake
+# functions need the sizes of results without a device.
 KEYS = 128
 # Scores per iteration of the threshold kernel.
 SCORES = 2048

@@ -90,7 +90,7 @@ def _add_keys(
 def add_scores(m, z, t, s):
     """Return m, Z and T [BM], updated with scores s [BM, BN] that are −∞ for hidden keys."""
     m_new = tl.maximum(m, tl.max(s, 1))
-    # Until a query sees a key, base is 0, because −∞ − (−∞) would be NaN.
+    # base is 0 for a query that has not seen a key yet: −∞ − (−∞) would be NaN.
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     shift = tl.where(m == float("-inf"), 0.0, m - base)
     # exp2(−200) is 0 in fp32. The clamp avoids x · p = −∞ · 0, which is NaN.

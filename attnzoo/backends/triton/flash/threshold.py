@@ -84,7 +84,7 @@ def threshold(
         peak = tl.max(s, 1)
         m = tl.maximum(m, peak)
         has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32), 1))
-        # Compare s − m with −1/(α−1), because m − 1/(α−1) may round to m for a large m.
+        # s − m is compared with −1/(α−1), because m − 1/(α−1) may round to m for a large m.
         alive = tl.max((s - m[:, None] > (-1.0 / a)[:, None]).to(tl.int32))
         tl.store(blocks + kept, n, mask=alive > 0)
         kept += alive
