@@ -162,7 +162,7 @@ def dropout_factors(variant: str, backend: str, inputs: Inputs) -> Tensor | floa
     with torch.no_grad():
         _, arguments = inputs.arguments()
         batch, kv_heads, keys, _ = arguments["k"].shape
-        # Multiplying by 3e4 keeps small weights from underflowing to 0 in fp16.
+        # The factor 3e4 keeps small weights from underflowing to 0 in fp16.
         eye = 3e4 * torch.eye(keys, dtype=arguments["k"].dtype)
         eye = eye.expand(batch, kv_heads, keys, keys)
         arguments.update(v=eye, return_lse=False)
@@ -189,7 +189,7 @@ def reference(variant: str, inputs: Inputs, keep: Tensor | float = 1.0) -> dict[
 def prepared(
     variant: str, backend: str, arguments: dict[str, Any], inputs: Inputs, keep: Tensor | float
 ) -> Problem:
-    """The call in fp64, after the library's validation and planning."""
+    """The call as a `Problem` in fp64. The library first validates and plans the call."""
     arguments = {**arguments, "dropout_p": 0.0}
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, variant, arguments)
@@ -268,7 +268,7 @@ def disagreements(
     keep: Tensor | float = 1.0,
     gradients: bool = True,
 ) -> list[str]:
-    """Runs the backend and returns one message for each result outside its bounds."""
+    """Runs the backend and returns one message for each result with an error above its bound."""
     found = (by_backend if gradients else outputs)(variant, backend, inputs)
     exact = reference(variant, inputs, keep) if exact is None else exact
     exact = {name: exact[name] for name in found}
@@ -292,7 +292,7 @@ def violations(
             messages.append(f"{backend}: {name}: −inf in the wrong places")
             continue
         error = (have - want).masked_fill(hidden, 0.0).abs()
-        # Written as "not <=" so that NaN counts as outside.
+        # The comparison is "not <=", so that NaN counts as a violation.
         outside = ~(error <= most.masked_fill(hidden, 0.0))
         if bool(outside.any()):
             ratio = (error / most).where(outside, 0.0).nan_to_num(float("inf"), float("inf"))

@@ -101,7 +101,7 @@ class Approx:
     def map(self, f: Callable[[Tensor], Tensor], times: float, size: Tensor) -> Approx:
         """f(x), computed in ``times`` operations on numbers as large as ``size``.
 
-        f is monotone or smooth on x ± error.
+        The bound requires that f is monotone or smooth on x ± error.
         """
         value = f(self.value)
         ends = (f(self.value + sign * self.error) for sign in (-1, 1))

@@ -135,7 +135,7 @@ VARIANTS = attnzoo.list_variants()
 
 
 def params_of(variant: str, length: int = 256) -> dict[str, Any]:
-    """The required parameters of a call, for sequences of up to ``length`` keys."""
+    """The variant's required parameters for calls with up to ``length`` keys, by name."""
     found = attnzoo.get_variant(variant)
     required = [param.name for param in found.params if param.default is attnzoo.REQUIRED]
     example = found.example(length) if found.example and required else {}

@@ -17,7 +17,7 @@ from helpers.kernel_paths import Level, path_of
 
 RUNS = None  # a table entry without a reason: the backend runs the call
 
-# Variant × backend, for a plain call.
+# For each variant and backend, the table gives `RUNS` or the reason why a plain call is rejected.
 NO_LINEAR = "no linear form"
 NO_PAIRWISE = "no pairwise form"
 NO_SINK = "does not support a sink"
@@ -62,7 +62,7 @@ for _reasons in VARIANT_BACKENDS.values():
     _reasons["decode"] = _reasons["flash"]
 
 FLASH = [name for name, reasons in VARIANT_BACKENDS.items() if reasons["flash"] is RUNS]
-KERNELS = ("flash", "decode", "flash_linear")  # in Triton, run by its interpreter in tests
+KERNELS = ("flash", "decode", "flash_linear")  # Triton backends; tests use Triton's interpreter
 FORWARD_ONLY = ("decode",)
 
 
@@ -73,7 +73,7 @@ def backends_of(variant: str) -> list[str]:
 
 
 def marked(*values: str) -> Any:
-    """Test parameters, marked ``interpreter`` if a kernel backend is among them."""
+    """Test parameters, with the mark ``interpreter`` if one of them is a Triton backend."""
     marks = [pytest.mark.interpreter] if {*KERNELS} & {*values} else []
     return pytest.param(*values, marks=marks, id="-".join(values))
 
@@ -110,7 +110,7 @@ def precise(backend: str) -> torch.dtype:
     return torch.float32 if backend in KERNELS else torch.float64
 
 
-# Feature of a call × backend. ``features.py`` makes the calls.
+# For each feature of a call and backend, the table gives `RUNS` or the reason for the rejection.
 NOT_BOTH = "does not support attn_mask together with is_causal"
 CONSTANT_MASK = "does not support a gradient for a float mask"
 FORGET = "a state cannot forget keys"

@@ -24,7 +24,7 @@ def covering(factors: Factors, allowed: Callable[[Row], bool], seed: int = 0) ->
         factors: pairs of a factor's name and its levels.
         allowed: whether a row is allowed. It is also called with partial rows, and must reject one
             only if no full row with these settings is allowed.
-        seed: of the random order in which factors are filled in.
+        seed: the seed of the random order in which factors get their levels.
 
     Raises:
         ValueError: an allowed pair occurs in no allowed row.

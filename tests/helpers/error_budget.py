@@ -186,12 +186,12 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
 
 
 def shared(x: Approx, call: Call) -> Approx:
-    """The sum over the query heads that share a key/value head."""
+    """``x`` summed over the query heads that share a key/value head."""
     return x.unflatten(1, (call.kv_heads, call.group)).sum(2)
 
 
 def largest(s: Tensor) -> Tensor:
-    """The largest absolute value of each row, (..., 1)."""
+    """The largest absolute value over the last dimension, (..., 1)."""
     return s.abs().amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
 
 

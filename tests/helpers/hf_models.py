@@ -83,7 +83,7 @@ def batch(model: Any) -> dict[str, Tensor]:
 
 
 def outputs(model: Any, **options: Any) -> Tensor:
-    """The model's first output, without padding tokens."""
+    """The model's first output at all tokens that are not padding."""
     given = batch(model)
     out = model(**given, **options)[0]
     return out if "attention_mask" not in given else out[given["attention_mask"].bool()]
