@@ -76,7 +76,7 @@ def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """Supported (variant, backend) pairs. All but one pair per Triton backend are marked slow."""
+    """Supported (variant, backend) pairs. A Triton backend has one quick pair, others are slow."""
     for backend in LISTED:
         variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
         for variant in variants:
@@ -94,7 +94,7 @@ def runs() -> Iterator[Any]:
 @pytest.mark.parametrize("name", FEATURE_BACKENDS)
 def test_features_run_or_raise_as_listed(name: str, variant: str, backend: str) -> None:
     unsupported = name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]
-    # If neither the variant nor the backend supports it, the error gives the variant's reason.
+    # If neither the variant nor the backend supports a feature, the error has the variant's reason.
     reason = VARIANT_UNSUPPORTED[name][1] if unsupported else FEATURE_BACKENDS[name][backend]
     gradient = backend not in FORWARD_ONLY or name.endswith("with gradient")
     check(reason, feature(name, gradient), variant, backend)

@@ -74,7 +74,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> Non
 def test_a_dropped_factor_is_caught(
     backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gain is 1 in pairwise forms, and the scale is 1 in linear forms."""
+    """The bug sets the gain of pairwise forms, or the scale of linear forms, to 1."""
 
     def drop(call: Any, form: Any) -> tuple[Any, Any]:
         if isinstance(form, Pairwise):
@@ -91,7 +91,7 @@ def test_a_dropped_factor_is_caught(
 def test_a_mask_that_is_off_by_one_is_caught(
     backend: str, off: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mask shows 49 or 51 keys instead of 50. The gain still uses a count of 50 keys."""
+    """The bug shows 49 or 51 keys instead of 50. The gain still uses a count of 50 keys."""
 
     def move(call: Any, form: Any) -> tuple[Any, Any]:
         mask = (torch.arange(100) < 50 + off)[None, None, None]

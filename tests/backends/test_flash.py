@@ -1,7 +1,7 @@
 """flash agrees with the fp64 definition: outputs and all gradients, over covering arrays.
 
 Triton's interpreter is slow, so the arrays are smaller than those of `test_backends`. Most blocks
-hold 32 or 64 queries or keys, so that 128 give several blocks, some of them partly masked.
+hold 32 or 64 queries or keys, so 128 queries give several blocks. Some blocks are partly masked.
 The quick arrays cover the kernel paths (see `kernel_paths`). The slow tests are, for each
 variant, a covering array and one case of 200 queries.
 """
@@ -77,7 +77,7 @@ def quick_cases() -> Iterator[Any]:
 
 
 def variant_cases() -> Iterator[Any]:
-    """The covering array of each variant."""
+    """Yield slow cases: the covering array of each variant."""
     for variant in FLASH:
         for seed, case in enumerate(covering(factors(variant), allowed)):
             name = f"{variant}-{label(case)}"
@@ -85,7 +85,7 @@ def variant_cases() -> Iterator[Any]:
 
 
 def long_cases() -> Iterator[Any]:
-    """One case of 200 queries and keys per variant, with varying span and mask."""
+    """Yield one slow case per variant, with 200 queries and keys. Span and mask vary."""
     spans, dtypes = cycle(("causal", "full", "window", "pair")), cycle(FACTORS["dtype"])
     masks, heads = cycle(("none", "keys", "none")), cycle(("2 heads", "3 of 1"))
     for seed, variant in enumerate(FLASH):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.interpreter
 
 
 def qkv(n: int = 9, d: int = 8, gradient: bool = False) -> list[Tensor]:
-    """q with two heads; k and v with one head."""
+    """q (1, 2, n, d), k (1, 1, n, d) and v (1, 1, n, d)."""
     shapes = ((1, 2, n, d), (1, 1, n, d), (1, 1, n, d))
     return [rand(*shape, seed=i).float().requires_grad_(gradient) for i, shape in enumerate(shapes)]
 

@@ -1,4 +1,4 @@
-"""linear_attention() on the parts of a sequence, with a state of constant size."""
+"""linear_attention() processes a sequence in parts, with a state of constant size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decorator `operator`, tested with the example out = gain · factor · x + shift."""
+"""The decorator `operator` is tested with the example out = gain · factor · x + shift."""
 
 from __future__ import annotations
 
