@@ -18,7 +18,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor, Tensor | None]:
     """Return the weights after dropout (B, H, Nq, Nk), and lse (B, H, Nq) if requested."""
-    # Cast once, so that the gradients of several uses are summed in call.dtype.
+    # q and k are cast once, so that gradients of their several uses are summed in call.dtype.
     q, k = q.to(call.dtype), k.to(call.dtype)
     if call.mask is not None and call.mask.is_floating_point():
         call = replace(call, mask=call.mask.to(call.dtype))

@@ -71,7 +71,7 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def sums_in_fp64(form: Linear, call: Call) -> bool:
-    """True if inputs below fp64 are summed in fp64: on a CPU, for forms with ``cancels``.
+    """True if fp32 or smaller inputs are summed in fp64: on a CPU, for forms with ``cancels``.
 
     fp64 takes twice as long as fp32 on a CPU, but 64 times as long on many GPUs.
     """
