@@ -140,7 +140,7 @@ class Call(Visibility):
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
-        """(`Call`, slice): a block of queries with the keys that it may see, and their range."""
+        """(`Call`, slice): a block of queries with the keys it may see, and the range of keys."""
         part = self.rows(
             batches,
             heads,

@@ -63,7 +63,7 @@ def all_allowed(case: dict[str, Any]) -> bool:
 
 
 def cases() -> Iterator[Any]:
-    """Yield quick cases for the only kernel path, and slow cases per variant."""
+    """Yield the quick cases of `quick_rows` and, marked slow, a covering array per variant."""
     levels = [Level(variant, "default") for variant in LINEAR]
     for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels, all_allowed, THIN, KINDS)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")

@@ -147,7 +147,7 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
 
 @pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operation in forward or backward allocates more than one block or the features."""
+    """No operation, forward or backward, allocates more than max(rows, features) × n numbers."""
     n, rows = 512, 16
     monkeypatch.setattr(blocks, "SCORES", rows * n)
     monkeypatch.setattr(blocks, "ROWS", rows)

@@ -127,7 +127,8 @@ class TestChoice:
             for queries in (1, 16):
                 tensors = step(queries, kv_heads=2)
                 assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
-        # decode is not chosen: 17 queries · 4 heads exceed its tile, and few keys need no split.
+        # decode is not chosen if queries × heads per KV head exceed its tile (17 × 4 > 64), or if
+        # few keys are visible, because they need no split.
         assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
         assert chosen("sink", step(1, 512)) == "flash"
         assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
