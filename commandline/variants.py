@@ -126,8 +126,8 @@ def parse_specs(texts: list[str]) -> list[Spec]:
 def complete(variant: VariantCall, longest: int) -> VariantCall:
     """The variant with example values for required parameters that were not given.
 
-    longest: the number of keys for which the variant chooses the example values. It must not depend
-    on the chosen eval lengths, so that runs with different eval lengths share a training.
+    longest: the number of keys from which the example values are computed. It must not depend on
+    the eval lengths of a run, so that runs with different eval lengths share one trained model.
     """
     if variant.name not in attnzoo.list_variants():
         return variant  # `plan_study` raises the error for an unknown name

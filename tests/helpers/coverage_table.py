@@ -96,7 +96,8 @@ def pair(variant: str, backend: str) -> Any:
 PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
-# Pairs whose learned parameter is the activation's shape, for which flash computes no gradient.
+# flash computes no gradient for the shape parameter of an activation, such as the α of entmax.
+# These pairs have a variant that learns it.
 CONSTANT_PARAMETERS = tuple(
     (name, "flash")
     for name, reasons in VARIANT_BACKENDS.items()
