@@ -47,10 +47,11 @@ def uniform_draws(n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gap:
-    """Ideal scores up to a free factor, κ or Δ.
+    """A kind of ideal scores. The fit multiplies them by a free factor, κ or Δ.
 
-    scores: a function of n that returns R sets of scores (R, n). coarse: a function of n that
-    returns one set (1, n), for the first grid.
+    Attributes:
+        scores: a function of n that returns R sets of scores, (R, n).
+        coarse: a function of n that returns one set, (1, n). The first grid uses it to save time.
     """
 
     name: str

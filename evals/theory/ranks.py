@@ -126,7 +126,10 @@ def mixture(
 def mixture_table(
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS), seed: int = 0
 ) -> Table:
-    """Ranks of log A by the number K of softmaxes; published ranks if ``sizes`` are the default."""
+    """Ranks of log A by the number K of softmaxes.
+
+    With the default ``sizes``, a last row shows the published ranks.
+    """
     rows = []
     for name, formula in INITIALIZATIONS.items():
         for dtype in DTYPES:

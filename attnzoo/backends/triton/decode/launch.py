@@ -126,7 +126,7 @@ def _products_pass(
     q: Tensor, k: Tensor, gain: Tensor | None, unit: float, layout: Layout, arch: int,
     processors: int, stats: bool,
 ) -> tuple[Launch, dict[str, Any], Tensor]:  # fmt: skip
-    """Return the launch that writes the products, its arguments, and the products."""
+    """Return the launch that computes q kᵀ, its arguments, and the tensor for q kᵀ."""
     args, config, splits = _arguments(q, k, q, layout, arch, processors)
     align, products = align_of(q, k), new_products(q, k, layout)
     args |= {

@@ -129,7 +129,8 @@ def flash_dq(
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # dgain is computed here: dividing by the gain later fails where it is 0, for example log 1.
+        # Before acc is multiplied by the gain: computing dgain as q·dq / gain afterwards would fail
+        # where the gain is 0, for example log 1.
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )
