@@ -58,7 +58,8 @@ def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
     return tuple(levels_of(variant, FACTORS).items())
 
 
-# A (variant, parameters) pair whose kernel path another pair covers runs only these cases.
+# If several pairs (variant, parameters) take the same path through the kernel, one of them is
+# tested over all FACTORS, and the others run only these cases.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (3, 150), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}

@@ -63,7 +63,8 @@ def levels() -> list[Level]:
     return [Level(v, params) for v in FLASH for params in dict(factors(v))["params"]]
 
 
-# A (variant, parameters) pair whose kernel path another pair covers runs only these cases.
+# If several pairs (variant, parameters) take the same path through the kernel, one of them is
+# tested over all FACTORS, and the others run only these cases.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": "causal", "mask": "bool", "heads": "gqa", "dtype": dtype}

@@ -49,7 +49,8 @@ FACTORS = {
     "layout": ("contiguous", "bnhd", "sliced"),
 }
 
-# A (variant, parameters) pair whose kernel path another pair covers runs only these cases.
+# If several pairs (variant, parameters) take the same path through the kernel, one of them is
+# tested over all FACTORS, and the others run only these cases.
 THIN = [
     {name: values[0] for name, values in FACTORS.items()}
     | {"shape": (63, 63), "span": span, "mask": "keys", "heads": "gqa", "dtype": dtype}

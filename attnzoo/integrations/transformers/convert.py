@@ -31,8 +31,8 @@ def convert(
     """Replaces the attention of a transformers model by a variant, in place.
 
     Each attention module gets a child `attnzoo.nn.Attention` named ``attnzoo``, which owns the
-    parameters of the variant. The model's attention implementation becomes "attnzoo". Call convert
-    again with other ``layers`` to give them another variant; other layers keep softmax.
+    parameters of the variant. The model's attention implementation becomes "attnzoo". Layers
+    that are not converted keep softmax. A second call can convert them to another variant.
 
     Args:
         model: a `transformers.PreTrainedModel` that uses transformers' AttentionInterface.

@@ -207,7 +207,7 @@ def describe_threshold(
     align = align_of(q, k)
     config = _config("threshold", arch, q, k, v, layout, True, align)
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)
-    # The kernel writes the map, so its blocks must be the map's tiles.
+    # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == _map_tile(q, k, v, layout)
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
