@@ -91,4 +91,5 @@ def test_pyright_rejects_each_wrong_line(tmp_path: Path) -> None:
 def test_user_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     (tmp_path / "user.py").write_text(USER)
-    runpy.run_path(str(tmp_path / "user.py"))
+    user = runpy.run_path(str(tmp_path / "user.py"))
+    assert user["state"].length == 2 * user["q"].shape[2]

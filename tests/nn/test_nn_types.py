@@ -80,7 +80,8 @@ def pyright(code: str, folder: Path) -> list[str]:
 
 def test_user_code_runs(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
-    runpy.run_path(str(tmp_path / "user.py"))
+    user = runpy.run_path(str(tmp_path / "user.py"))
+    assert user["cache"].length == 2 * user["q"].shape[2]  # two calls with it
 
 
 @pytest.mark.slow
