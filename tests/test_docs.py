@@ -106,7 +106,7 @@ def test_first_example_of_readme_has_at_most_five_lines() -> None:
 
 def evaluated() -> list[object]:
     """Return (page, command, file): evals commands with a plugin that the same page shows."""
-    return [
+    found = [
         pytest.param(path, words, file, id=f"{name_of(path)}-{file}")
         for path in CURRENT
         for words, file in re.findall(
@@ -115,6 +115,8 @@ def evaluated() -> list[object]:
             re.MULTILINE,
         )
     ]
+    assert len(found) >= 2  # the pages of own variants and of evals
+    return found
 
 
 @pytest.mark.slow

@@ -309,3 +309,9 @@ def test_doctests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "attnzoo": 3,
     }
     assert found.attempted >= examples.get(name, 0)
+
+
+def test_files_have_no_merge_conflict_markers() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.py")]
+    marker = re.compile(r"^(<{7} |>{7} |={7}$)", re.MULTILINE)
+    assert [str(path) for path in [*ALL, *pages] if marker.search(path.read_text())] == []

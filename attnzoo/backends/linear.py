@@ -60,9 +60,9 @@ def unsupported(form: Form, call: Call) -> str | None:
     if call.has_bias:
         return "does not support a float mask or alibi: there is no score to add to"
     if call.left is not None or call.right not in (None, 0):
-        return "does not support a window: a state cannot forget keys"
+        return "does not support a window: a state has no single keys to drop"
     if call.segments is not None:
-        return "does not support segment_ids: a state cannot forget keys"
+        return "does not support segment_ids: a state has no single keys to drop"
     if call.dropout_p:
         return "does not support dropout (tiled does)"
     if call.return_lse:

@@ -145,12 +145,12 @@ class StateCache:
         return state
 
     def crop(self, length: int) -> None:
-        """Accepts only 0 (reset) and the current length: a sum cannot forget single tokens."""
+        """Accepts only 0 (reset) and the current length: a sum does not keep single tokens."""
         if _checked_length(length, self.length) == 0:
             self.state = None
         elif length != self.length:
             raise ValueError(
-                f"length must be 0 or {self.length}, got {length}: a state cannot forget single "
+                f"length must be 0 or {self.length}, got {length}: a state does not keep single "
                 "tokens"
             )
 

@@ -41,7 +41,8 @@ class Case:
         parsed = parse_spec(spec)
         if parsed.is_substitution:
             raise UsageError(
-                f"--variants must be name or name(x=1), got {spec!r}; a->b is for evals"
+                f"--variants must be name or name(x=1), got {spec!r}; "
+                "only evals support substitutions (a->b)"
             )
         case = Case(str(parsed), parsed.test.name, complete(parsed.test, longest).params)
         try:

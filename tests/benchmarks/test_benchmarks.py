@@ -52,7 +52,7 @@ def test_case_parse_reads_parameters_and_fills_in_required_ones() -> None:
     [
         ("nothing", "unknown variant 'nothing'"),
         ("ssmax(t=1)", "'ssmax' has no parameter 't'; it has: s, b"),
-        ("softmax->ssmax", "a->b is for evals"),
+        ("softmax->ssmax", "only evals support substitutions"),
         ("ssmax(1)", "cannot read"),
     ],
 )

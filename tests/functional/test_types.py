@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from attnzoo.core import registry
-
-ROOT = Path(__file__).parents[2]
+from helpers.typecheck import pyright, wrong_lines
 
 USER = """
 from typing import assert_type
@@ -65,18 +61,6 @@ attnzoo.attention(x, x, x, "ssmax", s="0.2")
 """
 
 
-def pyright(folder: Path, text: str) -> list[dict[str, object]]:
-    """Return the diagnostics of pyright in strict mode for the text of a script."""
-    (folder / "user.py").write_text(text)
-    settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "include": ["user.py"]}
-    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    words = ["-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=folder)
-    found = json.loads(done.stdout)
-    assert found["summary"]["filesAnalyzed"] == 1, done.stderr
-    return found["generalDiagnostics"]
-
-
 @pytest.mark.slow
 def test_user_script_passes_pyright_strict(tmp_path: Path) -> None:
     assert pyright(tmp_path, USER) == []
@@ -84,8 +68,9 @@ def test_user_script_passes_pyright_strict(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pyright_rejects_each_wrong_line(tmp_path: Path) -> None:
-    lines = {found["range"]["start"]["line"] for found in pyright(tmp_path, WRONG)}  # type: ignore
-    assert lines == {n for n, line in enumerate(WRONG.splitlines()) if re.match("attnzoo", line)}
+    assert wrong_lines(tmp_path, WRONG) == {
+        n for n, line in enumerate(WRONG.splitlines()) if re.match("attnzoo", line)
+    }
 
 
 def test_user_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_state_cache_crops_to_zero_or_its_length_only() -> None:
     cache = StateCache()
     expected = decoded(cache, "taylor", qkv())
     cache.crop(LENGTH)
-    with pytest.raises(ValueError, match=r"length must be 0 or 13, got 5: a state cannot forget"):
+    with pytest.raises(ValueError, match=r"length must be 0 or 13, got 5: a state does not keep"):
         cache.crop(5)
     cache.crop(0)
     assert torch.equal(decoded(cache, "taylor", qkv()), expected)

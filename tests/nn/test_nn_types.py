@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from helpers.typecheck import pyright, wrong_lines
 
 USER = """
 from typing import assert_type
@@ -67,17 +64,6 @@ Transformer(9, 8, 2, 1)(q, cache=None)
 """
 
 
-def pyright(code: str, folder: Path) -> list[str]:
-    """Return the errors of pyright in strict mode, each as "line: rule: message"."""
-    (folder / "user.py").write_text(code)
-    config = {"include": ["user.py"], "typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}
-    (folder / "pyrightconfig.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
-    done = subprocess.run([*command, "-p", str(folder)], capture_output=True, text=True)
-    found = json.loads(done.stdout)["generalDiagnostics"]
-    return [f"{d['range']['start']['line']}: {d.get('rule')}: {d['message']}" for d in found]
-
-
 def test_user_code_runs(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
     user = runpy.run_path(str(tmp_path / "user.py"))
@@ -86,9 +72,9 @@ def test_user_code_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_user_code_passes_pyright_strict(tmp_path: Path) -> None:
-    assert pyright(USER, tmp_path) == []
+    assert pyright(tmp_path, USER) == []
 
 
 @pytest.mark.slow
 def test_wrong_user_code_is_reported(tmp_path: Path) -> None:
-    assert {error.split(":")[0] for error in pyright(WRONG, tmp_path)} == {"6", "7", "8"}
+    assert wrong_lines(tmp_path, WRONG) == {6, 7, 8}
