@@ -288,12 +288,12 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
             start = [group.name(heads.series), name, str(n), peak, f"{spread:.3g}"]
             rows.append([*start, *cells])
     note = (
-        "Means over rows of the score matrix. δ: largest minus smallest score of a row, before the "
-        "gain. Softmax bound: min(1, e^δ/n), an upper bound on the weight that softmax gives to a "
-        "key at this δ. 2e^δ: the n beyond which softmax gives no key half of the weight. β/log n: "
-        "the strength of the query, to compare with the critical gain γ_c = 1/(1 − ρ), where ρ is the "
-        "mean cosine between keys. ‖∂w/∂z‖₂: the Jacobian norm of the weights, at the longest n "
-        "with a measurement. Here n is the number of keys."
+        "Means over rows of the score matrix. δ: largest minus smallest score of a row, before "
+        "the gain. Softmax bound: min(1, e^δ/n), an upper bound on the weight that softmax gives "
+        "to a key at this δ. 2e^δ: the n beyond which softmax gives no key half of the weight. "
+        "β/log n: the strength of the query, to compare with the critical gain γ_c = 1/(1 − ρ), "
+        "where ρ is the mean cosine between keys. ‖∂w/∂z‖₂: the Jacobian norm of the weights, at "
+        "the longest n with a measurement. Here n is the number of keys."
     )
     title = "Bounds on each head at the longest n"
     return Table(title, header, rows, note + _shown(found))
