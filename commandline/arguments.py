@@ -14,7 +14,7 @@ MOST = 2**31  # larger numbers are rejected as typos
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line in the form "NAME must be X, got Y".
+    """A parser with short errors, mostly of the form "NAME must be X, got Y".
 
     Subcommands made with ``add_subparsers`` are of this class too. The error for an unknown
     option or command suggests the closest known one.
@@ -113,6 +113,6 @@ def numbers(text: str) -> list[int]:
         values = [0]
     if not 0 < min(values) <= max(values) < MOST:
         raise argparse.ArgumentTypeError(
-            f"must be positive ints separated by commas, such as 16,64,256, got {text!r}"
+            f"must be positive ints separated by commas, below 2**31, such as 16,64, got {text!r}"
         )
     return values

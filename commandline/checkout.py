@@ -18,7 +18,7 @@ def said(*command: str) -> str | None:
 
 @cache
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" if files were changed; None outside of git."""
+    """The checkout's commit, with "-dirty" if tracked files were changed; None outside of git."""
     head = said("git", "rev-parse", "--short=12", "HEAD")
     changed = head and said("git", "status", "--porcelain", "--untracked-files=no")
     return f"{head}-dirty" if changed else head

@@ -32,7 +32,7 @@ class VariantCall:
         return f"{self.name}({inside})" if inside else self.name
 
     def identity(self) -> dict[str, object]:
-        """The name and all parameters. Including defaults lets a changed default change the key."""
+        """Name and parameters, for keys of runs. Defaults are included, as they may change."""
         defaults = {p.name: repr(p.default) for p in attnzoo.get_variant(self.name).params}
         given = {name: repr(value) for name, value in self.arguments}
         return {"name": self.name, "params": defaults | given, "given": sorted(given)}
@@ -169,7 +169,7 @@ def load_plugin(path: Path, need_variant: bool = True) -> attnzoo.Plugin:
     """Load the file given as ``--plugin FILE.py``.
 
     Raises:
-        UsageError: the file cannot be loaded, or registers no variant although ``need_variant``.
+        UsageError: the file cannot be loaded, or with ``need_variant`` registers no variant.
     """
     try:
         plugin = attnzoo.load_plugin(path)

@@ -2,7 +2,7 @@
 
 A plugin that defines a task imports the names below; see docs/evals.md.
 
-The packages import each other in this order only:
+Each of these imports only those above it:
 
     task        the interface of a task: settings, presets, data, model, metrics
     measures    measurements on attention weights and heads

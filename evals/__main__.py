@@ -1,4 +1,4 @@
-"""Train small models with each attention variant on short inputs, evaluate them on longer ones."""
+"""Train small models with each attention variant on short inputs; evaluate them on longer ones."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _load_plugin_first(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 1 (a run or check failed), 2 (wrong usage) or 130 (Ctrl-C)."""
+    """Run a command. Returns 0, 1 (failed run or check), 2 (bad usage or file) or 130 (Ctrl-C)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without × or †
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -41,8 +41,8 @@ class Settings:
             Small models learn retrieval on short sequences first.
         test_sequences: maximum number of sequences evaluated at one length.
         test_least: minimum number of sequences evaluated at one length.
-        test_items: number of tokens or items evaluated at one length. It gives the number of
-            sequences within the two bounds above.
+        test_items: ``test_items`` // length sequences are evaluated at one length, within the two
+            bounds above.
     """
 
     steps: int
@@ -71,9 +71,10 @@ class Settings:
         for name, most in (("curriculum", 1.0), ("warmup", 1.0), ("weight_decay", math.inf)):
             value = getattr(self, name)
             if not 0 <= value <= most or math.isinf(value):
-                raise ValueError(f"{name} must be in [0, {most}], got {value}")
+                bound = "[0, inf)" if math.isinf(most) else f"[0, {most}]"
+                raise ValueError(f"{name} must be in {bound}, got {value}")
         if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}")
+            raise ValueError(f"learning_rate must be finite and > 0, got {self.learning_rate}")
         if self.train_longest < (least := max(2, self.train_shortest)):
             raise ValueError(f"train_longest must be >= {least}, got {self.train_longest}")
         if (room := self.train_longest - self.train_shortest) % self.train_stride:
@@ -134,7 +135,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A named set of defaults. Each command-line option replaces one of them."""
+    """A named set of defaults, which options of the command line can replace."""
 
     lengths: tuple[int, ...]
     settings: Any
@@ -182,7 +183,7 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """The number of sequences at the start of a batch whose heads (Jacobians) are measured."""
+    """How many of a batch's first sequences have their heads, and their Jacobians, measured."""
 
     sequences: int
     jacobians: int

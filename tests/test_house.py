@@ -298,7 +298,7 @@ def test_names_in_all_exist_and_are_unique() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_doctests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the examples in all docstrings. Variants that they register are removed again."""
+    """Runs the examples in a module's docstrings. Variants that they register are removed."""
     monkeypatch.setattr(attnzoo.core.registry, "_VARIANTS", dict(attnzoo.core.registry._VARIANTS))
     found = doctest.testmod(importlib.import_module(name))
     assert found.failed == 0

@@ -1,4 +1,4 @@
-"""The backend interface: a name, the kinds of form it accepts, and two functions."""
+"""The backend interface: a name, the kinds of form it accepts, and its functions."""
 
 from __future__ import annotations
 

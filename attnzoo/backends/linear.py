@@ -25,7 +25,7 @@ CHUNK = 128
 
 
 def chunk_length(size: int, needs_grad: bool) -> int:
-    """Tokens per chunk for ``size`` features. Chunks are longer if gradients need their states."""
+    """Tokens per chunk: more for a large number ``size`` of features if states are kept."""
     return max(CHUNK, min(4 * CHUNK, size // 4)) if needs_grad else CHUNK
 
 
@@ -60,9 +60,9 @@ def unsupported(form: Form, call: Call) -> str | None:
     if call.has_bias:
         return "does not support a float mask or alibi: there is no score to add to"
     if call.left is not None or call.right not in (None, 0):
-        return "does not support a window: a state has no single keys to drop"
+        return "does not support a window: keys cannot be removed from a state"
     if call.segments is not None:
-        return "does not support segment_ids: a state has no single keys to drop"
+        return "does not support segment_ids: keys cannot be removed from a state"
     if call.dropout_p:
         return "does not support dropout (tiled does)"
     if call.return_lse:

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 NO_DOUBLE = (
-    "attnzoo: this backend supports first derivatives only; for double backward pass "
+    "attnzoo: this backend supports first derivatives only; for second derivatives, pass "
     "backend='eager'"
 )
 
@@ -189,7 +189,7 @@ class Operator(Generic[P, R]):
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # The compiler must not trace the function. It cannot before torch._dynamo is imported.
+        # The compiler must not trace the function. There is no compiler before torch._dynamo.
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 

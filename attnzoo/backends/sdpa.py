@@ -77,10 +77,10 @@ def _mask(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _positive_scale(q: Tensor, call: Call) -> tuple[Tensor, float]:
-    """Return a changed q and a positive scale that give the same products as q and the scale.
+    """Return a changed q and a positive scale that give the same scores as q and the call's scale.
 
-    Torch's fused CPU kernel adds −∞ to a causally hidden key before it scales. A negative scale
-    would turn that into +∞. A scale that is 0, or underflows to 0, would turn it into NaN.
+    Torch's fused CPU kernel adds −∞ to the scores of causally hidden keys before it scales. A
+    negative scale would turn −∞ into +∞. A scale that is 0 or underflows to 0 would give NaN.
     """
     scale = abs(call.scale)
     if scale < torch.finfo(call.dtype).tiny:

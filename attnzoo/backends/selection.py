@@ -89,7 +89,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
 
 def _meets(backend: Backend, form: Form) -> bool:
-    """True if the backend accepts the form's kind. For `NoForm`, it must accept no other kind."""
+    """True if the backend accepts the form's kind, and for a `NoForm` no other kind."""
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds

@@ -1,4 +1,4 @@
-"""Validates the arguments of `attention`: makes a `Call`, or raises naming the wrong argument."""
+"""Validates the arguments of `attention` and makes a `Call`; errors name the wrong argument."""
 
 from __future__ import annotations
 

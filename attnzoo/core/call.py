@@ -80,7 +80,7 @@ class Call(Visibility):
 
     @property
     def bias(self) -> Tensor | float:
-        """The float mask (with 0 for −∞) plus ALiBi, to add after the gain; 0.0 without both."""
+        """The float mask (0 for −∞) plus ALiBi, to add after the gain; 0.0 if neither is given."""
         bias: Tensor | float = 0.0
         if self.mask is not None and self.mask.dtype != torch.bool:
             bias = self.mask.masked_fill(~visible_entries(self.mask), 0.0).to(self.dtype)

@@ -77,7 +77,7 @@ def check_sizes(optional: bool = False, **sizes: Any) -> None:
         if size is None or not is_int(size) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {shown(size)}")
         if size >= 2**63:
-            raise ValueError(f"{name} must fit an int64, below 2^63, got {shown(size)}")
+            raise ValueError(f"{name} must fit in an int64 (below 2^63), got {shown(size)}")
 
 
 def shown(x: Any) -> str:
@@ -87,7 +87,7 @@ def shown(x: Any) -> str:
     try:
         text = repr(x)
     except ValueError:  # an int with more digits than Python prints
-        return f"{type(x).__name__} of too many digits"
+        return f"{type(x).__name__} with too many digits to print"
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 

@@ -106,7 +106,7 @@ class Activation:
 
 
 class Statistics(NamedTuple):
-    """Statistics of each row of the logits plus bias, before the gain.
+    """Statistics of each row of s = logits + bias, before the gain.
 
     Attributes:
         lse: log Σ_j exp(s_ij), (B, H, Nq).
@@ -192,7 +192,7 @@ class Pairwise:
             if given is not None and extra[how] != field:
                 hint = ""
                 if field == "offset" and how == "sum":
-                    hint = "; an activation with shape_slope takes an offset as shape"
+                    hint = "; pass it as shape of an activation with shape_slope"
                 raise ValueError(
                     f"{field} must be None with normalize={how!r}, got {shown(given)}{hint}"
                 )
@@ -223,7 +223,7 @@ class Pairwise:
 
 @dataclass(frozen=True)
 class Linear:
-    """The form out_i = ψ(scale·q_i)·S_i / ψ(scale·q_i)·z_i with a feature map ψ.
+    """The form out_i = ψ(scale·q_i)·S_i / (ψ(scale·q_i)·z_i) with a feature map ψ.
 
     S_i = Σ_j ψ(k_j) v_jᵀ and z_i = Σ_j ψ(k_j), over the visible keys.
 
@@ -231,7 +231,7 @@ class Linear:
         features: ``features(x, positions) -> ψ``, from (..., N, D) and (N,) to (..., N, F).
         size: ``size(D) -> F``.
         cancels: Whether features can be negative, so that ψ(q)·ψ(k) can be far below |ψ(q)||ψ(k)|.
-            Rounding errors grow with |ψ(q)||ψ(k)|, so on a CPU the sums are computed in fp64.
+            Rounding errors grow with |ψ(q)||ψ(k)|. If True, a CPU computes the sums in fp64.
 
     Example:
         >>> import torch, attnzoo
@@ -330,8 +330,8 @@ class Variant:
     Only the first four fields are required. A definition (``weights``) is enough for masks, GQA,
     gradients and memory linear in N; forms make the faster backends available.
 
-    The functions get the `Call`, and every parameter by name. A parameter of kind "per_head" is a
-    float or a tensor. In ``weights`` and ``scores`` the tensor broadcasts against the scores:
+    Parameters are passed to the functions by name. A parameter of kind "per_head" is a float or a
+    tensor. In ``weights`` and ``scores`` the tensor broadcasts against the scores:
     (1, H, 1, 1) or (B, H, Nq, 1). In ``forms`` and ``unsupported`` it broadcasts against per-query
     vectors such as ``call.log_n``: (1, H, 1) or (B, H, Nq).
 
@@ -355,7 +355,7 @@ class Variant:
             the mean of log n_i over the rows. Rows with fewer keys get a gain below 1, rows with
             more keys a gain above 1. The outputs of a trained softmax model therefore still change.
         identity: Parameters with which the variant equals softmax for any number of keys, so that
-            a model trained with softmax can start from its own outputs; None if there are none.
+            a model trained with softmax keeps its outputs; None if there are none.
         example: ``example(length)`` -> parameters that suit up to ``length`` keys, including all
             required ones. Evals, benchmarks and tests use them unless others are given.
         inference_only: Whether it is meant for models trained with softmax, not for training.

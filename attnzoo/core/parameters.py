@@ -68,7 +68,7 @@ def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.
         raise ValueError(f"{what} must be {param.allowed}, got {shown(value)}")
     if param.kind == "int":
         if abs(value) >= 2**63:
-            raise ValueError(f"{what} must fit an int64, below 2^63, got {shown(value)}")
+            raise ValueError(f"{what} must fit in an int64 (below 2^63), got {shown(value)}")
         return value
     if not is_finite(value, dtype):
         raise ValueError(
@@ -141,7 +141,7 @@ def check_entries(what: str, param: Param, value: Tensor, dtype: torch.dtype | N
     if not bool(good.all()):
         first = (~good).nonzero()[0].tolist()
         place = f" at {first}" if first else ""
-        place += "" if dtype is None else f"; it is stored in {dtype}"
+        place += "" if dtype is None else f"; values are stored in {dtype}"
         raise ValueError(
             f"{what} must be {param.allowed} throughout, got {value[~good][0].item():.9g}{place}"
         )

@@ -27,7 +27,7 @@ def register_variant(variant: Variant) -> Variant:
     """Register a variant under its name, for use in the whole library.
 
     Args:
-        variant: A `Variant`. Its parameters must not have the name of an argument of `attention`.
+        variant: A `Variant`. Its parameters must not have the names of arguments of `attention`.
 
     Returns:
         The variant.
@@ -67,8 +67,8 @@ def register_variant(variant: Variant) -> Variant:
         _check_name(f"variant {variant.name!r}: parameter name", param.name)
         if param.name in RESERVED or hasattr(torch.nn.Module, param.name):
             raise ValueError(
-                f"variant {variant.name!r}: parameter {param.name!r} must not have the name of an "
-                f"argument ({', '.join(sorted(RESERVED))}) or of an attribute of torch.nn.Module"
+                f"variant {variant.name!r}: parameter {param.name!r} must not have a reserved "
+                f"name ({', '.join(sorted(RESERVED))}) or that of an attribute of torch.nn.Module"
             )
         _check_param(f"variant {variant.name!r}: parameter {param.name!r}", param)
     _check_fields(variant)
@@ -177,7 +177,7 @@ def get_variant(name: str) -> Variant:
     """
     if not isinstance(name, str):
         # The fourth argument of scaled_dot_product_attention is the mask.
-        mask = "; a mask is attn_mask=…" if isinstance(name, torch.Tensor) else ""
+        mask = "; pass a mask as attn_mask=…" if isinstance(name, torch.Tensor) else ""
         raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{mask}")
     if name not in _VARIANTS:
         known = list_variants()

@@ -63,7 +63,7 @@ class Visibility:
 
     @property
     def sees_all(self) -> bool:
-        """Whether every query sees every key, decided from sizes; False without keys."""
+        """Whether sizes alone show that every query sees every key; False without keys."""
         if self.mask is not None or self.segments is not None or self.keys == 0:
             return False
         first = self.query_origin - self.key_origin
@@ -112,7 +112,7 @@ class Visibility:
         return self.mask is not None and self.mask.shape[2] == 1
 
     def key_range(self, rows: slice) -> slice:
-        """The smallest range of keys that causality and window allow for the queries ``rows``."""
+        """The range of keys that causality and window allow for the queries ``rows``."""
         first = self.query_origin - self.key_origin + rows.start
         last = first + rows.stop - rows.start - 1
         start = 0 if self.left is None else max(0, min(self.keys, first - self.left))
@@ -176,7 +176,7 @@ class Visibility:
         if self.cache is None:
             return make()
         found = self.cache.get(name)
-        # A tensor's version changes when a caller writes into it; it is then computed again.
+        # A tensor's version changes when a caller writes into it. A changed tensor is replaced.
         if found is not None and found[0]._version == found[1]:
             return found[0]
         with torch.inference_mode(False):

@@ -105,13 +105,13 @@ def attention(
         attn_mask: Broadcasts to (B, H, Nq, Nk). A bool mask is True where a query may attend. A
             float mask is added to the scores (after any gain): −inf hides a key, every finite entry
             leaves it visible. A mask with query dimension 1 is a key mask, such as for padding.
-        is_causal: Query i stands at position Nk − Nq + i and sees the keys up to that position. If
-            ``attn_mask`` is given too, both apply.
+        is_causal: A query sees the keys up to its own position: query i is at p = Nk − Nq + i, key
+            j at j. If ``attn_mask`` is given too, both apply.
         scale: Factor of q·k. None is D^-½.
         enable_gqa: Allow H to be a multiple of Hkv, as in grouped-query attention.
         window: With ``is_causal`` an int W: a query sees only the last W keys up to its own
-            position. Otherwise a pair (left, right): query i sees the keys i − left … i + right.
-        alibi: Slopes (H,); −slope·|i − j| is added to the scores (after any gain).
+            position. Otherwise a pair (left, right): a query sees the keys p − left … p + right.
+        alibi: Slopes (H,); −slope·|p − j| is added to the scores (after any gain).
         segment_ids: Int (B, N), or a pair (B, Nq), (B, Nk). A query sees only the keys of its own
             segment.
         dropout_p: Probability with which a weight is dropped after normalization; the others are
@@ -148,7 +148,7 @@ def attention(
     Notes:
         Differences from ``scaled_dot_product_attention``: causality is aligned bottom right if
         Nq ≠ Nk, ``attn_mask`` and ``is_causal`` may be combined, and queries without visible keys
-        give 0. As there, autocast casts q, k and v to its dtype.
+        give 0. In both functions autocast casts q, k and v to its dtype.
     """
     arguments: dict[str, Any] = dict(
         attn_mask=attn_mask,

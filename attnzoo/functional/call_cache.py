@@ -66,8 +66,8 @@ class Entry(NamedTuple):
                 return None
         if self.form_index < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)
-        # With gradients, forms are computed even if the definition runs. The first call does so
-        # too, and both runs under a checkpoint must save the same number of tensors.
+        # With gradients, forms are computed even if the definition runs, as in the first call:
+        # activation checkpointing must save the same number of tensors in both runs.
         forms = self.variant.forms(call, **params)
         if tuple(map(_outline, forms)) != self.outlines:
             return None
@@ -90,7 +90,7 @@ def key_of(
 ) -> Hashable | None:
     """The key of a call; None if it must not be cached.
 
-    Calls are not cached under tracing, transforms and autocast, or if an argument has a type other
+    Calls are not cached under tracing, transforms or autocast, or if an argument has a type other
     than a tensor, a Python scalar or a tuple of ints.
     """
     if (

@@ -107,4 +107,4 @@ def _with_note(candidate: Candidate, call: Call) -> Candidate:
     form = candidate.form
     if BACKENDS[candidate.backend].scan is None or not isinstance(form, Linear):
         return candidate
-    return candidate._replace(note=f": {linear_work(form, call):.2g} × the work of all pairs")
+    return candidate._replace(note=f": {linear_work(form, call):.2g} × the cost of a pairwise form")

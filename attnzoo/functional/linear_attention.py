@@ -34,10 +34,11 @@ def linear_attention(
 ) -> tuple[Tensor, LinearState]:
     """Causal attention of a linear variant over the next tokens of a sequence.
 
-    out_i = ψ(q_i)·S_i / ψ(q_i)·z_i with S_i = Σ_{j ≤ i} ψ(k_j) v_jᵀ and z_i = Σ_{j ≤ i} ψ(k_j),
-    where j runs over the keys summed in ``state`` and those given here. A sequence may be cut
-    anywhere: the outputs equal those of ``attention(..., is_causal=True)`` on all of it. The cost
-    per token does not depend on the length. Gradients also flow through the state.
+    out_i = ψ(scale·q_i)·S_i / (ψ(scale·q_i)·z_i) with S_i = Σ_{j ≤ i} ψ(k_j) v_jᵀ and
+    z_i = Σ_{j ≤ i} ψ(k_j), where j runs over the keys summed in ``state`` and those given here. A
+    sequence may be cut anywhere: the outputs equal those of ``attention(..., is_causal=True)`` on
+    the whole sequence. The cost per token does not depend on the length. Gradients also flow
+    through the state.
 
     Args:
         q: Queries of the next N tokens (B, H, N, D).
@@ -78,8 +79,8 @@ def linear_attention(
     """
     for name in {"backend", *ARGUMENTS}.intersection(params):
         raise TypeError(
-            f"linear_attention does not accept {name}: it always attends causally to all "
-            "previous keys"
+            f"linear_attention does not accept {name}; it accepts state, attn_mask, scale, "
+            "enable_gqa and parameters of the variant"
         )
     arguments: dict[str, Any] = dict(
         attn_mask=attn_mask, is_causal=True, scale=scale, enable_gqa=enable_gqa, **params
@@ -139,4 +140,4 @@ def _linear_form(forms: tuple[Any, ...], variant: str) -> Linear:
             return form
     reasons = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "linear"]
     why = reasons[0] if reasons else "it has no linear form"
-    raise ValueError(f"variant {variant!r} cannot be run from a state: {why}")
+    raise ValueError(f"linear_attention does not support variant {variant!r} in this call: {why}")

@@ -84,7 +84,8 @@ def prepare(
         reason = found.unsupported(call, **bound)
         if reason is not None and not isinstance(reason, str):
             raise TypeError(
-                f"unsupported of variant {found.name!r} must be a str or None, got {shown(reason)}"
+                f"unsupported of variant {found.name!r} must return a str or None, got "
+                f"{shown(reason)}"
             )
         if reason is None and call.return_lse and found.scores is None:
             reason = (

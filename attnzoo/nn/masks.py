@@ -20,8 +20,8 @@ def attended_keys(
         raise ValueError(f"{name} must have shape {allowed}, got {tuple(mask.shape)}")
     if mask.dtype == torch.bool:
         return F.pad(~mask, (0, extra), value=True)
-    # Torch's encoder layers turn bool masks into float masks of 0 and −∞. Turn them back, except in
-    # a compiled graph, which cannot branch on the values.
+    # Torch's encoder layers turn bool masks into float masks of 0 and −∞. These become bool again,
+    # except in a compiled graph, which cannot branch on the values.
     if not torch.compiler.is_compiling():
         blocked = mask == float("-inf")
         if bool((blocked | (mask == 0)).all()):

@@ -268,7 +268,9 @@ class MultiheadAttention(nn.Module):
                 raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
         if {x.dim() for x in given.values()} not in ({3}, {2}):
             shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in given.items())
-            raise ValueError(f"query, key and value must all have 3 dimensions, or 2: got {shapes}")
+            raise ValueError(
+                f"query, key and value must all have 3 dimensions or all 2, got {shapes}"
+            )
         for (name, x), dim in zip(given.items(), (self.embed_dim, self.kdim, self.vdim)):
             if x.shape[-1] != dim:
                 raise ValueError(f"{name} must have {dim} features, got {tuple(x.shape)}")

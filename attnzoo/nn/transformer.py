@@ -41,7 +41,7 @@ class Transformer(nn.Module):
         variant: a name from `attnzoo.list_variants`; or a list with one entry per layer, each a
             name or a pair (name, parameters).
         positions: the position encoding. "rope" rotates pairs of features of queries and keys.
-            "p-rope" rotates only the ``rope_share`` of the pairs with the highest frequencies.
+            "p-rope" rotates only the pairs with the highest frequencies, a share ``rope_share``.
             "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "none" has no encoding
             besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws matrices with std 0.02, the last one of each branch with std 0.02/√(2·depth)."""
+        """Draws matrices with std 0.02, the last of each residual branch with 0.02/√(2·depth)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends_branch = name.endswith(("out.weight", "down.weight"))
@@ -140,8 +140,8 @@ class Transformer(nn.Module):
 
         Args:
             tokens: int (B, N).
-            attn_mask: bool key mask, (B, 1, 1, N), True = attend. With caches its last dimension is
-                the number of all tokens so far.
+            attn_mask: bool key mask, (B, 1, 1, N), True = attend. With caches its last dimension
+                counts all tokens so far, ``tokens`` included.
             caches: from `new_caches`. ``tokens`` are then the next tokens of their sequences.
 
         Returns:
@@ -192,7 +192,9 @@ class Transformer(nn.Module):
             raise TypeError(f"tokens must be an int tensor (B, N), got {type(tokens).__name__}")
         check_dense("tokens", tokens)
         if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"tokens must be int (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
+            raise ValueError(
+                f"tokens must be int32 or int64 (B, N), got {tokens.dtype} {tuple(tokens.shape)}"
+            )
         if tokens.is_meta and not self.embed.weight.is_meta:
             raise ValueError(
                 f"tokens must be on {self.embed.weight.device} like the model, got a meta tensor"

@@ -13,7 +13,8 @@ Source: Peters et al. 2019, arXiv:1905.05702; a learned α per head is from Corr
 arXiv:1909.00015, who use α = 1 + σ(a_h).
 
 Differences: Computed in the units of the scores as w = φ(z − τ'), with the q-exponential
-φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1): the same weights, and finite as α → 1.
+φ(x) = [1 + (α−1) x]_+^{1/(α−1)} and τ' = (τ + 1)/(α−1). The weights are the same, and τ' stays
+finite as α → 1.
 
 Notes: The definition finds τ by sorting if α is the number 1.5 or 2, and by bisection for other
 values and for tensors. A tensor α gets a gradient. Inference-time substitution with the default α

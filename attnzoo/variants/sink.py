@@ -12,9 +12,9 @@ Initial values: b = 0, which is softmax-off-by-one.
 Source: Miller 2023, "Attention is off by one" (b = 0); OpenAI 2025 (gpt-oss), arXiv:2508.10925
 (learned b per head).
 
-Notes: The output is that of softmax times σ(lse − b). b = −100 equals softmax in every digit where
-lse > −80. The gradient of b is proportional to the sink's weight, so a b that starts at −100 is not
-learned; b = −10 is nearly softmax and is learned.
+Notes: The output is that of softmax times σ(lse − b). b = −100 equals softmax in every fp32 digit
+where lse > −80. The gradient of b is proportional to the sink's weight, so a b that starts at −100
+is not learned; b = −10 is nearly softmax and is learned.
 """
 
 import torch

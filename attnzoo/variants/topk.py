@@ -4,13 +4,13 @@ Formula:
     w_ij = exp(z_ij) / Σ_{l in K_i} exp(z_il) for j in K_i, else 0
     K_i = the top_k visible keys of query i with the largest scores
 
-Effect: At most top_k keys of a row have a weight, and only those get a gradient. The largest score
-keeps a weight of at least 1/top_k at any n.
+Effect: At most top_k keys of a row have a nonzero weight, and only those get a gradient. The
+largest score has a weight of at least 1/top_k at any n.
 
 Source: Sun et al. 2021 (Sparse-softmax), arXiv:2112.12433.
 
-Notes: Keys are ordered by (score descending, index ascending), so ties at the last place keep the
-lowest indices. A row with fewer than top_k visible keys keeps all of them.
+Notes: Keys are ordered by (score descending, index ascending), so among equal scores the lowest
+indices are kept. A row with fewer than top_k visible keys keeps all of them.
 """
 
 import torch

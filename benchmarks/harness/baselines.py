@@ -142,7 +142,7 @@ def block_mask(setting: Setting) -> Any:
 
 
 def compiled(attend: Attend) -> Attend:
-    """``attend`` compiled for the shapes of its first call. A graph break raises."""
+    """``attend`` compiled for the shapes of its first call. A graph break raises an error."""
     import torch._functorch.config as functorch
 
     # Timing runs the backward several times on one graph, which donated buffers do not allow.

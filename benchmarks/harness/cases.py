@@ -78,7 +78,8 @@ class Case:
 
     @property
     def selects(self) -> bool:
-        """Whether only keys with the largest scores get weight, so that the output can jump."""
+        """Whether only keys with the largest scores get weight, so that the output can be
+        discontinuous."""
         return self.pairwise is not None and self.pairwise.normalize == "select"
 
     def key_dim(self, head_dim: int, feature_dim: int) -> int | None:

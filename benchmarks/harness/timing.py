@@ -14,7 +14,7 @@ import torch
 Calls = Mapping[str, Callable[[], object]]
 # Quartiles need at least three numbers.
 MIN_ROUNDS = 3
-# Size of the buffer that is written before each timed call. A write takes 0.3 ms on an H200.
+# Size of the buffer that is written before each timed call. By its bandwidth, an H200 needs 0.3 ms.
 FLUSH_BYTES = 2**30
 
 

@@ -2,8 +2,8 @@
 
 A configuration is an activation, head dimension, dtype and masks. The table shows registers per
 thread, spilled bytes, shared memory in bytes, and the tensor-core instruction found in the machine
-code. The exit status is 1 if a kernel does not compile, spills registers, exceeds the shared memory
-of the architecture, or multiplies 16-bit matrices without tensor cores.
+code. The exit status is 1 if a kernel does not compile, spills registers, exceeds the limit of
+shared memory, or multiplies 16-bit matrices without tensor cores.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Try block sizes, numbers of warps and numbers of stages for one kernel.
 
-Compiles the kernel with each combination. Prints those that spill no registers and fit into shared
-memory, as entries for the table in attnzoo/backends/triton/common/configurations.py. On a
-GPU it also times the whole forward or backward pass with each configuration and with the current
-one in the same rounds, fastest first. Configurations with a different result are reported and not
-ranked. Without a GPU, the largest tiles come first.
+Compiles the kernel with each combination. Prints those within the limits of `compile`, as entries
+for the table in attnzoo/backends/triton/common/configurations.py. On a GPU it also times the whole
+forward or backward pass with each configuration and with the current one in the same rounds,
+fastest first. Configurations with a different result are reported and not ranked. Without a GPU,
+the largest tiles come first.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Pairwise variants read all keys and values once. On a GPU the table shows the bytes read per second,
 divided by the bytes per second that a large copy reads and writes; reading alone may be faster than
-a copy. The cache is flushed before each call. Linear variants process one token with
+a copy. The GPU's cache is flushed before each call. Linear variants process one token with
 `attnzoo.linear_attention` and a state whose size does not depend on N. Before timing, results of
 pairwise variants are compared with fp64. In this check the first, the middle and the last key get
 large weights, so that the check detects a missing key.
@@ -51,8 +51,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**32}
-# Number of buffer writes before each timed call. All of them take about 2.5 ms on an H200. The host
-# queues the call in at most 1 ms.
+# Number of buffer writes before each timed call. By its bandwidth, an H200 needs about 2.5 ms for
+# all of them. The host should queue the call in at most 1 ms.
 FLUSHES = 8
 # A state is made from at most this many tokens. Its size does not depend on their number.
 STATE_TOKENS = 64

@@ -49,7 +49,7 @@ DEVICE = "cuda"
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "gpu", help="Measure all suites on a GPU and run its tests", description=__doc__
+        "gpu", help="Measure on a GPU, then run the tests that require one", description=__doc__
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="Write the files to DIR")

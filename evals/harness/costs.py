@@ -1,8 +1,8 @@
 """Estimates the time of runs from a training step and a few test sequences, timed on this machine.
 
 A training step is timed at the middle train length. An evaluation is timed at two lengths n. At
-other lengths it is assumed to take a·n + b·n² seconds per sequence. Runs with the same model size
-and variant share these timings.
+other lengths it is assumed to take a·n + b·n² seconds per sequence. Runs that differ only in their
+seed share these timings.
 """
 
 from __future__ import annotations

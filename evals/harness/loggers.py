@@ -87,7 +87,7 @@ def open_loggers(names: Sequence[LoggerName], out: Path) -> list[Logger]:
             found.append(_KINDS[name](out))
         except ImportError as error:
             raise UsageError(
-                f"--log {name} needs a package: pip install 'attnzoo[{name}]' ({error})"
+                f"--log {name} needs a package: pip install {name} ({error})"
             ) from error
     return found
 

@@ -86,7 +86,7 @@ Length = Annotated[int, Field(ge=2, le=MAX_LENGTH)]
 
 
 class Options(BaseModel):
-    """The options of an eval. None means the preset's value.
+    """The options of an eval. None stands for a default, such as the preset's value.
 
     ``settings`` overrides fields of the task's Settings. The title of a field below is its
     placeholder in the command line's help, such as N, and the description is its help text.
@@ -117,7 +117,7 @@ class Options(BaseModel):
     plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
     workers: Annotated[int | None, Read(int)] = Field(
         None, title="N", ge=0,
-        description="Use N worker processes (default: one per core or GPU); 0 runs in this process",
+        description="Use N worker processes (default: one per core or GPU); with 0, this process",
     )  # fmt: skip
     shard: Annotated[Shard, BeforeValidator(_checked_shard), Read(_shard)] = Field(
         WHOLE, title="I/N",
@@ -136,7 +136,8 @@ class Options(BaseModel):
     )  # fmt: skip
     retry_failed: bool = Field(False, description="Repeat runs that ended in NaN or out of memory")
     verbose: bool = Field(
-        False, description="Also print settings, all tables, times, keys and file names"
+        False,
+        description="Also print schedule, all tables, all failures, tracebacks and status lines",
     )
     dry_run: bool = Field(False, description="Estimate the time of the runs, and run nothing")
 

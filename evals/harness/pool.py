@@ -198,11 +198,11 @@ class Pool:
         deaths = self._deaths[str(run), stage] = self._deaths.get((str(run), stage), 0) + 1
         if deaths == 1:
             return [run]
-        where = f"n = {stage}" if stage else "training"
+        where = f"at n = {stage}" if stage else "in training"
         if code != -signal.SIGKILL:
-            self._fail(Failure(str(run), f"its process died twice at {where}, exit code {code}"))
+            self._fail(Failure(str(run), f"its process died twice {where}, exit code {code}"))
             return []
-        failure = Outcome("oom", f"process killed twice at {where}, probably out of memory")
+        failure = Outcome("oom", f"process killed twice {where}, probably out of memory")
         for length in [stage] if stage in run.tests else list(run.tests):
             for key in run.tests[length]:
                 self.listener.row(run, key, length, failure, NOT_TRAINED)

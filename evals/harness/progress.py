@@ -116,7 +116,7 @@ class Progress:
             self._print(self._line())
 
     def _line(self) -> str:
-        """A status line, such as "3 of 8 runs (41%) in 2:00, about 2:53 left; now copy softmax seed
+        """A status line, such as "3 of 8 runs (41%) in 2:00, about 2:55 left; now copy softmax seed
         0: training, 25%"."""
         with self._lock:
             done = (self.finished + self._part) / max(1, self.runs)

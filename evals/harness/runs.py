@@ -80,7 +80,7 @@ def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dic
         except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
             if is_out_of_memory(error):
                 raise
-            print(f"warning: cannot read the model in {path}; training again", file=sys.stderr)
+            print(f"warning: cannot read the model in {path}; it is trained again", file=sys.stderr)
     began = time.process_time()
     share = _training_share(run)
 

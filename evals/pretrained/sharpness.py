@@ -1,10 +1,10 @@
 """Measure how sharp the attention of a pretrained model stays as its input grows.
 
 Each variant is substituted at inference, without training. For each length and head the command
-measures the largest weight, the entropy divided by log n, and the effective number of keys 1/Σw².
-These are means over queries; n is the number of keys that a query sees. For each length it also
-measures the cosine similarity between the model's outputs with the variant and as loaded. A model
-that was converted with attnzoo before is also measured as loaded.
+measures the largest weight, the entropy divided by log n, and the effective number of keys 1/Σp²
+with p = w/Σw. These are means over queries; n is the number of keys that a query sees. For each
+length it also measures the cosine similarity between the model's outputs with the variant and as
+loaded. A model that was converted with attnzoo before is also measured as loaded.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def usual_lengths(most: int) -> list[int]:
 
 
 def cut(tokens: Tensor, length: int, samples: int) -> Tensor:
-    """Evenly spaced pieces of the text: (samples, length), with fewer samples if it is short."""
+    """Evenly spaced pieces of the text, (samples, length); fewer samples if the text is short."""
     step = max(1, (len(tokens) - length) // max(1, samples - 1)) if samples > 1 else 1
     starts = range(0, len(tokens) - length + 1, step)[:samples]
     return torch.stack([tokens[s : s + length] for s in starts])

@@ -1,4 +1,4 @@
-"""The command ``compare``: the gain in score from results A to B, paired by seed, for CI."""
+"""The command ``compare``: the gain in score from results A to B, paired by seed."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def main(given: argparse.Namespace) -> int:
             tables |= {f"{name}-{m.name}": of_group(group, m, given.lengths) for m in metrics}
         if metrics and given.figures:
             heads = fitted(group)
-            for kind in given.figures:  # saving a figure changes its layout
+            for kind in given.figures:  # drawn anew, because saving a figure changes its layout
                 for drawing in figures(group, heads, metrics):
                     path = given.out / f"{name}-{drawing.name}.{kind}"
                     files[path] = FIGURES[kind](drawing.figure)

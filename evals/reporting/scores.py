@@ -108,7 +108,7 @@ class Scores:
         return longest
 
     def effective_text(self, line: Line) -> str:
-        """The effective length, with "≥" if the score stays above 85 % at all lengths."""
+        """The effective length, with "≥" if it is the longest eval length."""
         length = self.effective_length(line)
         if length is None:
             return "—"

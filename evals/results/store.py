@@ -118,7 +118,7 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
     """Read the rows in these folders and direct subfolders. The last row of each key is kept.
 
     Raises:
-        UsageError: a folder has no rows, or a line that is JSON but not a row.
+        UsageError: a folder has no rows, or a file has a line that is JSON but not a row.
     """
     found: dict[str, Row] = {}
     for folder in folders:
@@ -131,6 +131,6 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
                     f"warning: skipped {read.damaged} unreadable line(s) in {path}", file=sys.stderr
                 )
         if not mine:
-            raise UsageError(f"no results in {folder}: it has no rows.jsonl")
+            raise UsageError(f"no results in {folder}: it has no rows*.jsonl with rows")
         found |= mine
     return list(found.values())

@@ -288,7 +288,7 @@ def version_warnings(groups: Sequence[Group]) -> list[str]:
     for name in ("commit", "torch", "attnzoo"):
         values = sorted({str(row[name]) for row in every})
         if len(values) > 1:
-            found.append(f"warning: results of several versions of {name}: {', '.join(values)}")
+            found.append(f"warning: results differ in {name}: {', '.join(values)}")
     return found
 
 

@@ -22,12 +22,15 @@ def register_task(task: Task) -> Task:
     """Add a task, so that ``python -m evals NAME --plugin FILE.py`` runs it.
 
     Raises:
-        ValueError: the name is taken or malformed, or a preset is missing or unknown.
+        ValueError: the name is taken or malformed, or there is no preset or an unknown one.
     """
     if task.name in TASKS:
         raise ValueError(f"task name {task.name!r} is taken")
     if not task.name.isascii() or not task.name.replace("-", "").isalnum() or task.name[0] == "-":
-        raise ValueError(f"task name must be letters, digits and hyphens, got {task.name!r}")
+        raise ValueError(
+            "task name must be letters, digits and hyphens and not start with a hyphen, "
+            f"got {task.name!r}"
+        )
     if not task.presets:
         raise ValueError(f"task {task.name!r} needs a preset, such as 'quick'")
     if unknown := sorted(set(task.presets) - set(NOTES)):

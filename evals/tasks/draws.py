@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Part of every run's key: change it when a change in this file changes the data.
+# Part of the version of each built-in task: change it when a change in this file changes the data.
 GENERATOR = "philox-1"
 
 _SPLITS = {"train": 1, "test": 2, "train-lengths": 3, "sparse": 4, "dense": 5, "planted": 6}

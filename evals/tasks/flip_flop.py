@@ -1,9 +1,9 @@
 """Flip-flop: remember the last written bit while many other bits must be ignored.
 
 A string alternates instructions and bits. ``w`` writes its bit, the bit after ``i`` is to be
-ignored, and after ``r`` the model must predict the bit that was written last. A string begins with
-``w`` and ends with ``r``; each other instruction is ``i`` with probability p, otherwise ``w`` or
-``r`` with equal probability (Liu et al. 2023, FFLM, arXiv:2306.00946).
+ignored, and after ``r`` the model must predict the bit that was written last. The first instruction
+is ``w``, the last is ``r``. Each other one is ``i`` with probability p, otherwise ``w`` or ``r``
+with equal probability (Liu et al. 2023, FFLM, arXiv:2306.00946).
 
 Training uses p = 0.8. The evaluation uses the same p and two more splits: sparse (p = 0.98), where
 the last write is far back, and dense (p = 0.1). The input has the true bit after each ``r``, so an

@@ -38,7 +38,7 @@ from evals.tasks.families.sequence import Settings as Base
 
 LINE = b"\n#key="
 DIGITS = 4
-PLANTED = len(LINE) + DIGITS + 1  # the length of the needle's line with its newline
+PLANTED = len(LINE) + DIGITS + 1  # the length of the needle's line with the newlines around it
 SHORTEST = 4 * PLANTED
 PIECES = 16  # number of parts of a sequence in ``bits_by_position``
 

@@ -2,7 +2,7 @@
 
 Item i is [rho_i, onehot(kappa_i)] with rho_i ~ U(0, 1) and kappa_i uniform over ten classes. The
 query is a random scalar ~ U(0, 1). The label is the kappa of the item with the largest rho.
-Training has n = 5 .. 16 (one n per batch), the evaluation up to thousands. The score shows how well
+Training uses n = 5 .. 16 (one n per batch), the evaluation n up to 16384. The score shows how well
 attention finds one key among n (Veličković et al. 2024, arXiv:2410.01104).
 """
 

@@ -6,7 +6,7 @@ There are three kinds of scores:
     shrinking gap   z_j = κ(j + ½)/n for j = 0 … n − 1, which stands for n uniform draws
     uniform         n scores of 0
 
-Sigmoid has no law for the shrinking gap: a key's weight does not depend on the other scores.
+Sigmoid needs no law for the shrinking gap: a key's weight does not depend on the other scores.
 """
 
 from __future__ import annotations

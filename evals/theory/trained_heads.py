@@ -203,7 +203,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
 
 
 def fitted(group: Group) -> list[Heads]:
-    """The `Heads` of each series of a group whose heads were measured."""
+    """The `Heads` of each series with measured heads."""
     with lean_arithmetic():
         every = [heads_of(group, series) for series in group.series]
     return [found for found in every if found is not None]
@@ -301,7 +301,7 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
 
 def _shown(found: Sequence[Heads]) -> str:
     total = max(heads.total for heads in found)
-    return f" Only the {MOST_HEADS} sharpest of {total} heads." if total > MOST_HEADS else ""
+    return f" Shown: the {MOST_HEADS} sharpest of {total} heads." if total > MOST_HEADS else ""
 
 
 def tables(group: Group, found: Sequence[Heads] | None = None) -> list[Table]:

@@ -97,7 +97,7 @@ def plots(name: str) -> str:
 def parameters(variant: attnzoo.Variant) -> str:
     if not variant.params:
         return f"`{variant.name}` has no parameters."
-    header = ("name", "value", "default", "learned from", "meaning")
+    header = ("name", "type", "default", "initial value", "meaning")
     shapes = {"per_head": "number, `()` or `(H,)`"}
     rows = [
         (
@@ -111,8 +111,8 @@ def parameters(variant: attnzoo.Variant) -> str:
         for p in variant.params
     ]
     learned = (
-        "“Learned from” is the initial value of a parameter that {py:class}`attnzoo.nn.Attention` "
-        "learns, one number per head. The others stay fixed unless you name them in `learn`."
+        "A parameter with an initial value is learned by {py:class}`attnzoo.nn.Attention`, one "
+        "number per head. The others stay fixed unless you name them in `learn`."
     )
     return markdown([header, *rows]) + "\n" + learned
 

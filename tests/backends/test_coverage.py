@@ -76,7 +76,7 @@ def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """Supported (variant, backend) pairs. A Triton backend has one quick pair, others are slow."""
+    """Supported (variant, backend) pairs. All but one pair of each Triton backend are slow."""
     for backend in LISTED:
         variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
         for variant in variants:

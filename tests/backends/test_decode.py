@@ -96,7 +96,7 @@ def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: in
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """A case of 2 queries and 100 keys, with lse if defined, changed by ``others``."""
+    """A case of 2 queries and 100 keys, with lse if supported. ``others`` override settings."""
     case = {name: levels[0] for name, levels in factors(variant)}
     return {**case, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
 
@@ -165,7 +165,7 @@ def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
 
 
 def test_keys_outside_the_window_are_not_read() -> None:
-    """NaN in whole ranges of 128 keys outside the window does not change the result."""
+    """The first 256 keys are outside the window. NaN in these does not change the result."""
     q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (2, 300, 301))
     v = v[:, :, 1:]
     options = {"is_causal": True, "window": 20, "backend": "decode"}

@@ -54,7 +54,7 @@ def test_scores_far_from_zero_agree(variant: str, score: float, dtype: torch.dty
 
 @pytest.mark.parametrize("order", [2, 4])
 def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None:
-    """At order 2, T(400) = 80401 exceeds fp16. The running maximum grows after 50 keys."""
+    """At z = 400, 1 + z + z²/2 = 80401 exceeds fp16. The running maximum grows after 50 keys."""
     inputs = make("taylor", setting("taylor", shape=(17, 100), dtype=torch.float16), seed=3)
     scores_around(inputs, 400.0).leaves["k"][..., :50, 0] = 0.0
     inputs.rest["order"] = order
@@ -306,7 +306,7 @@ def test_lse_gradient_of_queries_without_keys_is_ignored(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["flash", "tiled"])
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("variant", ["softmax", "sink"])
-def test_gradients_of_queries_with_low_mask_entries(variant: str, low: float, backend: str) -> None:
+def test_gradients_agree_with_low_mask_entries(variant: str, low: float, backend: str) -> None:
     """The maximum m and log Z must be stored separately: at m = −1e9 their fp32 sum is m."""
     if variant == "sink":
         low = -1e3  # lower entries would leave all weight to the sink
@@ -335,7 +335,7 @@ def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
 
 
 @pytest.mark.parametrize("b", [1e4, 1e6])
-def test_gradient_of_lse_with_a_large_sink(b: float) -> None:
+def test_gradient_of_lse_agrees_with_a_large_sink(b: float) -> None:
     found = []
     for backend in ("flash", "eager"):
         q, k, v = (rand(1, 2, 40, 16, seed=i).float().requires_grad_() for i in range(3))

@@ -144,7 +144,7 @@ def test_empty_tensors_and_queries_without_keys_give_zeros(variant: str) -> None
 
 
 def test_features_of_fp16_do_not_overflow() -> None:
-    """(q·k)²/2 exceeds 65504, the largest fp16 number, for much smaller q and k."""
+    """Even for much smaller q and k, (q·k)²/2 exceeds 65504, the largest fp16 number."""
     q, k, v = (60 * x.half() for x in qkv(40))
     out = attnzoo.attention(q, k, v, "taylor", is_causal=True, enable_gqa=True, scale=1.0,
                             backend="flash_linear")  # fmt: skip

@@ -201,9 +201,9 @@ def test_invalid_arguments_raise() -> None:
         linear_attention(q.float(), k.float(), v.float(), "taylor", state=state)
     with pytest.raises(ValueError, match="q and k must have equal lengths, got 1 and 4"):
         linear_attention(q[:, :, :1], k, v, "taylor")
-    with pytest.raises(ValueError, match="'softmax' cannot be run from a state"):
+    with pytest.raises(ValueError, match="does not support variant 'softmax'"):
         linear_attention(q, k, v, "softmax")
-    with pytest.raises(ValueError, match="'taylor' cannot be run from a state: only order 2"):
+    with pytest.raises(ValueError, match="variant 'taylor' in this call: only order 2"):
         linear_attention(q, k, v, "taylor", order=4)
     with pytest.raises(ValueError, match="max_length=6 is below the length 8"):
         _, state = linear_attention(q, k, v, "cosformer", max_length=6)

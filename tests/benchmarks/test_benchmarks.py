@@ -90,7 +90,7 @@ def test_learned_parameters_match_those_of_the_module() -> None:
     }
 
 
-def test_key_dim_is_the_feature_dim_if_features_grow_faster() -> None:
+def test_key_dim_is_the_feature_dim_if_features_grow_faster_than_d() -> None:
     found = {n: Case.parse(n, 40).key_dim(64, 16) for n in ("taylor", "cosformer", "softmax")}
     assert found == {"taylor": 16, "cosformer": None, "softmax": None}
 

@@ -289,7 +289,7 @@ def test_plan_starts_with_the_settings_of_the_published_table() -> None:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the gpu command on a CPU with a small plan."""
+    """Makes the gpu command run on a CPU with a small plan."""
     small = "--heads 2 --head-dim 16 --repeats 2 --min-seconds 0.001 --threads 1"
     attention = f"attention {small} --lengths 64 --backend tiled --no-memory"
     plan = (f"{attention} --direction forward,backward --baselines sdpa",

@@ -72,7 +72,7 @@ def options_for(queries: int, keys: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_visible_keys_and_counts(shape: tuple[int, int]) -> None:
+def test_visible_keys_and_counts_equal_those_of_a_loop(shape: tuple[int, int]) -> None:
     for options in options_for(*shape):
         call = make_call(*shape, **options)
         expected = visible_by_hand(call, **options)

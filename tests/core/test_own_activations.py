@@ -247,7 +247,7 @@ def test_wrong_activation_raises(
             "vanishes at −∞, flat does not",
         ),
         ({"activation": EXP, "normalize": "sum", "shape": 1.5}, "shape must be None for expon"),
-        ({"activation": EXP, "normalize": "sum", "offset": 1.5}, "takes an offset as shape"),
+        ({"activation": EXP, "normalize": "sum", "offset": 1.5}, "pass it as shape of"),
         ({"activation": POWER, "normalize": "sum"}, "shape must be given for power"),
     ],
 )

@@ -263,7 +263,7 @@ def test_wrong_forms_raise(case: tuple[Any, type[Exception], str]) -> None:
 def test_unsupported_must_return_a_str_or_none() -> None:
     register(weights, unsupported=lambda call: True)
     with pytest.raises(
-        TypeError, match="unsupported of variant 'mine' must be a str or None, got True"
+        TypeError, match="unsupported of variant 'mine' must return a str or None, got True"
     ):
         attnzoo.explain(*rand(3, 2, 4, 6, 8).unbind(), "mine")
 

@@ -87,7 +87,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
         ("shard = '²/3'", "shard must be I/N"),
         ("[needle.settings]\nfoo = 1", "needle has no setting 'foo'"),
         ("[settings]\nwidth = 3", "settings: embed_dim=3 is not a multiple of num_heads=2"),
-        ("[settings]\nlearning_rate = nan", "learning_rate must be > 0, got nan"),
+        ("[settings]\nlearning_rate = nan", "learning_rate must be finite and > 0, got nan"),
         ("[settings]\nwarmup = 2", "warmup must be in"),
         ("[settings]\nbatch = 10000000000000000", "setting batch must be <="),
         ("lengths = [1000000000000]", "lengths entries must be <= 4194304, got 10"),

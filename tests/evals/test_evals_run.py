@@ -299,7 +299,7 @@ def relu(q, k, call):
 def holes(q, k, call):  # NaN beyond 16 keys
     return relu(q, k, call) + (float("nan") if call.keys > 16 else 0.0)
 
-def greedy(q, k, call):  # kills its worker at 32 keys, as Linux does without memory
+def greedy(q, k, call):  # kills its worker at 32 keys, as Linux does when memory runs out
     if call.keys == 32 and multiprocessing.parent_process() is not None:
         os.kill(os.getpid(), signal.SIGKILL)
     return relu(q, k, call)

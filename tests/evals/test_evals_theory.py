@@ -201,7 +201,7 @@ def test_only_the_sharpest_eight_heads_are_shown() -> None:
     assert [line[1] for line in fits.rows] == ["2.5", "2.4", "2.3", "2.2", "2.1", "1.5", "1.4",
                                                "1.3"]  # fmt: skip
     assert len(bounds.rows) == 8
-    assert fits.note.endswith("Only the 8 sharpest of 10 heads.")
+    assert fits.note.endswith("Shown: the 8 sharpest of 10 heads.")
 
 
 @pytest.mark.parametrize(

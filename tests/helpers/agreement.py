@@ -40,7 +40,7 @@ class Inputs:
     layout: str = "contiguous"
 
     def arguments(self, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict]:
-        """Returns copies of the leaves, and all arguments. Casts leaves and a float mask."""
+        """Returns copied leaves, and all arguments. Casts leaves and a float mask to ``dtype``."""
         leaves = {
             name: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_()
             for name, x in self.leaves.items()

@@ -1,7 +1,7 @@
 """Sample parameters and a hand-computed example for each variant.
 
-To add a variant, add a file to ``attnzoo/variants`` and an entry to `CASES`. The contract, backend
-and paper tests then cover it.
+To add a variant, add a file to ``attnzoo/variants``, an entry to `CASES` and one to
+`coverage_table.VARIANT_BACKENDS`. The contract, backend and paper tests then cover it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CASES = {
     ),
     "adaptive_temperature": Case(
         # One of 100 keys has weight ½: H = log 2 + ½ log 99 = 2.9907. The polynomial at this H is
-        # β = 1.4936, computed by hand. The key's new weight is 1/(1 + 99^(1 − β)).
+        # β = 2.2487, computed by hand. The key's new weight is 1/(1 + 99^(1 − β)).
         Paper((0.0,) * 99 + (math.log(99),), (), {}, "see test_papers", 0.0),
         settings=({"differentiable": True},),
     ),

@@ -1,4 +1,4 @@
-"""Runs `python -m benchmarks` with any GPU hidden."""
+"""Runs `python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a new process and returns the finished process."""
+    """Runs the command in a new process that sees no GPU. Returns the finished process."""
     # conftest.py sets TRITON_INTERPRET, which prevents compilation.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(

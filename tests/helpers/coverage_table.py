@@ -114,7 +114,7 @@ def precise(backend: str) -> torch.dtype:
 # For each feature of a call and backend, the table gives `RUNS` or the reason for the rejection.
 NOT_BOTH = "does not support attn_mask together with is_causal"
 CONSTANT_MASK = "does not support a gradient for a float mask"
-FORGET = "a state has no single keys to drop"
+FORGET = "keys cannot be removed from a state"
 TOP_LEFT = "torch aligns top-left"
 OTHER_DV = "does not support a value dimension other than D"
 EMPTY = "does not support empty tensors"

@@ -71,7 +71,7 @@ def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]
 
 
 def label(row: Row) -> str:
-    """The test id of a row: shape, dtype, span and all settings that differ from the default."""
+    """The test id of a row: shape, dtype, span, heads, params and the options that are set."""
     settings = [f"{row['shape'][0]}x{row['shape'][1]}", str(row["dtype"])[6:], row["span"]]
     settings += [str(row[key]) for key in ("mask", "heads", "params") if row[key] != "none"]
     settings += [key for key in ("alibi", "segments", "dropout", "lse") if row[key]]

@@ -257,7 +257,7 @@ class Weights:
         return Approx(tau, error, x.eps).rounded(SHIFTS, tau.abs() + peak.abs())
 
     def select(self, s: Approx) -> None:
-        """Sets φ and φ' to 0 for dropped keys. Both results are allowed if rounding decides."""
+        """Sets φ and φ' to 0 for dropped keys. If rounding decides, both results are allowed."""
         ranked = s.value.masked_fill(~self.visible, float("-inf"))
         order = ranked.sort(stable=True, dim=-1, descending=True).indices
         keep = min(self.form.keep or 0, s.shape[-1])

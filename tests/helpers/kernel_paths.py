@@ -1,7 +1,7 @@
 """Kernel paths: the properties of a form that decide which kernel code runs.
 
 A path is the activation, the normalization, the source of the gain and the per-query vectors. Two
-variants with the same path run the same code. The fast covering arrays of the kernel tests
+variants with the same path run the same code. The quick covering arrays of the kernel tests
 therefore contain one variant per path, as one factor among the others.
 """
 
@@ -129,7 +129,7 @@ def _covering(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ..
 def quick_variants(
     variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
 ) -> list[ParameterSet]:
-    """Test parameters. Variants with the normalization and activation of earlier ones are slow."""
+    """Test parameters, slow if an earlier variant has the same normalization and activation."""
     known, values = set(), []
     for variant in variants:
         path = path_of(Level(variant, "default"), kinds)

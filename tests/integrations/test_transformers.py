@@ -53,7 +53,7 @@ every_variant = pytest.mark.parametrize("variant", CASES)
 
 @every_model
 def test_softmax_keeps_outputs_and_gradients(make: Any) -> None:
-    """Inputs have left padding if the model's forward accepts a mask."""
+    """Inputs are padded if the model's forward accepts a mask."""
     results = []
     for model in (make(), convert(make(), "softmax")):
         out = outputs(model)
@@ -118,7 +118,7 @@ def test_every_variant_trains_in_every_model(variant: str, make: Any) -> None:
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in learned)
 
 
-def test_layers_with_different_variants() -> None:
+def test_layers_may_have_different_variants() -> None:
     model = llama(num_hidden_layers=3)
     convert(model, "ssmax", layers=[0, -1], s=0.3)
     convert(model, "entmax", layers=["model.layers.1.self_attn"], alpha=1.3)
@@ -227,7 +227,7 @@ def test_output_attentions_equal_those_of_softmax() -> None:
 
 
 @pytest.mark.parametrize("make", [gpt2, bert], ids=["gpt2", "bert"])
-def test_output_attentions_of_models_that_collect_them_with_hooks(make: Any) -> None:
+def test_output_attentions_collected_with_hooks_equal_those_of_softmax(make: Any) -> None:
     original = make()
     original.set_attn_implementation("eager")
     expected = original(ids(), output_attentions=True).attentions
@@ -290,7 +290,7 @@ def test_parameter_groups_exclude_scales_from_weight_decay() -> None:
     [
         (llama, ("softmaxx",), {}, ValueError, "'softmaxx'"),
         (llama, ("cosformer",), {}, TypeError, "requires the parameter 'max_length'"),
-        (llama, ("ssmax",), {"layers": [2]}, ValueError, "layers must be from 0 to 1, got 2"),
+        (llama, ("ssmax",), {"layers": [2]}, ValueError, "layers must be from -2 to 1, got 2"),
         (llama, ("ssmax",), {"layers": "0"}, TypeError, "layers must be a list of numbers"),
         (llama, ("ssmax",), {"layers": ["x"]}, ValueError, "layers must be among model.layers.0"),
         (

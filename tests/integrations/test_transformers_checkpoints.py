@@ -255,7 +255,7 @@ def test_process_without_attnzoo_cannot_load_a_converted_model(tmp_path: Path) -
     assert done.stdout.strip().endswith("False")
 
 
-def test_file_variants_of_transformers(tmp_path: Path) -> None:
+def test_file_variant_of_transformers_is_saved_and_loaded(tmp_path: Path) -> None:
     """With variant="fp16", transformers writes and reads model.fp16.safetensors."""
     model = trained()
     model.save_pretrained(tmp_path, variant="fp16")
@@ -273,7 +273,7 @@ def test_file_variants_of_transformers(tmp_path: Path) -> None:
         ({"version": 2}, "must be of version 1 or older, got 2"),
         ({"version": None}, "must have a version"),
         ({"layers": {}}, "must have layers"),
-        ({"layers": {"model.layers.0.self_attn": {"variant": "ssmax"}}}, "has no num_heads"),
+        ({"layers": {"model.layers.0.self_attn": {"variant": "ssmax"}}}, "must have num_heads"),
         (
             {"layers": {"x": {"variant": "ssmax", "num_heads": 4, "params": {}, "new": 1}}},
             r"unknown entries: \['new'\]",

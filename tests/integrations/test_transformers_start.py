@@ -27,7 +27,7 @@ def scale(model: LlamaForCausalLM) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [llama, bert])
 @pytest.mark.parametrize("variant", SOFTMAX)
-def test_identity_start_keeps_the_outputs_with_left_padding(variant: str, make: Any) -> None:
+def test_identity_start_keeps_the_outputs_with_padding(variant: str, make: Any) -> None:
     model = convert(make(), variant, start="identity")
     assert torch.allclose(outputs(model), outputs(make()), atol=1e-6)
 
@@ -46,7 +46,7 @@ def test_sink_changes_in_training_from_minus_ten_but_not_from_identity() -> None
         assert (not torch.equal(torch.stack(sinks), before)) is moves
 
 
-def test_softmax_ssmax_and_sink_have_an_identity_start() -> None:
+def test_only_softmax_ssmax_and_sink_have_an_identity_start() -> None:
     assert set(SOFTMAX) == {"softmax", "ssmax", "sink"}
 
 

@@ -203,7 +203,7 @@ def test_wrong_constructor_arguments_raise(options: dict[str, Any], message: str
         ({"attn_mask": torch.zeros(6, 7)}, ValueError, r"attn_mask must have shape \(6, 8\) or"),
         ({"key_padding_mask": torch.zeros(8)}, ValueError, r"key_padding_mask .* \(2, 8\), got"),
         ({"query": torch.zeros(6, 2, 11)}, ValueError, "query must have 12 features"),
-        ({"query": torch.zeros(6, 12)}, ValueError, "must all have 3 dimensions, or 2"),
+        ({"query": torch.zeros(6, 12)}, ValueError, "must all have 3 dimensions or all 2"),
     ],
 )
 def test_wrong_forward_arguments_raise(change: dict, error: type, message: str) -> None:

@@ -86,8 +86,8 @@ MODULES: list[Case] = [
         "ssmax's b must be fp16, bf16, fp32 or fp64, got torch.float8",
     ),
     (lambda: ssmax(b=None), TypeError, "ssmax's b must be a number or a tensor, got None"),
-    (lambda: ssmax(num_heads=10**30), ValueError, r"num_heads must fit an int64.*got 1000"),
-    (lambda: ssmax(num_heads=10**5000), ValueError, "num_heads must fit .*got int of too many"),
+    (lambda: ssmax(num_heads=10**30), ValueError, r"num_heads must fit in an int64.*got 1000"),
+    (lambda: ssmax(num_heads=10**5000), ValueError, "num_heads must fit .*got int with too many"),
     (lambda: ssmax(lern=()), TypeError, "no parameter 'lern'; it has: s, b; did you mean 'learn'"),
     (lambda: Attention("entmax", 4, alfa=1.5), TypeError, "has no .* did you mean 'alpha'"),
     (lambda: forward(NESTED), TypeError, "q must be a dense tensor, got a nested one"),
@@ -95,7 +95,7 @@ MODULES: list[Case] = [
     (lambda: forward(need_weights="no"), TypeError, "need_weights must be a bool, got 'no'"),
     (lambda: forward(need_weights=1), TypeError, "need_weights must be a bool, got 1"),
     (lambda: forward(variant="softmax"), TypeError, "variant must not be passed to forward"),
-    (lambda: ssmax().new_cache(10**400), ValueError, "max_length must fit an int64.*got 1000"),
+    (lambda: ssmax().new_cache(10**400), ValueError, "max_length must fit in an int64.*got 1000"),
     (lambda: Taylor(8, 2, bias="x"), TypeError, "bias must be a bool, got 'x'"),  # type: ignore
     (lambda: multihead(bias="x"), TypeError, "bias must be a bool, got 'x'"),
     (lambda: multihead(add_bias_kv=2), TypeError, "add_bias_kv must be a bool, got 2"),
@@ -149,7 +149,7 @@ MODULES: list[Case] = [
 ]
 
 CACHES: list[Case] = [
-    (lambda: KVCache(10**400), ValueError, "max_length must fit an int64, .*got 1000"),
+    (lambda: KVCache(10**400), ValueError, "max_length must fit in an int64 .*got 1000"),
     *(
         (
             lambda make=make, name=name, x=x: decode(make(), **{name: x}),

@@ -150,7 +150,7 @@ def test_wrong_arguments_raise(options: dict[str, Any], error: type, message: st
 
 def test_wrong_forward_arguments_raise() -> None:
     made = model()
-    with pytest.raises(ValueError, match=r"tokens must be int \(B, N\), got torch.float32"):
+    with pytest.raises(ValueError, match=r"must be int32 or int64 \(B, N\), got torch.float32"):
         made(torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"tokens must be an int tensor \(B, N\), got list"):
         made([[1, 2]])

@@ -18,7 +18,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# The backend decode launches several kernels per prefix length, so most of its tests are slow.
+# The backend decode launches several kernels per prefix length, so most of its pairs are slow here.
 PREFIX_PAIRS = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
     if pair.values[1] == "decode" and pair.values[0] != "softmax"
@@ -105,7 +105,7 @@ def test_fields_for_tables_are_filled(variant: str) -> None:
         assert ("(B, H, Nq)" in param.doc) == param.per_token
 
 
-def test_test_cases_learn_all_parameters_per_head() -> None:
+def test_test_cases_list_all_learnable_parameters() -> None:
     for name, case in CASES.items():
         per_head = {p.name for p in attnzoo.get_variant(name).params if p.kind == "per_head"}
         assert set(case.learned) == per_head, name
@@ -299,7 +299,7 @@ def test_empty_row_does_not_change_the_others(variant: str, float_mask: bool, ba
 
 @every_trained_pair
 def test_row_with_one_key_has_weight_one_and_finite_gradients(variant: str, backend: str) -> None:
-    """Only normalized variants must have weight 1. For one key, log n and gains with it are 0."""
+    """Only normalized variants must have weight 1. At n = 1, gains proportional to log n are 0."""
     q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
     params = leaves_of(variant, backend)
     options = {"is_causal": True, "backend": backend, **params_of(variant)}

@@ -61,7 +61,7 @@ def test_gradients_match_finite_differences(variant: str, backend: str, lse: boo
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("variant", [name for name, case in CASES.items() if case.per_token])
-def test_gradients_of_parameters_per_token(variant: str, backend: str) -> None:
+def test_gradients_per_token_match_finite_differences(variant: str, backend: str) -> None:
     leaves, run = differentiable(variant, per_token=True)
     assert gradcheck(lambda *x: run(*x, backend=backend), leaves, fast_mode=True)
 
@@ -70,7 +70,7 @@ def test_gradients_of_parameters_per_token(variant: str, backend: str) -> None:
     ("variant", "backend"),
     [(v, b) for v in VARIANTS for b in ("sdpa", "linear") if VARIANT_BACKENDS[v][b] is RUNS],
 )
-def test_gradients_on_sdpa_and_linear(variant: str, backend: str) -> None:
+def test_gradients_on_sdpa_and_linear_match_finite_differences(variant: str, backend: str) -> None:
     q, k, v = qkv(queries=4, keys=4)
     named = {name: x.double() for name, x in learned(variant, 2).items()}
 
@@ -175,7 +175,7 @@ def test_zero_dim_parameter_equals_the_same_number_per_head(variant: str, backen
 
 
 @every_variant
-def test_gradients_of_attention_weights(variant: str) -> None:
+def test_gradients_of_attention_weights_equal_those_of_attention(variant: str) -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     w = attnzoo.attention_weights(q, k, v, variant, is_causal=True, **params_of(variant))
     out = attnzoo.attention(q, k, v, variant, is_causal=True, **params_of(variant))

@@ -91,8 +91,8 @@ def test_log_n_equals_softmax_at_the_train_length() -> None:
 def test_adaptive_temperature_by_hand() -> None:
     """Softmax gives one of 100 keys half of the weight: H = log 2 + ½ log 99 = 2.99071 nats.
 
-    Horner: −0.037·H = −0.110656; (+0.481)·H = 1.107577; (−2.3)·H = −3.566205;
-    (+4.917)·H = 4.039694; −1.791 = 2.248694 = β.
+    Horner: −0.037·H = −0.110656; (… + 0.481)·H = 1.107577; (… − 2.3)·H = −3.566205;
+    (… + 4.917)·H = 4.039694; … − 1.791 = 2.248694 = β.
     """
     scores = torch.tensor(CASES["adaptive_temperature"].paper.scores, dtype=torch.float64)[None]
     top = 1 / (1 + 99 ** (1 - 2.248694))
@@ -171,7 +171,7 @@ def test_entmax15_against_the_package(kind: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("alpha", [1.1, 1.3, 1.5, 1.7, 1.95])
 @pytest.mark.parametrize("kind", SCORES)
-def test_entmax_against_the_package_and_its_gradient_to_alpha(
+def test_entmax_and_its_gradient_of_alpha_against_the_package(
     kind: str, alpha: float, backend: str
 ) -> None:
     """The entmax package solves for τ by bisection and has a closed-form gradient of α."""

@@ -39,7 +39,7 @@ def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
     origin = call.query_origin - call.key_origin
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.gain.differentiable):
         statistics = tiled_statistics(q=q, k=k, layout=layout_of(call), origin=origin)
-    # Gradients are enabled here: parameters of the gain need them even if the statistics do not.
+    # set_grad_enabled must not cover this line: parameters of the gain may need gradients.
     # A query without keys has lse −∞ and entropy 0.
     return replace(form, gain=form.gain.gain(statistics))
 

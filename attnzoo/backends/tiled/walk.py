@@ -56,13 +56,13 @@ def outputs(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Return out (B, H, Nq, Dv), lse (B, H, Nq) if requested, and the per-query vectors τ and Z.
 
-    For φ = exp, τ is the maximum of the query's scores. τ and Z are saved separately: a mask may
-    add −1e9 to all scores of a query, and τ + log Z would then lose all digits of log Z.
+    For a normalized exp, τ is the maximum of the query's scores and sink. τ and Z are saved
+    separately: a mask may add −1e9 to all scores, and τ + log Z would lose all digits of log Z.
     """
     gain, offset, shape, sink = vectors
     keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
     if offset is not None:
-        # −τ (the offset) is appended to each query and 1 to each key, so that q·k subtracts τ.
+        # −offset is appended to each query and 1 to each key, so that q·k subtracts the offset.
         keys = torch.nn.functional.pad(keys, (0, 1), value=1.0)
     full = (call.batch, call.heads, call.queries)
     out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
@@ -171,7 +171,7 @@ def _kept(s: Tensor, top_k: int | None) -> Tensor:
 def _peak(s: Tensor) -> Tensor:
     """The maximum of each row, 0 for a row without keys. Thresholds τ are relative to it.
 
-    The rounding error of an absolute τ would exceed the differences between large scores.
+    The rounding error of an absolute τ may exceed the differences between large scores.
     """
     m = s.amax(-1, keepdim=True)
     return m.masked_fill_(m == NEG_INF, 0.0)

@@ -103,7 +103,10 @@ def check_spec(config: Any) -> dict[str, Any]:
     for name, entry in layers.items():
         for key, kind in ENTRY.items():
             if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
-                raise ValueError(f"config.{NAME}: layer {name!r} has no {key}: {entry!r}")
+                raise ValueError(
+                    f"config.{NAME}: layer {name!r} must have {key} of type {kind.__name__}, got "
+                    f"{entry!r}"
+                )
         if unknown := sorted(set(entry) - {*ENTRY, "learn"}):
             raise ValueError(f"config.{NAME}: layer {name!r} has unknown entries: {unknown}")
     return spec

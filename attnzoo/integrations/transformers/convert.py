@@ -48,7 +48,7 @@ def convert(
             arguments, or a list of these. Sets the initial values of each layer such that the gain,
             the factor on the scores, is 1 on average over queries (ssmax: s = 1 / mean log n).
         inputs: inputs for the run that finds the attention modules; accepts the same types as
-            ``calibrate``. None is ``calibrate`` or a minimal batch.
+            ``calibrate``. None uses ``calibrate`` if given, else a minimal batch.
         **params: parameters of the variant, as for `attnzoo.nn.Attention`.
 
     Returns:
@@ -252,8 +252,8 @@ def _from_identity(
     if found.identity is None:
         able = [name for name in list_variants() if get_variant(name).identity is not None]
         raise ValueError(
-            f"start must be None: no parameters make {variant!r} equal to softmax; variants with "
-            f"start='identity': {', '.join(able)}"
+            f"start must be None: no parameters make {variant!r} equal to softmax at every length; "
+            f"variants with start='identity': {', '.join(able)}"
         )
     if twice := [name for name in found.identity if name in params]:
         raise ValueError(f"{', '.join(twice)} must not be given: start='identity' sets it")
@@ -351,12 +351,16 @@ def _chosen(found: Mapping[str, ObservedCall], layers: Sequence[int | str] | Non
     if layers is None:
         return names
     if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
-        raise TypeError(f"layers must be a list of numbers or names, or None, got {layers!r}")
+        raise TypeError(
+            f"layers must be a list of numbers or names, not empty, or None, got {layers!r}"
+        )
     chosen = []
     for layer in layers:
         if isinstance(layer, int) and not isinstance(layer, bool):
             if not -len(names) <= layer < len(names):
-                raise ValueError(f"layers must be from 0 to {len(names) - 1}, got {layer}")
+                raise ValueError(
+                    f"layers must be from {-len(names)} to {len(names) - 1}, got {layer}"
+                )
             layer = names[layer]
         if layer not in names:
             raise ValueError(f"layers must be among {', '.join(names)}, got {layer!r}")

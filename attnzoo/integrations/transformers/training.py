@@ -28,7 +28,7 @@ class TrainerMixin(_Base):
 
     Notes:
         Zero is not a neutral value for a scale or a sink, so decay towards zero is a wrong prior.
-        Trainer itself only excludes biases and norms.
+        Trainer itself excludes only biases and norms.
     """
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

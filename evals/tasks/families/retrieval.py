@@ -24,7 +24,7 @@ from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Publish
 from evals.task import Settings as Base
 
 CLASSES = 10
-BEST_KEYS = 16  # number of keys in the curve ``best_keys``, which has the keys of largest closeness
+BEST_KEYS = 16  # the curve ``best_keys`` has the weights of this many keys, the closest first
 
 METRICS = (
     Metric("accuracy", "Accuracy, %", 100, 1),
@@ -167,7 +167,7 @@ class RetrievalTask(Task):
     Attributes besides those of `Task`:
         version: the version of the data.
         draw: draws a batch from (seed, split, length, start, stop).
-        sizes: (F, G), the features per item without its class, and per query.
+        sizes: (F, G), the numbers of features of an item without its class, and of a query.
     """
 
     name: str
@@ -206,8 +206,8 @@ class RetrievalTask(Task):
     def measure(self, model: Model, batch: Batch, sample: HeadSample) -> Measure:
         """Compute q, k and v once, and return a function that measures one variant on them.
 
-        The logits come from attention in fp32, as in training. The other metrics come from weights
-        computed in fp64 from the same q and k, so that rounding causes no ties.
+        ``accuracy`` uses attention in fp32, as in training. The other metrics use weights computed
+        in fp64 from the same q and k, so that rounding causes no ties.
         """
         q, k, v = model.folded()(batch.items(), batch.query)
         exact = q.double(), k.double(), v[..., :1].double()

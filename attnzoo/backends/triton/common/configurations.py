@@ -9,9 +9,9 @@ A kernel has several entries, chosen by the features of the call:
 - "": none of the following;
 - "filled": a head dimension is padded to a power of two;
 - "one": one of window, ALiBi, segments and a key mask;
-- "listed": a list of the blocks with nonzero weights, from a threshold, and none of the others;
+- "listed": a list of the blocks with nonzero weights, from a threshold, and no feature of "one";
 - "several": a dense mask, at least two of window, ALiBi, segments and key mask, one of these with a
-  list of blocks, or further per-query vectors (the shape, the gradient of lse);
+  list of blocks, further per-query vectors (the shape, the gradient of lse), or PEAKED (`fold`);
 - "unaligned": strides that allow no wide loads, with or without the above.
 
 "several" and "unaligned" are rare. Their entries are the same for all architectures, and have

@@ -7,8 +7,8 @@ divides, once, at the end. Partial results by form:
 - ``SUM`` (another φ, normalized): (Z, o). τ is 0 or given.
 - Without normalization: o.
 
-``PEAKED`` (normalize = "sum", values in fp16): o is stored divided by the largest φ so far, because
-an unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
+``PEAKED`` (normalize = "sum", values in fp16): o is stored divided by m, the maximum of 1 and the φ
+so far: an unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
 """
 
 import triton
@@ -74,7 +74,7 @@ def finish(
     ACT: tl.constexpr, UNIT: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the output [BM, DV] from the result over all keys. Store lse and Z (or m + log Z)."""
+    """Return the output [BM, DV]. Store lse, stat and weight_sum (see `flash_forward`)."""
     inside = index < queries
     if ONLINE:
         if lse is not None:  # −∞ for a query without keys

@@ -54,7 +54,7 @@ def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
 def vectors_of(
     form: Pairwise, gain: PerQuery, layout: Layout, call: Call
 ) -> tuple[Layout, Vectors]:
-    """Return the layout, its scale multiplied by a scalar gain, and the per-query vectors."""
+    """Return the layout, with a scalar gain in its scale, and the per-query vectors."""
     per_query = isinstance(gain, Tensor)
     layout = layout if per_query else layout._replace(scale=layout.scale * gain)
     vectors = (gain if per_query else None, form.offset, form.shape, form.sink)

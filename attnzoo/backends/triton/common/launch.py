@@ -55,7 +55,7 @@ def padded(dim: int) -> int:
 
 
 def align_of(*tensors: Tensor) -> int:
-    """Return the elements in 16 bytes (the widest load) if they divide all strides, else 1."""
+    """Return the number of elements in 16 bytes (the widest load), or 1 if a stride is no multiple."""
     widest = 16 // tensors[0].element_size()
     return (
         widest

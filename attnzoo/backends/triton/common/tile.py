@@ -44,7 +44,7 @@ def query_tile(
     that the compiler knows their divisibility and uses wide loads.
     """
     tiles = tl.cdiv(queries, BLOCK_M)
-    # The last queries start first: under causality they have the most keys to go through.
+    # The last queries are launched first, because under causality they see the most keys.
     tile = tiles - 1 - tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -85,8 +85,8 @@ def store_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, value)
 def key_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (low, full, high): blocks [low, high) hold the keys that the queries may see.
 
-    The queries are the BLOCK_M from ``start``. Without a window, mask and segments they see all
-    keys of the blocks below ``full``.
+    The queries are ``start`` to ``start`` + BLOCK_M − 1. Without a window, mask or segments they
+    see all keys of the blocks below ``full``.
     """
     first = start + keys - queries
     last = tl.minimum(start + BLOCK_M, queries) - 1 + keys - queries

@@ -79,7 +79,7 @@ def decode_products(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write q kᵀ and, per split, the maximum m of each row. Statistics also need Z and T."""
+    """Write q kᵀ and, per split, the maximum m of each row; for statistics, also Z and T."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
     q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
@@ -242,8 +242,8 @@ def decode_threshold(
     """Solve for τ of one query; see `flash.threshold`.
 
     A key has weight 0 if its score is 1/(α−1) or more below the maximum. The other scores are first
-    copied to ``candidates``: 1 to 2 % of Gaussian scores at α = 2 and 1.5, all scores as α → 1.
-    Each step of the solver reads only the copies.
+    copied to ``candidates``: of 32768 standard Gaussian scores 0.1 % at α = 2, 2 % at α = 1.5, and
+    all as α → 1. Each step of the solver reads only the copies.
     """
     row = tl.program_id(0).to(tl.int64)
     rows_here = group * queries

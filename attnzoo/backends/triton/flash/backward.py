@@ -99,7 +99,7 @@ def flash_dq(
     if SUM or THRESHOLD:
         tl.store(delta + at + i, mean, mask=i < queries)
     if dsink is not None:
-        # The sink is a key whose value is 0.
+        # The sink acts as a key whose value is 0.
         last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT
         last -= vectors[1]
         last = ACT(last, vectors[2])[1]
@@ -129,8 +129,8 @@ def flash_dq(
         )  # fmt: skip
     acc *= scale
     if dgain is not None:
-        # Before acc is multiplied by the gain: computing dgain as q·dq / gain afterwards would fail
-        # where the gain is 0, for example log 1.
+        # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
+        # gain is 0, for example log 1.
         tl.store(
             dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
         )

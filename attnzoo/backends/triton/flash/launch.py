@@ -49,7 +49,7 @@ def _config(
 ) -> Config:
     """Return the configuration for the features of a call; see `configurations`.
 
-    ``vectors``: per-query vectors or None. A given vector requires the entry "several".
+    ``vectors``: tensors or None. Any tensor requires the entry "several".
     """
     extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
     several = dense_mask(layout) or extras > 1 or any(x is not None for x in vectors)
@@ -190,7 +190,7 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
 
 
 def empty_maps(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors for the fields of `Maps`."""
+    """Return new tensors for the fields of `Maps`. Only ``live`` is initialized, with 0."""
     block_m, block_n = _map_tile(q, k, v, layout)
     heads = q.shape[0] * q.shape[1]
     tiles = (q.shape[2] + block_m - 1) // block_m, (k.shape[2] + block_n - 1) // block_n

@@ -50,7 +50,7 @@ def flash_threshold(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, layout: Layout, form: Form,
     alpha: float | None,
 ) -> Threshold:  # fmt: skip
-    """Solve for τ. v only sets the tile size, which must equal the tile size of the forward."""
+    """Solve for τ. v only determines the map's tile size, which must be the same in the forward."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.flash import launch
 

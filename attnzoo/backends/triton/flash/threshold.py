@@ -7,7 +7,7 @@ the list of key blocks with nonzero weights, and a flag for each of these blocks
 The solver is Newton's method for Z^{α−1} = 1 with Z = Σφ: τ += (Z − Z^{2−α})/((α−1) Σφ'). τ starts
 at the maximum of each query's scores and increases monotonically. For equal scores one step is
 exact. A score at or below τ − 1/(α−1) has weight 0, also in later steps, because τ only grows. Each
-step drops key blocks without a score above this bound from the list. Forward and backward then
+step removes from the list the key blocks without a score above this bound. Forward and backward
 read only the blocks that are left.
 
 All steps run in one launch, so that the host does not wait for the result of each step.
@@ -28,7 +28,8 @@ from attnzoo.backends.triton.common.tile import (
 
 # A step is the last one of a query if |Z − 1| ≤ RESIDUAL before the step. Convergence is quadratic,
 # so every weight is then accurate to 1e-6. With many equal scores, rounding τ alone can change Z by
-# more than RESIDUAL. A step that changes t by at most LAST_PLACES · t is therefore the last too.
+# more than RESIDUAL. So a step is also the last one if it changes t, τ minus the maximum score, by
+# at most LAST_PLACES · t.
 RESIDUAL = tl.constexpr(1e-5)
 LAST_PLACES = tl.constexpr(5e-7)
 MAX_STEPS = tl.constexpr(100)

@@ -2,8 +2,8 @@
 
 Features are computed in torch, so that autograd differentiates them. They are bf16 for bf16 inputs
 and fp32 for others, because products of fp16 features may exceed 65504. The features take F/D times
-the memory of q and k. Causal attention stores a state (F, Dv) in fp32 for each chunk; `linear` does
-so only if gradients are needed.
+the memory of q and k, or twice that for fp16 inputs. Causal attention stores a state (F, Dv + 1) in
+fp32 for each chunk; `linear` does so only if gradients are needed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the causal output and the final state, from the state ``sums``, as `linear.scan`."""
+    """Return the causal output and the final state, given the state ``sums``; see `linear.scan`."""
     call, k, v, sums = linear.prepare(call, k, v, sums)
     v = _values(v, call)
     keyless, lead = linear.offsets(call)

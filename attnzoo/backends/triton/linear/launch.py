@@ -42,7 +42,7 @@ def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any]
 
 
 def chunk_length(y: Tensor) -> int:
-    """Tokens per chunk. It must not depend on the GPU, because fake functions run without one."""
+    """Tokens per chunk, independent of the GPU, because fake functions run without one."""
     return INTERPRETED_CHUNK if interpreted() else LINEAR_CHUNK[8 * y.element_size()]
 
 
@@ -59,7 +59,7 @@ def describe_states(
 
     x are features (B, H, N, F), y values (B, H, N, Dv). The states are (B, Hkv, chunks, F, WIDTH),
     or empty without ``keep``. The sums are (B, Hkv, spans, F, WIDTH) and add up to the final state.
-    With ``stats`` the states are R of the backward, from the last chunk to the first.
+    With ``stats`` the states are R of the backward, summed from the last chunk to the first.
     """
     args, config = _common("states back" if stats else "states", x, y.shape[3], arch)
     (chunks, features), batch = _blocks(x, config), x.shape[0]
