@@ -72,7 +72,9 @@ def compute_loss(
     check_options(given.reduction, given.label_smoothing, given.lse_penalty, given.softcap,
                   given.ignore_index, given.return_stats)  # fmt: skip
     if linear_weight is not None:
-        input, linear_weight, linear_bias = cast_by_autocast(input, linear_weight, linear_bias)
+        input, linear_weight = cast_by_autocast(input, linear_weight)
+        if linear_bias is not None:
+            (linear_bias,) = cast_by_autocast(linear_bias)
     classes = check_layer(input, linear_weight, linear_bias)
     lead = input.shape[:-1]
     mask = None
