@@ -33,7 +33,8 @@ class LossStats(NamedTuple):
     At ignored tokens ``support`` is 0, and all others are NaN.
 
     Attributes:
-        lse: log Σ_j exp(s_j) over the classes, without a sink; None for variants without one.
+        lse: log Σ_j exp(s_j) over the classes, without a sink; None for variants without one. A
+            variant that keeps k classes sums over these and the target.
         threshold: τ of variants that solve for a threshold, else None.
         power_sum: Σ_j w_j^α of the entmax family, else None.
         target_score: Score of the target, after softcap and gain.
@@ -116,6 +117,8 @@ def compute_loss(
             )  # type: ignore[misc]  # fmt: skip
     if given.reduction == "none":
         loss = loss.reshape(lead)
+    if given.reduction == "mean" and not len(target):
+        loss = loss + float("nan")  # 0/0, as in torch
     return (loss, _stats(stats, form, lead)) if given.return_stats else loss
 
 

@@ -174,7 +174,7 @@ def test_entmax15_against_the_package(kind: str, backend: str) -> None:
 def test_entmax_and_its_gradient_by_alpha_equal_the_entmax_package(
     kind: str, alpha: float, backend: str
 ) -> None:
-    """The entmax package solves for τ by bisection and has a closed-form gradient with respect to α."""
+    """The entmax package solves for τ by bisection; its gradient of α has a closed form."""
     scores = SCORES[kind]()
 
     def theirs(s: Tensor, a: Tensor) -> Tensor:
