@@ -1,0 +1,100 @@
+"""Variants from outside the library get a loss if their form has one, or one clear error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo import Activation, Pairwise, Param
+from attnzoo.core import registry
+from attnzoo.core.activations import EXP
+from attnzoo.losses import linear_loss
+from helpers.cases import rand
+from helpers.loss_cases import targets, tensors
+
+INPUT, WEIGHT = rand(4, 3).float(), rand(6, 3, seed=1).float()
+TARGET = torch.tensor([0, 5, 2, 2])
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the variants that a test registers."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+
+def register(name: str, form: Pairwise | None, **fields: Any) -> None:
+    def weights(q: Tensor, k: Tensor, call: Any, **params: Any) -> Tensor:
+        return call.softmax(call.scores(q, k))
+
+    forms = {} if form is None else {"forms": lambda call, **params: (form,)}
+    attnzoo.register_variant(attnzoo.Variant(name, "", "", weights, **forms, **fields))
+
+
+RELU = Activation("relu", lambda s, shape: s.relu(), lambda s, phi, shape: (phi > 0).to(phi.dtype))
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize(
+    "form",
+    [None, Pairwise(RELU, "sum"), Pairwise(RELU, "none", offset=0.0)],
+    ids=["a definition only", "a weight of the target that can be 0", "no integral"],
+)
+def test_third_party_variants_without_a_loss_raise(form: Pairwise | None) -> None:
+    register("my_own", form)
+    with pytest.raises(ValueError, match="my_own") as error:
+        linear_loss(INPUT, WEIGHT, TARGET, "my_own")
+    # The message gives a reason beyond the name.
+    assert len(str(error.value)) > 40
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_third_party_variants_with_a_reason_raise_it() -> None:
+    register("never", Pairwise(EXP, "sum"), unsupported=lambda call: "never works on Sundays")
+    with pytest.raises(ValueError, match="never works on Sundays"):
+        linear_loss(INPUT, WEIGHT, TARGET, "never")
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_third_party_parameters_are_checked() -> None:
+    power = Param("power", 1.0, check=lambda x: x > 0, allowed="above 0")
+    register("strict", Pairwise(EXP, "sum"), params=(power,))
+    with pytest.raises(ValueError, match="power"):
+        linear_loss(INPUT, WEIGHT, TARGET, "strict", power=-1.0)
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_third_party_variant_with_an_integral_has_a_loss(reduction: str) -> None:
+    """φ = ReLU², without a normalizer: L = Σ_j ReLU(s_j − o)³/3 − (s_y − o)."""
+    square = Activation(
+        "square",
+        lambda s, shape: s.relu() ** 2,
+        lambda s, phi, shape: 2 * phi.sqrt(),
+        integral=lambda s, phi, shape: phi * s / 3,
+    )
+
+    def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:
+        return call.zero_hidden((call.scores(q, k) - 0.3).relu() ** 2)
+
+    attnzoo.register_variant(
+        attnzoo.Variant(
+            "relu_squared", "ReLU(z − 0.3)²", "", weights,
+            forms=lambda call: (Pairwise(square, "none", offset=0.3),), normalized=False,
+        )
+    )  # fmt: skip
+    x, e, b = tensors()
+    y = targets()
+    found = linear_loss(x, e, y, "relu_squared", linear_bias=b, reduction=reduction)
+    z = x @ e.mT + b - 0.3
+    want = (z.relu() ** 3 / 3).sum(-1) - z.gather(1, y.clamp(min=0)[:, None])[:, 0]
+    want = torch.where(y >= 0, want, 0.0)
+    want = want.sum() / (y >= 0).sum() if reduction == "mean" else want
+    torch.testing.assert_close(found, want, **CLOSE)
+    gradients = (torch.autograd.grad(value.sum(), (x, e, b)) for value in (found, want))
+    for have, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(have, exact, **CLOSE)
