@@ -6,11 +6,11 @@
 torch.Size([1, 4, 32, 16])
 """
 
-from attnzoo import nn
+from attnzoo import losses, nn
+from attnzoo.core.activations import Activation
 from attnzoo.core.call import Call
 from attnzoo.core.forms import (
     REQUIRED,
-    Activation,
     FromStatistics,
     Linear,
     NoForm,
@@ -48,6 +48,7 @@ __all__ = [
     "linear_attention",
     "list_variants",
     "load_plugin",
+    "losses",
     "nn",
     "register_variant",
 ]

@@ -1,4 +1,4 @@
-"""The activations φ of the shipped pairwise forms.
+"""`Activation`, the function φ of a pairwise form, and the activations of the shipped variants.
 
 The entmax family is the q-exponential φ(x) = [1 + (α−1)x]_+^{1/(α−1)} in the units of the scores:
 φ(0) = 1, φ' = φ^{2−α}, and α → 1 gives exp (Peters et al. 2019, arXiv:1905.05702, with τ shifted
@@ -7,12 +7,115 @@ by 1/(α−1)).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from math import e, factorial, log2
+from typing import Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from attnzoo.core.forms import Activation
+from attnzoo.core.checks import shown
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function φ of the scores with its derivative φ', for pairwise forms.
+
+    With ``shape_slope`` it is a family of functions with one more argument, ``shape``, a per-query
+    vector (entmax: α). Backends rely on the properties stated here and never infer them from the
+    name. For torch.compile, create activations outside of the compiled call, for example at the top
+    of a module.
+
+    Attributes:
+        name: Name for error messages and `explain`.
+        value: ``value(s, shape) -> φ(s)``, elementwise; ``shape`` broadcasts against ``s`` and is
+            None unless this is a family. The function may overwrite ``s``.
+        slope: ``slope(s, φ, shape) -> φ'(s)``, elementwise.
+        shape_slope: ``shape_slope(s, φ, shape) -> ∂φ/∂shape`` of a family; None otherwise.
+        vanishes: Whether φ(−∞) = 0, so that masked scores may be −∞. If not, backends mask φ.
+        triton: The Triton implementation as "module:name", imported when a kernel needs it: a
+            ``@triton.jit`` function of (x, shape) that returns (φ, φ') for x = ``unit`` · s. If
+            ``vanishes``, both must be 0 at x = −∞. None: the kernels do not support φ.
+        unit: Factor of the scores that the Triton implementation expects.
+        exponential: Whether φ = exp. The form is then a softmax with a log-sum-exp, backends may
+            subtract a maximum or call torch's fused softmax, and ``unit`` must be log2(e).
+        alpha: α in (1, 2] if φ is the q-exponential [1 + (α−1)s]_+^{1/(α−1)}; "shape" if its α is
+            the argument ``shape``; else None. With α, backends and kernels have a fast solver for
+            thresholds, and ``unit`` must be 1.
+        convex: Whether φ is convex with φ(−∞) = 0 and φ(0) ≥ 1. `tiled` can then solve for a
+            threshold by Newton's method. Not needed if ``alpha`` is given.
+        bounded: Whether φ ≤ 1, so that fp16 can hold weights that are not normalized.
+        positive: Whether φ(s) > 0 for every finite s. Losses of "sum" forms need it, because they
+            contain log φ(s). Implied by ``exponential``.
+        integral: ``integral(s, shape) -> ∫ φ`` from −∞ to s, elementwise. Losses of "none" forms
+            need it.
+        quadratic: (a, b, c) if φ(s) = a + b·s + c·s². The sum of φ over many classes then follows
+            from moments of their rows, without the scores.
+
+    Example:
+        >>> import attnzoo
+        >>> relu = attnzoo.Activation(
+        ...     "relu", lambda s, shape: s.relu(), lambda s, phi, shape: (phi > 0).to(phi.dtype))
+        >>> attnzoo.Pairwise(relu, "sum").softmax
+        False
+    """
+
+    name: str
+    value: Callable[[Tensor, Tensor | None], Tensor]
+    slope: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    shape_slope: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    vanishes: bool = True
+    triton: str | None = None
+    unit: float = 1.0
+    exponential: bool = False
+    alpha: float | Literal["shape"] | None = None
+    convex: bool = False
+    bounded: bool = False
+    positive: bool = False
+    integral: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    quadratic: tuple[float, float, float] | None = None
+
+    def __post_init__(self) -> None:
+        what = f"activation {shown(self.name)}"
+        for field in ("vanishes", "exponential", "convex", "bounded", "positive"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(
+                    f"{what}: {field} must be a bool, got {shown(getattr(self, field))}"
+                )
+        if self.integral is not None and not callable(self.integral):
+            raise TypeError(
+                f"{what}: integral must be a function or None, got {shown(self.integral)}"
+            )
+        if self.quadratic is not None and not (
+            isinstance(self.quadratic, tuple) and len(self.quadratic) == 3
+        ):
+            raise TypeError(
+                f"{what}: quadratic must be (a, b, c) or None, got {shown(self.quadratic)}"
+            )
+        alpha, family = self.alpha, self.shape_slope is not None
+        number = isinstance(alpha, float) and 1 < alpha <= 2
+        if alpha is not None and not (alpha == "shape" if family else number):
+            allowed = (
+                "'shape' with a shape_slope, or None" if family else "a float in (1, 2] or None"
+            )
+            raise ValueError(f"{what}: alpha must be {allowed}, got {shown(alpha)}")
+        if (self.exponential or self.solvable) and not self.vanishes:
+            raise ValueError(
+                f"{what}: vanishes must be True if exponential, alpha or convex is set, got False"
+            )
+        unit = log2(e) if self.exponential else 1.0 if alpha is not None else self.unit
+        if self.triton is not None and self.unit != unit:
+            why = "log2(e) if exponential is True" if self.exponential else "1.0 if alpha is set"
+            raise ValueError(f"{what}: unit must be {why}, got {shown(self.unit)}")
+
+    @property
+    def solvable(self) -> bool:
+        """Whether backends can solve Σ_j φ(s_j − τ) = 1 for τ."""
+        return self.convex or self.alpha is not None
+
 
 TRITON = "attnzoo.backends.triton.common.activations:"  # followed by the activation's name
 
@@ -24,6 +127,7 @@ EXP = Activation(
     unit=log2(e),
     exponential=True,
     convex=True,
+    positive=True,
 )
 
 SIGMOID = Activation(
@@ -33,6 +137,8 @@ SIGMOID = Activation(
     triton=TRITON + "sigmoid",
     unit=log2(e),
     bounded=True,
+    positive=True,
+    integral=lambda s, shape: torch.nn.functional.softplus(s),
 )
 
 IDENTITY = Activation(
@@ -110,9 +216,42 @@ def _taylor(order: int) -> Activation:
         lambda s, phi, shape: value(s, shape, order - 1),
         vanishes=False,
         triton=f"{TRITON}taylor{order}" if order in (2, 4) else None,
+        positive=True,
+        quadratic=(1.0, 1.0, 0.5) if order == 2 else None,
     )
 
 
 # Keyed by order; 171! overflows a float. Created here because torch.compile does not support
 # activations created inside a compiled call.
 TAYLOR = {order: _taylor(order) for order in range(2, 171, 2)}
+
+
+BY_KEY: WeakValueDictionary[str, Activation] = WeakValueDictionary()
+
+
+def key_of(activation: Activation) -> str:
+    """Return a string for the activation, because operators of torch take no Python objects.
+
+    It is the activation's name, with a number if another activation has the same name.
+    """
+    # torch.compile passes a placeholder for an object that is created in the compiled function.
+    if not hasattr(activation, "name"):
+        raise TypeError(
+            "under torch.compile an Activation must be created before the call, for example at the "
+            "top of a module, not in the variant's forms()"
+        )
+    for number in count(1):
+        key = activation.name if number == 1 else f"{activation.name}#{number}"
+        if BY_KEY.setdefault(key, activation) is activation:
+            return key
+    raise AssertionError("count() does not end")
+
+
+# With this flag the compiler calls key_of while it traces, and treats the result as a constant.
+# torch.compiler.assume_constant_result sets the same flag, but would import the compiler.
+key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+# The library's activations are registered first, so that their keys equal their names in every
+# process. An exported program relies on that.
+for _known in (EXP, SIGMOID, IDENTITY, SPARSEMAX, ENTMAX15, Q_EXP, *TAYLOR.values()):
+    key_of(_known)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import e, log2
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from attnzoo.core.activations import Activation
 from attnzoo.core.checks import is_int, shown
 
 if TYPE_CHECKING:
@@ -25,84 +25,6 @@ if TYPE_CHECKING:
 PerQuery = Tensor | float
 Normalize = Literal["none", "sum", "threshold", "select"]
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
-
-
-@dataclass(frozen=True)
-class Activation:
-    """An elementwise function φ of the scores with its derivative φ', for pairwise forms.
-
-    With ``shape_slope`` it is a family of functions with one more argument, ``shape``, a per-query
-    vector (entmax: α). Backends rely on the properties stated here and never infer them from the
-    name. For torch.compile, create activations outside of the compiled call, for example at the top
-    of a module.
-
-    Attributes:
-        name: Name for error messages and `explain`.
-        value: ``value(s, shape) -> φ(s)``, elementwise; ``shape`` broadcasts against ``s`` and is
-            None unless this is a family. The function may overwrite ``s``.
-        slope: ``slope(s, φ, shape) -> φ'(s)``, elementwise.
-        shape_slope: ``shape_slope(s, φ, shape) -> ∂φ/∂shape`` of a family; None otherwise.
-        vanishes: Whether φ(−∞) = 0, so that masked scores may be −∞. If not, backends mask φ.
-        triton: The Triton implementation as "module:name", imported when a kernel needs it: a
-            ``@triton.jit`` function of (x, shape) that returns (φ, φ') for x = ``unit`` · s. If
-            ``vanishes``, both must be 0 at x = −∞. None: the kernels do not support φ.
-        unit: Factor of the scores that the Triton implementation expects.
-        exponential: Whether φ = exp. The form is then a softmax with a log-sum-exp, backends may
-            subtract a maximum or call torch's fused softmax, and ``unit`` must be log2(e).
-        alpha: α in (1, 2] if φ is the q-exponential [1 + (α−1)s]_+^{1/(α−1)}; "shape" if its α is
-            the argument ``shape``; else None. With α, backends and kernels have a fast solver for
-            thresholds, and ``unit`` must be 1.
-        convex: Whether φ is convex with φ(−∞) = 0 and φ(0) ≥ 1. `tiled` can then solve for a
-            threshold by Newton's method. Not needed if ``alpha`` is given.
-        bounded: Whether φ ≤ 1, so that fp16 can hold weights that are not normalized.
-
-    Example:
-        >>> import attnzoo
-        >>> relu = attnzoo.Activation(
-        ...     "relu", lambda s, shape: s.relu(), lambda s, phi, shape: (phi > 0).to(phi.dtype))
-        >>> attnzoo.Pairwise(relu, "sum").softmax
-        False
-    """
-
-    name: str
-    value: Callable[[Tensor, Tensor | None], Tensor]
-    slope: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    shape_slope: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    vanishes: bool = True
-    triton: str | None = None
-    unit: float = 1.0
-    exponential: bool = False
-    alpha: float | Literal["shape"] | None = None
-    convex: bool = False
-    bounded: bool = False
-
-    def __post_init__(self) -> None:
-        what = f"activation {shown(self.name)}"
-        for field in ("vanishes", "exponential", "convex", "bounded"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(
-                    f"{what}: {field} must be a bool, got {shown(getattr(self, field))}"
-                )
-        alpha, family = self.alpha, self.shape_slope is not None
-        number = isinstance(alpha, float) and 1 < alpha <= 2
-        if alpha is not None and not (alpha == "shape" if family else number):
-            allowed = (
-                "'shape' with a shape_slope, or None" if family else "a float in (1, 2] or None"
-            )
-            raise ValueError(f"{what}: alpha must be {allowed}, got {shown(alpha)}")
-        if (self.exponential or self.solvable) and not self.vanishes:
-            raise ValueError(
-                f"{what}: vanishes must be True if exponential, alpha or convex is set, got False"
-            )
-        unit = log2(e) if self.exponential else 1.0 if alpha is not None else self.unit
-        if self.triton is not None and self.unit != unit:
-            why = "log2(e) if exponential is True" if self.exponential else "1.0 if alpha is set"
-            raise ValueError(f"{what}: unit must be {why}, got {shown(self.unit)}")
-
-    @property
-    def solvable(self) -> bool:
-        """Whether backends can solve Σ_j φ(s_j − τ) = 1 for τ."""
-        return self.convex or self.alpha is not None
 
 
 class Statistics(NamedTuple):
@@ -362,6 +284,8 @@ class Variant:
         has_state: ``has_state(**params)`` -> whether a linear form exists for these parameters. If
             so, `linear_attention` supports it, and decoding can use a state of constant size.
         use: When to use it, one short sentence for tables.
+        output_defaults: Defaults of parameters in an output layer (`attnzoo.losses`), where they
+            differ from those in attention.
 
     Notes:
         ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments only, and no
@@ -385,3 +309,4 @@ class Variant:
     inference_only: bool = False
     has_state: Callable[..., bool] = no_state
     use: str = ""
+    output_defaults: dict[str, Any] | None = None

@@ -120,6 +120,11 @@ def _check_fields(variant: Variant) -> None:
     for field in ("normalized", "positional", "inference_only"):
         _check_type(f"{what}: {field}", getattr(variant, field), bool)
     given = [param.name for param in variant.params]
+    if not set(variant.output_defaults or {}) <= set(given):
+        raise ValueError(
+            f"{what}: output_defaults must name parameters ({', '.join(given) or 'none'}), got "
+            f"{shown(variant.output_defaults)}"
+        )
     dense = ("q", "k", "call")
     _check_function(f"{what}: weights", variant.weights, dense, given)
     _check_function(f"{what}: forms", variant.forms, ("call",), given)

@@ -70,7 +70,7 @@ def prepare(
     """
     found = get_variant(variant)
     given = q
-    q, k, v = _autocast(q, k, v)
+    q, k, v = cast_by_autocast(q, k, v)
     common = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
     mask = common.get("attn_mask")
@@ -98,7 +98,7 @@ def prepare(
     return Prepared(q, k, v, replace(call, needs_grad=needs_grad), found, bound, reason)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast all but fp64 to the autocast dtype, if any, as scaled_dot_product_attention does."""
     kinds = {x.device.type for x in tensors if isinstance(x, Tensor)}
     if len(kinds) != 1 or not torch.amp.is_autocast_available(kind := kinds.pop()):

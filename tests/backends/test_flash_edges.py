@@ -17,7 +17,7 @@ import attnzoo
 from attnzoo.backends.triton.common.kernel_operands import Form
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations
-from attnzoo.core.forms import Activation
+from attnzoo.core.activations import Activation
 from helpers.agreement import Inputs, by_backend, disagreements, make
 from helpers.cases import NO_LSE, rand
 from helpers.coverage_table import FLASH

@@ -60,4 +60,4 @@ def test_opcheck_statistics(gradient: bool) -> None:
 def test_keys_of_builtin_activations_are_their_names() -> None:
     """An exported program finds an activation by its key in another process."""
     for activation in (activations.EXP, activations.Q_EXP, activations.TAYLOR[4]):
-        assert tiled_ops.key_of(activation) == activation.name
+        assert activations.key_of(activation) == activation.name

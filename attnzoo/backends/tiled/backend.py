@@ -23,7 +23,7 @@ from attnzoo.backends.tiled.dropout import new_seed
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.backends.tiled.walk import NEG_INF
 from attnzoo.backends.transforms import reject_transforms
-from attnzoo.core.activations import IDENTITY
+from attnzoo.core.activations import IDENTITY, key_of
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
 
@@ -61,7 +61,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
         vectors=vectors,
         seed=new_seed(call) if call.dropout_p else None, dropout_p=call.dropout_p,
-        want_lse=call.return_lse, activation=ops.key_of(form.activation),
+        want_lse=call.return_lse, activation=key_of(form.activation),
         normalize=form.normalize, keep=form.keep,
     )  # fmt: skip
     return result.out, result.lse

@@ -7,9 +7,7 @@ activation is passed by its key, a string.
 
 from __future__ import annotations
 
-from itertools import count
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,37 +16,8 @@ from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.tiled.blocks import call_of
 from attnzoo.backends.tiled.walk import Normalizer, gradients, outputs
-from attnzoo.core import activations
+from attnzoo.core.activations import BY_KEY
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.core.forms import Activation
-
-_BY_KEY: WeakValueDictionary[str, Activation] = WeakValueDictionary()
-
-
-def key_of(activation: Activation) -> str:
-    """Return the activation's name, with a number if another activation has the same name."""
-    # torch.compile passes a placeholder for an object that is created in the compiled function.
-    if not hasattr(activation, "name"):
-        raise TypeError(
-            "under torch.compile an Activation must be created before the call, for example at the "
-            "top of a module, not in the variant's forms()"
-        )
-    for number in count(1):
-        key = activation.name if number == 1 else f"{activation.name}#{number}"
-        if _BY_KEY.setdefault(key, activation) is activation:
-            return key
-    raise AssertionError("count() does not end")
-
-
-# With this flag the compiler calls key_of while it traces, and treats the result as a constant.
-# torch.compiler.assume_constant_result sets the same flag, but would import the compiler.
-key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-# The library's activations are registered first, so that their keys equal their names in every
-# process. An exported program relies on that.
-for _known in (*vars(activations).values(), *activations.TAYLOR.values()):
-    if isinstance(_known, Activation):
-        key_of(_known)
 
 
 class Attended(NamedTuple):
@@ -67,7 +36,7 @@ def tiled_forward(
     keep: int | None,
 ) -> Attended:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, want_lse)
-    how = Normalizer(_BY_KEY[activation], normalize, keep)
+    how = Normalizer(BY_KEY[activation], normalize, keep)
     with in_full_precision(q.device):
         return Attended(*outputs(call, how, q, k, v, vectors, seed))
 
@@ -81,7 +50,7 @@ def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
 
 @tiled_forward.backward(
     "q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink",
-    keep_alive=lambda operands: _BY_KEY[operands["activation"]],
+    keep_alive=lambda operands: BY_KEY[operands["activation"]],
 )  # fmt: skip
 def tiled_backward(
     *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,
@@ -90,7 +59,7 @@ def tiled_backward(
     wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, dlse is not None)
-    how = Normalizer(_BY_KEY[activation], normalize, keep)
+    how = Normalizer(BY_KEY[activation], normalize, keep)
     saved = out, lse, tau, z
     with in_full_precision(q.device):
         return gradients(call, how, q, k, v, vectors, seed, saved, dout, dlse, wanted)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.core.forms import Activation
+from attnzoo.core.activations import Activation
 
 FAST = (1.5, 2.0)  # values of α for which `_fast_step` is used
 MAX_STEPS = 100

@@ -31,8 +31,8 @@ from attnzoo.backends.tiled.blocks import (
 )
 from attnzoo.backends.tiled.dropout import keep_mask
 from attnzoo.backends.tiled.threshold import solve_threshold
+from attnzoo.core.activations import Activation
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Activation
 
 NEG_INF = float("-inf")
 
@@ -158,7 +158,7 @@ def gradients(
     return found | {name: reduce_vector(made[name], x) for name, x in others.items()}
 
 
-def _kept(s: Tensor, top_k: int | None) -> Tensor:
+def kept(s: Tensor, top_k: int | None) -> Tensor:
     """Mask of the top_k largest scores of each row. Of equal scores the first ones are kept."""
     assert top_k is not None
     top_k = min(top_k, s.shape[-1])
@@ -194,7 +194,7 @@ def _weigh(
     value = how.activation.value
     wide = None if shape is None else shape[..., None]
     if how.normalize == "select":
-        s.masked_fill_(~_kept(s, how.keep), NEG_INF)
+        s.masked_fill_(~kept(s, how.keep), NEG_INF)
     if how.normalize == "none":
         phi = value(s, wide)
         hide(phi, hidden, 0.0)
@@ -234,7 +234,7 @@ def _recompute_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x = s − τ, φ(x) and φ'(x) for the saved τ. φ and φ' are 0 for hidden keys."""
     if how.normalize == "select":
-        s.masked_fill_(~_kept(s, how.keep), NEG_INF)
+        s.masked_fill_(~kept(s, how.keep), NEG_INF)
     if how.normalize == "threshold":
         s.sub_(_peak(s))
     if offset is not None:

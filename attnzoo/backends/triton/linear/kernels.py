@@ -16,9 +16,9 @@ the state, features and values of its chunk, and writes the chunk's result. With
 queries read one state, and there is no sum within a chunk.
 
 States are fp32. They are multiplied in tf32 by bf16 features, which tf32 represents exactly, and in
-tf32x3 by fp32 features. A row of a state in memory has Dv columns, padded to a multiple of four, then the
-column for v' = 1 (or g = −δ), then three unused columns, so that every row begins at a multiple of
-16 bytes.
+tf32x3 by fp32 features. A row of a state in memory has Dv columns, padded to a multiple of four,
+then the column for v' = 1 (or g = −δ), then three unused columns, so that every row begins at a
+multiple of 16 bytes.
 
 Features are processed in blocks of BLOCK_F, values in a single block of BLOCK_DV. All matrices are
 contiguous.

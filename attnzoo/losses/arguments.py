@@ -1,0 +1,255 @@
+"""Validates the arguments of a loss, and finds the form of its variant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.core.call import Call, score_dtype
+from attnzoo.core.checks import (
+    DTYPES,
+    check_bool,
+    check_dense,
+    is_int,
+    is_number,
+    is_readable,
+    plain,
+    shown,
+)
+from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise, Variant
+from attnzoo.core.parameters import bind, check_vectors
+from attnzoo.core.registry import get_variant
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def check_layer(input: Any, weight: Any, bias: Any) -> int:
+    """Validate input, matrix and bias, or logits; return the number of classes."""
+    name = "logits" if weight is None else "input"
+    check_dense(name, input)
+    if input.dtype not in DTYPES:
+        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {input.dtype}")
+    if input.dim() == 0:
+        raise ValueError(f"{name} must have at least one dimension, got a tensor of shape ()")
+    classes = input.shape[-1]
+    if weight is not None:
+        check_dense("linear_weight", weight)
+        if weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
+            raise ValueError(
+                f"linear_weight must have shape (V, d) with d = {input.shape[-1]} as in input, "
+                f"got {tuple(weight.shape)}"
+            )
+        _check_like("linear_weight", weight, input)
+        classes = weight.shape[0]
+    if classes == 0:
+        raise ValueError(f"{'logits' if weight is None else 'linear_weight'} must have at least "
+                         "one class, got 0")  # fmt: skip
+    if bias is not None:
+        check_dense("linear_bias", bias)
+        if bias.shape != (classes,):
+            raise ValueError(
+                f"linear_bias must have shape ({classes},), one number per class, got "
+                f"{tuple(bias.shape)}"
+            )
+        _check_like("linear_bias", bias, input)
+    return classes
+
+
+def _check_like(name: str, x: Tensor, input: Tensor) -> None:
+    if x.dtype != input.dtype:
+        raise TypeError(f"{name} must have the dtype of input, {input.dtype}, got {x.dtype}")
+    if x.device != input.device:
+        raise ValueError(f"{name} must be on the device of input, {input.device}, got {x.device}")
+
+
+def check_class_mask(mask: Any, lead: torch.Size, classes: int, device: torch.device) -> Tensor:
+    """Validate a class mask; return it as (1, V) or (N, V)."""
+    check_dense("class_mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"class_mask must be bool (True = takes part), got {mask.dtype}")
+    if mask.shape not in ((classes,), (*lead, classes)):
+        allowed = " or ".join(map(str, dict.fromkeys(((classes,), (*lead, classes)))))
+        raise ValueError(f"class_mask must have shape {allowed}, got {tuple(mask.shape)}")
+    if mask.device != device:
+        raise ValueError(f"class_mask must be on the device of input, {device}, got {mask.device}")
+    return mask.reshape(-1, classes)
+
+
+def check_target(
+    target: Any, lead: torch.Size, classes: int, mask: Tensor | None, ignore_index: int,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Validate targets; return them as (N,)."""
+    check_dense("target", target)
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must be int64 class indices, got {target.dtype}")
+    if target.shape != lead:
+        raise ValueError(f"target must have shape {tuple(lead)}, got {tuple(target.shape)}")
+    if target.device != device:
+        raise ValueError(f"target must be on the device of input, {device}, got {target.device}")
+    flat = target.reshape(-1)
+    if not is_readable(flat):
+        return flat
+    counted = flat != ignore_index
+    wrong = counted & ((flat < 0) | (flat >= classes))
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"target must be from 0 to {classes - 1}, or ignore_index = {ignore_index}, got "
+            f"{int(flat[at])} at {_place(at, lead)}"
+        )
+    if mask is not None and is_readable(mask):
+        row = torch.arange(len(flat)) if len(mask) > 1 else torch.zeros_like(flat)
+        masked = counted & ~mask[row, flat.clamp(0, classes - 1)]
+        if bool(masked.any()):
+            at = int(masked.nonzero()[0])
+            raise ValueError(
+                f"target must be a class that takes part, but class_mask is False for class "
+                f"{int(flat[at])} at {_place(at, lead)}"
+            )
+    return flat
+
+
+def _place(index: int, shape: torch.Size) -> list[int]:
+    return [int(x) for x in torch.unravel_index(torch.tensor(index), shape)]
+
+
+def check_class_weight(weight: Any, classes: int, like: Tensor) -> Tensor:
+    check_dense("weight", weight)
+    if weight.shape != (classes,):
+        raise ValueError(f"weight must have shape ({classes},), got {tuple(weight.shape)}")
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"weight must be fp16, bf16, fp32 or fp64, got {weight.dtype}")
+    if weight.device != like.device:
+        raise ValueError(
+            f"weight must be on the device of input, {like.device}, got {weight.device}"
+        )
+    if weight.requires_grad:
+        raise ValueError("weight must not require a gradient; pass weight.detach()")
+    if is_readable(weight) and not bool((weight >= 0).all()):
+        raise ValueError(f"weight must be >= 0 throughout, got {float(weight.min()):.6g}")
+    return weight.to(score_dtype(like))
+
+
+def check_options(
+    reduction: Any, label_smoothing: Any, lse_penalty: Any, softcap: Any, ignore_index: Any,
+    return_stats: Any,
+) -> None:  # fmt: skip
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        raise ValueError(
+            f"reduction must be one of {', '.join(REDUCTIONS)}, got {shown(reduction)}"
+        )
+    for name, x, most in (
+        ("label_smoothing", label_smoothing, 1.0),
+        ("lse_penalty", lse_penalty, None),
+    ):
+        allowed = "a number from 0 to 1" if most else "a finite number >= 0"
+        if not is_number(plain(x)):
+            raise TypeError(f"{name} must be {allowed}, got {shown(x)}")
+        if not 0 <= x <= (most or torch.finfo(torch.float32).max):
+            raise ValueError(f"{name} must be {allowed}, got {shown(x)}")
+    check_softcap(softcap)
+    if not is_int(plain(ignore_index)):
+        raise TypeError(f"ignore_index must be an int, got {shown(ignore_index)}")
+    check_bool("return_stats", return_stats)
+
+
+def check_softcap(softcap: Any) -> float | None:
+    softcap = plain(softcap)
+    if softcap is None:
+        return None
+    if not is_number(softcap):
+        raise TypeError(f"softcap must be a finite number > 0 or None, got {shown(softcap)}")
+    if not 0 < softcap <= torch.finfo(torch.float32).max:
+        raise ValueError(f"softcap must be a finite number > 0 or None, got {shown(softcap)}")
+    return float(softcap)
+
+
+def output_call(input: Tensor, classes: int, class_mask: Tensor | None) -> Call:
+    """The call of an output layer: tokens (N, d) are the queries of one head, classes its keys."""
+    mask = class_mask
+    return Call(
+        batch=1,
+        heads=1,
+        kv_heads=1,
+        queries=input.shape[0],
+        keys=classes,
+        head_dim=input.shape[-1],
+        value_dim=1,
+        scale=1.0,
+        dtype=score_dtype(input),
+        input_dtype=input.dtype,
+        device=input.device,
+        query_origin=0,
+        mask=None if mask is None else mask[None, None],
+    )
+
+
+def output_form(
+    variant: str, call: Call, lead: torch.Size, params: dict[str, Any]
+) -> tuple[Variant, Pairwise]:
+    """The variant and its pairwise form. Per-token parameters have the shape ``lead``."""
+    found = get_variant(variant)
+    if found.positional:
+        raise ValueError(
+            f"variant {variant!r} has no output layer: its weights depend on positions, which "
+            "classes do not have"
+        )
+    per_token = {param.name for param in found.params if param.per_token}
+    given = dict(found.output_defaults or {})
+    for name, value in params.items():
+        if name in per_token and isinstance(value, Tensor) and value.dim() and value.shape == lead:
+            value = value.reshape(1, 1, -1)
+        given[name] = value
+    bound = bind(found, call, given)
+    reason = found.unsupported(call, **bound)
+    if reason is not None:
+        raise ValueError(reason)
+    forms = found.forms(call, **bound)
+    for form in forms:
+        if isinstance(form, Pairwise):
+            check_vectors(f"forms of variant {variant!r}", form, call)
+            return found, form
+    raise ValueError(f"variant {variant!r} has no output layer: {_without_form(forms)}")
+
+
+def _without_form(forms: tuple[Form, ...]) -> str:
+    reasons = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "pairwise"]
+    return reasons[0] if reasons else "it has no pairwise form"
+
+
+def check_loss(
+    variant: Variant, form: Pairwise, label_smoothing: float, lse_penalty: float
+) -> None:
+    """Raise unless the form has a loss with these options."""
+    phi, how = form.activation, form.normalize
+    reason = None
+    if isinstance(form.gain, FromStatistics):
+        reason = "its gain depends on statistics of all scores"
+    elif how == "sum" and not (phi.exponential or phi.positive):
+        reason = f"the weight of the target can be 0 (activation {phi.name} is not positive)"
+    elif how == "select" and not phi.exponential:
+        reason = f"normalize='select' has a loss only with φ = exp, got {phi.name}"
+    elif phi.integral is None and (how == "none" or (how == "threshold" and phi.alpha is None)):
+        reason = f"activation {phi.name} has no integral"
+    elif (
+        how in ("none", "threshold")
+        and phi.alpha is None
+        and isinstance(form.shape, Tensor)
+        and form.shape.requires_grad
+    ):
+        reason = f"the loss has no gradient for the shape of activation {phi.name}"
+    if reason is not None:
+        raise ValueError(f"variant {variant.name!r} has no loss: {reason}")
+    if label_smoothing and (how == "select" or (how == "threshold" and phi.alpha is None)):
+        raise ValueError(
+            f"label_smoothing must be 0 for variant {variant.name!r}, got {label_smoothing}"
+            + ("; classes that are not kept have no score" if how == "select" else "")
+        )
+    if lse_penalty and variant.scores is None:
+        raise ValueError(
+            f"lse_penalty must be 0 for variant {variant.name!r}, which has no log-sum-exp, got "
+            f"{lse_penalty}"
+        )

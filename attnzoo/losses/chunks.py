@@ -1,0 +1,153 @@
+"""Losses and gradients of an output layer, computed for a chunk of tokens at a time.
+
+With dZ, the gradient of a chunk's logits Z = h·Eᵀ + b: dh = dZ·E, dE += dZᵀ·h, db += Σ dZ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.shared_operands import Vectors
+from attnzoo.backends.tiled.walk import Normalizer
+from attnzoo.core.call import score_dtype
+from attnzoo.losses.tokens import Options, Tokens, token_losses
+
+# A chunk has up to this many tokens, but not more than 1/16 of them, so that its logits take at
+# most 1/16 of the memory of all logits.
+CHUNK = 256
+SMALL = 2**20  # logits that a chunk may hold in any case
+BLOCK = 2**18  # logits per elementwise block: 1 MiB in fp32 stays in the cache of a core
+CLASSES = 2048  # rows of E that are converted from 16 bits to fp32 at a time
+
+
+class Layer(NamedTuple):
+    """An output layer, or logits."""
+
+    input: Tensor  # h [N, d]; without weight, the logits [N, V]
+    weight: Tensor | None  # E [V, d]
+    bias: Tensor | None  # b [V]
+    class_mask: Tensor | None  # bool [1|N, V]
+
+
+class Losses(NamedTuple):
+    """Per token (N,), and gradients of Σ factor · loss in the dtype of scores.
+
+    Ignored tokens have loss, support and gradients 0, and NaN in the other statistics.
+    """
+
+    loss: Tensor
+    statistic: Tensor
+    power_sum: Tensor
+    target_score: Tensor
+    support: Tensor
+    gradients: dict[str, Tensor]
+
+
+def losses(
+    layer: Layer, target: Tensor, factor: Tensor, vectors: Vectors, how: Normalizer,
+    class_weight: Tensor | None, ignore_index: int, options: Options, wanted: list[str],
+) -> Losses:  # fmt: skip
+    """The loss of each token, and the gradients that are named in ``wanted``."""
+    dtype, count = score_dtype(layer.input), len(target)
+    classes = layer.input.shape[1] if layer.weight is None else len(layer.weight)
+    fills = (0.0, *[float("nan")] * 3, 0.0) if options.want_stats else (0.0,)
+    per_token = [layer.input.new_full((count,), fill, dtype=dtype) for fill in fills]
+    per_token += [layer.input.new_empty(0, dtype=dtype) for _ in range(5 - len(fills))]
+    operands = {**layer._asdict(), **vectors._asdict()}
+    gradients = {name: torch.zeros_like(operands[name], dtype=dtype) for name in wanted}
+    result = Losses(*per_token, gradients)
+    tokens = (target != ignore_index).nonzero()[:, 0]
+    size = max(1, min(CHUNK, count // 16), SMALL // max(classes, 1))
+    logits = layer.input.new_empty((min(size, len(tokens)), classes), dtype=dtype)
+    for chosen in tokens.split(size) if len(tokens) else ():
+        first, last = int(chosen[0]), int(chosen[-1])
+        # A slice avoids copies of the tokens.
+        part = slice(first, last + 1) if last - first + 1 == len(chosen) else chosen
+        z = _logits(layer, part, logits[: len(chosen)])
+        hidden = None
+        if layer.class_mask is not None:
+            mask = layer.class_mask
+            hidden = ~(mask if len(mask) == 1 else mask[part])
+        cut = Vectors(*(None if x is None else x[part] for x in vectors))
+        batch = Tokens(target[part], factor[part], hidden, cut)
+        found: dict[str, list[Tensor]] = {}
+        for rows in _blocks(z):
+            block = token_losses(z[rows], batch.rows(rows), how, class_weight, options, wanted)
+            for name, values in block.items():
+                found.setdefault(name, []).append(values)
+        for name, values in found.items():
+            if name in result._fields:
+                getattr(result, name)[part] = torch.cat(values).to(dtype)
+            else:
+                gradients[name[1:]][part] = torch.cat(values)
+        _propagate(layer, part, z, gradients)
+    return result
+
+
+def _blocks(z: Tensor) -> Iterator[slice]:
+    rows = max(1, BLOCK // max(z.shape[1], 1))
+    for start in range(0, len(z), rows):
+        yield slice(start, min(start + rows, len(z)))
+
+
+def _logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
+    h, weight = layer.input[part], layer.weight
+    if weight is None:
+        return out.copy_(h)
+    if weight.dtype == out.dtype:
+        torch.mm(h, weight.T, out=out)
+    elif weight.is_cuda:
+        torch.mm(h, weight.T, out_dtype=out.dtype, out=out)
+    else:
+        h = h.to(out.dtype)
+        for classes in _classes(weight):
+            out[:, classes] = h @ weight[classes].to(out.dtype).T
+    return out if layer.bias is None else out.add_(layer.bias)
+
+
+def _propagate(
+    layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor]
+) -> None:
+    weight = layer.weight
+    if "bias" in gradients:
+        gradients["bias"] += dz.sum(0)
+    if weight is None:
+        if "input" in gradients:
+            gradients["input"][part] = dz
+        return
+    if weight.is_cuda and weight.dtype != dz.dtype:
+        _propagate_on_tensor_cores(layer, part, dz.to(weight.dtype), gradients)
+        return
+    if "weight" in gradients:
+        h = layer.input[part].to(dz.dtype)
+        gradients["weight"].addmm_(dz.T, h)
+    if "input" in gradients and weight.dtype == dz.dtype:
+        gradients["input"][part] = dz @ weight
+    elif "input" in gradients:
+        dh = dz.new_zeros(len(dz), weight.shape[1])
+        for classes in _classes(weight):
+            dh.addmm_(dz[:, classes], weight[classes].to(dz.dtype))
+        gradients["input"][part] = dh
+
+
+def _propagate_on_tensor_cores(
+    layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor]
+) -> None:
+    """`_propagate` with 16-bit operands and fp32 sums."""
+    assert layer.weight is not None
+    for name, a, b in (("weight", dz.T, layer.input[part]), ("input", dz, layer.weight)):
+        if name in gradients:
+            product = torch.mm(a, b, out_dtype=gradients[name].dtype)
+            if name == "weight":
+                gradients[name] += product
+            else:
+                gradients[name][part] = product
+
+
+def _classes(weight: Tensor) -> Iterator[slice]:
+    for start in range(0, len(weight), CLASSES):
+        yield slice(start, min(start + CLASSES, len(weight)))

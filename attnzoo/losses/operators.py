@@ -1,0 +1,133 @@
+"""`chunks.losses` as a PyTorch operator, and its derivative.
+
+With reduction "mean" or "sum", the forward pass already makes the gradients, while it has the
+scores of a chunk. The backward pass only multiplies them by the gradient of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.operator import Operator
+from attnzoo.backends.shared_operands import Vectors
+from attnzoo.backends.tiled.walk import Normalizer
+from attnzoo.core.activations import BY_KEY
+from attnzoo.core.call import in_full_precision, score_dtype
+from attnzoo.losses.chunks import Layer, losses
+from attnzoo.losses.tokens import Options
+
+P = ParamSpec("P")
+R = TypeVar("R")
+STATS = 5  # per-token outputs of `output_layer`, before the gradients
+
+
+def first_derivatives_only(function: Callable[P, R]) -> Operator[P, R]:
+    return Operator(
+        function,
+        get_type_hints(function),
+        "attnzoo.losses supports first derivatives only, got a second backward through a gradient",
+    )
+
+
+class Setting(NamedTuple):
+    """Operands that are not differentiable and not tensors."""
+
+    activation: str
+    normalize: str
+    keep: int | None
+    softcap: float | None
+    ignore_index: int
+    label_smoothing: float
+    lse_penalty: float
+    want_stats: bool
+
+
+@first_derivatives_only
+def output_layer(
+    *, input: Tensor, weight: Tensor | None, bias: Tensor | None, vectors: Vectors,
+    class_mask: Tensor | None, target: Tensor, factor: Tensor, class_weight: Tensor | None,
+    setting: Setting, wanted: list[str],
+) -> list[Tensor]:  # fmt: skip
+    """Loss and statistics per token, then the gradients of Σ factor · loss that are wanted."""
+    s = setting
+    with in_full_precision(input.device):
+        found = losses(
+            Layer(input, weight, bias, class_mask), target, factor, vectors,
+            Normalizer(BY_KEY[s.activation], s.normalize, s.keep), class_weight, s.ignore_index,
+            Options(s.softcap, s.label_smoothing, s.lse_penalty, s.want_stats), wanted,
+        )  # fmt: skip
+    return [*found[:STATS], *(found.gradients[name] for name in wanted)]
+
+
+@output_layer.fake
+def _(
+    *, input: Tensor, weight: Tensor | None, bias: Tensor | None, vectors: Vectors,
+    target: Tensor, setting: Setting, wanted: list[str],
+) -> list[Tensor]:  # fmt: skip
+    dtype = score_dtype(input)
+    given = dict(input=input, weight=weight, bias=bias, **vectors._asdict())
+    count = STATS if setting.want_stats else 1
+    per_token = [input.new_empty(target.shape, dtype=dtype) for _ in range(count)]
+    per_token += [input.new_empty(0, dtype=dtype) for _ in range(STATS - count)]
+    return per_token + [given[name].new_empty(given[name].shape, dtype=dtype) for name in wanted]
+
+
+DIFFERENTIABLE = ("input", "weight", "bias", *Vectors._fields)
+TENSORS = (*DIFFERENTIABLE, "class_mask", "target", "factor", "class_weight")
+
+
+class TokenLosses(torch.autograd.Function):
+    """(loss, *statistics). The loss is per token, or Σ factor · loss if ``reduced``.
+
+    Takes ``reduced``, a `Setting` and the tensors of `TENSORS`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, reduced: bool, setting: Setting, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        named = dict(zip(TENSORS, tensors))
+        needed = [name for name, x in zip(DIFFERENTIABLE, ctx.needs_input_grad[2:]) if x]
+        found = run(named, setting, needed if reduced else [])
+        loss, stats = found[0], found[1:STATS]
+        ctx.save_for_backward(*tensors)
+        ctx.reduced, ctx.setting, ctx.needed = reduced, setting, needed
+        ctx.gradients = found[STATS:] if reduced else None
+        ctx.mark_non_differentiable(*stats)
+        if reduced:
+            loss = weighted_sum(loss, named["factor"])
+        return loss, *stats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * (2 + len(TENSORS))
+        named = dict(zip(TENSORS, ctx.saved_tensors))
+        # Without a reference from here, autograd makes a gradient the .grad of a parameter and
+        # does not copy it. A second backward pass computes the gradients again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None or torch.is_grad_enabled():
+            factor = named["factor"] * grad if ctx.reduced else grad
+            found = run(named | {"factor": factor}, ctx.setting, ctx.needed)[STATS:]
+        else:
+            found = [x.mul_(grad) for x in gradients]
+        del gradients
+        by_name = {name: x.to(named[name].dtype) for name, x in zip(ctx.needed, found)}
+        return None, None, *(by_name.get(name) for name in TENSORS)
+
+
+def run(named: dict[str, Any], setting: Setting, wanted: list[str]) -> list[Tensor]:
+    """`output_layer` with operands by name."""
+    vectors = Vectors(*(named[name] for name in Vectors._fields))
+    rest = {name: x for name, x in named.items() if name not in Vectors._fields}
+    return output_layer(vectors=vectors, setting=setting, wanted=wanted, **rest)
+
+
+def weighted_sum(loss: Tensor, factor: Tensor) -> Tensor:
+    """Σ factor · loss. The loss of an ignored token is 0, and its factor may be anything finite."""
+    return torch.dot(loss, factor)

@@ -1,0 +1,115 @@
+"""Σ_j φ(s_j) of a quadratic φ, from two moments of the classes and without the scores.
+
+Let φ(s) = a + b·s + c·s² and s_j = gain · h·e_j, where e_j is a row of the matrix with the bias as
+one more column. The mean μ = Σ_j e_j/V and the Gram matrix G = Σ_j (e_j − μ)(e_j − μ)ᵀ give
+
+    Σ_j s_j = V·t,  Σ_j s_j² = gain²·hᵀGh + V·t²,  t = gain · h·μ.
+
+Centring avoids that Σ s² cancels against its mean. The cost is V·d² + N·d², not N·V·d.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.operator import operator
+from attnzoo.core.call import in_full_precision
+
+ROWS = 4096  # classes at a time: centring copies them
+
+
+class Moments(NamedTuple):
+    mean: Tensor  # μ, (d,), or (d + 1,) with a bias
+    gram: Tensor  # G
+
+
+@operator
+def class_moments(*, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Moments:
+    size = weight.shape[1] + (bias is not None)
+    mean = weight.new_zeros(size, dtype=dtype)
+    gram = weight.new_zeros(size, size, dtype=dtype)
+    with in_full_precision(weight.device):
+        for e in _rows(weight, bias, dtype):
+            mean += e.sum(0)
+        mean /= len(weight)
+        for e in _rows(weight, bias, dtype):
+            e = e - mean
+            gram.addmm_(e.T, e)
+    return Moments(mean, gram)
+
+
+@class_moments.fake
+def _(*, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Moments:
+    size = weight.shape[1] + (bias is not None)
+    return Moments(weight.new_empty(size, dtype=dtype), weight.new_empty(size, size, dtype=dtype))
+
+
+@class_moments.backward("weight", "bias")
+def class_moments_backward(
+    *, weight: Tensor, bias: Tensor | None, mean: Tensor, gram: Tensor, dmean: Tensor,
+    dgram: Tensor, wanted: list[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    found = {"weight": torch.empty_like(weight)}
+    if bias is not None:
+        found["bias"] = torch.empty_like(bias)
+    start, both = 0, dgram + dgram.T
+    with in_full_precision(weight.device):
+        for e in _rows(weight, bias, mean.dtype):
+            de = torch.addmm(dmean / len(weight), e - mean, both)
+            stop = start + len(e)
+            found["weight"][start:stop] = de[:, : weight.shape[1]]
+            if bias is not None:
+                found["bias"][start:stop] = de[:, -1]
+            start = stop
+    return found
+
+
+def _rows(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Iterator[Tensor]:
+    for start in range(0, len(weight), ROWS):
+        part = weight[start : start + ROWS].to(dtype)
+        if bias is not None:
+            part = torch.cat([part, bias[start : start + ROWS, None].to(dtype)], dim=1)
+        yield part
+
+
+@operator
+def target_rows(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the targets in the dtype of scores. The backward adds them up in that dtype too."""
+    return weight[target].to(dtype, copy=True)
+
+
+@target_rows.fake
+def _(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.new_empty((len(target), weight.shape[1]), dtype=dtype)
+
+
+@target_rows.backward("weight")
+def target_rows_backward(*, weight: Tensor, target: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    total = torch.zeros_like(weight, dtype=dout.dtype).index_add_(0, target, dout)
+    return {"weight": total.to(weight.dtype)}
+
+
+def cheaper(tokens: int, classes: int, dim: int) -> bool:
+    """Whether the moments cost less than three products with tokens × classes scores."""
+    return dim * (tokens + classes) < tokens * classes
+
+
+def log_sum(
+    h: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor | None,
+    coefficients: tuple[float, float, float],
+) -> Tensor:  # fmt: skip
+    """log Σ_j φ(s_j) for tokens h (N, d) in the dtype of scores."""
+    a, b, c = coefficients
+    mean, gram = class_moments(weight=weight, bias=bias, dtype=h.dtype)
+    if bias is not None:
+        h = torch.nn.functional.pad(h, (0, 1), value=1.0)
+    if gain is not None:
+        h = h * gain[:, None]
+    t = h @ mean
+    spread = torch.linalg.vecdot(h @ gram, h) / len(weight)
+    return torch.log(a + b * t + c * (t * t + spread)) + math.log(len(weight))
