@@ -26,7 +26,7 @@ ARRAYS = {
     "flash": (
         list(test_flash.quick_cases()),
         test_flash.levels(),
-        test_flash.FACTORS,
+        test_flash.QUICK,
         ("pairwise",),
     ),
     "decode": (list(test_decode.cases()), test_decode.levels(), test_decode.FACTORS, ("pairwise",)),

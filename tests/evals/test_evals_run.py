@@ -102,7 +102,7 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
 def test_a_killed_study_continues_to_the_same_summary(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = start([*SMALL, "--workers", "1", "--out", str(tmp_path)])
+    process = start([*SMALL, "--workers", "0", "--out", str(tmp_path)])
     file, deadline = tmp_path / TASK / "rows.jsonl", time.monotonic() + 600
     while time.monotonic() < deadline and not (file.exists() and file.read_bytes().count(b"\n")):
         time.sleep(0.01)

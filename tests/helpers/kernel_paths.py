@@ -74,13 +74,17 @@ def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
 def one_level_per_path(
     levels: Iterable[Level], kinds: tuple[str, ...] = ("pairwise",)
 ) -> dict[str, list[Level]]:
-    """One level for each path, grouped by normalization. Default settings are preferred."""
+    """One level for each path, in groups that share a covering array; see `quick_rows`.
+
+    Default settings are preferred.
+    """
     found: dict[Path, Level] = {}
     for level in sorted(levels, key=lambda level: isinstance(level.params, int)):
         found.setdefault(path_of(level, kinds), level)
     groups: dict[str, list[Level]] = {}
     for path, level in found.items():
-        groups.setdefault(path.normalize, []).append(level)
+        group = path.normalize if path.normalize == "threshold" else path.kind
+        groups.setdefault(group, []).append(level)
     return groups
 
 
@@ -101,10 +105,13 @@ def quick_rows(
     thin: Iterable[dict[str, Any]],
     kinds: tuple[str, ...] = ("pairwise",),
 ) -> list[tuple[str, Row]]:
-    """Test cases (variant, row) from one covering array per normalization.
+    """Test cases (variant, row) from a covering array of the paths with a threshold and one of all
+    other paths.
 
-    The levels from `one_level_per_path` are one factor of the array. Every other level is tested
-    only with the rows in ``thin``.
+    Thresholds have kernels of their own. In the other kernels the paths differ only in single
+    steps, so each pair of settings occurs with one of these paths, and each setting with each path.
+    The slow arrays contain each pair with every variant. The levels from `one_level_per_path` are
+    one factor of the array. Every other level is tested only with the rows in ``thin``.
     """
     levels = list(levels)
     groups, rows = one_level_per_path(levels, kinds), []

@@ -1,0 +1,123 @@
+"""Makes Triton's interpreter faster without a change of its results.
+
+The interpreter spends most time on Python objects for types and shapes, not on numbers. Each
+function here replaces a function of Triton by one that first looks for the common case. The
+functions are private, so each replacement is left out where a version of Triton lacks its function.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+
+@cache
+def speed_up_interpreter() -> None:
+    """Replace the functions below in this process."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    for owner, name, faster in (
+        (interpreter, "_patch_lang", patch_once),
+        (interpreter, "_get_np_dtype", remember_dtypes),
+        (semantic.TritonSemantic, "broadcast_impl_value", skip_equal_shapes),
+        (semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", skip_unused_checks),
+        (core, "_unwrap_if_constexpr", pass_plain_values),
+        (core.block_type, "__init__", remember_blocks),
+        (core.tensor, "__init__", remember_shapes),
+    ):
+        original = getattr(owner, name, None)
+        if original is not None:
+            setattr(owner, name, faster(original))
+
+
+def patch_once(original: Any) -> Any:
+    """Patch Triton's language once per launch, not in each function call."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    empty = getattr(interpreter, "_LangPatchScope", None)
+    if empty is None:
+        return original
+
+    def patch(fn: Any) -> Any:
+        own = [x for x in fn.__globals__.values() if x is language or x is language.core]
+        patched = own and not any(language.core.is_builtin(x.load) for x in own)
+        return empty() if patched else original(fn)
+
+    return patch
+
+
+def remember_dtypes(original: Any) -> Any:
+    """The numpy dtype of a type follows from its scalar type."""
+    known: dict[str, Any] = {}
+
+    def dtype_of(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in known:
+            known[name] = original(of)
+        return known[name]
+
+    return dtype_of
+
+
+def pass_plain_values(original: Any) -> Any:
+    """Numbers and scalar types are not constants to unwrap."""
+    from triton.language import core
+
+    plain = {int, float, bool, str, type(None), core.dtype, core.tensor}
+    return lambda x: x if type(x) in plain else original(x)
+
+
+def skip_equal_shapes(original: Any) -> Any:
+    """Two blocks of the same shape, or two scalars, need no broadcast."""
+
+    def broadcast(self: Any, left: Any, right: Any) -> Any:
+        if values_of(left.type) == values_of(right.type):
+            return left, right
+        return original(self, left, right)
+
+    return broadcast
+
+
+def skip_unused_checks(original: Any) -> Any:
+    """Without the option debug, integer overflow is computed but does not raise."""
+
+    def check(self: Any, left: Any, right: Any, operation: Any) -> None:
+        if self.builder.options.debug:
+            original(self, left, right, operation)
+
+    return check
+
+
+def values_of(of: Any) -> list[int]:
+    return of.shape.values if of.is_block() else []
+
+
+def remember_blocks(original: Any) -> Any:
+    """Block types with the same sizes and scalar type share their other attributes."""
+    known: dict[Any, Any] = {}
+
+    def start(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in known:
+            original(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key], element_ty=element_ty)
+
+    return start
+
+
+def remember_shapes(original: Any) -> Any:
+    """Tensors of the same shape share the objects ``shape`` and ``numel``."""
+    known: dict[tuple[int, ...], Any] = {}
+
+    def start(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(values_of(type))
+        if key not in known:
+            original(self, handle, type)
+            known[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[key]
+
+    return start
