@@ -94,7 +94,7 @@ def threshold(s: Tensor, visible: Tensor, alpha: Tensor) -> Tensor:
     s = s - top
     low = torch.zeros_like(top)  # the sum is >= 1, because φ(0) = 1
     high = (1 - visible.sum(-1, keepdim=True).double() ** (1 - alpha)) / (alpha - 1)
-    for _ in range(90):
+    for _ in range(60):
         middle = (low + high) / 2
         above = (q_exp(s - middle, alpha) * visible).sum(-1, keepdim=True) >= 1
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)

@@ -139,6 +139,24 @@ def test_nearly_equal_logits_of_many_classes(setting: str) -> None:
     agree(by_library(inputs), by_definition(inputs))
 
 
+@pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
+@pytest.mark.parametrize("classes", [50, 20000])
+def test_a_common_offset_of_all_rows_costs_taylor_no_accuracy(classes: int, offset: float) -> None:
+    """The sum of z² must not be made from rows whose large common part cancels in each z.
+
+    |φ'/φ| <= 1, so a loss moves by at most twice the largest error of a score.
+    """
+    h = rand(64, 8)
+    x, e = (h - h.mean(-1, keepdim=True)).float(), (rand(classes, 8, seed=1) + offset).float()
+    y = torch.arange(64) % classes
+    found = linear_loss(x, e, y, "taylor", reduction="none")
+    exact = dense_linear(x, e, y, "taylor", reduction="none").loss
+    eps = torch.finfo(torch.float32).eps
+    score_error = (8 / 2 + 2) * eps * (x.double().abs() @ e.double().abs().mT).amax(-1)
+    allowed = 2 * score_error + 8 * eps * exact
+    assert bool(((found - exact).abs() <= allowed).all())
+
+
 # ---- statistics -----------------------------------------------------------------------------
 
 
