@@ -83,17 +83,20 @@ def _sum(
 ) -> Potential:
     value = _zero(phi.value(s.clone(), shape), hidden)
     slope = _zero(phi.slope(s, value, shape), hidden)
-    z, by_vector = value.sum(-1), {}
+    z = value.sum(-1)
+    by_shape = None
+    if phi.shape_slope is not None:
+        by_shape = _zero(phi.shape_slope(s, value, shape), hidden).sum(-1)
+    by_vector = {}
     if sink is not None:
         at = sink[:, None]
         extra = phi.value(at.clone(), shape)
         z = z + extra[:, 0]
         by_vector["sink"] = phi.slope(at, extra, shape)[:, 0] / z
-    if phi.shape_slope is not None:
-        total = _zero(phi.shape_slope(s, value, shape), hidden).sum(-1)
-        if sink is not None:
-            total = total + phi.shape_slope(at, extra, shape)[:, 0]
-        by_vector["shape"] = total / z
+        if by_shape is not None and phi.shape_slope is not None:
+            by_shape = by_shape + phi.shape_slope(at, extra, shape)[:, 0]
+    if by_shape is not None:
+        by_vector["shape"] = by_shape / z
     return Potential(z.log(), slope, 1 / z, by_vector)
 
 
@@ -159,6 +162,7 @@ def _solve(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
         area = phi.integral(at, shape).sum(-1) - phi.integral(torch.zeros_like(tau), None)
         return Potential(tau + area, phi.value(at, shape), None, {}, tau)
     if phi.shape_slope is None:
+        assert isinstance(phi.alpha, float)
         w = phi.value(at, shape)
         power_sum = w.pow(phi.alpha).sum(-1)
         return Potential(tau - (1 - power_sum) / phi.alpha, w, None, {}, tau, power_sum=power_sum)
