@@ -24,6 +24,7 @@ EXP = Activation(
     unit=log2(e),
     exponential=True,
     convex=True,
+    increasing=True,
 )
 
 SIGMOID = Activation(
@@ -33,10 +34,15 @@ SIGMOID = Activation(
     triton=TRITON + "sigmoid",
     unit=log2(e),
     bounded=True,
+    increasing=True,
 )
 
 IDENTITY = Activation(
-    "identity", lambda s, shape: s, lambda s, phi, shape: torch.ones_like(s), vanishes=False
+    "identity",
+    lambda s, shape: s,
+    lambda s, phi, shape: torch.ones_like(s),
+    vanishes=False,
+    increasing=True,
 )
 
 SPARSEMAX = Activation(
@@ -45,6 +51,7 @@ SPARSEMAX = Activation(
     lambda s, phi, shape: (phi > 0).to(phi.dtype),
     triton=TRITON + "sparsemax",
     alpha=2.0,
+    increasing=True,
 )
 
 ENTMAX15 = Activation(
@@ -54,6 +61,7 @@ ENTMAX15 = Activation(
     lambda s, phi, shape: phi.clamp_min(torch.finfo(phi.dtype).tiny).rsqrt_().mul_(phi),
     triton=TRITON + "entmax15",
     alpha=1.5,
+    increasing=True,
 )
 
 
@@ -88,7 +96,13 @@ def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
 
 
 Q_EXP = Activation(
-    "q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope, triton=TRITON + "q_exp", alpha="shape"
+    "q_exp",
+    _q_exp,
+    _q_exp_slope,
+    _q_exp_shape_slope,
+    triton=TRITON + "q_exp",
+    alpha="shape",
+    increasing=True,
 )
 
 

@@ -55,6 +55,8 @@ class Activation:
         convex: Whether φ is convex with φ(−∞) = 0 and φ(0) ≥ 1. `tiled` can then solve for a
             threshold by Newton's method. Not needed if ``alpha`` is given.
         bounded: Whether φ ≤ 1, so that fp16 can hold weights that are not normalized.
+        increasing: Whether a larger score never has a smaller φ, so that the largest weights belong
+            to the largest scores. Implied by ``exponential``, ``alpha`` and ``convex``.
 
     Example:
         >>> import attnzoo
@@ -75,10 +77,11 @@ class Activation:
     alpha: float | Literal["shape"] | None = None
     convex: bool = False
     bounded: bool = False
+    increasing: bool = False
 
     def __post_init__(self) -> None:
         what = f"activation {shown(self.name)}"
-        for field in ("vanishes", "exponential", "convex", "bounded"):
+        for field in ("vanishes", "exponential", "convex", "bounded", "increasing"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(
                     f"{what}: {field} must be a bool, got {shown(getattr(self, field))}"
@@ -362,6 +365,8 @@ class Variant:
         has_state: ``has_state(**params)`` -> whether a linear form exists for these parameters. If
             so, `linear_attention` supports it, and decoding can use a state of constant size.
         use: When to use it, one short sentence for tables.
+        output_defaults: Defaults of parameters in an output layer (`attnzoo.losses`), where they
+            differ from those in attention.
 
     Notes:
         ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments only, and no
@@ -385,3 +390,4 @@ class Variant:
     inference_only: bool = False
     has_state: Callable[..., bool] = no_state
     use: str = ""
+    output_defaults: dict[str, Any] | None = None

@@ -50,5 +50,6 @@ VARIANT = Variant(
         ),
     ),
     forms=forms,
+    output_defaults={"bias": 0.0},
     normalized=False,
 )
