@@ -21,8 +21,9 @@ from attnzoo.core.checks import (
 from attnzoo.functional.rows import as_rows, bind_rows, check_mask
 from attnzoo.functional.top_weights import top_weights
 
-# Number of scores that are held at once: on a CPU, and on other devices.
-HELD, HELD_GPU = 2**22, 2**26
+# Number of scores that are looked at in one step on a CPU: of given fp32 scores, of scores that are
+# copied first, and of logits. On a GPU, which needs larger steps: of all.
+GIVEN, COPIED, LOGITS, ON_GPU = 2**23, 2**20, 2**22, 2**26
 SLAB = 4096  # number of classes whose weights are cast at once
 
 
@@ -97,12 +98,14 @@ def topk_probabilities(
         rows = as_rows("topk_probabilities", scores, variant, dim, mask, params)
         count, size = rows.scores.shape
         k = _check_k(k, size, f"the size of scores along dim, {size}")
-        dtype, step = score_dtype(scores), max(1, _held(scores.device) // size)
+        dtype = score_dtype(scores)
+        held = GIVEN if dtype == scores.dtype and mask is None else COPIED
+        step = _step(held, size, scores.device)
         found = []
         for part in _parts(count, step):
             x = rows.scores[part].to(dtype)
             seen = rows.mask if rows.mask is None or len(rows.mask) == 1 else rows.mask[part]
-            own = x.data_ptr() != rows.scores[part].data_ptr()
+            own = dtype != scores.dtype  # x is a copy
             found.append(top_weights(rows.bound.part(part), x, seen, k, scores.dtype, own))
         values, indices = _joined(found, k, scores)
         return TopK(rows.restore(values), rows.restore(indices))
@@ -177,7 +180,7 @@ def linear_topk(
         hidden, dtype = input.reshape(-1, input.shape[-1]), score_dtype(input)
         count = len(hidden)
         # At most a 16th of all logits, unless these are few.
-        step = max(1, min(_held(input.device) // classes, max(16, count // 16)))
+        step = min(_step(LOGITS, classes, input.device), max(16, count // 16))
         buffer = input.new_empty(min(step, count), classes, dtype=dtype)
         found = []
         for part in _parts(count, step):
@@ -210,8 +213,9 @@ def _autocast_dtype(input: Tensor) -> torch.dtype:
     return input.dtype
 
 
-def _held(device: torch.device) -> int:
-    return HELD if device.type == "cpu" else HELD_GPU
+def _step(held: int, size: int, device: torch.device) -> int:
+    """Number of rows in one step."""
+    return max(1, (held if device.type == "cpu" else ON_GPU) // size)
 
 
 def _parts(count: int, step: int) -> Iterator[slice]:
