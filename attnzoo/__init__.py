@@ -25,7 +25,7 @@ from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.functional.explain import Plan, explain
 from attnzoo.functional.linear_attention import LinearState, linear_attention
 from attnzoo.functional.probabilities import probabilities
-from attnzoo.functional.topk import linear_topk, topk_probabilities
+from attnzoo.functional.topk import TopK, linear_topk, topk_probabilities
 
 __version__ = "0.1.0"
 
@@ -42,6 +42,7 @@ __all__ = [
     "Plan",
     "Plugin",
     "Statistics",
+    "TopK",
     "Variant",
     "attention",
     "attention_weights",

@@ -28,9 +28,9 @@ def probabilities(
         dim: The dimension of n, along which weights are normalized.
         mask: Bool, broadcasts to ``scores``; True where an entry takes part. Entries that do not
             take part have weight 0 and are not counted in n_i.
-        **params: Parameters of the variant, with the defaults of `attention`: a number, a tensor (),
-            or a tensor that broadcasts to the shape of ``scores`` without ``dim`` (or with size 1
-            there), which gives every line its own value.
+        **params: Parameters of the variant, with the defaults of `attention`: a number, a tensor
+            (), or a tensor that broadcasts to the shape of ``scores`` without ``dim`` (or with size
+            1 there), which gives every line its own value.
 
     Returns:
         The weights, in the shape and dtype of ``scores``. Those of fp16 and bf16 scores are

@@ -155,7 +155,9 @@ def _row_values(what: str, value: Tensor, lead: tuple[int, ...], example: Tensor
     """A parameter as a tensor () or (R,)."""
     check_dense(what, value)
     if value.device != example.device:
-        raise ValueError(f"{what} must be on the scores' device {example.device}, got {value.device}")
+        raise ValueError(
+            f"{what} must be on the scores' device {example.device}, got {value.device}"
+        )
     if value.dim() == 0 or value.shape == (1,):
         return value.reshape(())
     if not _broadcasts(value, lead):

@@ -16,7 +16,7 @@ from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.largest import Blocks, largest
 from attnzoo.functional.rows import BoundVariant, row_call
 
-EXACT = 2**18  # number of scores for which a definition is computed at once
+EXACT = 2**17  # number of scores for which a definition is computed at once
 SUMMED = 2**20  # number of scores whose exponentials are held at once
 WIDER = 4  # factor of the number of blocks if a threshold is too low for the others
 FEW = 0.25  # at most this share of a row is copied in order to solve for a threshold
@@ -44,7 +44,8 @@ def top_weights(
         # The order changes with the sign, and 0 · −∞ would be NaN.
         x, own, gain = x.mul_(gain) if own else x * gain, True, 1.0
     if mask is not None:
-        x = x.masked_fill_(~mask, float("-inf")) if own else x.masked_fill(~mask, float("-inf"))
+        fill = x.masked_fill_ if own else x.masked_fill
+        x, own = fill(~mask, float("-inf")), True
     rows = Blocks(x)
     size = x.shape[-1]
     top, indices = largest(rows, k if form.keep is None else max(k, min(form.keep, size)))
@@ -55,7 +56,7 @@ def top_weights(
     elif form.normalize == "threshold":
         values = _threshold(form, rows, top, gain, empty)
     else:
-        values = _exponential(form, x, top, gain)
+        values = _exponential(form, x, top, gain, own)
     if empty is not None:
         values = values.masked_fill(empty, 0.0)
     return values[:, :k], indices[:, :k]
@@ -84,8 +85,8 @@ def _from_definition(
     return torch.cat(values), torch.cat(indices)
 
 
-def _exponential(form: Pairwise, x: Tensor, top: Tensor, gain: Column) -> Tensor:
-    """The weights of "sum" or "select" with φ = exp."""
+def _exponential(form: Pairwise, x: Tensor, top: Tensor, gain: Column, own: bool) -> Tensor:
+    """The weights of "sum" or "select" with φ = exp; x may be overwritten if ``own``."""
     peak = top[:, :1].clone()
     weights = ((top - peak) * gain).exp()
     if form.keep is not None:
@@ -95,13 +96,14 @@ def _exponential(form: Pairwise, x: Tensor, top: Tensor, gain: Column) -> Tensor
     # term by about |e| units in the last place, but the term is only 2^e.
     factor = gain * log2(e)
     step = max(1, SUMMED // x.shape[-1])
-    buffer, totals = x.new_empty(min(step, len(x)), x.shape[-1]), []
+    buffer = None if own else x.new_empty(min(step, len(x)), x.shape[-1])
+    totals = []
     for start in range(0, len(x), step):
         part = slice(start, start + step)
         here = x[part]
-        own = factor[part] if isinstance(factor, Tensor) and len(factor) > 1 else factor
-        at = torch.sub(here, peak[part], out=buffer[: len(here)])
-        totals.append(at.mul_(own).exp2_().sum(-1, keepdim=True))
+        at = torch.sub(here, peak[part], out=here if buffer is None else buffer[: len(here)])
+        at.mul_(factor[part] if isinstance(factor, Tensor) and len(factor) > 1 else factor)
+        totals.append(at.exp2_().sum(-1, keepdim=True))
     total = torch.cat(totals)
     if form.sink is not None:
         total = total + torch.as_tensor(_column(form.sink) - peak * gain).exp()

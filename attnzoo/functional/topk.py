@@ -160,8 +160,8 @@ def linear_topk(
         Milakov & Gimelshein 2018, arXiv:1805.02867: softmax and top-k in one pass.
 
     Notes:
-        No gradients are computed. Logits are fp32 (fp64 for fp64 inputs), also under autocast, which
-        casts ``input`` and ``linear_weight`` to its dtype.
+        No gradients are computed. Logits are fp32 (fp64 for fp64 inputs), also under autocast,
+        which casts ``input`` and ``linear_weight`` to its dtype.
     """
     softcap = _check_layer(input, linear_weight, linear_bias, softcap)
     lead, classes = tuple(input.shape[:-1]), linear_weight.shape[0]
@@ -259,9 +259,7 @@ def _check_layer(input: Any, weight: Any, bias: Any, softcap: Any) -> float | No
             f"{tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != (len(weight),):
-        raise ValueError(
-            f"linear_bias must have shape ({len(weight)},), got {tuple(bias.shape)}"
-        )
+        raise ValueError(f"linear_bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
     softcap = plain(softcap)
     if softcap is None:
         return None

@@ -66,9 +66,7 @@ def formula(variant: str, z: Tensor, params: dict[str, Any]) -> Tensor:
     return w
 
 
-def expected(
-    variant: str, scores: Tensor, mask: Tensor | None, params: dict[str, Any]
-) -> Tensor:
+def expected(variant: str, scores: Tensor, mask: Tensor | None, params: dict[str, Any]) -> Tensor:
     """`formula` for each row of scores (R, n); tensor params are (R,)."""
     rows = []
     for i, z in enumerate(scores):
@@ -359,7 +357,8 @@ def test_an_own_variant_needs_only_a_definition(own_variant: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [lambda q, k: q @ k.mT, lambda q, k: torch.relu(q), lambda q, k: 2 * q, lambda q, k: k[0]]
+    "use",
+    [lambda q, k: q @ k.mT, lambda q, k: torch.relu(q), lambda q, k: 2 * q, lambda q, k: k[0]],
 )
 def test_an_own_variant_that_uses_q_and_k_raises(own_variant: Any, use: Any) -> None:
     name = own_variant(lambda q, k, call: call.softmax(call.scores(use(q, k), k)))
