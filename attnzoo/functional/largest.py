@@ -36,6 +36,22 @@ class Blocks:
             self._maxima = self.blocks.amax(-1)
         return self._maxima
 
+    def peaks(self, part: slice) -> Tensor:
+        """The maximum of each row, (R, 1). Must be called for all rows, in any parts.
+
+        Keeps the maxima of blocks. The caller can then use the scores of a part while they are in
+        the processor's cache.
+        """
+        if not self.count:
+            return self.x[part].amax(-1, keepdim=True)
+        if self._maxima is None:
+            self._maxima = self.x.new_empty(len(self.x), self.count)
+        maxima = torch.amax(self.blocks[part], dim=-1, out=self._maxima[part])
+        peak = maxima.amax(-1, keepdim=True)
+        if self.size == self.x.shape[-1]:
+            return peak
+        return torch.maximum(peak, self.x[part, self.size :].amax(-1, keepdim=True))
+
     def candidates(self, blocks: int) -> Candidates:
         """The entries of the ``blocks`` blocks with the largest maxima; all, if these are many."""
         if self._last is None or self._last[0] != blocks:

@@ -45,9 +45,11 @@ def top_weights(
         x, own, gain = x.mul_(gain) if own else x * gain, True, 1.0
     if mask is not None:
         fill = x.masked_fill_ if own else x.masked_fill
-        x, own = fill(~mask, float("-inf")), True
+        x = fill(~mask, float("-inf"))
     rows = Blocks(x)
     size = x.shape[-1]
+    # Before `largest`, which needs the maxima that the sum finds too.
+    total = _exp_sum(form, rows, gain) if form.normalize == "sum" else None
     top, indices = largest(rows, k if form.keep is None else max(k, min(form.keep, size)))
     empty = None if mask is None else ~mask.any(-1, keepdim=True)
     if form.normalize == "none":
@@ -55,8 +57,10 @@ def top_weights(
         values = form.activation.value(at, _shape(form, x))
     elif form.normalize == "threshold":
         values = _threshold(form, rows, top, gain, empty)
+    elif total is not None:
+        values = ((top - top[:, :1]) * gain).exp() / total
     else:
-        values = _exponential(form, x, top, gain, own)
+        values = _selected(form, top, gain)
     if empty is not None:
         values = values.masked_fill(empty, 0.0)
     return values[:, :k], indices[:, :k]
@@ -85,29 +89,30 @@ def _from_definition(
     return torch.cat(values), torch.cat(indices)
 
 
-def _exponential(form: Pairwise, x: Tensor, top: Tensor, gain: Column, own: bool) -> Tensor:
-    """The weights of "sum" or "select" with φ = exp; x may be overwritten if ``own``."""
-    peak = top[:, :1].clone()
-    weights = ((top - peak) * gain).exp()
-    if form.keep is not None:
-        weights[:, form.keep :] = 0.0
-        return weights / weights.sum(-1, keepdim=True)
+def _selected(form: Pairwise, top: Tensor, gain: Column) -> Tensor:
+    """The weights of "select" with φ = exp."""
+    weights = ((top - top[:, :1]) * gain).exp()
+    weights[:, form.keep :] = 0.0
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _exp_sum(form: Pairwise, rows: Blocks, gain: Column) -> Tensor:
+    """Σ_j exp(gain (s_j − max s)) of each row, with the sink, (R, 1)."""
     # exp2 takes half the time of exp on CPUs. Rounding the product e = (s − max)·log2(e) changes a
     # term by about |e| units in the last place, but the term is only 2^e.
-    factor = gain * log2(e)
-    step = max(1, SUMMED // x.shape[-1])
-    buffer = None if own else x.new_empty(min(step, len(x)), x.shape[-1])
-    totals = []
+    x, factor = rows.x, gain * log2(e)
+    step = max(1, min(SUMMED // x.shape[-1], len(x) // 4))
+    buffer, totals, peaks = x.new_empty(min(step, len(x)), x.shape[-1]), [], []
     for start in range(0, len(x), step):
-        part = slice(start, start + step)
-        here = x[part]
-        at = torch.sub(here, peak[part], out=here if buffer is None else buffer[: len(here)])
+        part = slice(start, min(start + step, len(x)))
+        peaks.append(rows.peaks(part))
+        at = torch.sub(x[part], peaks[-1], out=buffer[: part.stop - start])
         at.mul_(factor[part] if isinstance(factor, Tensor) and len(factor) > 1 else factor)
         totals.append(at.exp2_().sum(-1, keepdim=True))
     total = torch.cat(totals)
-    if form.sink is not None:
-        total = total + torch.as_tensor(_column(form.sink) - peak * gain).exp()
-    return weights / total
+    if form.sink is None:
+        return total
+    return total + torch.as_tensor(_column(form.sink) - torch.cat(peaks) * gain).exp()
 
 
 def _threshold(
