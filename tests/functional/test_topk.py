@@ -11,10 +11,9 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo import linear_topk, probabilities, topk_probabilities
-from attnzoo.core import registry
-from attnzoo.core.activations import EXP
 from attnzoo.functional import topk as module
 from helpers.cases import CASES, VARIANTS, params_of, rand
+from helpers.largest import agrees
 
 ROWS = [v for v in VARIANTS if not attnzoo.get_variant(v).positional]
 SETTINGS = [
@@ -24,19 +23,6 @@ SETTINGS = [
 ]
 # Also: a gain that reverses the order, and a gain of 0.
 SETTINGS += [("ssmax", {"s": -0.4}), ("ssmax", {"s": 0.0}), ("entmax", {"alpha": 1.1})]
-
-
-def agrees(got: Any, weights: Tensor, k: int, tolerance: float = 1e-10) -> None:
-    """Raise unless ``got`` are k largest weights (along the last dimension), in order."""
-    values, indices = got
-    assert values.shape == indices.shape == (*weights.shape[:-1], k)
-    assert values.dtype == weights.dtype
-    assert indices.dtype == torch.int64
-    tight = dict(rtol=max(tolerance, 1e-10), atol=tolerance)
-    torch.testing.assert_close(values, weights.topk(k, dim=-1).values, **tight)
-    torch.testing.assert_close(weights.gather(-1, indices), values, **tight)
-    ordered = indices.sort(dim=-1).values
-    assert bool((ordered[..., 1:] != ordered[..., :-1]).all())
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -359,54 +345,3 @@ def test_errors(message: str) -> None:
     with pytest.raises(kind) as error:
         call()
     assert message in str(error.value)
-
-
-# ---- own variants ---------------------------------------------------------------------------
-
-CUBE = attnzoo.Activation(
-    "cube",
-    lambda s, shape: s.add_(1).relu_().pow_(3),
-    lambda s, phi, shape: 3 * phi.pow(2 / 3),
-    convex=True,
-)
-SQUARE = attnzoo.Activation("square", lambda s, shape: s * s, lambda s, phi, shape: 2 * s)
-
-
-def cube_threshold(q: Tensor, k: Tensor, call: attnzoo.Call) -> Tensor:
-    """[1 + s − τ]_+³ with sum 1; τ by bisection."""
-    s = call.hide(call.scores(q, k))
-    low, high = s.amax(-1, keepdim=True), s.amax(-1, keepdim=True) + 1
-    for _ in range(100):
-        middle = (low + high) / 2
-        above = ((1 + s - middle).relu() ** 3).sum(-1, keepdim=True) > 1
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    return call.zero_hidden((1 + s - low).relu() ** 3)
-
-
-OWN = {
-    "convex threshold": (
-        cube_threshold,
-        lambda call: (attnzoo.Pairwise(CUBE, "threshold"),),
-    ),
-    "not increasing": (
-        lambda q, k, call: call.zero_hidden(call.scores(q, k) ** 2),
-        lambda call: (attnzoo.Pairwise(SQUARE, "none", offset=0.0),),
-    ),
-    "no form": (lambda q, k, call: call.zero_hidden(call.scores(q, k).sin()), lambda call: ()),
-    "negative gain": (
-        lambda q, k, call: call.softmax(-2 * call.scores(q, k)),
-        lambda call: (attnzoo.Pairwise(EXP, "sum", gain=-2.0),),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OWN)
-def test_own_variants(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
-    weights, forms = OWN[case]
-    own = attnzoo.Variant("own", "f(z)", "none", weights, forms=forms, normalized=False)
-    attnzoo.register_variant(own)
-    scores, mask = torch.randn(4, 2000, dtype=torch.float64), torch.rand(4, 2000) < 0.7
-    for seen in (None, mask):
-        want = probabilities(scores, "own", mask=seen)
-        agrees(topk_probabilities(scores, 3, "own", mask=seen), want, 3, 1e-9)
