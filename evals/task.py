@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from commandline.variants import VariantCall
 
-# Settings above this limit are rejected as typos.
+# Settings and lengths above these limits are rejected as typos.
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 
 
@@ -183,7 +183,7 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """How many of a batch's first sequences have their heads, and their Jacobians, measured."""
+    """How many sequences of a batch, from the first on, are measured: heads and Jacobians."""
 
     sequences: int
     jacobians: int
@@ -194,7 +194,7 @@ Measure = Callable[[VariantCall | None], BatchResult]
 
 
 class Task(ABC):
-    """A task: an instance of a subclass in `evals.tasks.families`. Each subclass has one model.
+    """A task: an instance of a subclass, which defines the model; see `evals.tasks.families`.
 
     Attributes:
         name: its name on the command line.
@@ -202,7 +202,7 @@ class Task(ABC):
         presets: `Preset` by name: "quick" (the default of the command line), "smoke", "paper".
         positions: the position encodings that its model supports.
         metrics: the metrics; the first one is the score.
-        splits: maps a prefix of metric names to the data split evaluated under it.
+        splits: the data splits to evaluate, each by the prefix of its metrics' names.
         head_sequences: the number of sequences per length on which heads are measured.
         trained_score: a run with a lower score at the train length counts as not trained. None:
             every run counts as trained.

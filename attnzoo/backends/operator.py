@@ -23,12 +23,13 @@ Operands are passed by name. Each field of a group becomes an operand of the tor
 
 The parameters of a fake function are the operands that it needs. The parameters of a backward
 function are the operands and outputs that it needs, which are saved for it, and gradients of
-outputs, named ``d`` + the output's name. Each operand to differentiate must be one of them. The
-backward returns gradients by operand name. If it has a parameter ``wanted``, the gradients named
-there suffice. The backward is an operator too. Differentiating it raises RuntimeError.
+outputs, named ``d`` + the output's name. Each operand to differentiate must be a parameter of the
+backward. The backward returns gradients by operand name. A backward with a parameter ``wanted`` may
+return only the gradients named there. The backward is an operator too. Differentiating it raises
+RuntimeError.
 
-The first operand must be a tensor. An output that was not requested is None. Torch operators return
-only tensors, so the underlying torch operator returns a tensor of shape (0,) for it.
+The first operand must be a tensor. An output that was not requested is None. The underlying torch
+operator returns a tensor of shape (0,) instead, because torch operators return only tensors.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class Operator(Generic[P, R]):
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # The compiler must not trace the function. There is no compiler before torch._dynamo.
+        # The compiler must not trace the function. It runs only after torch._dynamo is imported.
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 

@@ -17,7 +17,9 @@ from attnzoo.core.parameters import check_value
 
 # Names that a variant's parameter may not have: arguments, and attributes of `nn.Attention`.
 RESERVED = ARGUMENTS | frozenset(
-    "self q k v call variant state cache backend num_heads learn learned training".split()
+    "self q k v call variant state cache backend num_heads learn learned training "
+    "scores dim mask input logits target linear_weight linear_bias class_mask softcap weight "
+    "label_smoothing lse_penalty ignore_index reduction return_stats".split()
 )
 
 _VARIANTS: dict[str, Variant] = {}
@@ -68,7 +70,7 @@ def register_variant(variant: Variant) -> Variant:
         if param.name in RESERVED or hasattr(torch.nn.Module, param.name):
             raise ValueError(
                 f"variant {variant.name!r}: parameter {param.name!r} must not have a reserved "
-                f"name ({', '.join(sorted(RESERVED))}) or that of an attribute of torch.nn.Module"
+                f"name ({', '.join(sorted(RESERVED))}) or the name of a torch.nn.Module attribute"
             )
         _check_param(f"variant {variant.name!r}: parameter {param.name!r}", param)
     _check_fields(variant)

@@ -119,7 +119,7 @@ def attention(
         backend: Name of the backend to use; an error is raised if it cannot run the call. None
             lets the library choose (see `explain`).
         return_lse: Also return lse_i = log Σ_j exp(s_ij) of the scores s_ij after gain and bias.
-            Supported by variants that are a softmax of scores; a sink is not included.
+            Supported by variants that are a softmax of scores. The sum does not include a sink.
         **params: Parameters of the variant: a number, or a tensor () or (H,) with one value per
             query head, or (B, H, Nq) where the variant accepts one value per query.
 

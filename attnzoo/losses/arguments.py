@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.core.call import Call, score_dtype
+from attnzoo.core.call import score_dtype
 from attnzoo.core.checks import (
     DTYPES,
     check_bool,
@@ -18,9 +18,8 @@ from attnzoo.core.checks import (
     plain,
     shown,
 )
-from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise, Variant
-from attnzoo.core.parameters import bind, check_vectors
-from attnzoo.core.registry import get_variant
+from attnzoo.core.forms import FromStatistics, Pairwise, Variant
+from attnzoo.functional.rows import BoundVariant, RowCall
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -31,8 +30,11 @@ def check_layer(input: Any, weight: Any, bias: Any) -> int:
     check_dense(name, input)
     if input.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {input.dtype}")
-    if input.dim() == 0:
-        raise ValueError(f"{name} must have at least one dimension, got a tensor of shape ()")
+    if input.dim() == 0 or input.shape[-1] == 0:
+        size = "V" if weight is None else "d"
+        raise ValueError(
+            f"{name} must have shape (*, {size}) with {size} >= 1, got {tuple(input.shape)}"
+        )
     classes = input.shape[-1]
     if weight is not None:
         check_dense("linear_weight", weight)
@@ -44,8 +46,8 @@ def check_layer(input: Any, weight: Any, bias: Any) -> int:
         _check_like("linear_weight", weight, input)
         classes = weight.shape[0]
     if classes == 0:
-        raise ValueError(f"{'logits' if weight is None else 'linear_weight'} must have at least "
-                         "one class, got 0")  # fmt: skip
+        raise ValueError("linear_weight must have at least one class, got shape "
+                         f"{tuple(weight.shape)}")  # fmt: skip
     if bias is not None:
         check_dense("linear_bias", bias)
         if bias.shape != (classes,):
@@ -167,57 +169,11 @@ def check_softcap(softcap: Any) -> float | None:
     return float(softcap)
 
 
-def output_call(input: Tensor, classes: int, class_mask: Tensor | None) -> Call:
-    """The call of an output layer: tokens (N, d) are the queries of one head, classes its keys."""
-    mask = class_mask
-    return Call(
-        batch=1,
-        heads=1,
-        kv_heads=1,
-        queries=input.shape[0],
-        keys=classes,
-        head_dim=input.shape[-1],
-        value_dim=1,
-        scale=1.0,
-        dtype=score_dtype(input),
-        input_dtype=input.dtype,
-        device=input.device,
-        query_origin=0,
-        mask=None if mask is None else mask[None, None],
-    )
-
-
-def output_form(
-    variant: str, call: Call, lead: torch.Size, params: dict[str, Any]
-) -> tuple[Variant, Pairwise]:
-    """The variant and its pairwise form. Per-token parameters have the shape ``lead``."""
-    found = get_variant(variant)
-    if found.positional:
-        raise ValueError(
-            f"variant {variant!r} has no output layer: its weights depend on positions, which "
-            "classes do not have"
-        )
-    per_token = {param.name for param in found.params if param.per_token}
-    given = dict(found.output_defaults or {})
-    for name, value in params.items():
-        if name in per_token and isinstance(value, Tensor) and value.dim() and value.shape == lead:
-            value = value.reshape(1, 1, -1)
-        given[name] = value
-    bound = bind(found, call, given)
-    reason = found.unsupported(call, **bound)
-    if reason is not None:
-        raise ValueError(reason)
-    forms = found.forms(call, **bound)
-    for form in forms:
-        if isinstance(form, Pairwise):
-            check_vectors(f"forms of variant {variant!r}", form, call)
-            return found, form
-    raise ValueError(f"variant {variant!r} has no output layer: {_without_form(forms)}")
-
-
-def _without_form(forms: tuple[Form, ...]) -> str:
-    reasons = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "pairwise"]
-    return reasons[0] if reasons else "it has no pairwise form"
+def output_form(bound: BoundVariant, call: RowCall) -> Pairwise:
+    form = bound.pairwise(call)
+    if form is None:
+        raise ValueError(f"variant {bound.variant.name!r} has no loss: it has no pairwise form")
+    return form
 
 
 def check_loss(

@@ -60,7 +60,7 @@ def losses(
         first, last = int(chosen[0]), int(chosen[-1])
         # A slice avoids copies of the tokens.
         part = slice(first, last + 1) if last - first + 1 == len(chosen) else chosen
-        z = _logits(layer, part, logits[: len(chosen)])
+        z = chunk_logits(layer, part, logits[: len(chosen)])
         hidden = None
         if layer.class_mask is not None:
             mask = layer.class_mask
@@ -84,7 +84,7 @@ def _blocks(z: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + rows, len(z)))
 
 
-def _logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
+def chunk_logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
     h, weight = layer.input[part], layer.weight
     if weight is None:
         return out.copy_(h)

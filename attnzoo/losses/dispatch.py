@@ -13,6 +13,7 @@ from attnzoo.core.activations import key_of
 from attnzoo.core.call import Call, in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.prepare import cast_by_autocast
+from attnzoo.functional.rows import bind_rows, row_call
 from attnzoo.losses import quadratic
 from attnzoo.losses.arguments import (
     check_class_mask,
@@ -21,7 +22,6 @@ from attnzoo.losses.arguments import (
     check_loss,
     check_options,
     check_target,
-    output_call,
     output_form,
 )
 from attnzoo.losses.operators import Setting, TokenLosses, weighted_sum
@@ -94,13 +94,16 @@ def compute_loss(
             "forward-mode derivatives"
         )
     input = input.reshape(-1, input.shape[-1])
-    call = output_call(input, classes, mask)
     with in_full_precision(input.device):
-        found, form = output_form(variant, call, lead, params)
-        check_loss(found, form, given.label_smoothing, given.lse_penalty)
+        bound = bind_rows("linear_loss", variant, input, params, tuple(lead), output_layer=True)
+        # A form depends on the number of scores, not on scores: these need no memory.
+        scores = input.new_empty((), dtype=score_dtype(input)).expand(len(input), classes)
+        call = row_call(scores, mask, input.dtype)
+        form = output_form(bound, call)
+        check_loss(bound.variant, form, given.label_smoothing, given.lse_penalty)
         factor = _factor(target, class_weight, given, call.dtype)
         vectors = _vectors(form, call)
-        if linear_weight is not None and _by_moments(form, given, call):
+        if linear_weight is not None and _by_moments(form, given, input, classes):
             losses, stats = _quadratic_losses(
                 input, linear_weight, linear_bias, target, vectors.gain, form, given, class_weight
             )
@@ -142,11 +145,11 @@ def _vectors(form: Pairwise, call: Call) -> Vectors:
     given = (None if not isinstance(gain, Tensor) and gain == 1 else gain, form.offset, form.shape,
              form.sink)  # fmt: skip
     return Vectors(
-        *(None if x is None else call.per_query(x).expand(1, 1, call.queries)[0, 0] for x in given)
+        *(None if x is None else call.per_query(x).expand(1, call.heads, 1)[0, :, 0] for x in given)
     )
 
 
-def _by_moments(form: Pairwise, given: LossArguments, call: Call) -> bool:
+def _by_moments(form: Pairwise, given: LossArguments, input: Tensor, classes: int) -> bool:
     """Whether the loss can be computed without scores, and is cheaper so."""
     return (
         form.normalize == "sum"
@@ -155,7 +158,7 @@ def _by_moments(form: Pairwise, given: LossArguments, call: Call) -> bool:
         and given.softcap is None
         and given.class_mask is None
         and not given.label_smoothing
-        and quadratic.cheaper(call.queries, call.keys, call.head_dim)
+        and quadratic.cheaper(len(input), classes, input.shape[1])
     )
 
 

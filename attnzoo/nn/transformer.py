@@ -41,7 +41,7 @@ class Transformer(nn.Module):
         variant: a name from `attnzoo.list_variants`; or a list with one entry per layer, each a
             name or a pair (name, parameters).
         positions: the position encoding. "rope" rotates pairs of features of queries and keys.
-            "p-rope" rotates only the pairs with the highest frequencies, a share ``rope_share``.
+            "p-rope" rotates only the share ``rope_share`` of pairs with the highest frequencies.
             "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "none" has no encoding
             besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws matrices with std 0.02, the last of each residual branch with 0.02/√(2·depth)."""
+        """Sets random matrices: std 0.02, or 0.02/√(2·depth) at the end of a residual branch."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends_branch = name.endswith(("out.weight", "down.weight"))

@@ -52,7 +52,7 @@ class RowSpec(NamedTuple):
 class Study:
     """The runs of one task.
 
-    plugins: the hash of the plugin file by name of each variant and task in it; a changed file
+    plugins: maps the names that a plugin registers to the hash of its file; a changed file
     changes the keys. left_out: the reason for each unsupported pair of variant and position
     encoding.
     """
@@ -68,7 +68,7 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """The specs of all result rows, by seed, so that the first results cover all variants."""
+        """The specs of all result rows, seed by seed: the first results then cover all variants."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:

@@ -11,7 +11,7 @@ Each measurement is a mean over rows and sequences:
     range       δ = max z − min z
     bound       min(1, e^δ / n), an upper bound on the weights of softmax at this δ
     alignment   ρ, the mean cosine between keys of different tokens
-    strength    β / log n with β = scale · |q| · mean |k|, to compare with the critical gain
+    strength    β / log n with β = scale · |q| · mean |k|, to compare with `critical_gain`
     jacobian    2-norm of ∂w/∂z in the last row of a few sequences; only if n is at most 256 and
                 the weights are a function of z alone
 """

@@ -130,7 +130,7 @@ class Section:
         )
 
     def point_ident(self, point: Point) -> str:
-        """The id of the first row of a point, the target of its link in the leaderboard."""
+        """The HTML id of a point's first row; the leaderboard links to it."""
         return f"{self.ident}-{self.group.series.index(point.series)}-{point.length}"
 
     @property

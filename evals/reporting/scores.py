@@ -15,7 +15,7 @@ from evals.results.summary import Group, Point
 from evals.task import Metric, Task
 from evals.tasks import TASKS
 
-KEPT = 0.85  # the share of the score at the train length that defines the effective length
+KEPT = 0.85  # effective length: the score stays above this share of its value at train length
 
 
 class Value(NamedTuple):
@@ -116,7 +116,7 @@ class Scores:
 
 
 def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None) -> Scores:
-    """The scores of a group of rows, at these lengths (default: at all)."""
+    """The scores of a group of rows, at these lengths (default: all)."""
     chosen = [n for n in group.lengths if lengths is None or n in lengths]
     lines = [
         Line(
@@ -148,7 +148,7 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
     task, first = TASKS[name], summary[0]
     if len(several := {line.get("settings") or "" for line in summary}) > 1:
         raise UsageError(
-            f"the summary of {name} must have one setting, got {'; '.join(sorted(several))}"
+            f"the summary of {name} must have equal settings, got {'; '.join(sorted(several))}"
         )
     lengths = sorted({int(line["length"]) for line in summary})
     lines = []

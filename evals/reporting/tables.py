@@ -84,7 +84,7 @@ def chance_text(metric: Metric, chance: float) -> str:
 
 
 def score_tables(group: Group) -> list[Table]:
-    """The score, its intervals, the published scores, and the differences from softmax."""
+    """Tables of the score, its intervals, the published scores and the differences from softmax."""
     score = group.task.score
     over = "mean ± standard error over seeds" if len(group.seeds) > 1 else "one seed"
     chance = chance_text(score, group.chance)

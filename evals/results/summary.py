@@ -160,8 +160,8 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows so that all rows of a part and length have the same number of test sequences. The
-    part with the largest numbers comes first."""
+    """Split rows into parts. In a part, all rows of one length have the same number of test
+    sequences. The part with the largest numbers comes first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}

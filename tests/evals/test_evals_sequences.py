@@ -354,9 +354,9 @@ def test_largest_weight_of_softmax_stays_below_its_bound(positions: str) -> None
     assert (found["head_peak"] <= found["head_bound"]).all()
     assert found["head_peak"].shape == (2 * 4, 2)  # 4 queries per sequence × 2 sequences, 2 heads
     assert (found["head_bound"] < 1).any() == (positions == "none")
-    if positions == "alibi":  # the range of scores includes keys of weight 0 in fp64
+    if positions == "alibi":  # head_range includes keys whose weight is 0 in fp64
         assert (found["head_range"][:, 0] > 4 * 290).all()
-    assert "head_jacobian" not in found  # measured for at most 256 keys
+    assert "head_jacobian" not in found  # Jacobians need n <= 256
 
 
 def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:

@@ -291,7 +291,7 @@ def test_parameter_groups_exclude_scales_from_weight_decay() -> None:
         (llama, ("softmaxx",), {}, ValueError, "'softmaxx'"),
         (llama, ("cosformer",), {}, TypeError, "requires the parameter 'max_length'"),
         (llama, ("ssmax",), {"layers": [2]}, ValueError, "layers must be from -2 to 1, got 2"),
-        (llama, ("ssmax",), {"layers": "0"}, TypeError, "layers must be a list of numbers"),
+        (llama, ("ssmax",), {"layers": "0"}, TypeError, "layers must be a non-empty list"),
         (llama, ("ssmax",), {"layers": ["x"]}, ValueError, "layers must be among model.layers.0"),
         (
             llama,
