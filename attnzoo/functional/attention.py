@@ -93,9 +93,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with the normalizer of a variant: out_i = Σ_j w_ij v_j.
 
-    The variant turns the logits z_ij = scale · q_i·k_j into the weights w_ij. Arguments and layout
-    are those of `torch.nn.functional.scaled_dot_product_attention`, followed by the variant's own
-    parameters.
+    The variant turns the logits z_ij = scale · q_i·k_j into the weights w_ij. The layout and
+    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale`` and ``enable_gqa`` are those of
+    `torch.nn.functional.scaled_dot_product_attention`. The variant's own parameters follow.
 
     Args:
         q: Queries (B, H, Nq, D) in fp16, bf16, fp32 or fp64.

@@ -17,8 +17,8 @@ from attnzoo.core.checks import (
 from attnzoo.functional.rows import as_rows
 from attnzoo.functional.top_weights import top_weights
 
-# Number of scores that are looked at in one step on a CPU: of given fp32 scores, of scores that are
-# copied first. On a GPU, which needs larger steps: of all.
+# Number of scores per step: GIVEN on a CPU, COPIED on a CPU if scores are cast or masked first, and
+# ON_GPU on a GPU, which needs larger steps.
 GIVEN, COPIED, ON_GPU = 2**23, 2**20, 2**26
 
 

@@ -30,9 +30,9 @@ def linear_topk(
 ) -> TopK:
     """The k most probable classes of an output layer, in chunks of tokens.
 
-    Formula: logits z = input · linear_weightᵀ + linear_bias, with ``softcap`` c replaced by
-    c · tanh(z / c); then `topk_probabilities` over the classes. The logits of all tokens are never
-    held at once.
+    Formula: logits z = input · linear_weightᵀ + linear_bias. If ``softcap`` = c is given, z is
+    replaced by c · tanh(z / c). The result is `topk_probabilities` of z over the classes. The
+    logits of all tokens are never held at once.
 
     Args:
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.

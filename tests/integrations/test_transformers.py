@@ -347,12 +347,17 @@ def test_positional_variant_in_cross_attention_raises() -> None:
         model(input_ids=ids(), decoder_input_ids=ids(5))
 
 
-def test_failed_convert_and_revert_of_sub_models_restore_the_config() -> None:
+def test_a_convert_that_fails_restores_the_config() -> None:
     model = llama()
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="layers must be"):
         convert(model, "ssmax", layers=[99])
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_and_its_sub_model_can_be_converted_and_reverted_separately() -> None:
+    model = llama()
+    model.set_attn_implementation("eager")
     convert(model.model, "ssmax")
     assert revert(model).config._attn_implementation == "eager"
     convert(model, "ssmax")

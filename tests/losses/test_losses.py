@@ -36,7 +36,7 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
 
 
 def agree(found: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
-    """Errors are relative to the largest element."""
+    """Errors are relative to the largest element, or to 1 if it is smaller."""
     assert found.keys() == want.keys()
     for name, exact in want.items():
         assert found[name].shape == exact.shape, name
@@ -142,9 +142,9 @@ def test_nearly_equal_logits_of_many_classes(setting: str) -> None:
 @pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
 @pytest.mark.parametrize("classes", [50, 20000])
 def test_a_common_offset_of_all_rows_costs_taylor_no_accuracy(classes: int, offset: float) -> None:
-    """The sum of z² must not be made from rows whose large common part cancels in each z.
+    """Each row of x sums to 0, so the offset of all classes cancels in x · e_j.
 
-    |φ'/φ| <= 1, so a loss moves by at most twice the largest error of a score.
+    Moments of classes that are not centred would lose accuracy. |φ'/φ| <= 1, so a loss moves by at most twice the largest error of a score.
     """
     h = rand(64, 8)
     x, e = (h - h.mean(-1, keepdim=True)).float(), (rand(classes, 8, seed=1) + offset).float()
