@@ -30,9 +30,8 @@ from attnzoo.backends.tiled.walk import Normalizer, kept
 from attnzoo.core.activations import Activation
 
 NEG_INF = float("-inf")
-# The threshold of a row is first sought among this many of its largest scores. Usually all others
-# have weight 0, and then no further pass over the row is needed.
-CANDIDATES = 1024
+GROUP = 16  # classes per group in the search for classes that have a weight
+FIRST = 64  # maxima of groups that give a lower bound of the threshold
 
 
 class Potential(NamedTuple):
@@ -108,46 +107,39 @@ def _elementwise(
 
 
 def _threshold(s: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
-    peak = s.amax(-1, keepdim=True)
-    s.sub_(peak)
-    if s.shape[-1] <= 2 * CANDIDATES:
-        found = _solve(s, phi, shape)
-    else:
-        found = _solve_by_candidates(s, phi, shape)
+    places = _places(s, phi, shape)
+    x = s if places is None else s.gather(1, places)
+    peak = x.amax(-1, keepdim=True)
+    x.sub_(peak)
+    found = _solve(x, phi, shape)
+    slope = found.slope if places is None else s.zero_().scatter_(1, places, found.slope)
     value, tau = found.value + peak[:, 0], found.statistic + peak[:, 0]  # type: ignore[operator]
-    return found._replace(value=value, statistic=tau)
+    return found._replace(value=value, slope=slope, statistic=tau)
 
 
-def _solve_by_candidates(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
-    top, places = x.topk(CANDIDATES, dim=-1, sorted=False)
-    found = _solve(top, phi, shape)
-    assert found.statistic is not None
-    # If the smallest candidate has weight 0 at this τ, so has every score outside. Written as
-    # "not == 0" so that rows with NaN are solved again.
-    least = phi.value(top.amin(-1, keepdim=True) - found.statistic[:, None], shape)[:, 0]
-    wide = (~(least == 0)).nonzero()[:, 0]
-    if len(wide) == len(x):
-        return _solve(x, phi, shape)
-    whole = None
-    if len(wide):
-        whole = _solve(x[wide], phi, None if shape is None else shape[wide])
-    slope = x.zero_().scatter_(1, places, found.slope)
-    if whole is None:
-        return found._replace(slope=slope)
-    slope[wide] = whole.slope
+def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
+    """Classes outside of which all weights are 0, as indices for each row; None for all classes.
 
-    def merged(name: str) -> Tensor | None:
-        narrow = getattr(found, name)
-        return None if narrow is None else narrow.index_copy(0, wide, getattr(whole, name))
-
-    by_vector = {
-        name: narrow.index_copy(0, wide, whole.by_vector[name])
-        for name, narrow in found.by_vector.items()
-    }
-    value = found.value.index_copy(0, wide, whole.value)
-    return Potential(
-        value, slope, None, by_vector, merged("statistic"), power_sum=merged("power_sum")
-    )
+    The threshold of some scores is at most that of all of them. So the largest maxima of groups of
+    classes give a lower bound of τ, and a group whose maximum has weight 0 there can be left out.
+    """
+    size = s.shape[1] // GROUP  # the number of groups; class j is in group j modulo size
+    if size <= FIRST:
+        return None
+    maxima = s[:, : size * GROUP].unflatten(1, (GROUP, size)).amax(1)
+    first = maxima.topk(FIRST, dim=-1, sorted=False).values
+    peak = first.amax(-1, keepdim=True)
+    first = first - peak
+    bound = peak + solve_threshold(first, None if shape is None else shape[:, 0], phi)[:, None]
+    # Written as "not == 0" so that NaN counts as a weight.
+    count = int((~(phi.value(maxima - bound, shape) == 0)).sum(-1).max())
+    if 2 * count > size:
+        return None
+    groups = maxima.topk(max(count, 1), dim=-1, sorted=False).indices
+    members = torch.arange(GROUP, device=s.device)[:, None] * size
+    places = (groups[:, None] + members).flatten(1)
+    rest = torch.arange(size * GROUP, s.shape[1], device=s.device)
+    return torch.cat([places, rest.expand(len(s), -1)], 1)
 
 
 def _solve(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
