@@ -9,7 +9,7 @@ m·Ω(a/m), Ω(p) = (Σ p^α − 1)/(α(α − 1)), which makes the smallest los
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,10 +107,10 @@ def token_losses(
     if ell.spread_slope is not None:
         slope.addcmul_(ell.spread_slope, factor[:, None], value=-1)
     if "gain" in wanted:
-        result["dgain"] = torch.linalg.vecdot(slope, capped)
+        result["gain"] = torch.linalg.vecdot(slope, capped)
     for name in ("offset", "shape", "sink"):
         if name in wanted:
-            result[f"d{name}"] = factor * by_vector[name]
+            result[name] = factor * by_vector[name]
     if gain is not None:
         slope.mul_(gain)
     if cap_slope is not None:
@@ -176,7 +176,7 @@ class _LogValues:
             share = a.spread * a.u
             total = total + (share * value).sum(-1, keepdim=True)
             self.spread_slope = share * slope
-            if by_shape is not None:
+            if by_shape is not None and by_vector is not None:
                 by_vector = by_vector + (share * by_shape).sum(-1, keepdim=True)
         self.value = total[:, 0]
         self.by_vector = {} if by_vector is None else {"shape": by_vector[:, 0]}
@@ -197,8 +197,7 @@ def _omega(
     """m·Ω(a/m) and its derivative by α. Without smoothing both are 0."""
     assert a.u is not None
     assert a.spread is not None
-    assert phi.alpha is not None
-    alpha = phi.alpha if shape is None else shape[:, None]
+    alpha: Any = phi.alpha if shape is None else shape[:, None]
     p = a.spread * a.u
     p = (p + torch.zeros_like(p).scatter_(1, column, a.own)) / a.total
     log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log()
