@@ -27,8 +27,9 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.threshold import solve_threshold
-from attnzoo.backends.tiled.walk import Normalizer, kept
+from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
+from attnzoo.functional.largest import Blocks, largest
 
 NEG_INF = float("-inf")
 GROUP = 16  # classes per group in the search for classes that have a weight
@@ -58,8 +59,7 @@ def potential(
         assert vectors.offset is not None
         return _elementwise(s, how.activation, shape, vectors.offset[:, None], hidden)
     if how.normalize == "select":
-        keep = kept(s, how.keep).scatter_(1, target[:, None], True)
-        return _exponential(s.masked_fill_(~keep, NEG_INF), None)
+        return _selected(s, how.keep, target[:, None])
     if how.activation.exponential:
         return _exponential(s, vectors.sink)
     return _sum(s, how.activation, shape, vectors.sink, hidden)
@@ -76,6 +76,17 @@ def _exponential(s: Tensor, sink: Tensor | None) -> Potential:
     whole = z + (sink - peak).exp()
     value = peak + whole.log()
     return Potential(value, s, 1 / whole, {"sink": (sink - value).exp()}, lse, 1 / z)
+
+
+def _selected(s: Tensor, keep: int | None, target: Tensor) -> Potential:
+    assert keep is not None
+    top = largest(Blocks(s), min(keep, s.shape[1]))[1]
+    # The target comes last, with score −∞ if it is among the largest.
+    twice = (top == target).any(-1, keepdim=True)
+    places = torch.cat([top, target], 1)
+    x = torch.cat([s.gather(1, top), s.gather(1, target).masked_fill_(twice, NEG_INF)], 1)
+    found = _exponential(x, None)
+    return found._replace(slope=s.zero_().scatter_add_(1, places, found.slope))
 
 
 def _sum(
