@@ -49,12 +49,16 @@ class Potential(NamedTuple):
 
 
 def potential(
-    s: Tensor, how: Normalizer, vectors: Vectors, hidden: Tensor | None, target: Tensor
-) -> Potential:
-    """A of rows of scores s, which are −∞ where ``hidden``. Overwrites s."""
+    s: Tensor, how: Normalizer, vectors: Vectors, hidden: Tensor | None, target: Tensor,
+    by_shape: bool,
+) -> Potential:  # fmt: skip
+    """A of rows of scores s, which are −∞ where ``hidden``. Overwrites s.
+
+    by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
+    """
     shape = None if vectors.shape is None else vectors.shape[:, None]
     if how.normalize == "threshold":
-        return _threshold(s, how.activation, shape)
+        return _threshold(s, how.activation, shape, by_shape)
     if how.normalize == "none":
         assert vectors.offset is not None
         return _elementwise(s, how.activation, shape, vectors.offset[:, None], hidden)
@@ -121,12 +125,12 @@ def _elementwise(
     return Potential(area, w, None, {"offset": -w.sum(-1)})
 
 
-def _threshold(s: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
+def _threshold(s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool) -> Potential:
     places = _places(s, phi, shape)
     x = s if places is None else s.gather(1, places)
     peak = x.amax(-1, keepdim=True)
     x.sub_(peak)
-    found = _solve(x, phi, shape)
+    found = _solve(x, phi, shape, by_shape)
     slope = found.slope if places is None else s.zero_().scatter_(1, places, found.slope)
     value, tau = found.value + peak[:, 0], found.statistic + peak[:, 0]  # type: ignore[operator]
     return found._replace(value=value, slope=slope, statistic=tau)
@@ -157,7 +161,7 @@ def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
     return torch.cat([places, rest.expand(len(s), -1)], 1)
 
 
-def _solve(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
+def _solve(x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool) -> Potential:
     """A of rows whose largest score is 0."""
     tau = solve_threshold(x, None if shape is None else shape[:, 0], phi)
     at = x - tau[:, None]
@@ -165,20 +169,22 @@ def _solve(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
         assert phi.integral is not None
         value = tau + phi.integral(at, shape).sum(-1) - _single(x, phi, shape)
         return Potential(value, phi.value(at, shape), None, {}, tau)
-    if phi.shape_slope is None:
-        assert isinstance(phi.alpha, float)
+    if not by_shape:
         w = phi.value(at, shape)
-        power_sum = w.pow(phi.alpha).sum(-1)
-        return Potential(tau - (1 - power_sum) / phi.alpha, w, None, {}, tau, power_sum=power_sum)
+        alpha = phi.alpha if isinstance(phi.alpha, float) else shape
+        power_sum = w.pow(alpha).sum(-1)
+        alpha = alpha[:, 0] if isinstance(alpha, Tensor) else alpha
+        return Potential(tau - (1 - power_sum) / alpha, w, None, {}, tau, power_sum=power_sum)
     assert shape is not None
+    assert phi.shape_slope is not None
     alpha, w = shape[:, 0], phi.value(at.clone(), shape)
     power = w.pow(shape - 1)
     power_sum = (w * power).sum(-1)
     # ∂A/∂α at fixed τ, because ∂A/∂τ = 0. ∂(φ^α)/∂α = φ^α log φ + α φ^{α−1} ∂φ/∂α.
     by_power = power * (torch.xlogy(w, w) + shape * phi.shape_slope(at, w, shape))
-    by_shape = (1 - power_sum) / alpha**2 + by_power.sum(-1) / alpha
+    slope = (1 - power_sum) / alpha**2 + by_power.sum(-1) / alpha
     value = tau - (1 - power_sum) / alpha
-    return Potential(value, w, None, {"shape": by_shape}, tau, power_sum=power_sum)
+    return Potential(value, w, None, {"shape": slope}, tau, power_sum=power_sum)
 
 
 def _single(x: Tensor, phi: Activation, shape: Tensor | None) -> Tensor:
