@@ -171,9 +171,11 @@ def _solve(x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool) -> 
         return Potential(value, phi.value(at, shape), None, {}, tau)
     if not by_shape:
         w = phi.value(at, shape)
-        alpha = phi.alpha if isinstance(phi.alpha, float) else shape
-        power_sum = w.pow(alpha).sum(-1)
-        alpha = alpha[:, 0] if isinstance(alpha, Tensor) else alpha
+        if isinstance(phi.alpha, float):
+            alpha, power_sum = phi.alpha, w.pow(phi.alpha).sum(-1)
+        else:
+            assert shape is not None
+            alpha, power_sum = shape[:, 0], w.pow(shape).sum(-1)
         return Potential(tau - (1 - power_sum) / alpha, w, None, {}, tau, power_sum=power_sum)
     assert shape is not None
     assert phi.shape_slope is not None

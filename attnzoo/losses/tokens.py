@@ -88,7 +88,7 @@ def token_losses(
     if how.normalize == "threshold" and a.spread is not None:
         constant, by_shape = _omega(a, column, how.activation, tokens.vectors.shape)
         loss = loss + constant
-        if "shape" in by_vector:
+        if by_shape is not None and "shape" in by_vector:
             by_vector["shape"] = by_vector["shape"] + by_shape
     scale = a.total if found.scale is None else a.total * found.scale[:, None]
     if options.lse_penalty:
