@@ -22,7 +22,8 @@ NAN = float("nan")
 CHUNK = 256
 SMALL = 2**20  # logits that a chunk may hold in any case
 BLOCK = 2**18  # logits per elementwise block: 1 MiB in fp32 stays in the cache of a core
-CLASSES = 2048  # rows of E that are converted from 16 bits to fp32 at a time
+CLASSES = 2048  # rows of E that are copied at a time
+SPARSE = ("threshold", "select")  # normalizations with which most classes have weight 0
 
 
 class Layer(NamedTuple):
@@ -74,7 +75,7 @@ def losses(
                 found.setdefault(name, []).append(values)
         for name, values in found.items():
             result[name][part] = torch.cat(values).to(dtype)
-        _propagate(layer, part, z, result)
+        _propagate(layer, part, z, result, how.normalize in SPARSE)
     return result
 
 
@@ -100,7 +101,7 @@ def chunk_logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
 
 
 def _propagate(
-    layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor]
+    layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor], sparse: bool
 ) -> None:
     weight = layer.weight
     if "bias" in gradients:
@@ -109,9 +110,22 @@ def _propagate(
         if "input" in gradients:
             gradients["input"][part] = dz
         return
-    if weight.is_cuda and weight.dtype != dz.dtype:
-        _propagate_on_tensor_cores(layer, part, dz.to(weight.dtype), gradients)
+    if not {"input", "weight"} & gradients.keys():
         return
+    used = _nonzero_columns(dz) if sparse else None
+    if used is not None and 2 * len(used) < len(weight):
+        _propagate_columns(layer, part, dz, gradients, used)
+    elif weight.is_cuda and weight.dtype != dz.dtype:
+        _propagate_on_tensor_cores(layer, part, dz.to(weight.dtype), gradients)
+    else:
+        _propagate_all(layer, part, dz, gradients)
+
+
+def _propagate_all(
+    layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor]
+) -> None:
+    weight = layer.weight
+    assert weight is not None
     if "weight" in gradients:
         h = layer.input[part].to(dz.dtype)
         gradients["weight"].addmm_(dz.T, h)
@@ -121,6 +135,28 @@ def _propagate(
         dh = dz.new_zeros(len(dz), weight.shape[1])
         for classes in _classes(weight):
             dh.addmm_(dz[:, classes], weight[classes].to(dz.dtype))
+        gradients["input"][part] = dh
+
+
+def _nonzero_columns(dz: Tensor) -> Tensor:
+    """Indices of the classes with a gradient or NaN, found in two fast passes over dz."""
+    return ((dz.amax(0) != 0) | (dz.amin(0) != 0)).nonzero()[:, 0]
+
+
+def _propagate_columns(
+    layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor], used: Tensor
+) -> None:
+    """`_propagate` where the gradients of all classes but those ``used`` are 0."""
+    weight, h = layer.weight, layer.input[part].to(dz.dtype)
+    assert weight is not None
+    dh = torch.zeros_like(h)
+    for classes in used.split(CLASSES):
+        some = dz.index_select(1, classes)
+        if "weight" in gradients:
+            gradients["weight"].index_add_(0, classes, some.T @ h)
+        if "input" in gradients:
+            dh.addmm_(some, weight[classes].to(dz.dtype))
+    if "input" in gradients:
         gradients["input"][part] = dh
 
 

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.threshold import solve_threshold
-from attnzoo.backends.tiled.walk import Normalizer, kept
+from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
+from attnzoo.functional.largest import Blocks, largest
 
 NEG_INF = float("-inf")
-# The threshold of a row is first sought among this many of its largest scores. Usually all others
-# have weight 0, and then no further pass over the row is needed.
-CANDIDATES = 1024
+GROUP = 16  # classes per group in the search for classes that have a weight
+FIRST = 64  # maxima of groups that give a lower bound of the threshold
 
 
 class Potential(NamedTuple):
@@ -49,18 +49,21 @@ class Potential(NamedTuple):
 
 
 def potential(
-    s: Tensor, how: Normalizer, vectors: Vectors, hidden: Tensor | None, target: Tensor
-) -> Potential:
-    """A of rows of scores s, which are −∞ where ``hidden``. Overwrites s."""
+    s: Tensor, how: Normalizer, vectors: Vectors, hidden: Tensor | None, target: Tensor,
+    by_shape: bool,
+) -> Potential:  # fmt: skip
+    """A of rows of scores s, which are −∞ where ``hidden``. Overwrites s.
+
+    by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
+    """
     shape = None if vectors.shape is None else vectors.shape[:, None]
     if how.normalize == "threshold":
-        return _threshold(s, how.activation, shape)
+        return _threshold(s, how.activation, shape, by_shape)
     if how.normalize == "none":
         assert vectors.offset is not None
         return _elementwise(s, how.activation, shape, vectors.offset[:, None], hidden)
     if how.normalize == "select":
-        keep = kept(s, how.keep).scatter_(1, target[:, None], True)
-        return _exponential(s.masked_fill_(~keep, NEG_INF), None)
+        return _selected(s, how.keep, target[:, None])
     if how.activation.exponential:
         return _exponential(s, vectors.sink)
     return _sum(s, how.activation, shape, vectors.sink, hidden)
@@ -77,6 +80,17 @@ def _exponential(s: Tensor, sink: Tensor | None) -> Potential:
     whole = z + (sink - peak).exp()
     value = peak + whole.log()
     return Potential(value, s, 1 / whole, {"sink": (sink - value).exp()}, lse, 1 / z)
+
+
+def _selected(s: Tensor, keep: int | None, target: Tensor) -> Potential:
+    assert keep is not None
+    top = largest(Blocks(s), min(keep, s.shape[1]))[1]
+    # The target comes last, with score −∞ if it is among the largest.
+    twice = (top == target).any(-1, keepdim=True)
+    places = torch.cat([top, target], 1)
+    x = torch.cat([s.gather(1, top), s.gather(1, target).masked_fill_(twice, NEG_INF)], 1)
+    found = _exponential(x, None)
+    return found._replace(slope=s.zero_().scatter_add_(1, places, found.slope))
 
 
 def _sum(
@@ -111,50 +125,43 @@ def _elementwise(
     return Potential(area, w, None, {"offset": -w.sum(-1)})
 
 
-def _threshold(s: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
-    peak = s.amax(-1, keepdim=True)
-    s.sub_(peak)
-    if s.shape[-1] <= 2 * CANDIDATES:
-        found = _solve(s, phi, shape)
-    else:
-        found = _solve_by_candidates(s, phi, shape)
+def _threshold(s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool) -> Potential:
+    places = _places(s, phi, shape)
+    x = s if places is None else s.gather(1, places)
+    peak = x.amax(-1, keepdim=True)
+    x.sub_(peak)
+    found = _solve(x, phi, shape, by_shape)
+    slope = found.slope if places is None else s.zero_().scatter_(1, places, found.slope)
     value, tau = found.value + peak[:, 0], found.statistic + peak[:, 0]  # type: ignore[operator]
-    return found._replace(value=value, statistic=tau)
+    return found._replace(value=value, slope=slope, statistic=tau)
 
 
-def _solve_by_candidates(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
-    top, places = x.topk(CANDIDATES, dim=-1, sorted=False)
-    found = _solve(top, phi, shape)
-    assert found.statistic is not None
-    # If the smallest candidate has weight 0 at this τ, so has every score outside. Written as
-    # "not == 0" so that rows with NaN are solved again.
-    least = phi.value(top.amin(-1, keepdim=True) - found.statistic[:, None], shape)[:, 0]
-    wide = (~(least == 0)).nonzero()[:, 0]
-    if len(wide) == len(x):
-        return _solve(x, phi, shape)
-    whole = None
-    if len(wide):
-        whole = _solve(x[wide], phi, None if shape is None else shape[wide])
-    slope = x.zero_().scatter_(1, places, found.slope)
-    if whole is None:
-        return found._replace(slope=slope)
-    slope[wide] = whole.slope
+def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
+    """Classes outside of which all weights are 0, as indices for each row; None for all classes.
 
-    def merged(name: str) -> Tensor | None:
-        narrow = getattr(found, name)
-        return None if narrow is None else narrow.index_copy(0, wide, getattr(whole, name))
-
-    by_vector = {
-        name: narrow.index_copy(0, wide, whole.by_vector[name])
-        for name, narrow in found.by_vector.items()
-    }
-    value = found.value.index_copy(0, wide, whole.value)
-    return Potential(
-        value, slope, None, by_vector, merged("statistic"), power_sum=merged("power_sum")
-    )
+    The threshold of some scores is at most that of all of them. So the largest maxima of groups of
+    classes give a lower bound of τ, and a group whose maximum has weight 0 there can be left out.
+    """
+    size = s.shape[1] // GROUP  # the number of groups; class j is in group j modulo size
+    if size <= FIRST:
+        return None
+    maxima = s[:, : size * GROUP].unflatten(1, (GROUP, size)).amax(1)
+    first = maxima.topk(FIRST, dim=-1, sorted=False).values
+    peak = first.amax(-1, keepdim=True)
+    first = first - peak
+    bound = peak + solve_threshold(first, None if shape is None else shape[:, 0], phi)[:, None]
+    # Written as "not == 0" so that NaN counts as a weight.
+    count = int((~(phi.value(maxima - bound, shape) == 0)).sum(-1).max())
+    if 2 * count > size:
+        return None
+    groups = maxima.topk(max(count, 1), dim=-1, sorted=False).indices
+    members = torch.arange(GROUP, device=s.device)[:, None] * size
+    places = (groups[:, None] + members).flatten(1)
+    rest = torch.arange(size * GROUP, s.shape[1], device=s.device)
+    return torch.cat([places, rest.expand(len(s), -1)], 1)
 
 
-def _solve(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
+def _solve(x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool) -> Potential:
     """A of rows whose largest score is 0."""
     tau = solve_threshold(x, None if shape is None else shape[:, 0], phi)
     at = x - tau[:, None]
@@ -162,20 +169,24 @@ def _solve(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
         assert phi.integral is not None
         value = tau + phi.integral(at, shape).sum(-1) - _single(x, phi, shape)
         return Potential(value, phi.value(at, shape), None, {}, tau)
-    if phi.shape_slope is None:
-        assert isinstance(phi.alpha, float)
+    if not by_shape:
         w = phi.value(at, shape)
-        power_sum = w.pow(phi.alpha).sum(-1)
-        return Potential(tau - (1 - power_sum) / phi.alpha, w, None, {}, tau, power_sum=power_sum)
+        if isinstance(phi.alpha, float):
+            alpha, power_sum = phi.alpha, w.pow(phi.alpha).sum(-1)
+        else:
+            assert shape is not None
+            alpha, power_sum = shape[:, 0], w.pow(shape).sum(-1)
+        return Potential(tau - (1 - power_sum) / alpha, w, None, {}, tau, power_sum=power_sum)
     assert shape is not None
+    assert phi.shape_slope is not None
     alpha, w = shape[:, 0], phi.value(at.clone(), shape)
     power = w.pow(shape - 1)
     power_sum = (w * power).sum(-1)
     # ∂A/∂α at fixed τ, because ∂A/∂τ = 0. ∂(φ^α)/∂α = φ^α log φ + α φ^{α−1} ∂φ/∂α.
     by_power = power * (torch.xlogy(w, w) + shape * phi.shape_slope(at, w, shape))
-    by_shape = (1 - power_sum) / alpha**2 + by_power.sum(-1) / alpha
+    slope = (1 - power_sum) / alpha**2 + by_power.sum(-1) / alpha
     value = tau - (1 - power_sum) / alpha
-    return Potential(value, w, None, {"shape": by_shape}, tau, power_sum=power_sum)
+    return Potential(value, w, None, {"shape": slope}, tau, power_sum=power_sum)
 
 
 def _single(x: Tensor, phi: Activation, shape: Tensor | None) -> Tensor:

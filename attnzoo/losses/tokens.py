@@ -80,7 +80,7 @@ def token_losses(
     a = _target(tokens, class_weight, options.label_smoothing, z)
     linear = _LogValues if _has_log_values(how) else _Scores
     ell = linear(z, scores, a, how, tokens)
-    found = potential(z, how, tokens.vectors, tokens.hidden, tokens.target)
+    found = potential(z, how, tokens.vectors, tokens.hidden, tokens.target, "shape" in wanted)
     loss = a.total[:, 0] * found.value - ell.value
     by_vector = {name: a.total[:, 0] * x for name, x in found.by_vector.items()}
     for name, x in ell.by_vector.items():
@@ -88,7 +88,7 @@ def token_losses(
     if how.normalize == "threshold" and a.spread is not None:
         constant, by_shape = _omega(a, column, how.activation, tokens.vectors.shape)
         loss = loss + constant
-        if by_shape is not None:
+        if by_shape is not None and "shape" in by_vector:
             by_vector["shape"] = by_vector["shape"] + by_shape
     scale = a.total if found.scale is None else a.total * found.scale[:, None]
     if options.lse_penalty:

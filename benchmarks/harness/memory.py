@@ -57,15 +57,17 @@ def measure(
         "threads": threads,
         "plugin": plugin and str(plugin.resolve()),
     }
+    return in_new_process(["memory", json.dumps(request)], implementation.name)
+
+
+def in_new_process(command: Sequence[str], name: str) -> int:
+    """The number that a command of the benchmarks prints. ``name`` is for the error message."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "memory", json.dumps(request)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
+        [sys.executable, "-m", "benchmarks", *command], capture_output=True, text=True, cwd=ROOT
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise RuntimeError(f"cannot measure the memory of {implementation.name}: {reason[-1]}")
+        raise RuntimeError(f"cannot measure the memory of {name}: {reason[-1]}")
     return int(done.stdout)
 
 

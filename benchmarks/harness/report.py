@@ -29,6 +29,7 @@ FIGURES = {
     "tflops": ("TFLOP/s", "{:.3g}"),
     "ns_per_token": ("ns/token", "{:.3g}"),
     "of_copy": ("bandwidth / copy", "{:.0%}"),
+    "of_scores": ("peak / N·V·4", "{:.3f}"),
 }
 ERROR, TIME, QUARTILES = "error (share of budget)", "median ms", "quartiles ms"
 WIDTHS = {"direction": 9, "implementation": 28, "backend": 12, QUARTILES: 17, "note": 0}
