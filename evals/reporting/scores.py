@@ -62,6 +62,7 @@ class Scores:
     schedule: str
     lines: list[Line]
     distinction: str = ""
+    remarks: Sequence[str] = ()
 
     def shown(self, value: float) -> str:
         """A value of the metric as text, in the unit of the tables: 0.986 as "98.6"."""
@@ -81,9 +82,9 @@ class Scores:
         )
 
     def notes(self) -> list[str]:
-        """An explanation of each mark (->, †, *) that occurs."""
+        """The remarks of the task, and an explanation of each mark (->, †, *) that occurs."""
         values = [value for line in self.lines for value in line.values]
-        return mark_lines(
+        return [*self.remarks] + mark_lines(
             variants=[line.variant for line in self.lines],
             seeds=self.seeds,
             untrained=any(line.untrained for line in self.lines),
@@ -136,6 +137,7 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
         schedule=group.rows[0]["schedule"],
         lines=_best_first(lines, metric),
         distinction=group.distinction,
+        remarks=group.task.remarks(group.settings),
     )
 
 
