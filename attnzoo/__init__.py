@@ -24,6 +24,8 @@ from attnzoo.core.registry import get_variant, list_variants, register_variant
 from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.functional.explain import Plan, explain
 from attnzoo.functional.linear_attention import LinearState, linear_attention
+from attnzoo.functional.probabilities import probabilities
+from attnzoo.functional.topk import TopK, linear_topk, topk_probabilities
 
 __version__ = "0.1.0"
 
@@ -40,15 +42,19 @@ __all__ = [
     "Plan",
     "Plugin",
     "Statistics",
+    "TopK",
     "Variant",
     "attention",
     "attention_weights",
     "explain",
     "get_variant",
     "linear_attention",
+    "linear_topk",
     "list_variants",
     "load_plugin",
     "losses",
     "nn",
+    "probabilities",
     "register_variant",
+    "topk_probabilities",
 ]

@@ -121,7 +121,7 @@ def evaluated() -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "words", "file"), evaluated())
-def test_evals_command_with_a_file_of_its_page_runs(
+def test_evals_command_runs_with_the_plugin_file_on_the_same_page(
     path: Path, words: str, file: str, tmp_path: Path
 ) -> None:
     write_files(TEXTS[path], tmp_path)

@@ -23,18 +23,18 @@ def weights(q: Tensor, k: Tensor, call: Call, form: Definition) -> tuple[Tensor,
     if call.mask is not None and call.mask.is_floating_point():
         call = replace(call, mask=call.mask.to(call.dtype))
     w = form.weights(q, k, call, **form.params)
-    _check(w, call, f"weights of variant {form.name!r}")
+    check(w, call, f"weights of variant {form.name!r}")
     if call.dropout_p:
         w = torch.nn.functional.dropout(w, call.dropout_p)
     if not call.return_lse:
         return w, None
     assert form.scores is not None  # checked when the call was prepared
     scores = form.scores(q, k, call, **form.params)
-    _check(scores, call, f"scores of variant {form.name!r}")
+    check(scores, call, f"scores of variant {form.name!r}")
     return w, call.logsumexp(scores)
 
 
-def _check(x: Tensor, call: Call, what: str) -> None:
+def check(x: Tensor, call: Call, what: str) -> None:
     shape = (call.batch, call.heads, call.queries, call.keys)
     if not isinstance(x, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(x).__name__}")

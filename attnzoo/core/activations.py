@@ -48,6 +48,8 @@ class Activation:
         convex: Whether φ is convex with φ(−∞) = 0 and φ(0) ≥ 1. `tiled` can then solve for a
             threshold by Newton's method. Not needed if ``alpha`` is given.
         bounded: Whether φ ≤ 1, so that fp16 can hold weights that are not normalized.
+        increasing: Whether a larger score never has a smaller φ, so that the largest weights belong
+            to the largest scores. Implied by ``exponential``, ``alpha`` and ``convex``.
         positive: Whether φ(s) > 0 for every finite s. Losses of "sum" forms need it, because they
             contain log φ(s). Implied by ``exponential``.
         integral: ``integral(s, shape) -> ∫ φ`` from −∞ to s, elementwise. Losses of "none" forms
@@ -74,13 +76,14 @@ class Activation:
     alpha: float | Literal["shape"] | None = None
     convex: bool = False
     bounded: bool = False
+    increasing: bool = False
     positive: bool = False
     integral: Callable[[Tensor, Tensor | None], Tensor] | None = None
     quadratic: tuple[float, float, float] | None = None
 
     def __post_init__(self) -> None:
         what = f"activation {shown(self.name)}"
-        for field in ("vanishes", "exponential", "convex", "bounded", "positive"):
+        for field in ("vanishes", "exponential", "convex", "bounded", "increasing", "positive"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(
                     f"{what}: {field} must be a bool, got {shown(getattr(self, field))}"
@@ -128,6 +131,7 @@ EXP = Activation(
     exponential=True,
     convex=True,
     positive=True,
+    increasing=True,
 )
 
 SIGMOID = Activation(
@@ -139,10 +143,15 @@ SIGMOID = Activation(
     bounded=True,
     positive=True,
     integral=lambda s, shape: torch.nn.functional.softplus(s),
+    increasing=True,
 )
 
 IDENTITY = Activation(
-    "identity", lambda s, shape: s, lambda s, phi, shape: torch.ones_like(s), vanishes=False
+    "identity",
+    lambda s, shape: s,
+    lambda s, phi, shape: torch.ones_like(s),
+    vanishes=False,
+    increasing=True,
 )
 
 SPARSEMAX = Activation(
@@ -151,6 +160,7 @@ SPARSEMAX = Activation(
     lambda s, phi, shape: (phi > 0).to(phi.dtype),
     triton=TRITON + "sparsemax",
     alpha=2.0,
+    increasing=True,
 )
 
 ENTMAX15 = Activation(
@@ -160,6 +170,7 @@ ENTMAX15 = Activation(
     lambda s, phi, shape: phi.clamp_min(torch.finfo(phi.dtype).tiny).rsqrt_().mul_(phi),
     triton=TRITON + "entmax15",
     alpha=1.5,
+    increasing=True,
 )
 
 
@@ -194,7 +205,13 @@ def _q_exp_shape_slope(s: Tensor, phi: Tensor, alpha: Tensor | None) -> Tensor:
 
 
 Q_EXP = Activation(
-    "q_exp", _q_exp, _q_exp_slope, _q_exp_shape_slope, triton=TRITON + "q_exp", alpha="shape"
+    "q_exp",
+    _q_exp,
+    _q_exp_slope,
+    _q_exp_shape_slope,
+    triton=TRITON + "q_exp",
+    alpha="shape",
+    increasing=True,
 )
 
 

@@ -35,7 +35,7 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
 class Call(Visibility):
     """One validated call, as the functions of a variant receive it.
 
-    Most definitions need only `scores`, `bias`, and either `softmax` or `visible`.
+    Most definitions need `scores`, `bias`, `log_n` or `counts`, and `softmax` or `zero_hidden`.
 
     Attributes:
         batch: B.

@@ -16,6 +16,7 @@ from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.call import score_dtype
 from attnzoo.losses.tokens import Options, Tokens, token_losses
 
+NAN = float("nan")
 # A chunk has up to this many tokens, but not more than 1/16 of them, so that its logits take at
 # most 1/16 of the memory of all logits.
 CHUNK = 256
@@ -33,33 +34,25 @@ class Layer(NamedTuple):
     class_mask: Tensor | None  # bool [1|N, V]
 
 
-class Losses(NamedTuple):
-    """Per token (N,), and gradients of Σ factor · loss in the dtype of scores.
-
-    Ignored tokens have loss, support and gradients 0, and NaN in the other statistics.
-    """
-
-    loss: Tensor
-    statistic: Tensor
-    power_sum: Tensor
-    target_score: Tensor
-    support: Tensor
-    gradients: dict[str, Tensor]
+# Outputs with one entry per token, and their values at ignored tokens.
+PER_TOKEN = {"loss": 0.0, "statistic": NAN, "power_sum": NAN, "target_score": NAN, "support": 0.0}
 
 
 def losses(
     layer: Layer, target: Tensor, factor: Tensor, vectors: Vectors, how: Normalizer,
     class_weight: Tensor | None, ignore_index: int, options: Options, wanted: list[str],
-) -> Losses:  # fmt: skip
-    """The loss of each token, and the gradients that are named in ``wanted``."""
+) -> dict[str, Tensor]:  # fmt: skip
+    """The outputs of `PER_TOKEN`, and the ``wanted`` gradients of Σ factor · loss, by name.
+
+    All are in the dtype of scores. Statistics are tensors of shape (0,) if they are not wanted.
+    """
     dtype, count = score_dtype(layer.input), len(target)
     classes = layer.input.shape[1] if layer.weight is None else len(layer.weight)
-    fills = (0.0, *[float("nan")] * 3, 0.0) if options.want_stats else (0.0,)
-    per_token = [layer.input.new_full((count,), fill, dtype=dtype) for fill in fills]
-    per_token += [layer.input.new_empty(0, dtype=dtype) for _ in range(5 - len(fills))]
     operands = {**layer._asdict(), **vectors._asdict()}
-    gradients = {name: torch.zeros_like(operands[name], dtype=dtype) for name in wanted}
-    result = Losses(*per_token, gradients)
+    result = {name: torch.zeros_like(operands[name], dtype=dtype) for name in wanted}
+    for name, fill in PER_TOKEN.items():
+        size = count if options.want_stats or name == "loss" else 0
+        result[name] = layer.input.new_full((size,), fill, dtype=dtype)
     tokens = (target != ignore_index).nonzero()[:, 0]
     size = max(1, min(CHUNK, count // 16), SMALL // max(classes, 1))
     logits = layer.input.new_empty((min(size, len(tokens)), classes), dtype=dtype)
@@ -80,11 +73,8 @@ def losses(
             for name, values in block.items():
                 found.setdefault(name, []).append(values)
         for name, values in found.items():
-            if name in result._fields:
-                getattr(result, name)[part] = torch.cat(values).to(dtype)
-            else:
-                gradients[name[1:]][part] = torch.cat(values)
-        _propagate(layer, part, z, gradients)
+            result[name][part] = torch.cat(values).to(dtype)
+        _propagate(layer, part, z, result)
     return result
 
 

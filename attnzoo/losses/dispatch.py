@@ -33,7 +33,8 @@ class LossStats(NamedTuple):
     At ignored tokens ``support`` is 0, and all others are NaN.
 
     Attributes:
-        lse: log Σ_j exp(s_j) over the classes, without a sink; None for variants without one.
+        lse: log Σ_j exp(s_j) over the classes, without a sink; None for variants without one. A
+            variant that keeps k classes sums over these and the target.
         threshold: τ of variants that solve for a threshold, else None.
         power_sum: Σ_j w_j^α of the entmax family, else None.
         target_score: Score of the target, after softcap and gain.
@@ -72,7 +73,9 @@ def compute_loss(
     check_options(given.reduction, given.label_smoothing, given.lse_penalty, given.softcap,
                   given.ignore_index, given.return_stats)  # fmt: skip
     if linear_weight is not None:
-        input, linear_weight, linear_bias = cast_by_autocast(input, linear_weight, linear_bias)
+        input, linear_weight = cast_by_autocast(input, linear_weight)
+        if linear_bias is not None:
+            (linear_bias,) = cast_by_autocast(linear_bias)
     classes = check_layer(input, linear_weight, linear_bias)
     lead = input.shape[:-1]
     mask = None
@@ -114,6 +117,8 @@ def compute_loss(
             )  # type: ignore[misc]  # fmt: skip
     if given.reduction == "none":
         loss = loss.reshape(lead)
+    if given.reduction == "mean" and not len(target):
+        loss = loss + float("nan")  # 0/0, as in torch
     return (loss, _stats(stats, form, lead)) if given.return_stats else loss
 
 

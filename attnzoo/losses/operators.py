@@ -17,12 +17,12 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import BY_KEY
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.losses.chunks import Layer, losses
+from attnzoo.losses.chunks import PER_TOKEN, Layer, losses
 from attnzoo.losses.tokens import Options
 
 P = ParamSpec("P")
 R = TypeVar("R")
-STATS = 5  # per-token outputs of `output_layer`, before the gradients
+STATS = len(PER_TOKEN)  # outputs of `output_layer` before the gradients
 
 
 def first_derivatives_only(function: Callable[P, R]) -> Operator[P, R]:
@@ -60,7 +60,7 @@ def output_layer(
             Normalizer(BY_KEY[s.activation], s.normalize, s.keep), class_weight, s.ignore_index,
             Options(s.softcap, s.label_smoothing, s.lse_penalty, s.want_stats), wanted,
         )  # fmt: skip
-    return [*found[:STATS], *(found.gradients[name] for name in wanted)]
+    return [found[name] for name in (*PER_TOKEN, *wanted)]
 
 
 @output_layer.fake
@@ -69,7 +69,7 @@ def _(
     target: Tensor, setting: Setting, wanted: list[str],
 ) -> list[Tensor]:  # fmt: skip
     dtype = score_dtype(input)
-    given = dict(input=input, weight=weight, bias=bias, **vectors._asdict())
+    given: dict[str, Any] = dict(input=input, weight=weight, bias=bias, **vectors._asdict())
     count = STATS if setting.want_stats else 1
     per_token = [input.new_empty(target.shape, dtype=dtype) for _ in range(count)]
     per_token += [input.new_empty(0, dtype=dtype) for _ in range(STATS - count)]
@@ -91,7 +91,7 @@ class TokenLosses(torch.autograd.Function):
         ctx: Any, reduced: bool, setting: Setting, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        named = dict(zip(TENSORS, tensors))
+        named: dict[str, Any] = dict(zip(TENSORS, tensors))
         needed = [name for name, x in zip(DIFFERENTIABLE, ctx.needs_input_grad[2:]) if x]
         found = run(named, setting, needed if reduced else [])
         loss, stats = found[0], found[1:STATS]
@@ -104,7 +104,8 @@ class TokenLosses(torch.autograd.Function):
         return loss, *stats
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        grad = grads[0]
         if grad is None:
             return (None,) * (2 + len(TENSORS))
         named = dict(zip(TENSORS, ctx.saved_tensors))

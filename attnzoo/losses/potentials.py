@@ -8,13 +8,14 @@ normalize     A(s)                            ℓ(s)
 ============  ==============================  ============
 "sum", exp    log(Σ exp(s) + exp(sink))       s
 "sum"         log(Σ φ(s) + φ(sink))           log φ(s)
-"threshold"   τ + Σ ∫φ(s − τ) − ∫φ(0)         s
+"threshold"   τ + Σ ∫φ(s − τ) − C             s
 "none"        Σ ∫φ(s − offset)                s − offset
 "select"      log Σ exp(s), kept and target   s
 ============  ==============================  ============
 
-∫φ(x) is the integral from −∞ to x. For a q-exponential it is φ(x)^α/α, so that A of a threshold
-is τ − (1 − Σ w^α)/α (Blondel et al. 2020, arXiv:1901.02324, in other units).
+∫φ(x) is the integral from −∞ to x. C makes the loss of a single class 0. For a q-exponential ∫φ is
+φ^α/α, and A of a threshold is τ − (1 − Σ w^α)/α (Blondel et al. 2020, arXiv:1901.02324, who use
+other units).
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ def _solve(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
     at = x - tau[:, None]
     if phi.alpha is None:
         assert phi.integral is not None
-        area = phi.integral(at, shape).sum(-1) - phi.integral(torch.zeros_like(tau), None)
-        return Potential(tau + area, phi.value(at, shape), None, {}, tau)
+        value = tau + phi.integral(at, shape).sum(-1) - _single(x, phi, shape)
+        return Potential(value, phi.value(at, shape), None, {}, tau)
     if phi.shape_slope is None:
         assert isinstance(phi.alpha, float)
         w = phi.value(at, shape)
@@ -175,6 +176,14 @@ def _solve(x: Tensor, phi: Activation, shape: Tensor | None) -> Potential:
     by_shape = (1 - power_sum) / alpha**2 + by_power.sum(-1) / alpha
     value = tau - (1 - power_sum) / alpha
     return Potential(value, w, None, {"shape": by_shape}, tau, power_sum=power_sum)
+
+
+def _single(x: Tensor, phi: Activation, shape: Tensor | None) -> Tensor:
+    """τ + ∫φ for a single class with score 0, whose weight is 1."""
+    assert phi.integral is not None
+    alone = torch.zeros_like(x[:, :1])
+    tau = solve_threshold(alone, None if shape is None else shape[:, 0], phi)
+    return tau + phi.integral(-tau[:, None], shape)[:, 0]
 
 
 def _zero(x: Tensor, hidden: Tensor | None) -> Tensor:

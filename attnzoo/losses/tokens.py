@@ -107,10 +107,10 @@ def token_losses(
     if ell.spread_slope is not None:
         slope.addcmul_(ell.spread_slope, factor[:, None], value=-1)
     if "gain" in wanted:
-        result["dgain"] = torch.linalg.vecdot(slope, capped)
+        result["gain"] = torch.linalg.vecdot(slope, capped)
     for name in ("offset", "shape", "sink"):
         if name in wanted:
-            result[f"d{name}"] = factor * by_vector[name]
+            result[name] = factor * by_vector[name]
     if gain is not None:
         slope.mul_(gain)
     if cap_slope is not None:

@@ -122,7 +122,7 @@ def rows_to_check(length: int, seed: int = 0) -> list[range]:
 def by_definition(
     case: Case, inputs: Inputs, ranges: list[range], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Eager output of the R rows in ``ranges``, (B, H, R, D); gradients for dO = 0 elsewhere."""
+    """Eager output (B, H, R, D) of the rows in ``ranges``; gradients if dO is 0 elsewhere."""
     q, k, v, do = (x.detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     leaves = inputs.leaves()
     wide = torch.float64 if dtype == torch.float64 else torch.float32

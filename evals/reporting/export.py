@@ -165,7 +165,7 @@ def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
 
 
 def _named(found: Sequence[Group]) -> Iterator[tuple[str, Group]]:
-    """Pairs (file name prefix, group). The prefix is the task, with a number if it has several."""
+    """Pairs (file name prefix, group). Further groups of a task get a number: mqar, mqar_2."""
     count: dict[str, int] = {}
     for group in found:
         name = group.task.name

@@ -11,10 +11,11 @@ from sphinx.domains.python import PythonDomain
 from sphinx.pycode import ModuleAnalyzer
 
 import attnzoo
-from attnzoo import nn
+from attnzoo import losses, nn
 
 EXPORTED = {
     **{name: f"attnzoo.{name}" for name in attnzoo.__all__},
+    **{name: f"attnzoo.losses.{name}" for name in losses.__all__},
     **{name: f"attnzoo.nn.{name}" for name in nn.__all__},
 }
 CODE = re.compile(r"(``.+?``|`[^`]+`)")

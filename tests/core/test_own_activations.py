@@ -215,6 +215,7 @@ def test_lse_comes_from_the_form_only_if_it_is_a_softmax(normalize: Any) -> None
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"exponential": 1}, TypeError, "activation 'mine': exponential must be a bool, got 1"),
     ({"bounded": None}, TypeError, "bounded must be a bool, got None"),
+    ({"increasing": 1}, TypeError, "increasing must be a bool, got 1"),
     ({"alpha": 1.0}, ValueError, r"alpha must be a float in \(1, 2\] or None, got 1.0"),
     ({"alpha": "shape"}, ValueError, r"alpha must be a float in \(1, 2\] or None, got 'shape'"),
     (

@@ -89,7 +89,7 @@ def test_gradients_use_the_mask_of_the_forward(variant: str, backend: str) -> No
     assert gradcheck(run, leaves, fast_mode=True)
 
 
-def test_backward_draws_the_mask_of_the_forward_after_other_draws() -> None:
+def test_backward_uses_the_forward_mask_even_if_the_generator_was_used_in_between() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     do = rand(2, 2, 6, 6, seed=9)
     out = seeded(5, q, k, v, backend="tiled", dropout_p=0.5)

@@ -171,10 +171,10 @@ def test_entmax15_against_the_package(kind: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("alpha", [1.1, 1.3, 1.5, 1.7, 1.95])
 @pytest.mark.parametrize("kind", SCORES)
-def test_entmax_and_its_gradient_of_alpha_against_the_package(
+def test_entmax_and_its_gradient_by_alpha_equal_the_entmax_package(
     kind: str, alpha: float, backend: str
 ) -> None:
-    """The entmax package solves for τ by bisection and has a closed-form gradient of α."""
+    """The entmax package solves for τ by bisection; its gradient of α has a closed form."""
     scores = SCORES[kind]()
 
     def theirs(s: Tensor, a: Tensor) -> Tensor:

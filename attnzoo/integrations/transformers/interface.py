@@ -1,8 +1,9 @@
 """The attention function and the mask function that transformers calls, both named "attnzoo".
 
 A mask that only hides padding and, if causal, future keys becomes a key mask (B, 1, 1, keys in use)
-of dtype uint8, and causality is passed as is_causal. Transformers itself makes no uint8 masks. All
-other masks are transformers' own dense bool masks, which include causality.
+of dtype uint8, or None if it hides no padding; causality is passed as is_causal. Transformers
+itself makes no uint8 masks. All other masks, and causal masks of a compiled static cache, are dense
+and include causality.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""The k largest entries of each row, without sorting the row.
+
+A row is split into blocks of 64 entries. Its k largest entries lie in the k blocks with the largest
+maxima: k other blocks with larger maxima would hold k larger entries. Only the entries of these
+blocks are compared.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+# Blocks are used if at most this share of them is needed. Otherwise rows are compared whole.
+SHARE = 0.25
+TIED = 2**20  # number of entries in which equal ones are looked up at once
+
+
+class Blocks:
+    """Rows (R, n) with the maximum of each block.
+
+    The last n mod 64 entries belong to no block and are always candidates.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.count = x.shape[-1] // BLOCK
+        self.size = self.count * BLOCK
+        self.blocks = x[:, : self.size].unflatten(-1, (self.count, BLOCK))
+        self._maxima: Tensor | None = None
+        self._last: tuple[int, Candidates] | None = None
+
+    @property
+    def maxima(self) -> Tensor:
+        if self._maxima is None:
+            self._maxima = self.blocks.amax(-1)
+        return self._maxima
+
+    def peaks(self, part: slice) -> Tensor:
+        """The maximum of each row, (R, 1). Must be called for all rows, in any parts.
+
+        Keeps the maxima of blocks. The caller can then use the scores of a part while they are in
+        the processor's cache.
+        """
+        if not self.count:
+            return self.x[part].amax(-1, keepdim=True)
+        if self._maxima is None:
+            self._maxima = self.x.new_empty(len(self.x), self.count)
+        maxima = torch.amax(self.blocks[part], dim=-1, out=self._maxima[part])
+        peak = maxima.amax(-1, keepdim=True)
+        if self.size == self.x.shape[-1]:
+            return peak
+        return torch.maximum(peak, self.x[part, self.size :].amax(-1, keepdim=True))
+
+    def candidates(self, blocks: int) -> Candidates:
+        """The entries of the ``blocks`` blocks with the largest maxima; all, if these are many."""
+        if self._last is None or self._last[0] != blocks:
+            self._last = blocks, self._candidates(blocks)
+        return self._last[1]
+
+    def _candidates(self, blocks: int) -> Candidates:
+        if blocks > SHARE * self.count:
+            return Candidates(self.x, None, self.size, None)
+        top = self.maxima.topk(blocks + 1, dim=-1)
+        # In ascending order, so that candidates keep the order of the row.
+        chosen = top.indices[:, :blocks].sort(dim=-1).values
+        row = torch.arange(len(self.x), device=self.x.device)[:, None]
+        values = self.blocks[row, chosen].flatten(1)
+        if self.size < self.x.shape[-1]:
+            values = torch.cat([values, self.x[:, self.size :]], dim=-1)
+        return Candidates(values, chosen, self.size, top.values[:, blocks:])
+
+
+class Candidates:
+    """Some entries of each row, in the order of the row.
+
+    Attributes:
+        values: (R, c).
+        rest: The largest entry that is not a candidate, (R, 1); None if all entries are candidates.
+    """
+
+    def __init__(self, values: Tensor, chosen: Tensor | None, size: int, rest: Tensor | None):
+        self.values, self.rest = values, rest
+        self._chosen, self._size = chosen, size
+
+    def index(self, place: Tensor) -> Tensor:
+        """The indices in the row of the candidates at ``place``, (R, m)."""
+        if self._chosen is None:
+            return place
+        inside = self._chosen.shape[-1] * BLOCK
+        block = self._chosen.gather(-1, (place // BLOCK).clamp(max=self._chosen.shape[-1] - 1))
+        return torch.where(
+            place < inside, block * BLOCK + place % BLOCK, place - inside + self._size
+        )
+
+
+def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
+    """Values and indices of the k largest entries, by (value descending, index ascending).
+
+    NaN counts as the largest value, as in `torch.topk`; the order among NaN is not defined.
+    """
+    x = rows.x
+    # One more than k shows whether entries outside are equal to the last one inside.
+    wanted = min(k + 1, x.shape[-1])
+    found = rows.candidates(wanted)
+    top = found.values.topk(wanted, dim=-1)
+    values, indices = top.values[:, :k], found.index(top.indices[:, :k])
+    # `torch.topk` does not say which one of equal entries it takes, nor their order.
+    if wanted > k and bool((tied := top.values[:, k] == values[:, k - 1]).any()):
+        for chosen in tied.nonzero()[:, 0].split(max(1, TIED // x.shape[-1])):
+            indices[chosen] = _first_of_equals(x[chosen], values[chosen], indices[chosen])
+    if bool((values[:, 1:] == values[:, :-1]).any()):
+        indices = indices.sort(dim=-1).values
+        values, order = torch.sort(x.gather(-1, indices), dim=-1, descending=True, stable=True)
+        indices = indices.gather(-1, order)
+    return values, indices
+
+
+def _first_of_equals(x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
+    """Indices of the k largest entries; of those equal to the smallest one, the first ones."""
+    last = values[:, -1:]
+    others = (values != last).sum(-1)  # they come first, as values are sorted
+    row, column = (x == last).nonzero().unbind(-1)  # by row, then by column
+    counts = torch.bincount(row, minlength=len(x))
+    first = counts.cumsum(0) - counts
+    place = others[row] + torch.arange(len(row), device=x.device) - first[row]
+    kept = place < values.shape[-1]
+    indices = indices.clone()
+    indices[row[kept], place[kept]] = column[kept]
+    return indices

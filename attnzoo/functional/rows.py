@@ -1,0 +1,239 @@
+"""Given scores as rows: each row is one head with one query of a `Call`.
+
+Per-head parameters thereby become per-row ones, and n_i counts the visible entries of a row. A
+variant's definition and forms run on such a call without change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+import attnzoo.variants  # noqa: F401  (registers the shipped variants)
+from attnzoo.backends import eager
+from attnzoo.core.call import Call, score_dtype
+from attnzoo.core.checks import DTYPES, check_dense, is_int, plain, shown
+from attnzoo.core.forms import Pairwise, Variant
+from attnzoo.core.parameters import bind, check_vectors
+from attnzoo.core.registry import get_variant
+from attnzoo.core.visibility import cut
+from attnzoo.functional.prepare import definition_of
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowCall(Call):
+    """A call whose scores are given: ``given`` is (1, R, 1, n)."""
+
+    given: Tensor
+
+    def scores(self, q: Any, k: Any) -> Tensor:
+        return self.given
+
+
+class _Absent:
+    """Takes the place of q and k, which a definition may only pass to ``call.scores``."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(_ONLY_SCORES)
+
+    def _raise(self, *others: Any) -> NoReturn:
+        raise ValueError(_ONLY_SCORES)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _raise
+    __matmul__ = __rmatmul__ = __neg__ = __pow__ = __getitem__ = _raise
+
+    @classmethod
+    def __torch_function__(cls, *arguments: Any) -> NoReturn:
+        raise ValueError(_ONLY_SCORES)
+
+
+_ONLY_SCORES = (
+    "variant must compute its weights from call.scores(q, k) only; this one uses q or k themselves"
+)
+_ABSENT: Any = _Absent()
+
+
+class BoundVariant(NamedTuple):
+    """A variant with validated parameters for R rows: numbers, or tensors (1, R, 1), (1, 1, 1)."""
+
+    variant: Variant
+    params: dict[str, Any]
+
+    def part(self, rows: slice) -> BoundVariant:
+        """The same for some of the rows."""
+        own = {
+            name: cut(x, slice(None), rows) if isinstance(x, Tensor) else x
+            for name, x in self.params.items()
+        }
+        return BoundVariant(self.variant, own)
+
+    def weights(self, call: RowCall) -> Tensor:
+        """The weights of the variant's definition, (R, n)."""
+        name = self.variant.name
+        definition = definition_of(self.variant, self.params)
+        w = definition.weights(_ABSENT, _ABSENT, call, **definition.params)
+        eager.check(w, call, f"weights of variant {name!r}")
+        return w[0, :, 0]
+
+    def pairwise(self, call: RowCall) -> Pairwise | None:
+        """The variant's first pairwise form for this call."""
+        for form in self.variant.forms(call, **self.params):
+            if isinstance(form, Pairwise):
+                check_vectors(f"forms of variant {self.variant.name!r}", form, call)
+                return form
+        return None
+
+
+def row_call(scores: Tensor, mask: Tensor | None, input_dtype: torch.dtype) -> RowCall:
+    """The call for scores (R, n) in fp32 or fp64, and a bool mask (R, n) or (1, n)."""
+    count, size = scores.shape
+    return RowCall(
+        batch=1,
+        heads=count,
+        kv_heads=count,
+        queries=1,
+        keys=size,
+        head_dim=1,
+        value_dim=1,
+        scale=1.0,
+        dtype=scores.dtype,
+        input_dtype=input_dtype,
+        device=scores.device,
+        query_origin=size - 1,
+        mask=None if mask is None else mask[None, :, None],
+        given=scores[None, :, None],
+    )
+
+
+def bind_rows(
+    function: str,
+    variant: str,
+    example: Tensor,
+    params: dict[str, Any],
+    lead: tuple[int, ...],
+    output_layer: bool = False,
+) -> BoundVariant:
+    """Validate the variant and its parameters for rows of the shape ``lead``.
+
+    Args:
+        function: The name of the public function, for errors.
+        example: A tensor of the dtype and on the device of the scores.
+        params: Numbers, or tensors that broadcast to ``lead``.
+        output_layer: Rows are the queries of one head: the variant's ``output_defaults`` apply, and
+            only ``per_token`` parameters may have one value per row.
+    """
+    found = get_variant(variant)
+    if found.positional:
+        raise ValueError(
+            f"variant of {function} must not depend on positions, got {found.name!r}, whose "
+            "weights depend on the distance between query and key"
+        )
+    known = {param.name: param for param in found.params if param.kind == "per_head"}
+    if output_layer:
+        params = {**(found.output_defaults or {}), **params}
+    rows = {}
+    for name, x in params.items():
+        if name in known and isinstance(x, Tensor):
+            shape = lead if known[name].per_token or not output_layer else ()
+            x = _row_values(f"{found.name}'s {name}", x, shape, example)
+        rows[name] = x
+    count = prod(lead)
+    # One entry per row is enough to validate parameters.
+    call = row_call(example.new_zeros(count, 1, dtype=score_dtype(example)), None, example.dtype)
+    bound = bind(found, call, rows)
+    reason = found.unsupported(call, **bound)
+    if reason is not None:
+        raise ValueError(reason)
+    return BoundVariant(found, bound)
+
+
+def _row_values(what: str, value: Tensor, lead: tuple[int, ...], example: Tensor) -> Tensor:
+    """A parameter as a tensor () or (R,)."""
+    check_dense(what, value)
+    if value.device != example.device:
+        raise ValueError(
+            f"{what} must be on the scores' device {example.device}, got {value.device}"
+        )
+    if value.dim() == 0 or value.shape == (1,):
+        return value.reshape(())
+    if not _broadcasts(value, lead):
+        per_row = f", or a tensor that broadcasts to {lead}, one value per row" if lead else ""
+        raise ValueError(
+            f"{what} must be a number or a tensor (){per_row}; got shape {tuple(value.shape)}"
+        )
+    return value.expand(lead).reshape(-1)
+
+
+def _broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
+    # `in` would fail: torch.compile does not find a symbolic size in a tuple.
+    return x.dim() <= len(shape) and all(
+        have == 1 or have == want for have, want in zip(reversed(x.shape), reversed(shape))
+    )
+
+
+class Rows(NamedTuple):
+    """Validated scores (R, n) with a mask (R, n), (1, n) or None, and their original shape."""
+
+    bound: BoundVariant
+    scores: Tensor
+    mask: Tensor | None
+    lead: tuple[int, ...]
+    dim: int
+
+    def restore(self, x: Tensor) -> Tensor:
+        """(R, m) in the original layout, m in place of n."""
+        return x.reshape(*self.lead, x.shape[-1]).movedim(-1, self.dim)
+
+
+def as_rows(
+    function: str, scores: Tensor, variant: str, dim: Any, mask: Any, params: dict[str, Any]
+) -> Rows:
+    """Validate scores, which are a dense tensor, with their dimension, mask and parameters."""
+    if scores.dtype not in DTYPES:
+        raise TypeError(f"scores must be fp16, bf16, fp32 or fp64, got {scores.dtype}")
+    shape = tuple(scores.shape)
+    if not shape:
+        raise ValueError("scores must have at least one dimension, got shape ()")
+    dim = plain(dim)
+    if not is_int(dim):
+        raise TypeError(f"dim must be an int, got {shown(dim)}")
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"dim must be from {-len(shape)} to {len(shape) - 1} for scores of shape {shape}, got "
+            f"{dim}"
+        )
+    dim %= len(shape)
+    size, lead = shape[dim], shape[:dim] + shape[dim + 1 :]
+    for name, x in params.items():  # a tensor of the scores' rank has size 1 along dim
+        if isinstance(x, Tensor) and x.dim() == len(shape) and x.shape[dim] == 1:
+            params = params | {name: x.squeeze(dim)}
+    bound = bind_rows(function, variant, scores, params, lead)
+    moved = scores.movedim(dim, -1)
+    count = prod(lead)
+    seen = None if mask is None else _row_mask(mask, scores, dim, (count, size))
+    return Rows(bound, moved.reshape(count, size), seen, lead, dim)
+
+
+def _row_mask(mask: Any, scores: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
+    check_mask("mask", mask, scores)
+    shape = tuple(scores.shape)
+    if not _broadcasts(mask, shape):
+        raise ValueError(
+            f"mask must broadcast to the shape of scores {shape}, got {tuple(mask.shape)}"
+        )
+    mask = mask[(None,) * (len(shape) - mask.dim())].movedim(dim, -1)
+    if all(n == 1 for n in mask.shape[:-1]):  # one mask for all rows
+        return mask.reshape(1, -1).expand(1, rows[1])
+    return mask.expand(scores.movedim(dim, -1).shape).reshape(rows)
+
+
+def check_mask(what: str, mask: Any, scores: Tensor) -> None:
+    check_dense(what, mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{what} must be bool (True = takes part), got {mask.dtype}")
+    if mask.device != scores.device:
+        raise ValueError(f"{what} must be on the scores' device {scores.device}, got {mask.device}")

@@ -1,0 +1,166 @@
+"""The k largest weights of some rows of scores, from the variant's pairwise form if possible.
+
+If the form's φ is increasing, the k largest weights belong to the k largest scores. Besides these,
+only a sum over the row or a threshold is needed.
+"""
+
+from __future__ import annotations
+
+from math import e, log2
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.tiled.threshold import solve_threshold
+from attnzoo.core.forms import FromStatistics, Pairwise
+from attnzoo.functional.largest import Blocks, largest
+from attnzoo.functional.rows import BoundVariant, row_call
+
+EXACT = 2**17  # number of scores for which a definition is computed at once
+SUMMED = 2**20  # number of scores whose exponentials are held at once
+WIDER = 4  # factor of the number of blocks if a threshold is too low for the others
+FEW = 0.25  # at most this share of a row is copied in order to solve for a threshold
+
+Column = Tensor | float  # a number, (R, 1) or (1, 1)
+
+
+def top_weights(
+    bound: BoundVariant, x: Tensor, mask: Tensor | None, k: int, dtype: torch.dtype, own: bool
+) -> tuple[Tensor, Tensor]:
+    """Values and indices of the k largest weights of each row.
+
+    Args:
+        x: Scores (R, n) in fp32 or fp64.
+        mask: Bool (R, n) or (1, n), or None.
+        dtype: The dtype of the scores that the user gave.
+        own: Whether x may be overwritten.
+    """
+    call = row_call(x, mask, dtype)
+    form = bound.pairwise(call)
+    if form is None or not _in_order_of_scores(form):
+        return _from_definition(bound, x, mask, k, dtype)
+    gain = _column(form.gain)
+    if not bool((gain > 0).all() if isinstance(gain, Tensor) else gain > 0):
+        # The order changes with the sign, and 0 · −∞ would be NaN.
+        x, own, gain = x.mul_(gain) if own else x * gain, True, 1.0
+    if mask is not None:
+        fill = x.masked_fill_ if own else x.masked_fill
+        x = fill(~mask, float("-inf"))
+    rows = Blocks(x)
+    size = x.shape[-1]
+    # Before `largest`, which needs the maxima that the sum finds too.
+    total = _exp_sum(form, rows, gain) if form.normalize == "sum" else None
+    top, indices = largest(rows, k if form.keep is None else max(k, min(form.keep, size)))
+    empty = None if mask is None else ~mask.any(-1, keepdim=True)
+    if form.normalize == "none":
+        at = top * gain - _column(form.offset)
+        values = form.activation.value(at, _shape(form, x))
+    elif form.normalize == "threshold":
+        values = _threshold(form, rows, top, gain, empty)
+    elif total is not None:
+        values = ((top - top[:, :1]) * gain).exp() / total
+    else:
+        values = _selected(form, top, gain)
+    if empty is not None:
+        values = values.masked_fill(empty, 0.0)
+    return values[:, :k], indices[:, :k]
+
+
+def _in_order_of_scores(form: Pairwise) -> bool:
+    """Whether the functions below can compute the largest weights of this form."""
+    phi = form.activation
+    if isinstance(form.gain, FromStatistics):
+        return False
+    if form.normalize == "none":
+        return phi.vanishes and (phi.increasing or phi.exponential or phi.solvable)
+    return form.normalize == "threshold" or phi.exponential
+
+
+def _from_definition(
+    bound: BoundVariant, x: Tensor, mask: Tensor | None, k: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    step, found = max(1, EXACT // x.shape[-1]), []
+    for start in range(0, len(x), step):
+        part = slice(start, min(start + step, len(x)))
+        seen = mask if mask is None or len(mask) == 1 else mask[part]
+        weights = bound.part(part).weights(row_call(x[part], seen, dtype))
+        found.append(largest(Blocks(weights), k))
+    values, indices = zip(*found)
+    return torch.cat(values), torch.cat(indices)
+
+
+def _selected(form: Pairwise, top: Tensor, gain: Column) -> Tensor:
+    """The weights of "select" with φ = exp."""
+    weights = ((top - top[:, :1]) * gain).exp()
+    weights[:, form.keep :] = 0.0
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _exp_sum(form: Pairwise, rows: Blocks, gain: Column) -> Tensor:
+    """Σ_j exp(gain (s_j − max s)) of each row, with the sink, (R, 1)."""
+    # exp2 takes half the time of exp on CPUs. Rounding the product e = (s − max)·log2(e) changes a
+    # term by about |e| units in the last place, but the term is only 2^e.
+    x, factor = rows.x, gain * log2(e)
+    step = max(1, min(SUMMED // x.shape[-1], len(x) // 4))
+    buffer, totals, peaks = x.new_empty(min(step, len(x)), x.shape[-1]), [], []
+    for start in range(0, len(x), step):
+        part = slice(start, min(start + step, len(x)))
+        peaks.append(rows.peaks(part))
+        at = torch.sub(x[part], peaks[-1], out=buffer[: part.stop - start])
+        at.mul_(factor[part] if isinstance(factor, Tensor) and len(factor) > 1 else factor)
+        totals.append(at.exp2_().sum(-1, keepdim=True))
+    total = torch.cat(totals)
+    if form.sink is None:
+        return total
+    return total + torch.as_tensor(_column(form.sink) - torch.cat(peaks) * gain).exp()
+
+
+def _threshold(
+    form: Pairwise, rows: Blocks, top: Tensor, gain: Column, empty: Tensor | None
+) -> Tensor:
+    """The weights φ(s − τ), τ solved on the entries of a few blocks.
+
+    τ can only grow with more entries. If φ is 0 at the largest of the others, the others have no
+    weight, and τ is that of the whole row.
+    """
+    phi, shape = form.activation, _shape(form, rows.x)
+    flat = None if shape is None else shape.expand(len(top), 1)[:, 0]
+    peak = top[:, :1]
+    if empty is not None:
+        peak = peak.masked_fill(empty, 0.0)  # −∞ − −∞ would be NaN
+    blocks, tau = min(top.shape[-1] + 1, rows.x.shape[-1]), 0.0
+    while True:
+        found = rows.candidates(blocks)
+        values = found.values if found.rest is not None else _above(form, rows.x, peak, gain, tau)
+        tau = solve_threshold((values - peak) * gain, flat, phi)[:, None]
+        if found.rest is None:
+            break
+        if not bool((phi.value((found.rest - peak) * gain - tau, shape) > 0).any()):
+            break
+        blocks *= WIDER
+    return phi.value((top - peak) * gain - tau, shape)
+
+
+def _above(form: Pairwise, x: Tensor, peak: Tensor, gain: Column, tau: Column) -> Tensor:
+    """The scores with a weight above 0 at τ or a smaller τ, and perhaps others; unordered."""
+    alpha = form.activation.alpha
+    if alpha is None:
+        return x
+    # φ(s − τ) is 0 from s = τ − 1/(α − 1) on. The factor allows for rounding.
+    reach = 1 / ((_column(form.shape) if alpha == "shape" else alpha) - 1)
+    count = int((x >= peak + (tau - 1.001 * reach) / gain).sum(-1).max())
+    if count > FEW * x.shape[-1]:
+        return x
+    return x.topk(max(count, 1), dim=-1, sorted=False).values
+
+
+def _column(vector: Tensor | float | FromStatistics | None) -> Column:
+    """A per-query vector (1, R, 1) or (1, 1, 1) as (R, 1) or (1, 1)."""
+    assert isinstance(vector, (Tensor, float, int))
+    return vector[0] if isinstance(vector, Tensor) else float(vector)
+
+
+def _shape(form: Pairwise, x: Tensor) -> Tensor | None:
+    if form.shape is None:
+        return None
+    return torch.as_tensor(_column(form.shape), dtype=x.dtype, device=x.device).view(-1, 1)

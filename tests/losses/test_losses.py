@@ -1,0 +1,259 @@
+"""`linear_loss` and `loss` agree with fp64 definitions: values and all gradients.
+
+A pairwise covering array combines the variants with sizes and options. fp64 results agree to 1e-10,
+fp32 and bf16 results within the error bounds of `helpers.loss_budget`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnzoo.losses import linear_loss, loss
+from helpers.agreement import violations
+from helpers.cases import rand
+from helpers.covering import covering
+from helpers.loss_budget import bounds
+from helpers.loss_cases import (
+    FACTORS,
+    SETTINGS,
+    WITH_LSE,
+    Inputs,
+    allowed,
+    by_definition,
+    by_library,
+    label,
+    make,
+)
+from helpers.loss_definitions import dense_linear
+
+ROWS = covering(FACTORS, allowed)
+LOW = covering((*FACTORS, ("dtype", (torch.float32, torch.bfloat16))), allowed, seed=1)
+TIGHT = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
+
+
+def agree(found: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    """Errors are relative to the largest element."""
+    assert found.keys() == want.keys()
+    for name, exact in want.items():
+        assert found[name].shape == exact.shape, name
+        largest = float(exact.abs().max()) if exact.numel() else 0.0
+        atol = tolerance * max(1.0, largest) if largest == largest else 0.0
+        torch.testing.assert_close(
+            found[name].double(), exact, rtol=0, atol=atol, equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "seed"), [pytest.param(row, i, id=label(row)) for i, row in enumerate(ROWS)]
+)
+def test_values_and_gradients_agree_in_fp64(row: dict[str, Any], seed: int) -> None:
+    inputs = make(row, seed)
+    agree(by_library(inputs), by_definition(inputs))
+
+
+@pytest.mark.parametrize(
+    ("row", "seed"), [pytest.param(row, i, id=label(row)) for i, row in enumerate(LOW)]
+)
+def test_values_and_gradients_are_within_error_bounds(row: dict[str, Any], seed: int) -> None:
+    inputs = make(row, seed)
+    found, exact = by_library(inputs), by_definition(inputs)
+    assert found["loss"].dtype == torch.float32
+    if exact["loss"].isnan().any():  # the mean of no tokens
+        assert found["loss"].isnan().all()
+        del exact["loss"]
+    assert violations("losses", found, exact, bounds(inputs)) == []
+
+
+def simple(setting: str, tokens: int, classes: int, features: int = 5, **options: Any) -> Inputs:
+    row = {name: levels[0] for name, levels in FACTORS}
+    row.update(setting=setting, tokens=(tokens,), classes=classes, features=features)
+    return make({**row, **options}, seed=3)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_loss_of_logits_is_that_of_the_identity(
+    setting: str, reduction: str, grad: bool
+) -> None:
+    """`loss` takes the product's place, for strided logits too."""
+    inputs = simple(setting, 23, 37, reduction=reduction, bias=True, mask="tokens")
+    _, arguments = inputs.arguments()
+    bias = arguments.pop("linear_bias").detach()
+    z = (arguments.pop("input") @ arguments.pop("linear_weight").mT + bias).detach()
+    z = z.mT.contiguous().mT.requires_grad_(grad)
+    found = loss(z, variant=inputs.variant, **arguments)
+    _, again = inputs.arguments()
+    want = linear_loss(variant=inputs.variant, **again)
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    if grad:
+        (dz,) = torch.autograd.grad(found.sum(), z)
+        dbias, dinput = torch.autograd.grad(want.sum(), [again["linear_bias"], again["input"]])
+        torch.testing.assert_close(dz.sum(0), dbias, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(dz @ again["linear_weight"], dinput, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_many_tokens_agree(setting: str, reduction: str) -> None:
+    inputs = simple(setting, 3000, 1100, reduction=reduction, bias=True, ignored="some")
+    agree(by_library(inputs), by_definition(inputs))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_huge_logits(setting: str, dtype: torch.dtype) -> None:
+    """Logits of order 1e4 give finite losses and gradients of the right size."""
+    inputs = simple(setting, 12, 37, dtype=dtype, reduction="sum", bias=True)
+    inputs.leaves["input"].mul_(1e4)
+    if inputs.variant == "topk":
+        inputs = Inputs(inputs.variant, inputs.leaves, inputs.rest, inputs.do)
+    found, exact = by_library(inputs), by_definition(inputs)
+    assert all(bool(x.isfinite().all()) for x in found.values())
+    if dtype == torch.float64:
+        agree(found, exact, 1e-9)  # scores of 1e4 have errors of 1e-12 times their number of terms
+    else:
+        assert violations("losses", found, exact, bounds(inputs)) == []
+
+
+@pytest.mark.parametrize("classes", [1, 2, 100, 5000])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_equal_logits(setting: str, classes: int) -> None:
+    """All classes have the same score. A solver that starts with few classes must add the rest."""
+    inputs = simple(setting, 3, classes, reduction="none")
+    inputs.leaves["linear_weight"].copy_(inputs.leaves["linear_weight"][:1].clone())
+    agree(by_library(inputs), by_definition(inputs))
+
+
+@pytest.mark.parametrize("setting", [name for name, x in SETTINGS.items() if "max" in x.variant])
+def test_nearly_equal_logits_of_many_classes(setting: str) -> None:
+    """Thousands of classes are in the support, some are not, and rows differ."""
+    inputs = simple(setting, 5, 6000, reduction="none", dtype=torch.float64)
+    inputs.leaves["input"].mul_(torch.tensor([1e-4, 1e-3, 1e-2, 0.1, 1.0])[:, None])
+    agree(by_library(inputs), by_definition(inputs))
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
+@pytest.mark.parametrize("classes", [50, 20000])
+def test_a_common_offset_of_all_rows_costs_taylor_no_accuracy(classes: int, offset: float) -> None:
+    """The sum of z² must not be made from rows whose large common part cancels in each z.
+
+    |φ'/φ| <= 1, so a loss moves by at most twice the largest error of a score.
+    """
+    h = rand(64, 8)
+    x, e = (h - h.mean(-1, keepdim=True)).float(), (rand(classes, 8, seed=1) + offset).float()
+    y = torch.arange(64) % classes
+    found = linear_loss(x, e, y, "taylor", reduction="none")
+    exact = dense_linear(x, e, y, "taylor", reduction="none").loss
+    eps = torch.finfo(torch.float32).eps
+    score_error = (8 / 2 + 2) * eps * (x.double().abs() @ e.double().abs().mT).amax(-1)
+    allowed = 2 * score_error + 8 * eps * exact
+    assert bool(((found - exact).abs() <= allowed).all())
+
+
+# ---- statistics -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_statistics_agree(setting: str, reduction: str) -> None:
+    options: dict[str, Any] = {"softcap": 4.0, "mask": "tokens", "bias": True}
+    inputs = simple(setting, 23, 37, ignored="some", reduction=reduction, **options)
+    leaves, arguments = inputs.arguments()
+    target = inputs.rest["target"]
+    if inputs.variant == "topk":
+        # Whether the target counts as kept is not part of this test.
+        with torch.no_grad():
+            scores = dense_linear(variant="topk", **arguments)
+        hidden = scores.rows.scores.masked_fill(~scores.visible, float("-inf"))
+        target = torch.where(target == -100, -100, hidden.argmax(-1))
+        arguments["target"] = target
+    value, stats = linear_loss(variant=inputs.variant, return_stats=True, **arguments)
+    exact = dense_linear(variant=inputs.variant, **arguments)
+    torch.testing.assert_close(value, exact.loss, **TIGHT)
+    kept, rows = exact.kept, exact.rows
+    for name in ("lse", "threshold", "power_sum"):
+        have, want = getattr(stats, name), getattr(rows, name)
+        if want is None:
+            assert have is None, name
+            continue
+        want = torch.where(kept, want.detach(), torch.nan)
+        torch.testing.assert_close(have, want, **TIGHT)
+        assert not have.requires_grad
+    score = rows.scores.gather(1, target.clamp(min=0)[:, None])[:, 0].detach()
+    torch.testing.assert_close(stats.target_score, torch.where(kept, score, torch.nan), **TIGHT)
+    support = torch.where(kept, (rows.weights > 0).sum(-1), 0)
+    assert torch.equal(stats.support.long(), support)
+    assert not stats.target_score.requires_grad
+    plain = linear_loss(variant=inputs.variant, **arguments)
+    assert torch.equal(plain, value)
+    gradients = torch.autograd.grad(value.sum(), list(leaves.values()))
+    expected = torch.autograd.grad(plain.sum(), list(leaves.values()))
+    for found, want in zip(gradients, expected, strict=True):
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "entmax", "sigmoid", "taylor"])
+@pytest.mark.parametrize("tokens", [(), (1,), (2, 3), (0,)])
+def test_statistics_have_the_shape_of_target(variant: str, tokens: tuple[int, ...]) -> None:
+    target = torch.zeros(tokens, dtype=torch.long)
+    x = torch.ones(*tokens, 4, dtype=torch.bfloat16)
+    _, stats = linear_loss(x, torch.ones(6, 4).bfloat16(), target, variant, return_stats=True)
+    for name in ("lse", "threshold", "power_sum", "target_score"):
+        value = getattr(stats, name)
+        assert value is None or (value.shape == tokens and value.dtype == torch.float32), name
+    assert stats.support.shape == tokens
+    assert bool((stats.support == 6).all())
+
+
+@pytest.mark.parametrize("setting", ["sigmoid", "entmax", "softmax", "taylor"])
+def test_without_weights_of_masked_classes_the_loss_is_that_of_the_rest(setting: str) -> None:
+    """A masked class, even with NaN in its row of the weight, has no effect and no gradient."""
+    inputs = simple(setting, 9, 12, reduction="sum", bias=True)
+    leaves, arguments = inputs.arguments()
+    arguments["target"] = arguments["target"] % 7
+    few = {**arguments, "linear_weight": leaves["linear_weight"][:7]}
+    few["linear_bias"] = leaves["linear_bias"][:7]
+    want = differences(linear_loss(variant=inputs.variant, **few), leaves)
+    mask = torch.arange(12) < 7
+    found = linear_loss(variant=inputs.variant, class_mask=mask, **arguments)
+    agree(differences(found, leaves), want)
+
+
+def differences(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(value, list(leaves.values()))
+    return {"loss": value.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def test_output_defaults_differ_from_those_of_attention() -> None:
+    """The bias of sigmoid is 0 at an output layer; None gives −log n."""
+    x, e, y = rand(3, 4), rand(9, 4, seed=1), torch.tensor([0, 4, 8])
+    assert torch.equal(linear_loss(x, e, y, "sigmoid"), linear_loss(x, e, y, "sigmoid", bias=0.0))
+    log_n = torch.tensor(9.0).double().log()
+    torch.testing.assert_close(
+        linear_loss(x, e, y, "sigmoid", bias=None), linear_loss(x, e, y, "sigmoid", bias=-log_n)
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("variant", WITH_LSE)
+def test_lse_penalty_is_added_without_the_class_weight(variant: str, reduction: str) -> None:
+    params = {"topk": {"top_k": 3}, "log_n": {"train_length": 20}}.get(variant, {})
+    x, e = rand(8, 4), rand(9, 4, seed=1)
+    y = torch.tensor([0, 4, 8, -100, 1, 1, 2, -100])
+    weight = rand(9, seed=2).abs()
+    options: dict[str, Any] = {"weight": weight, "reduction": reduction, **params}
+    plain, stats = linear_loss(x, e, y, variant, return_stats=True, **options)
+    penalty = torch.where(y >= 0, 0.3 * stats.lse**2, 0.0)
+    if reduction != "none":
+        penalty = penalty.sum()
+    if reduction == "mean":
+        penalty = penalty / weight[y[y >= 0]].sum()
+    found = linear_loss(x, e, y, variant, lse_penalty=0.3, **options)
+    torch.testing.assert_close(found, plain + penalty, rtol=1e-12, atol=1e-12)

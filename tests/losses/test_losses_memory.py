@@ -1,0 +1,70 @@
+"""Memory of losses, and results that do not depend on what memory held before."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from attnzoo.losses import linear_loss
+from helpers.cases import params_of
+from helpers.loss_cases import LOSSES, some, targets, tensors
+
+
+def peak_of(run: Any) -> int:
+    """The largest number of bytes that were allocated at once, beyond those at the start."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    events = seen.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda pair: pair[0]):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def test_peak_of_measures_memory() -> None:
+    x, e, _ = (t.detach().float() for t in tensors(512, 1024, 8))
+    assert 2**21 <= peak_of(lambda: (x @ e.mT).logsumexp(-1)) < 3 * 2**21 + 2**16
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", some(LOSSES, ("softmax",)))
+def test_memory_is_an_eighth_of_the_logits(variant: str, reduction: str) -> None:
+    """Beyond the gradients, at the sizes of the benchmark with fewer features."""
+    tokens, classes = 2048, 32000
+    x, e, b = (t.detach().float().requires_grad_() for t in tensors(tokens, classes, 8))
+    y = targets(tokens, classes)
+    params = params_of(variant)
+
+    def run() -> None:
+        options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params}
+        linear_loss(x, e, y, variant, **options).sum().backward()
+
+    gradients = 4 * (x.numel() + e.numel() + b.numel())
+    assert peak_of(run) - gradients <= tokens * classes * 4 / 8
+
+
+@pytest.mark.parametrize("variant", some(LOSSES))
+def test_results_repeat(variant: str) -> None:
+    x, e, b = tensors(300, 200)
+    y, params = targets(300, 200), params_of(variant)
+    for reduction in ("mean", "none"):
+        results = []
+        for _ in range(2):
+            found = linear_loss(x, e, y, variant, linear_bias=b, reduction=reduction, **params)
+            results.append((found.detach(), *torch.autograd.grad(found.sum(), (x, e, b))))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("variant", some(LOSSES))
+def test_uninitialized_memory_is_not_read(variant: str, poisoned_memory: None) -> None:
+    x, e, b = tensors(50, 40)
+    found = linear_loss(x, e, targets(50, 40), variant, linear_bias=b, **params_of(variant))
+    gradients = torch.autograd.grad(found, (x, e, b))
+    assert all(bool(value.isfinite().all()) for value in (found, *gradients))

@@ -1,0 +1,296 @@
+"""Losses under autograd's modes, autocast, checkpointing and torch.compile, and their layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnzoo.losses import linear_loss, loss
+from helpers.cases import params_of, rand
+from helpers.loss_cases import LOSSES, QUICK, learned, some, targets, tensors
+from helpers.loss_definitions import dense_linear
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def same(found: Any, want: Any, **close: Any) -> None:
+    for have, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(have, exact, **(close or CLOSE))
+
+
+# ---- autograd -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", LOSSES)
+def test_backward_twice_gives_the_same_gradients(variant: str, reduction: str) -> None:
+    """Also with another incoming gradient: the first backward must not change what is saved."""
+    inputs, extra = tensors(), learned(variant)
+    params = {**params_of(variant), **extra}
+    leaves = [*inputs, *extra.values()]
+    x, e, b = inputs
+    found = linear_loss(x, e, targets(), variant, linear_bias=b, reduction=reduction, **params)
+    found = found.sum()
+    first = torch.autograd.grad(found, leaves, retain_graph=True)
+    copies = [g.clone() for g in first]
+    second = torch.autograd.grad(3 * found, leaves, retain_graph=True)
+    third = torch.autograd.grad(found, leaves)
+    same(first, copies)
+    same(second, [3 * g for g in copies])
+    same(third, copies)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", some(LOSSES))
+def test_second_derivatives_raise_or_are_right(variant: str, reduction: str) -> None:
+    """Those of taylor are right where autograd differentiates the moments. The others raise."""
+    x, e, b = tensors()
+
+    def second(function: Any) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params_of(variant)}
+        found = function(x, e, targets(), variant, **options).sum()
+        (dx,) = torch.autograd.grad(found, x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (x, e, b))
+
+    if variant == "taylor":
+        same(second(linear_loss), second(lambda *a, **options: dense_linear(*a, **options).loss))
+        return
+    with pytest.raises(RuntimeError, match="first derivatives"):
+        second(linear_loss)
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_transforms_raise(name: str) -> None:
+    x, e, _ = (t.detach() for t in tensors())
+
+    def run(x: Tensor) -> Tensor:
+        return linear_loss(x, e, targets())
+
+    with pytest.raises((ValueError, RuntimeError), match="torch.func|vmap|transform"):
+        if name == "vmap":
+            torch.vmap(run)(x[None])
+        elif name == "grad":
+            torch.func.grad(run)(x)
+        else:
+            torch.func.jvp(run, (x,), (x,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", LOSSES)
+def test_without_gradients_the_value_is_the_same(variant: str, reduction: str) -> None:
+    x, e, b = tensors()
+    options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params_of(variant)}
+    want = linear_loss(x, e, targets(), variant, **options)
+    assert want.requires_grad
+    with torch.no_grad():
+        found = linear_loss(x, e, targets(), variant, **options)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, want.detach(), **CLOSE)
+    with torch.inference_mode():
+        found = linear_loss(x, e, targets(), variant, **options)
+    torch.testing.assert_close(found.clone(), want.detach(), **CLOSE)
+    options["linear_bias"] = b.detach()
+    found = linear_loss(x.detach(), e.detach(), targets(), variant, **options)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, want.detach(), **CLOSE)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", LOSSES)
+def test_each_input_may_be_the_only_one_that_requires_a_gradient(
+    variant: str, reduction: str
+) -> None:
+    inputs, extra = tensors(), learned(variant)
+    names = ["input", "linear_weight", "linear_bias", *extra]
+    leaves = dict(zip(names, (*inputs, *extra.values()), strict=True))
+    given = torch.linspace(0.5, 1.5, 23).double() if reduction == "none" else None
+
+    def run(arguments: dict[str, Tensor]) -> Tensor:
+        options = {**params_of(variant), **arguments}
+        return linear_loss(target=targets(), variant=variant, reduction=reduction, **options)
+
+    want = torch.autograd.grad(run(leaves), list(leaves.values()), given)
+    for name, exact in zip(names, want, strict=True):
+        only = {k: x.detach() for k, x in leaves.items()}
+        only[name].requires_grad_()
+        found = torch.autograd.grad(run(only), only[name], given)
+        same(found, [exact])
+
+
+@pytest.mark.parametrize("variant", some(LOSSES))
+def test_gradients_accumulate_over_calls_with_a_shared_weight(variant: str) -> None:
+    x, e, b = tensors()
+    y, params = targets(), params_of(variant)
+    for part in (slice(0, 10), slice(10, 23)):
+        found = linear_loss(x[part], e, y[part], variant, linear_bias=b, reduction="sum", **params)
+        found.backward()
+    whole = linear_loss(x, e, y, variant, linear_bias=b, reduction="sum", **params)
+    same((x.grad, e.grad, b.grad), torch.autograd.grad(whole, (x, e, b)))
+
+
+def test_a_loss_scaled_before_backward() -> None:
+    """As with a gradient scaler, in both ways to make the gradients."""
+    x, e, b = tensors()
+    for reduction in ("mean", "none"):
+        found = linear_loss(x, e, targets(), linear_bias=b, reduction=reduction).sum()
+        want = torch.autograd.grad(found, (x, e, b), retain_graph=True)
+        scaled = torch.autograd.grad(found * 1024, (x, e, b))
+        same(scaled, [1024 * g for g in want])
+
+
+def test_tied_input_and_weight_sum_their_gradients() -> None:
+    e = rand(9, 4).requires_grad_()
+    y = torch.arange(9)
+    (found,) = torch.autograd.grad(linear_loss(e, e, y), e)
+    (want,) = torch.autograd.grad(torch.nn.functional.cross_entropy(e @ e.mT, y), e)
+    same([found], [want])
+
+
+# ---- layouts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", some(LOSSES))
+def test_layouts_do_not_matter(variant: str, reduction: str) -> None:
+    x, e, b = rand(2, 11, 5), rand(31, 5, seed=1), rand(31, seed=2)
+    y = targets(22).reshape(2, 11)
+    options: dict[str, Any] = {"reduction": reduction, **params_of(variant)}
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.requires_grad_() for t in given]
+        found = linear_loss(leaves[0], leaves[1], y, variant, linear_bias=leaves[2], **options)
+        return (found.detach(), *torch.autograd.grad(found.sum(), leaves))
+
+    want = run(x.clone(), e.clone(), b.clone())
+    strided = run(
+        x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        e.mT.contiguous().mT,
+        torch.stack([b, b], -1)[:, 0].detach(),
+    )
+    same(strided, want)
+    y = y.mT.contiguous().mT
+    same(run(x.clone(), e.clone(), b.clone()), want)
+
+
+def test_expanded_inputs() -> None:
+    x = rand(1, 5).expand(7, 5).requires_grad_()
+    e, b = rand(31, 5, seed=1), torch.zeros(1).double().expand(31)
+    found = linear_loss(x, e, targets(7), linear_bias=b)
+    want = torch.nn.functional.cross_entropy(x @ e.mT, targets(7))
+    same([found, *torch.autograd.grad(found, x)], [want, *torch.autograd.grad(want, x)])
+
+
+# ---- autocast, checkpointing, compilation -------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", some(LOSSES))
+def test_autocast_is_the_call_with_rounded_inputs(variant: str, reduction: str) -> None:
+    """Products take bf16 values; scores and the loss are fp32."""
+    x, e, b = (t.detach().float().requires_grad_() for t in tensors(40, 60, 16))
+    y = targets(40, 60)
+    extra = learned(variant, torch.float32)
+    params = {**params_of(variant), **extra}
+    options: dict[str, Any] = {"reduction": reduction, "linear_bias": b, **params}
+    leaves = [x, e, b, *extra.values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_loss(x, e, y, variant, **options)
+    assert found.dtype == torch.float32
+    gradients = torch.autograd.grad(found.sum(), leaves)
+    assert [g.dtype for g in gradients] == [torch.float32] * len(leaves)
+    low = [t.detach().bfloat16().double().requires_grad_() for t in (x, e)]
+    wide = {name: t.detach().double().requires_grad_() for name, t in extra.items()}
+    bias = b.detach().double().requires_grad_()
+    options.update(linear_bias=bias, **wide)
+    want = linear_loss(*low, y, variant, **options)
+    # bf16 has eps 2^-7: a rounded bias may shift scores by 2^-8 of its size, which is below 3.
+    torch.testing.assert_close(found.double(), want, rtol=2e-2, atol=2e-2)
+    exact = torch.autograd.grad(want.sum(), [*low, bias, *wide.values()])
+    for have, right in zip(gradients, exact, strict=True):
+        scale = float(right.abs().max())
+        torch.testing.assert_close(have.double(), right, rtol=0, atol=3e-2 * scale)
+
+
+def test_autocast_keeps_scores_in_fp32() -> None:
+    """Logits near 1000 that differ by 0.25 would be equal in bf16."""
+    x = torch.tensor([[1.0, 0.25]], requires_grad=True)
+    e = torch.tensor([[1000.0, 0.0], [1000.0, 1.0], [1000.0, 2.0]])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_loss(x, e, torch.tensor([0]))
+    want = torch.tensor([0.0, 0.25, 0.5]).logsumexp(0)
+    torch.testing.assert_close(found.detach(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", some(LOSSES))
+def test_checkpointing(variant: str, reduction: str) -> None:
+    inputs, extra = tensors(), learned(variant)
+    params = {**params_of(variant), **extra}
+
+    def run(x: Tensor, e: Tensor, b: Tensor) -> Tensor:
+        options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params}
+        return linear_loss(x.tanh(), e, targets(), variant, **options).sum()
+
+    leaves = [*inputs, *extra.values()]
+    want = torch.autograd.grad(run(*inputs), leaves)
+    found = torch.autograd.grad(checkpoint(run, *inputs, use_reentrant=False), leaves)
+    same(found, want)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("variant", some(LOSSES, ()))
+def test_compile(variant: str, reduction: str, dynamic: bool) -> None:
+    torch.compiler.reset()
+    extra = learned(variant)
+    params = {**params_of(variant), **extra}
+
+    def run(x: Tensor, e: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        options: dict[str, Any] = {"linear_bias": b, "reduction": reduction, **params}
+        return 2 * linear_loss(x.tanh(), e, y, variant, **options)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (23, 11):
+        x, e, b = tensors(tokens)
+        y = targets(tokens)
+        leaves = [x, e, b, *extra.values()]
+        found, want = compiled(x, e, b, y), run(x, e, b, y)
+        torch.testing.assert_close(found, want, **CLOSE)
+        same(*(torch.autograd.grad(value.sum(), leaves) for value in (found, want)))
+
+
+@pytest.mark.slow
+# torch imports code with its deprecated torch.jit.script when inductor runs for the first time.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("variant", ["softmax", "entmax", "taylor"])
+def test_compile_with_inductor_statistics_and_mask(variant: str) -> None:
+    torch.compiler.reset()
+    mask = torch.arange(31) % 7 < 6
+
+    def run(x: Tensor, e: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"linear_bias": b, "return_stats": True, "class_mask": mask}
+        found, stats = linear_loss(x, e, y, variant, **options)
+        return found, stats.target_score
+
+    x, e, b = tensors()
+    y = torch.where(mask[targets() % 31], targets(), -100)
+    (found, score), (want, right) = torch.compile(run, fullgraph=True)(x, e, b, y), run(x, e, b, y)
+    same([found, score], [want, right], rtol=1e-12, atol=1e-12, equal_nan=True)
+    same(*(torch.autograd.grad(value, (x, e, b)) for value in (found, want)))
+
+
+def test_loss_of_logits_runs_in_modes() -> None:
+    z = rand(23, 31).requires_grad_()
+    for variant in QUICK:
+        params = params_of(variant)
+        for reduction in ("mean", "none"):
+            found = loss(z, targets(), variant, reduction=reduction, **params).sum()
+            first = torch.autograd.grad(found, z, retain_graph=True)
+            same(torch.autograd.grad(found, z), first)
