@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from attnzoo.backends.tiled.walk import kept
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.forms import FromStatistics, Pairwise, Variant
-from attnzoo.core.parameters import bind
-from attnzoo.functional.prepare import cast_by_autocast, definition_of
+from attnzoo.functional.prepare import cast_by_autocast
+from attnzoo.functional.probabilities import probabilities
 from attnzoo.losses.arguments import check_layer, check_loss, output_call, output_form
 from attnzoo.losses.dispatch import LossStats
 
@@ -28,16 +27,6 @@ class Head(NamedTuple):
     variant: str
     softcap: float | None
     params: dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Given(Call):
-    """A call with given scores (1, 1, N, V), for definitions."""
-
-    given: Tensor
-
-    def scores(self, q: Any, k: Any) -> Tensor:
-        return self.given
 
 
 def check_head(head: Head, label_smoothing: float, lse_penalty: float) -> Pairwise:
@@ -77,7 +66,8 @@ def _log_weights(
 ) -> Tensor:
     """log w of logits (N, V)."""
     if not form.activation.exponential or form.normalize not in ("sum", "select"):
-        return _log(_definition(z, call, variant, params))
+        given = {**(variant.output_defaults or {}), **params}
+        return _log(probabilities(z, variant.name, **given))
     assert not isinstance(form.gain, FromStatistics)
     s = z * call.per_query(form.gain)[0, 0][:, None]
     if form.normalize == "select":
@@ -87,14 +77,6 @@ def _log_weights(
     if form.sink is not None:
         lse = torch.logaddexp(lse, call.per_query(form.sink)[0, 0][:, None])
     return s - lse
-
-
-def _definition(z: Tensor, call: Call, variant: Variant, params: dict[str, Any]) -> Tensor:
-    """The weights (N, V) by the variant's definition, which is differentiable."""
-    given = _Given(**{**vars(call), "given": z[None, None]})
-    bound = bind(variant, call, {**(variant.output_defaults or {}), **params})
-    definition = definition_of(variant, bound)
-    return definition.weights(z, z, given, **definition.params)[0, 0]
 
 
 def _log(w: Tensor) -> Tensor:

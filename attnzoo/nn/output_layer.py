@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from attnzoo.core.checks import check_bool, check_sizes
 from attnzoo.core.forms import Param
 from attnzoo.core.registry import get_variant
+from attnzoo.functional.topk import TopK, linear_topk
 from attnzoo.losses.arguments import check_options
 from attnzoo.losses.linear_loss import linear_loss
 from attnzoo.losses.log_probabilities import (
-    LOGITS,
     Head,
     check_head,
     has_zeros,
@@ -182,13 +182,26 @@ class OutputLayer(VariantParameters):
         """
         return log_probabilities(input, self._head())
 
-    @torch.no_grad()
+    def topk(self, input: Tensor, k: int) -> TopK:
+        """The k most probable classes of each token, as from `attnzoo.linear_topk`.
+
+        Args:
+            input: hidden states, (*, d).
+            k: number of classes, from 1 to V.
+
+        Returns:
+            A named tuple (values, indices), both (*, k): probabilities in descending order, and
+            classes. Without gradients.
+        """
+        head = self._head()
+        return linear_topk(
+            input, head.weight, k, head.variant, linear_bias=head.bias, softcap=head.softcap,
+            **head.params,
+        )  # fmt: skip
+
     def predict(self, input: Tensor) -> Tensor:
         """The most probable class of each token, (*), for hidden states (*, d)."""
-        flat = input.reshape(-1, input.shape[-1])
-        parts = flat.split(max(1, LOGITS // self.num_classes))
-        found = [self.log_prob(part).argmax(-1) for part in parts]
-        return torch.cat(found).reshape(input.shape[:-1])
+        return self.topk(input, 1).indices[..., 0]
 
     def _head(self) -> Head:
         return Head(self.weight, self.bias, self.variant, self.softcap, self._params())
