@@ -47,7 +47,8 @@ def has_zeros(form: Pairwise) -> bool:
 
 def log_probabilities(input: Tensor, head: Head) -> Tensor:
     """log w (*, V) of all classes for hidden states (*, d), in fp32 or fp64; differentiable."""
-    input, weight, bias = cast_by_autocast(input, head.weight, head.bias)
+    input, weight = cast_by_autocast(input, head.weight)
+    bias = None if head.bias is None else cast_by_autocast(head.bias)[0]
     classes = check_layer(input, weight, bias)
     lead = input.shape[:-1]
     with in_full_precision(input.device):
@@ -109,6 +110,7 @@ def target_log_probabilities(
         elif stats.threshold is not None:
             found = form.activation.value(score - stats.threshold.reshape(-1), shape).log()
         elif form.normalize == "none":
+            assert offset is not None
             found = form.activation.value(score - offset, shape).log()
         else:
             found = _by_chunks(flat, head, target.reshape(-1), ignore_index)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from attnzoo.core.checks import is_finite, is_number, plain, shown
-from attnzoo.nn.parameters import VariantParameters
 from attnzoo.nn.checks import check_module
+from attnzoo.nn.parameters import VariantParameters
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

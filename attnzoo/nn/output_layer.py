@@ -1,4 +1,4 @@
-"""OutputLayer: a linear layer over a vocabulary with the normalizer of any variant, and its loss."""
+"""OutputLayer: a linear layer over classes with the normalizer of any variant, and its loss."""
 
 from __future__ import annotations
 

@@ -222,7 +222,10 @@ class Transformer(nn.Module):
             )
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits (..., vocab_size) from states (..., E); `OutputLayer.log_prob` has probabilities."""
+        """Logits (..., vocab_size) from states (..., E), before a softcap of the output layer.
+
+        For probabilities use ``output.log_prob(states)`` or ``output.topk(states, k)``.
+        """
         return F.linear(states, self.output.weight, self.output.bias)
 
     def loss(self, states: Tensor, target: Tensor) -> Tensor:

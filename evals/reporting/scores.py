@@ -84,7 +84,7 @@ class Scores:
     def notes(self) -> list[str]:
         """The remarks of the task, and an explanation of each mark (->, †, *) that occurs."""
         values = [value for line in self.lines for value in line.values]
-        return [*self.remarks] + mark_lines(
+        marks = mark_lines(
             variants=[line.variant for line in self.lines],
             seeds=self.seeds,
             untrained=any(line.untrained for line in self.lines),
@@ -92,6 +92,7 @@ class Scores:
             bar=self.task.trained_score,
             train_length=self.train_length,
         )
+        return [*self.remarks, *marks]
 
     def effective_length(self, line: Line) -> int | None:
         """The longest length up to which the score stays above 85 % of its value at the train

@@ -100,7 +100,8 @@ class Batch:
         return self.answers >= 0
 
 
-# A function (logits or log-probabilities (S, V) at the S tokens that have an answer, batch) that returns measurements.
+# A function (logits or log-probabilities (S, V) at the S tokens that have an answer, batch) that
+# returns measurements.
 Read = Callable[[Tensor, Batch], BatchResult]
 # A function (seed, split, length, start, stop, settings) that returns sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int, Any], Batch]
