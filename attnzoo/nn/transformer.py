@@ -271,7 +271,7 @@ class _TiedOutput(OutputLayer):
         self.__dict__["tied"] = embed  # not as a submodule, because the model has it already
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight" and "tied" in self.__dict__ and name not in self._parameters:
+        if name == "weight" and "tied" in self.__dict__:
             return self.__dict__["tied"].weight
         return super().__getattr__(name)
 

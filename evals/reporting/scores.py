@@ -62,7 +62,7 @@ class Scores:
     schedule: str
     lines: list[Line]
     distinction: str = ""
-    remarks: Sequence[str] = ()
+    remarks: tuple[str, ...] = ()
 
     def shown(self, value: float) -> str:
         """A value of the metric as text, in the unit of the tables: 0.986 as "98.6"."""
@@ -138,7 +138,7 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
         schedule=group.rows[0]["schedule"],
         lines=_best_first(lines, metric),
         distinction=group.distinction,
-        remarks=group.task.remarks(group.settings),
+        remarks=tuple(group.task.remarks(group.settings)),
     )
 
 

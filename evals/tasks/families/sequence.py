@@ -252,7 +252,7 @@ class SequenceTask(Task):
         found = self.read(logs, batch)
         mine = {
             "support": (own > -math.inf).double().sum(dim=-1),
-            "missed": (own.gather(-1, answer[:, None]) == -math.inf).double(),
+            "missed": (own.gather(-1, answer[:, None])[:, 0] == -math.inf).double(),
             "own_loss": layer.loss(states, answer, reduction="none"),
         }
         return BatchResult(found.metrics | mine, found.curves)
