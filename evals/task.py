@@ -84,6 +84,11 @@ class Settings:
             )
 
     @property
+    def output_layer(self) -> VariantCall | None:
+        """The variant of the model's output layer; None for softmax, or if it has none."""
+        return None
+
+    @property
     def schedule(self) -> str:
         """The training schedule in words, stored with every result."""
         grows = f", lengths grow over the first {self.curriculum:.0%}" if self.curriculum else ""
@@ -108,7 +113,10 @@ class Settings:
         return min(self.test_sequences, max(self.test_least, self.test_items // length))
 
     def identity(self) -> dict[str, object]:
-        """The settings that affect training; they are part of the training key."""
+        """The settings that affect training; they are part of the training key.
+
+        A setting that was added after results had been published is left out at its default.
+        """
         mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
         return {**mine, "dtype": "float32"}
 
@@ -154,6 +162,7 @@ class Metric:
     digits: int = 3
     log: bool = False  # plotted on a log axis
     lower_is_better: bool = False
+    optional: bool = False  # left out where no result has it
 
 
 @dataclass(frozen=True)
@@ -222,6 +231,10 @@ class Task(ABC):
     @property
     def score(self) -> Metric:
         return self.metrics[0]
+
+    def remarks(self, settings: Mapping[str, Any]) -> list[str]:
+        """What readers of scores with these settings, from a result row, must know."""
+        return []
 
     @abstractmethod
     def data_version(self) -> str:

@@ -110,6 +110,10 @@ class Options(BaseModel):
         description="Evaluate at these lengths and at the train length",
     )  # fmt: skip
     steps: Count = Field(None, title="N", description="Train for N steps")
+    output: str | None = Field(
+        None, title="VARIANT",
+        description="Train with this variant as the output layer's normalizer (default: softmax)",
+    )  # fmt: skip
     settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
         {}, title="NAME=VALUE",
         description="Change a setting of the task (repeatable); an unknown NAME lists all settings",
@@ -143,7 +147,7 @@ class Options(BaseModel):
 
 
 # The options that are allowed in a task's table of the TOML file.
-TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "settings")
+TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "output", "settings")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +229,8 @@ def _without_unknown(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
         mine["settings"] = {name: x for name, x in mine["settings"].items() if name in known}
     if TASKS[task].positions == ("none",):
         mine.pop("positions", None)
+    if "output" not in settings_of(task):
+        mine.pop("output", None)
     return mine
 
 

@@ -45,12 +45,15 @@ def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
 
 def learned(model: nn.Module) -> dict[str, list[float]]:
     """The learned parameters of the model's variants by name: one value per head, all layers in
-    order."""
+    order. Those of an output layer have names such as ``output alpha``."""
     found: dict[str, list[float]] = {}
     for module in model.modules():
         if isinstance(module, attnzoo.nn.Attention):
             for name in module.learned:
                 found.setdefault(name, []).extend(getattr(module, name).detach().tolist())
+        elif isinstance(module, attnzoo.nn.OutputLayer):
+            for name in module.learned:
+                found[f"output {name}"] = getattr(module, name).detach().tolist()
     return found
 
 

@@ -184,7 +184,8 @@ def heads_of(group: Group, series: Series) -> Heads | None:
                 continue
             seed = seeds[row["seed"]]
             peaks[at, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
-            for name, values in ({} if spec.is_substitution else row["learned"]).items():
+            of_heads = {n: x for n, x in row["learned"].items() if not n.startswith("output ")}
+            for name, values in ({} if spec.is_substitution else of_heads).items():
                 every = torch.tensor(values, dtype=torch.float64)
                 initial = every[indices].expand(len(seeds), -1).clone()
                 learned.setdefault(name, initial)[seed] = every[indices]
