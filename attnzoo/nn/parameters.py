@@ -64,7 +64,7 @@ class VariantParameters(nn.Module):
             elif value is REQUIRED:
                 raise TypeError(missing(variant, spec))
             elif isinstance(value, Tensor):
-                # It is cloned because checkpoints reject tensors that share memory.
+                # The value is cloned, because checkpoints reject tensors that share memory.
                 self._initial[name] = self._checked(spec, value, count).detach().clone()
                 self.register_buffer(name, self._initial[name].clone())
             elif value is None and spec.default is None:

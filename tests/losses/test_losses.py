@@ -144,7 +144,8 @@ def test_nearly_equal_logits_of_many_classes(setting: str) -> None:
 def test_a_common_offset_of_all_rows_costs_taylor_no_accuracy(classes: int, offset: float) -> None:
     """Each row of x sums to 0, so the offset of all classes cancels in x · e_j.
 
-    Moments of classes that are not centred would lose accuracy. |φ'/φ| <= 1, so a loss moves by at most twice the largest error of a score.
+    Moments of classes that are not centred would lose accuracy. |φ'/φ| <= 1, so a loss moves by
+    at most twice the largest error of a score.
     """
     h = rand(64, 8)
     x, e = (h - h.mean(-1, keepdim=True)).float(), (rand(classes, 8, seed=1) + offset).float()
