@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from attnzoo.core.checks import (
     shown,
 )
 from attnzoo.core.forms import FromStatistics, Pairwise, Variant
-from attnzoo.functional.rows import BoundVariant, RowCall
+from attnzoo.functional.rows import BoundVariant, RowCall, bind_rows, row_call
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -45,9 +45,8 @@ def check_layer(input: Any, weight: Any, bias: Any) -> int:
             )
         _check_like("linear_weight", weight, input)
         classes = weight.shape[0]
-    if classes == 0:
-        raise ValueError("linear_weight must have at least one class, got shape "
-                         f"{tuple(weight.shape)}")  # fmt: skip
+        if classes == 0:
+            raise ValueError("linear_weight must have at least one class, got none")
     if bias is not None:
         check_dense("linear_bias", bias)
         if bias.shape != (classes,):
@@ -169,11 +168,38 @@ def check_softcap(softcap: Any) -> float | None:
     return float(softcap)
 
 
-def output_form(bound: BoundVariant, call: RowCall) -> Pairwise:
+class BoundForm(NamedTuple):
+    """A variant with its parameters, and its form for the tokens of an output layer."""
+
+    bound: BoundVariant
+    call: RowCall
+    form: Pairwise
+
+    def vector(self, value: Tensor | float | None) -> Tensor | None:
+        """A per-query vector of the form with one entry per token, (N,)."""
+        if value is None:
+            return None
+        return self.call.per_query(value).expand(1, self.call.heads, 1)[0, :, 0]
+
+
+def bind_form(
+    function: str,
+    variant: str,
+    input: Tensor,
+    classes: int,
+    class_mask: Tensor | None,
+    params: dict[str, Any],
+    lead: torch.Size,
+) -> BoundForm:
+    """Validate the variant and its parameters for tokens ``input`` (N, d) of the shape ``lead``."""
+    bound = bind_rows(function, variant, input, params, tuple(lead), output_layer=True)
+    # A form depends on the number of scores and not on their values, so these need no memory.
+    scores = input.new_empty((), dtype=score_dtype(input)).expand(len(input), classes)
+    call = row_call(scores, class_mask, input.dtype)
     form = bound.pairwise(call)
     if form is None:
-        raise ValueError(f"variant {bound.variant.name!r} has no loss: it has no pairwise form")
-    return form
+        raise ValueError(f"variant {variant!r} has no loss: it has no pairwise form")
+    return BoundForm(bound, call, form)
 
 
 def check_loss(

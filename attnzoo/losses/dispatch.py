@@ -10,19 +10,19 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.transforms import uses_transforms
 from attnzoo.core.activations import key_of
-from attnzoo.core.call import Call, in_full_precision, score_dtype
+from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.prepare import cast_by_autocast
-from attnzoo.functional.rows import bind_rows, row_call
 from attnzoo.losses import quadratic
 from attnzoo.losses.arguments import (
+    BoundForm,
+    bind_form,
     check_class_mask,
     check_class_weight,
     check_layer,
     check_loss,
     check_options,
     check_target,
-    output_form,
 )
 from attnzoo.losses.operators import Setting, TokenLosses, weighted_sum
 
@@ -95,14 +95,11 @@ def compute_loss(
         )
     input = input.reshape(-1, input.shape[-1])
     with in_full_precision(input.device):
-        bound = bind_rows("linear_loss", variant, input, params, tuple(lead), output_layer=True)
-        # A form depends on the number of scores, not on scores: these need no memory.
-        scores = input.new_empty((), dtype=score_dtype(input)).expand(len(input), classes)
-        call = row_call(scores, mask, input.dtype)
-        form = output_form(bound, call)
-        check_loss(bound.variant, form, given.label_smoothing, given.lse_penalty)
-        factor = _factor(target, class_weight, given, call.dtype)
-        vectors = _vectors(form, call)
+        found = bind_form("linear_loss", variant, input, classes, mask, params, lead)
+        form = found.form
+        check_loss(found.bound.variant, form, given.label_smoothing, given.lse_penalty)
+        factor = _factor(target, class_weight, given, found.call.dtype)
+        vectors = _vectors(found)
         if linear_weight is not None and _by_moments(form, given, input, classes):
             losses, stats = _quadratic_losses(
                 input, linear_weight, linear_bias, target, vectors.gain, form, given, class_weight
@@ -138,15 +135,17 @@ def _factor(
     return counted / share.sum()
 
 
-def _vectors(form: Pairwise, call: Call) -> Vectors:
+def _vectors(found: BoundForm) -> Vectors:
     """The form's vectors with one entry per token; None for a gain of 1."""
-    gain = form.gain
-    assert not isinstance(gain, FromStatistics)
-    given = (None if not isinstance(gain, Tensor) and gain == 1 else gain, form.offset, form.shape,
-             form.sink)  # fmt: skip
-    return Vectors(
-        *(None if x is None else call.per_query(x).expand(1, call.heads, 1)[0, :, 0] for x in given)
+    gain, offset, shape, sink = (
+        found.form.gain,
+        found.form.offset,
+        found.form.shape,
+        found.form.sink,
     )
+    assert not isinstance(gain, FromStatistics)
+    given = None if not isinstance(gain, Tensor) and gain == 1 else gain
+    return Vectors(*map(found.vector, (given, offset, shape, sink)))
 
 
 def _by_moments(form: Pairwise, given: LossArguments, input: Tensor, classes: int) -> bool:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from attnzoo.core.checks import check_bool, check_sizes
 from attnzoo.core.forms import Param
 from attnzoo.core.registry import get_variant
-from attnzoo.functional.topk import TopK, linear_topk
+from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_options
 from attnzoo.losses.linear_loss import linear_loss
+from attnzoo.losses.linear_topk import linear_topk
 from attnzoo.losses.log_probabilities import (
     Head,
     check_head,
