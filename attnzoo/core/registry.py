@@ -15,11 +15,13 @@ from attnzoo.core.checks import did_you_mean, is_number, shown
 from attnzoo.core.forms import REQUIRED, Param, Variant
 from attnzoo.core.parameters import check_value
 
-# Names that a variant's parameter may not have: arguments, and attributes of `nn.Attention`.
+# Names that a variant's parameter may not have: arguments of functions that accept parameters, and
+# attributes of modules that own them.
 RESERVED = ARGUMENTS | frozenset(
     "self q k v call variant state cache backend num_heads learn learned training "
     "scores dim mask input logits target linear_weight linear_bias class_mask softcap weight "
-    "label_smoothing lse_penalty ignore_index reduction return_stats".split()
+    "label_smoothing lse_penalty ignore_index reduction return_stats in_features num_classes "
+    "device dtype output".split()
 )
 
 _VARIANTS: dict[str, Variant] = {}

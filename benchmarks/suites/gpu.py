@@ -1,4 +1,4 @@
-"""Measure attention, decoding and linear forms on a GPU within a time budget, then run GPU tests.
+"""Measure attention, decoding, linear forms and losses on a GPU, then run tests, within a budget.
 
 Writes a JSON file and a Markdown file, named after the device, the date and the commit. Commit them
 to benchmarks/results: `make tables` makes the published table of kernels from them. Both files are
@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.harness.grid import Budget
 from benchmarks.harness.options import positive, require_cuda
 from benchmarks.harness.report import Report
-from benchmarks.suites import attention, decode, linear
+from benchmarks.suites import attention, decode, linear, losses
 from commandline.arguments import add_plugin
 from commandline.errors import UsageError
 
@@ -36,13 +36,16 @@ PLAN = (
     "attention --lengths 16384 --head-dim 64 --mask causal --inputs iid",
     "decode --lengths 65536,4096 --batches 1",
     "linear --lengths 16384,131072",
+    "losses",
     "attention --lengths 16384 --head-dim 128 --inputs block-sparse --mask causal "
     "--baselines flash,cudnn,adasplash",
     "attention --lengths 4096,1024,32768 --mask causal --inputs iid --baselines flash,cudnn",
     "attention --lengths 16384,4096 --mask full --inputs iid --baselines flash,cudnn",
     "decode --lengths 16384,262144 --batches 1,32",
 )
-SUITES: dict[str, Any] = {"attention": attention, "decode": decode, "linear": linear}
+SUITES: dict[str, Any] = {
+    "attention": attention, "decode": decode, "linear": linear, "losses": losses
+}  # fmt: skip
 TESTS = 0.25  # share of the budget for the tests
 DEVICE = "cuda"
 
@@ -103,7 +106,7 @@ def parsed(line: str, args: argparse.Namespace) -> tuple[Any, argparse.Namespace
     words = line.split()
     options = parser.parse_args([*words, "--device", DEVICE])
     options.plugin = args.plugin
-    if words[0] != "linear":
+    if words[0] in ("attention", "decode"):
         options.variants = args.variants
     return SUITES[words[0]], options
 

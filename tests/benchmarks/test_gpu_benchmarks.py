@@ -295,7 +295,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = (f"{attention} --direction forward,backward --baselines sdpa",
             f"{attention} --inputs block-sparse --baselines sdpa",
             f"decode {small} --lengths 64 --kv-heads 2",
-            f"linear {small} --lengths 64 --direction forward")  # fmt: skip
+            f"linear {small} --lengths 64 --direction forward",
+            "losses --quick --tokens 32 --classes 100 --many-classes 200 --dims 4 --repeats 2 "
+            "--variants softmax,entmax,taylor --threads 1 --no-memory")  # fmt: skip
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "PLAN", plan)
     monkeypatch.setattr(gpu, "require_cuda", lambda what: None)
@@ -319,7 +321,7 @@ def test_gpu_command_writes_json_and_markdown(
     assert document["copy_gb_per_s"] > 0
     rows = document["rows"]
     assert all(row["seconds"] and not row["note"] for row in rows)
-    assert {row["suite"] for row in rows} == {"attention", "decode", "linear"}
+    assert {row["suite"] for row in rows} == {"attention", "decode", "linear", "losses"}
     sparse = [row for row in rows if row["inputs"] == "block-sparse" and row["kind"] == "variant"]
     assert [row["name"] for row in sparse] == ["entmax"]
     assert "tests: 9 passed" in files[".md"].read_text()
@@ -328,7 +330,7 @@ def test_gpu_command_writes_json_and_markdown(
     assert main([*command, "softmax"]) == 1
     capsys.readouterr()
     assert main([*command, "softmax", "--budget", "1e-9", "--skip-tests"]) == 2
-    assert capsys.readouterr().err.count("left out: ") == 4
+    assert capsys.readouterr().err.count("left out: ") == 5
 
 
 def test_pytest_gpu_returns_the_summary_line() -> None:
