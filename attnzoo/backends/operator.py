@@ -133,11 +133,13 @@ class Operator(Generic[P, R]):
         *differentiable: str,
         like: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
         keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None,
+        no_double: str = NO_DOUBLE,
     ) -> Callable[[Callable[..., Mapping[str, Tensor]]], Operator[..., list[Tensor]]]:
         """Register the gradients of the operands ``differentiable``.
 
         ``like`` creates an empty gradient from an operand. ``keep_alive`` gets all operands and
-        returns an object that must live as long as the graph.
+        returns an object that must live as long as the graph. ``no_double`` is the text of the
+        error that second derivatives raise.
         """
 
         def register(function: Callable[..., Mapping[str, Tensor]]) -> Operator[..., list[Tensor]]:
@@ -153,7 +155,7 @@ class Operator(Generic[P, R]):
             hints = get_type_hints(function)
             asks = "wanted" in hints
             hints = {**hints, "wanted": list[str], "return": list[Tensor]}
-            gradient = Operator(gradients, hints, NO_DOUBLE)
+            gradient = Operator(gradients, hints, no_double)
             assert set(differentiable) <= set(gradient._operands)
             # A missing gradient of an output becomes zeros_like(output), so the output must be
             # saved for the backward.

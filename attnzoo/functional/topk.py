@@ -46,10 +46,10 @@ def topk_probabilities(
 ) -> TopK:
     """The k most probable entries of given scores: the k largest of w = probabilities(scores).
 
-    Formula: w as in `probabilities`. The probabilities are not computed except for these k entries,
-    where the order of probabilities is that of the scores and only a sum or a threshold is needed:
-    in softmax, its gains and sinks, sigmoid, sparsemax, entmax and topk. The definition of other
-    variants is computed for a few rows at a time.
+    Formula: w as in `probabilities`. For softmax, ssmax, log_n, sink, sigmoid, sparsemax, entmax,
+    asentmax and topk, the largest scores have the largest probabilities. Only these k probabilities
+    are then computed, with a sum or a threshold over the line. For other variants all probabilities
+    are computed, for a few rows at a time.
 
     Args:
         scores: Logits of any shape (…, n, …) in fp16, bf16, fp32 or fp64.
@@ -64,8 +64,8 @@ def topk_probabilities(
         A named tuple (values, indices), both of the shape of ``scores`` with k along ``dim``:
         probabilities in descending order in the dtype of ``scores``, and int64 indices. Of equal
         scores the one with the lowest index comes first. If fewer than k entries have a probability
-        above 0, entries with probability 0 follow. A NaN counts as the largest score, as in
-        `torch.topk`, and the values of its line are NaN as in `probabilities`.
+        above 0, entries with probability 0 follow. If a line has a NaN, its values are those of
+        `probabilities`, and the order of its indices is not defined.
 
     Raises:
         ValueError: k, ``dim``, a shape, a device or the value of a parameter is wrong, or the
@@ -84,9 +84,9 @@ def topk_probabilities(
         Milakov & Gimelshein 2018, arXiv:1805.02867: softmax and top-k in one pass.
 
     Notes:
-        No gradients are computed. Exact: the k largest entries lie in the k blocks of 64 entries
-        with the largest maxima, and a threshold that is found from some entries is checked against
-        all others.
+        No gradients are computed. The result is exact: the k largest entries lie in the k blocks of
+        64 entries with the largest maxima, and a threshold that is found from some entries is
+        checked against all others.
     """
     check_dense("scores", scores)
     with in_full_precision(scores.device):

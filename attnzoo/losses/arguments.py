@@ -74,7 +74,9 @@ def check_class_mask(mask: Any, lead: torch.Size, classes: int, device: torch.de
         allowed = " or ".join(map(str, dict.fromkeys(((classes,), (*lead, classes)))))
         raise ValueError(f"class_mask must have shape {allowed}, got {tuple(mask.shape)}")
     if mask.device != device:
-        raise ValueError(f"class_mask must be on the device of input, {device}, got {mask.device}")
+        raise ValueError(
+            f"class_mask must be on the device of the tokens, {device}, got {mask.device}"
+        )
     return mask.reshape(-1, classes)
 
 
@@ -89,7 +91,9 @@ def check_target(
     if target.shape != lead:
         raise ValueError(f"target must have shape {tuple(lead)}, got {tuple(target.shape)}")
     if target.device != device:
-        raise ValueError(f"target must be on the device of input, {device}, got {target.device}")
+        raise ValueError(
+            f"target must be on the device of the tokens, {device}, got {target.device}"
+        )
     flat = target.reshape(-1)
     if not is_readable(flat):
         return flat
@@ -125,7 +129,7 @@ def check_class_weight(weight: Any, classes: int, like: Tensor) -> Tensor:
         raise TypeError(f"weight must be fp16, bf16, fp32 or fp64, got {weight.dtype}")
     if weight.device != like.device:
         raise ValueError(
-            f"weight must be on the device of input, {like.device}, got {weight.device}"
+            f"weight must be on the device of the tokens, {like.device}, got {weight.device}"
         )
     if weight.requires_grad:
         raise ValueError("weight must not require a gradient; pass weight.detach()")
@@ -193,7 +197,7 @@ def bind_form(
 ) -> BoundForm:
     """Validate the variant and its parameters for tokens ``input`` (N, d) of the shape ``lead``."""
     bound = bind_rows(function, variant, input, params, tuple(lead), output_layer=True)
-    # A form depends on the number of scores and not on their values, so these need no memory.
+    # A form depends on the number of scores, not on their values: expand() takes no memory.
     scores = input.new_empty((), dtype=score_dtype(input)).expand(len(input), classes)
     call = row_call(scores, class_mask, input.dtype)
     form = bound.pairwise(call)
@@ -230,7 +234,7 @@ def check_loss(
             f"label_smoothing must be 0 for variant {variant.name!r}, got {label_smoothing}"
             + ("; classes that are not kept have no score" if how == "select" else "")
         )
-    if lse_penalty and variant.scores is None:
+    if lse_penalty and not form.has_lse:
         raise ValueError(
             f"lse_penalty must be 0 for variant {variant.name!r}, which has no log-sum-exp, got "
             f"{lse_penalty}"

@@ -1,4 +1,4 @@
-"""Computes a loss from checked arguments: by chunks of scores, or by moments of the classes."""
+"""Checks the arguments of a loss and computes it: from chunks of scores, or moments of classes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from attnzoo.losses.arguments import (
     check_options,
     check_target,
 )
-from attnzoo.losses.operators import Setting, TokenLosses, weighted_sum
+from attnzoo.losses.operators import Setting, token_losses, weighted_sum
 
 
 class LossStats(NamedTuple):
     """Statistics of each token, in the shape of target and without gradients.
 
-    At ignored tokens ``support`` is 0, and all others are NaN.
+    At ignored tokens ``support`` is 0, and the other fields are NaN.
 
     Attributes:
-        lse: log Σ_j exp(s_j) over the classes, without a sink; None for variants without one. A
-            variant that keeps k classes sums over these and the target.
+        lse: log Σ_j exp(s_j), without a sink; for topk over the k kept classes and the target.
+            None for variants without a log-sum-exp.
         threshold: τ of variants that solve for a threshold, else None.
         power_sum: Σ_j w_j^α of the entmax family, else None.
         target_score: Score of the target, after softcap and gain.
@@ -111,10 +111,10 @@ def compute_loss(
                 given.ignore_index, float(given.label_smoothing), float(given.lse_penalty),
                 given.return_stats,
             )  # fmt: skip
-            loss, *stats = TokenLosses.apply(
-                given.reduction != "none", setting, input, linear_weight, linear_bias, *vectors,
-                mask, target, factor, class_weight,
-            )  # type: ignore[misc]  # fmt: skip
+            operands = (
+                input, linear_weight, linear_bias, *vectors, mask, target, factor, class_weight,
+            )  # fmt: skip
+            loss, *stats = token_losses(given.reduction != "none", setting, operands)
     if given.reduction == "none":
         loss = loss.reshape(lead)
     if given.reduction == "mean" and not len(target):
@@ -149,7 +149,7 @@ def _vectors(found: BoundForm) -> Vectors:
 
 
 def _by_moments(form: Pairwise, given: LossArguments, input: Tensor, classes: int) -> bool:
-    """Whether the loss can be computed without scores, and is cheaper so."""
+    """Whether moments of the classes can give the loss, and cost less than scores."""
     return (
         form.normalize == "sum"
         and form.activation.quadratic is not None
@@ -171,7 +171,7 @@ def _quadratic_losses(
     given: LossArguments,
     class_weight: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """log Σ_j φ(s_j) − log φ(s_y), and the statistics of `TokenLosses`."""
+    """log Σ_j φ(s_j) − log φ(s_y), and the statistics of `token_losses`."""
     assert form.activation.quadratic is not None
     a, b, c = form.activation.quadratic
     counted = target != given.ignore_index
@@ -181,7 +181,7 @@ def _quadratic_losses(
     rows = quadratic.target_rows(weight=weight, target=target, dtype=h.dtype)
     score = torch.linalg.vecdot(h, rows)
     if bias is not None:
-        score = score + bias[target]
+        score = score + bias.index_select(0, target)
     if gain is not None:
         score = score * gain
     total = quadratic.log_sum(h, weight, bias, gain, (a, b, c))
@@ -196,9 +196,8 @@ def _quadratic_losses(
 def _stats(stats: list[Tensor], form: Pairwise, lead: torch.Size) -> LossStats:
     statistic, power_sum, score, support = (x.reshape(lead) for x in stats)
     threshold = form.normalize == "threshold"
-    has_lse = form.activation.exponential and form.normalize in ("sum", "select")
     return LossStats(
-        lse=statistic if has_lse else None,
+        lse=statistic if form.has_lse else None,
         threshold=statistic if threshold else None,
         power_sum=power_sum if threshold and form.activation.alpha is not None else None,
         target_score=score,

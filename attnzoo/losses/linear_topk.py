@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.call import in_full_precision, score_dtype
+from attnzoo.core.checks import check_dense
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.functional.rows import bind_rows
 from attnzoo.functional.top_weights import top_weights
@@ -31,8 +32,8 @@ def linear_topk(
     """The k most probable classes of an output layer, in chunks of tokens.
 
     Formula: logits z = input · linear_weightᵀ + linear_bias. If ``softcap`` = c is given, z is
-    replaced by c · tanh(z / c). The result is `topk_probabilities` of z over the classes. The
-    logits of all tokens are never held at once.
+    replaced by c · tanh(z / c). The result is `topk_probabilities` of z over the classes. Logits
+    are computed for some tokens at a time.
 
     Args:
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.
@@ -68,6 +69,7 @@ def linear_topk(
         No gradients are computed. Logits are fp32 (fp64 for fp64 inputs), also under autocast,
         which casts ``input`` and ``linear_weight`` to its dtype.
     """
+    check_dense("linear_weight", linear_weight)
     given = input
     input, linear_weight = cast_by_autocast(input, linear_weight)
     if linear_bias is not None:
@@ -82,7 +84,7 @@ def linear_topk(
         bound = bind_rows("linear_topk", variant, input, params, tuple(lead), output_layer=True)
         layer = Layer(input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, mask)
         count = len(layer.input)
-        # At most a 16th of all logits, unless these are few.
+        # At most 1/16 of the tokens at a time, or 16 tokens if that is more.
         step = min(rows_per_step(LOGITS, classes, input.device), max(16, count // 16))
         buffer = input.new_empty(min(step, count), classes, dtype=score_dtype(input))
         found = []

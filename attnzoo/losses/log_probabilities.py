@@ -15,7 +15,7 @@ from attnzoo.functional.probabilities import probabilities
 from attnzoo.losses.arguments import BoundForm, bind_form, check_layer, check_loss
 from attnzoo.losses.dispatch import LossStats
 
-LOGITS = 2**22  # number of logits held at a time where targets need those of all classes
+LOGITS = 2**22  # logits held at a time, if log w_y needs the logits of all classes
 NEG_INF = float("-inf")
 
 
@@ -68,7 +68,7 @@ def log_probabilities(input: Tensor, head: Head) -> Tensor:
 def _log_weights(z: Tensor, found: BoundForm, params: dict[str, Any]) -> Tensor:
     """log w of logits (N, V)."""
     form, variant = found.form, found.bound.variant
-    if not form.activation.exponential or form.normalize not in ("sum", "select"):
+    if not form.has_lse:
         given = {**(variant.output_defaults or {}), **params}
         return _log(probabilities(z, variant.name, **given))
     gain, sink = form.gain, found.vector(form.sink)
@@ -78,7 +78,7 @@ def _log_weights(z: Tensor, found: BoundForm, params: dict[str, Any]) -> Tensor:
     s = z * vector[:, None]
     if form.normalize == "select":
         s = s.masked_fill(~kept(s.detach(), form.keep), NEG_INF)
-    # log w is exact where w underflows.
+    # Unlike log(softmax), this is accurate where w underflows.
     lse = s.logsumexp(-1, keepdim=True)
     if sink is not None:
         lse = torch.logaddexp(lse, sink[:, None])
@@ -96,8 +96,8 @@ def target_log_probabilities(
 ) -> Tensor:
     """log w_y (*) of the targets, NaN where they are ignored.
 
-    It follows from ``stats`` where these have the normalizer. Otherwise logits are computed again,
-    for some tokens at a time.
+    They are computed from ``stats`` if possible. Otherwise logits are computed again, for some
+    tokens at a time.
     """
     flat = input.detach().reshape(-1, input.shape[-1])
     score = stats.target_score.reshape(-1)

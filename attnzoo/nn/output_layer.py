@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import check_bool, check_sizes
+from attnzoo.core.checks import DTYPES, check_bool, check_sizes
 from attnzoo.core.forms import Param
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.topk import TopK
@@ -29,9 +29,9 @@ class TargetLoss(NamedTuple):
     """What `OutputLayer` returns.
 
     Attributes:
-        output: Log-probability of each target, without gradients; −inf for probability 0, NaN for
+        output: log-probability of each target, without gradients; −inf for probability 0, NaN for
             ignored targets.
-        loss: Mean loss of the variant.
+        loss: mean loss of the variant.
     """
 
     output: Tensor
@@ -41,9 +41,9 @@ class TargetLoss(NamedTuple):
 class OutputLayer(VariantParameters):
     """A linear layer over classes whose probabilities come from any variant, with its loss.
 
-    The logits are z = input · weightᵀ + bias, and the probabilities the variant's weights of z. The
-    layer never holds the logits of all tokens, except in `log_prob`. Its methods are those of
-    `torch.nn.AdaptiveLogSoftmaxWithLoss`, and `topk`.
+    The logits are z = input · weightᵀ + bias. The probabilities are the variant's weights of z.
+    Only `log_prob` holds the logits of all tokens. Other methods compute them for some tokens at a
+    time. The methods are those of `torch.nn.AdaptiveLogSoftmaxWithLoss`, and `topk`.
 
     Args:
         in_features: number of features of a hidden state, d.
@@ -84,10 +84,10 @@ class OutputLayer(VariantParameters):
         The loss of each variant: `attnzoo.losses.linear_loss`.
 
     Notes:
-        For softmax without label smoothing and ``lse_penalty``, ``loss`` is the mean of −``output``
-        as in torch. For variants without a likelihood it is not: sparsemax, entmax and topk give
-        probability 0 to some targets, whose ``output`` is −inf although the loss is finite, and the
-        probabilities of sigmoid and sink do not sum to 1.
+        Without label smoothing and ``lse_penalty``, ``loss`` is the mean of −``output`` for
+        softmax, ssmax, log_n, sink and taylor. For the other variants it is not: sparsemax, entmax,
+        asentmax and topk give some targets probability 0, where ``output`` is −inf and the loss is
+        finite. The probabilities of sigmoid and sink do not sum to 1.
 
         A tie made by ``layer.weight = embedding.weight`` is kept by ``deepcopy``, pickling and
         ``to``. As with all modules of torch, ``to_empty`` breaks it.
@@ -115,6 +115,8 @@ class OutputLayer(VariantParameters):
         super().__init__()
         check_sizes(in_features=in_features, num_classes=num_classes)
         check_bool("bias", bias)
+        if dtype is not None and dtype not in DTYPES:
+            raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64, got {dtype}")
         check_options("mean", label_smoothing, lse_penalty, softcap, ignore_index, False)
         self.in_features, self.num_classes = in_features, num_classes
         self.softcap = None if softcap is None else float(softcap)
@@ -146,7 +148,7 @@ class OutputLayer(VariantParameters):
 
     @property
     def has_zeros(self) -> bool:
-        """Whether the layer gives some classes probability 0, as sparsemax, entmax and topk do."""
+        """Whether the layer can give classes probability 0, as with sparsemax, entmax and topk."""
         return has_zeros(check_head(self._head(), self.label_smoothing, self.lse_penalty))
 
     def forward(self, input: Tensor, target: Tensor) -> TargetLoss:
@@ -158,7 +160,7 @@ class OutputLayer(VariantParameters):
 
         Returns:
             `TargetLoss`, a named tuple (output (*), loss ()), both in fp32, or fp64 for fp64
-            inputs. Only ``loss`` has gradients. `loss` alone costs less.
+            inputs. Only ``loss`` has gradients. The method `loss` costs less.
 
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
@@ -178,8 +180,8 @@ class OutputLayer(VariantParameters):
     def log_prob(self, input: Tensor) -> Tensor:
         """Log-probabilities of all classes, (*, V), for hidden states (*, d).
 
-        −inf where a probability is 0, with gradient 0. The result, and memory several times its
-        size, has tokens × classes entries. In fp32, or fp64 for fp64 inputs; with gradients.
+        A probability of 0 gives −inf with gradient 0. The result is in fp32, or fp64 for fp64
+        inputs, and has gradients. Computing it takes several times its memory.
         """
         return log_probabilities(input, self._head())
 

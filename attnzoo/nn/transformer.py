@@ -127,6 +127,9 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(embed_dim)
         if output_params is not None and not isinstance(output_params, dict):
             raise TypeError(f"output_params must be a dict or None, got {shown(output_params)}")
+        fixed = {"in_features", "num_classes", "variant"} & set(output_params or {})
+        if fixed:
+            raise TypeError(f"output_params must not have {', '.join(sorted(fixed))}")
         self.output = _TiedOutput(self.embed, output, output_params or {})
         self.reset_parameters()
 
@@ -269,6 +272,13 @@ class _TiedOutput(OutputLayer):
         super().__init__(*sizes, variant, **{"bias": False, **params})
         del self._parameters["weight"]
         self.__dict__["tied"] = embed  # not as a submodule, because the model has it already
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "tied" in self.__dict__:
+            raise AttributeError(
+                "output.weight is the embedding's matrix: set embed.weight instead"
+            )
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "tied" in self.__dict__:

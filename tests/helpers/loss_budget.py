@@ -29,10 +29,10 @@ from helpers.loss_definitions import DEFAULTS, Dense, dense_linear, gain_of, of_
 
 @dataclass(frozen=True)
 class Parts:
-    """Of each row: the loss before weights of the shares, and its derivatives.
+    """Parts of the loss and its derivatives, for each row.
 
-    m·potential − Σ a·aligned is the loss, m·weights − a·slope its gradient. sink: the weight of the
-    sink. shape: ∂potential/∂α.
+    With the target distribution a and its sum m, the loss is m·potential − Σ a·aligned and its
+    gradient is m·weights − a·slope. sink: the weight of the sink. shape: ∂potential/∂α.
     """
 
     potential: Approx  # (R, 1)

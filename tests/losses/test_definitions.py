@@ -68,7 +68,7 @@ def test_topk_counts_the_kept_classes_and_the_target() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 1.9])
-def test_derivatives_of_entmax_are_right_with_a_constant_threshold(
+def test_derivatives_of_entmax_are_right_without_a_gradient_of_the_threshold(
     alpha: float, smoothing: float
 ) -> None:
     z, a = rand(4, 6).requires_grad_(), torch.tensor(alpha).double().requires_grad_()

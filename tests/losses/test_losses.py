@@ -78,10 +78,10 @@ def simple(setting: str, tokens: int, classes: int, features: int = 5, **options
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_the_loss_of_logits_is_that_of_the_identity(
+def test_loss_of_logits_equals_linear_loss_of_their_factors(
     setting: str, reduction: str, grad: bool
 ) -> None:
-    """`loss` takes the product's place, for strided logits too."""
+    """`loss` of the product of hidden states and matrix, also for strided logits."""
     inputs = simple(setting, 23, 37, reduction=reduction, bias=True, mask="tokens")
     _, arguments = inputs.arguments()
     bias = arguments.pop("linear_bias").detach()
@@ -214,8 +214,8 @@ def test_statistics_have_the_shape_of_target(variant: str, tokens: tuple[int, ..
 
 
 @pytest.mark.parametrize("setting", ["sigmoid", "entmax", "softmax", "taylor"])
-def test_without_weights_of_masked_classes_the_loss_is_that_of_the_rest(setting: str) -> None:
-    """A masked class, even with NaN in its row of the weight, has no effect and no gradient."""
+def test_masking_classes_equals_removing_them(setting: str) -> None:
+    """A masked class has no effect on the loss and gets no gradient."""
     inputs = simple(setting, 9, 12, reduction="sum", bias=True)
     leaves, arguments = inputs.arguments()
     arguments["target"] = arguments["target"] % 7

@@ -5,10 +5,10 @@ is `attnzoo.nn.Transformer` with one of its position encodings. Logits are compu
 that have an answer.
 
 The setting ``output`` chooses the normalizer of the output layer. Training minimizes its loss.
-Metrics are computed from its probabilities p, divided by their sum. If it gives some tokens
-probability 0, the metrics have log((p + ε)/(1 + Vε)) for log p (ε-perplexity, Martins et al. 2020,
-arXiv:2004.02644), because one answer with probability 0 would make the loss infinite. Results then
-also have `OUTPUT_METRICS`.
+Metrics are computed from the layer's probabilities p, divided by their sum. If the layer gives some
+tokens probability 0, the metrics have log((p + ε)/(1 + Vε)) for log p (ε-perplexity, Martins et al.
+2020, arXiv:2004.02644), because one answer with probability 0 would make the loss infinite. Results
+then also have `OUTPUT_METRICS`.
 """
 
 from __future__ import annotations
