@@ -241,6 +241,7 @@ ABOUT_VARIANTS = {
     "attnzoo/core/activations.py",
     "attnzoo/nn/taylor.py",
     "benchmarks/harness/baselines.py",
+    "benchmarks/suites/losses.py",
     "evals/pretrained/sharpness.py",
     "evals/task.py",
     "evals/theory/closed_forms.py",
