@@ -241,7 +241,6 @@ ABOUT_VARIANTS = {
     "attnzoo/core/activations.py",
     "attnzoo/nn/taylor.py",
     "benchmarks/harness/baselines.py",
-    "benchmarks/harness/output_layers.py",
     "benchmarks/suites/losses.py",
     "evals/pretrained/sharpness.py",
     "evals/task.py",

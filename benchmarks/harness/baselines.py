@@ -190,3 +190,14 @@ def fla_features(form: Any) -> Attend:
         return run(psi_q, psi_k, v)
 
     return attend
+
+
+def entmax_loss(case: Case) -> Makers:
+    """The mean loss of the package entmax, from hidden states, matrix and targets, if it has it."""
+    alpha = case.params.get("alpha", 1.5)
+    name = {("sparsemax", 1.5): "sparsemax_loss", ("entmax", 1.5): "entmax15_loss",
+            ("entmax", 2.0): "sparsemax_loss"}.get((case.variant, alpha))  # fmt: skip
+    if name is None or not installed("entmax"):
+        return {}
+    loss = getattr(importlib.import_module("entmax"), name)
+    return {f"linear, package entmax: {case.spec}": lambda: lambda h, e, y: loss(h @ e.T, y).mean()}

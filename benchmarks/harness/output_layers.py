@@ -7,7 +7,6 @@ layer: its value and both gradients against a formula in fp64 on all scores at o
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attnzoo
-from benchmarks.harness.baselines import installed
 from benchmarks.harness.cases import Attend, Case, Inputs, Setting
 from benchmarks.harness.correctness import RESIDUAL, Check, Deviation
 from commandline.errors import UsageError
@@ -27,9 +25,6 @@ from commandline.errors import UsageError
 # The layer on which results are checked. It has enough classes for each shortcut of thresholds.
 SMALL = {"length": 48, "classes": 3000, "head_dim": 16}
 FUSED = ("linear_cross_entropy", "linear_cross_entropy, chunked")
-# The package entmax: name of the loss by variant and α.
-PACKAGE = {("sparsemax", 1.5): "sparsemax_loss", ("entmax", 1.5): "entmax15_loss",
-           ("entmax", 2.0): "sparsemax_loss"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,15 +95,6 @@ def losses_of_torch() -> dict[str, Callable[[], Attend]]:
 def _chunked() -> Attend:
     options = torch.nn.LinearCrossEntropyOptions()
     return partial(F.linear_cross_entropy, options=options)
-
-
-def losses_of_packages(case: Case) -> dict[str, Callable[[], Attend]]:
-    """The package entmax from logits, if it is installed and has the loss of the case."""
-    name = PACKAGE.get((case.variant, case.params.get("alpha", 1.5)))
-    if name is None or not installed("entmax"):
-        return {}
-    loss = getattr(importlib.import_module("entmax"), name)
-    return {f"linear, package entmax: {case.spec}": lambda: lambda h, e, y: loss(h @ e.T, y).mean()}
 
 
 # ---- the check ----------------------------------------------------------------------------------

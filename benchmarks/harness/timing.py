@@ -76,13 +76,19 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 class WallClock:
-    """Timer for a CPU. `memory.measure` measures memory there, in fresh processes."""
+    """Timer for a CPU. `memory.measure` measures memory there, in fresh processes.
+
+    warmup: the number of rounds before timing starts.
+    """
+
+    def __init__(self, warmup: int = 2) -> None:
+        self.warmup = warmup
 
     def rounds(
         self, calls: Calls, repeats: int, min_seconds: float, max_seconds: float = float("inf")
     ) -> dict[str, list[float]]:
         """Seconds of each call, one number per round; see `interleave`."""
-        return interleave(calls, repeats, min_seconds, max_seconds=max_seconds)
+        return interleave(calls, repeats, min_seconds, self.warmup, max_seconds)
 
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
         """Peak bytes allocated during one call minus those allocated before; None if unknown."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import memory
-from benchmarks.harness.baselines import installed
+from benchmarks.harness.baselines import entmax_loss, installed
 from benchmarks.harness.bench import Bench, Groups, Implementation
 from benchmarks.harness.cases import SOFTMAX, Case, Setting, call
 from benchmarks.harness.options import (
@@ -45,7 +45,6 @@ from benchmarks.harness.output_layers import (
     check_top,
     error_of_loss,
     loss_of,
-    losses_of_packages,
     losses_of_torch,
     output_inputs,
     softmax_then_topk,
@@ -53,7 +52,7 @@ from benchmarks.harness.output_layers import (
     top_probabilities,
 )
 from benchmarks.harness.report import Report, Row
-from benchmarks.harness.timing import Timer
+from benchmarks.harness.timing import Timer, WallClock
 from commandline.arguments import add_plugin, numbers, seed
 from commandline.errors import UsageError
 from commandline.variants import load_plugin
@@ -133,7 +132,8 @@ def prepare(args: argparse.Namespace) -> list[Case]:
 
 
 def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
-    timer = timer_of(args)
+    # `Bench` calls each function once before its rounds. That is enough for calls of seconds.
+    timer = WallClock(warmup=0) if args.device == "cpu" else timer_of(args)
     if not installed("entmax"):
         report.note("the package entmax is not installed and therefore not measured")
     for direction, groups in (("both", layers(args, cases)), ("forward", top(args))):
@@ -171,7 +171,7 @@ def layers(args: argparse.Namespace, cases: list[Case]) -> Groups:
     if chosen:
         many = replace(made[-1], classes=args.many_classes, head_dim=MANY_DIM)
         yield many, partial(list, implementations(chosen, many))
-    chosen = [case for case in cases if losses_of_packages(case)]
+    chosen = [case for case in cases if entmax_loss(case)]
     if chosen:
         few = replace(made[0], length=min(PACKAGE_TOKENS, args.tokens[0]), packages=True)
         yield few, partial(list, implementations(chosen, few))
@@ -211,7 +211,7 @@ def implementations(cases: list[Case], setting: OutputSetting) -> Iterator[Imple
     for case in [SOFTMAX, *(case for case in cases if case != SOFTMAX)]:
         yield Implementation(case.spec, case, inputs, partial(loss_of, case))
         if setting.packages:
-            for name, make in losses_of_packages(case).items():
+            for name, make in entmax_loss(case).items():
                 yield Implementation(name, case, inputs, make, "baseline")
 
 

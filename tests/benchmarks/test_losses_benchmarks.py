@@ -12,7 +12,7 @@ import torch
 
 import attnzoo
 from benchmarks.__main__ import main
-from benchmarks.harness import output_layers
+from benchmarks.harness import baselines, output_layers
 from benchmarks.harness.cases import SOFTMAX, Case
 from benchmarks.harness.output_layers import OutputSetting, by_formula, check_loss, output_inputs
 from benchmarks.harness.report import Row
@@ -53,7 +53,7 @@ def test_formula_of_softmax_is_cross_entropy() -> None:
 @pytest.mark.parametrize("spec", ["sparsemax", "entmax"])
 def test_formula_of_thresholds_is_that_of_the_package_entmax(spec: str) -> None:
     inputs, case = output_inputs(SETTING), Case.parse(spec, 100)
-    (make,) = output_layers.losses_of_packages(case).values()
+    (make,) = baselines.entmax_loss(case).values()
     theirs = make()(inputs.q.double(), inputs.k.double(), inputs.v)
     gradients = torch.autograd.grad(theirs, (inputs.q, inputs.k))
     found = by_formula(case, inputs, torch.float64)
