@@ -25,7 +25,8 @@ from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.functional.explain import Plan, explain
 from attnzoo.functional.linear_attention import LinearState, linear_attention
 from attnzoo.functional.probabilities import probabilities
-from attnzoo.functional.topk import TopK, linear_topk, topk_probabilities
+from attnzoo.functional.topk import TopK, topk_probabilities
+from attnzoo.losses.linear_topk import linear_topk
 
 __version__ = "0.1.0"
 

@@ -169,7 +169,7 @@ def load_plugin(path: Path, need_variant: bool = True) -> attnzoo.Plugin:
     """Load the file given as ``--plugin FILE.py``.
 
     Raises:
-        UsageError: the file cannot be loaded, or with ``need_variant`` registers no variant.
+        UsageError: the file cannot be loaded, or registers no variant although ``need_variant``.
     """
     try:
         plugin = attnzoo.load_plugin(path)

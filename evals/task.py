@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from commandline.variants import VariantCall
 
-# Settings above this limit are rejected as typos.
+# Settings and lengths above these limits are rejected as typos.
 MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 
 
@@ -84,6 +84,11 @@ class Settings:
             )
 
     @property
+    def output_layer(self) -> VariantCall | None:
+        """The variant of the model's output layer; None for softmax, or if it has none."""
+        return None
+
+    @property
     def schedule(self) -> str:
         """The training schedule in words, stored with every result."""
         grows = f", lengths grow over the first {self.curriculum:.0%}" if self.curriculum else ""
@@ -108,7 +113,10 @@ class Settings:
         return min(self.test_sequences, max(self.test_least, self.test_items // length))
 
     def identity(self) -> dict[str, object]:
-        """The settings that affect training; they are part of the training key."""
+        """The settings that affect training; they are part of the training key.
+
+        A setting that was added after results had been published is left out at its default.
+        """
         mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
         return {**mine, "dtype": "float32"}
 
@@ -154,6 +162,7 @@ class Metric:
     digits: int = 3
     log: bool = False  # plotted on a log axis
     lower_is_better: bool = False
+    optional: bool = False  # left out where no result has it
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """How many of a batch's first sequences have their heads, and their Jacobians, measured."""
+    """How many sequences of a batch, from the first on, are measured: heads and Jacobians."""
 
     sequences: int
     jacobians: int
@@ -194,7 +203,7 @@ Measure = Callable[[VariantCall | None], BatchResult]
 
 
 class Task(ABC):
-    """A task: an instance of a subclass in `evals.tasks.families`. Each subclass has one model.
+    """A task: an instance of a subclass, which defines the model; see `evals.tasks.families`.
 
     Attributes:
         name: its name on the command line.
@@ -202,7 +211,7 @@ class Task(ABC):
         presets: `Preset` by name: "quick" (the default of the command line), "smoke", "paper".
         positions: the position encodings that its model supports.
         metrics: the metrics; the first one is the score.
-        splits: maps a prefix of metric names to the data split evaluated under it.
+        splits: the data splits to evaluate, each by the prefix of its metrics' names.
         head_sequences: the number of sequences per length on which heads are measured.
         trained_score: a run with a lower score at the train length counts as not trained. None:
             every run counts as trained.
@@ -222,6 +231,10 @@ class Task(ABC):
     @property
     def score(self) -> Metric:
         return self.metrics[0]
+
+    def remarks(self, settings: Mapping[str, Any]) -> list[str]:
+        """What readers of scores with these settings, from a result row, must know."""
+        return []
 
     @abstractmethod
     def data_version(self) -> str:

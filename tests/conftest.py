@@ -1,7 +1,8 @@
 """One thread per worker, a fixed seed per test, and the markers ``gpu`` and ``interpreter``.
 
 Without a CUDA device, Triton kernels run in Triton's interpreter, in tests marked ``interpreter``.
-With one, kernels are compiled and those tests are skipped, because a process cannot do both.
+With a CUDA device, kernels are compiled and these tests are skipped, because a process cannot
+both compile and interpret kernels.
 """
 
 from __future__ import annotations

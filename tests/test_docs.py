@@ -20,7 +20,7 @@ import pytest
 
 import attnzoo
 import evals
-from attnzoo import nn
+from attnzoo import losses, nn
 from attnzoo.integrations import transformers
 from helpers.pages import (
     PAGES,
@@ -240,7 +240,8 @@ def test_every_page_is_in_the_contents() -> None:
 @pytest.mark.parametrize(
     ("module", "page"),
     [
-        (attnzoo, "attention variants nn"),
+        (attnzoo, "attention variants losses nn"),
+        (losses, "losses"),
         (nn, "nn"),
         (transformers, "transformers"),
         (evals, "evals"),

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmarks": {"attnzoo", "commandline"},
     "scripts": {"attnzoo", "commandline", "evals", "benchmarks"},
 }
-# Subpackages and modules of evals and benchmarks. Each may import itself and all before it here.
+# Subpackages and modules of evals and benchmarks. Each may import itself and those before it.
 ORDER = {
     "evals": "task measures tasks results harness theory reporting pretrained __main__".split(),
     "benchmarks": "harness suites kernels __main__".split(),

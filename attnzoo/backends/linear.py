@@ -25,7 +25,7 @@ CHUNK = 128
 
 
 def chunk_length(size: int, needs_grad: bool) -> int:
-    """Tokens per chunk: more for a large number ``size`` of features if states are kept."""
+    """Tokens per chunk. With gradients, chunks are longer for many features (``size``)."""
     return max(CHUNK, min(4 * CHUNK, size // 4)) if needs_grad else CHUNK
 
 
@@ -138,7 +138,7 @@ def prepare(
 
 
 def offsets(call: Call) -> tuple[int, int]:
-    """Return how many queries precede all keys, and how many keys precede all other queries."""
+    """Return how many first queries see no key, and how many keys precede the next query."""
     keyless = min(call.queries, max(0, call.key_origin - call.query_origin))
     return keyless, call.keys - (call.queries - keyless)
 

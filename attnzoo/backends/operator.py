@@ -23,12 +23,13 @@ Operands are passed by name. Each field of a group becomes an operand of the tor
 
 The parameters of a fake function are the operands that it needs. The parameters of a backward
 function are the operands and outputs that it needs, which are saved for it, and gradients of
-outputs, named ``d`` + the output's name. Each operand to differentiate must be one of them. The
-backward returns gradients by operand name. If it has a parameter ``wanted``, the gradients named
-there suffice. The backward is an operator too. Differentiating it raises RuntimeError.
+outputs, named ``d`` + the output's name. Each operand to differentiate must be a parameter of the
+backward. The backward returns gradients by operand name. A backward with a parameter ``wanted`` may
+return only the gradients named there. The backward is an operator too. Differentiating it raises
+RuntimeError.
 
-The first operand must be a tensor. An output that was not requested is None. Torch operators return
-only tensors, so the underlying torch operator returns a tensor of shape (0,) for it.
+The first operand must be a tensor. An output that was not requested is None. The underlying torch
+operator returns a tensor of shape (0,) instead, because torch operators return only tensors.
 """
 
 from __future__ import annotations
@@ -132,11 +133,13 @@ class Operator(Generic[P, R]):
         *differentiable: str,
         like: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
         keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None,
+        no_double: str = NO_DOUBLE,
     ) -> Callable[[Callable[..., Mapping[str, Tensor]]], Operator[..., list[Tensor]]]:
         """Register the gradients of the operands ``differentiable``.
 
         ``like`` creates an empty gradient from an operand. ``keep_alive`` gets all operands and
-        returns an object that must live as long as the graph.
+        returns an object that must live as long as the graph. ``no_double`` is the text of the
+        error that second derivatives raise.
         """
 
         def register(function: Callable[..., Mapping[str, Tensor]]) -> Operator[..., list[Tensor]]:
@@ -152,7 +155,7 @@ class Operator(Generic[P, R]):
             hints = get_type_hints(function)
             asks = "wanted" in hints
             hints = {**hints, "wanted": list[str], "return": list[Tensor]}
-            gradient = Operator(gradients, hints, NO_DOUBLE)
+            gradient = Operator(gradients, hints, no_double)
             assert set(differentiable) <= set(gradient._operands)
             # A missing gradient of an output becomes zeros_like(output), so the output must be
             # saved for the backward.
@@ -189,7 +192,7 @@ class Operator(Generic[P, R]):
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # The compiler must not trace the function. There is no compiler before torch._dynamo.
+        # The compiler must not trace the function. It runs only after torch._dynamo is imported.
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 

@@ -18,7 +18,7 @@ from attnzoo.core.checks import is_readable
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 from attnzoo.core.visibility import visible_entries
 
-# From this many keys on, one row of scores does not fit in an AVX-512 vector; see `_remove_nan`.
+# A row of this many scores is wider than any AVX-512 vector; see `_remove_nan`.
 WIDER_THAN_A_VECTOR = 64
 
 

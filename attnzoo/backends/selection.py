@@ -16,8 +16,8 @@ from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
 # Up to this many scores (half a MiB of fp32), the few dense operations of the definition cost less
 # than a loop over blocks.
 FEW_SCORES = 2**17
-# Up to this many scores, the definition also costs less than a pass over the keys for statistics
-# and torch's fused softmax after it.
+# Up to this many scores, the definition also costs less than a pass over the keys for statistics,
+# followed by torch's fused softmax.
 FEWEST_SCORES = 2**14
 
 # Cost of a multiplication in the scan relative to one in a block of scores. The factor is above 1
@@ -89,7 +89,7 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
 
 def _meets(backend: Backend, form: Form) -> bool:
-    """True if the backend accepts the form's kind, and for a `NoForm` no other kind."""
+    """True if the backend accepts the form's kind; for a `NoForm`, if it accepts only that kind."""
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds

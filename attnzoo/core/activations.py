@@ -52,8 +52,8 @@ class Activation:
             to the largest scores. Implied by ``exponential``, ``alpha`` and ``convex``.
         positive: Whether φ(s) > 0 for every finite s. Losses of "sum" forms need it, because they
             contain log φ(s). Implied by ``exponential``.
-        integral: ``integral(s, shape) -> ∫ φ`` from −∞ to s, elementwise. Losses of "none" forms
-            need it.
+        integral: ``integral(s, shape) -> ∫ φ`` from −∞ to s, elementwise. Losses need it for "none"
+            forms, and for "threshold" forms without ``alpha``.
         quadratic: (a, b, c) if φ(s) = a + b·s + c·s². The sum of φ over many classes then follows
             from moments of their rows, without the scores.
 
@@ -142,7 +142,8 @@ SIGMOID = Activation(
     unit=log2(e),
     bounded=True,
     positive=True,
-    integral=lambda s, shape: torch.nn.functional.softplus(s),
+    # softplus(s). torch's softplus is inexact above its threshold of 20.
+    integral=lambda s, shape: -torch.nn.functional.logsigmoid(-s),
     increasing=True,
 )
 

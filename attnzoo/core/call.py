@@ -1,7 +1,7 @@
 """A validated call: sizes, visible keys, scale, dtypes and additive scores.
 
-A block of queries is a `Call` too. It stores the positions of its first query and key, and n_i over
-all keys of the whole call. Definitions therefore run on blocks without change.
+A block of queries is a `Call` too. It stores the positions of its first query and key, and its n_i
+count the keys of the whole call. Definitions therefore run on blocks without change.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Call(Visibility):
 
     @property
     def bias(self) -> Tensor | float:
-        """The float mask (0 for −∞) plus ALiBi, to add after the gain; 0.0 if neither is given."""
+        """Added after the gain: the float mask, with 0 for −∞, plus ALiBi; 0.0 if both are None."""
         bias: Tensor | float = 0.0
         if self.mask is not None and self.mask.dtype != torch.bool:
             bias = self.mask.masked_fill(~visible_entries(self.mask), 0.0).to(self.dtype)
@@ -140,7 +140,7 @@ class Call(Visibility):
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
-        """(`Call`, slice): a block of queries with the keys it may see, and the range of keys."""
+        """The `Call` of a block of queries and the keys they may see, and the slice of the keys."""
         part = self.rows(
             batches,
             heads,

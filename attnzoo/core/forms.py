@@ -142,6 +142,11 @@ class Pairwise:
         """Whether this is a softmax over all keys (and the sink)."""
         return self.normalize == "sum" and self.activation.exponential
 
+    @property
+    def has_lse(self) -> bool:
+        """Whether the normalizer is the exponential of a log-sum-exp, over all or kept keys."""
+        return self.normalize in ("sum", "select") and self.activation.exponential
+
 
 @dataclass(frozen=True)
 class Linear:

@@ -34,9 +34,9 @@ _LOADED: dict[str, Plugin] = {}  # keyed by module name
 def load_plugin(path: str | os.PathLike[str]) -> Plugin:
     """Import a Python file from any folder, so that its variants are registered.
 
-    The module gets the name of the file and is entered into ``sys.modules`` under it. So an
-    activation in ``cube.py`` names its Triton implementation "cube:function", wherever the file is.
-    A file that is loaded already is not executed again.
+    The module has the name of the file, also in ``sys.modules``. An activation in ``cube.py``
+    therefore names its Triton implementation "cube:function", wherever the file is. A file that is
+    loaded already is not executed again.
 
     Args:
         path: The file. Its folder is not added to ``sys.path``.

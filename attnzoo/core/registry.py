@@ -15,9 +15,13 @@ from attnzoo.core.checks import did_you_mean, is_number, shown
 from attnzoo.core.forms import REQUIRED, Param, Variant
 from attnzoo.core.parameters import check_value
 
-# Names that a variant's parameter may not have: arguments, and attributes of `nn.Attention`.
+# Names that a variant's parameter may not have: arguments of functions that accept parameters, and
+# attributes of modules that own them.
 RESERVED = ARGUMENTS | frozenset(
-    "self q k v call variant state cache backend num_heads learn learned training".split()
+    "self q k v call variant state cache backend num_heads learn learned training "
+    "scores dim mask input logits target linear_weight linear_bias class_mask softcap weight "
+    "label_smoothing lse_penalty ignore_index reduction return_stats in_features num_classes "
+    "device dtype output".split()
 )
 
 _VARIANTS: dict[str, Variant] = {}
@@ -68,7 +72,7 @@ def register_variant(variant: Variant) -> Variant:
         if param.name in RESERVED or hasattr(torch.nn.Module, param.name):
             raise ValueError(
                 f"variant {variant.name!r}: parameter {param.name!r} must not have a reserved "
-                f"name ({', '.join(sorted(RESERVED))}) or that of an attribute of torch.nn.Module"
+                f"name ({', '.join(sorted(RESERVED))}) or the name of a torch.nn.Module attribute"
             )
         _check_param(f"variant {variant.name!r}: parameter {param.name!r}", param)
     _check_fields(variant)

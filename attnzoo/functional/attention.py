@@ -93,9 +93,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with the normalizer of a variant: out_i = Σ_j w_ij v_j.
 
-    The variant turns the logits z_ij = scale · q_i·k_j into the weights w_ij. Arguments and layout
-    are those of `torch.nn.functional.scaled_dot_product_attention`, followed by the variant's own
-    parameters.
+    The variant turns the logits z_ij = scale · q_i·k_j into the weights w_ij. The layout and
+    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale`` and ``enable_gqa`` are those of
+    `torch.nn.functional.scaled_dot_product_attention`. The variant's own parameters follow.
 
     Args:
         q: Queries (B, H, Nq, D) in fp16, bf16, fp32 or fp64.
@@ -119,7 +119,7 @@ def attention(
         backend: Name of the backend to use; an error is raised if it cannot run the call. None
             lets the library choose (see `explain`).
         return_lse: Also return lse_i = log Σ_j exp(s_ij) of the scores s_ij after gain and bias.
-            Supported by variants that are a softmax of scores; a sink is not included.
+            Supported by variants that are a softmax of scores. The sum does not include a sink.
         **params: Parameters of the variant: a number, or a tensor () or (H,) with one value per
             query head, or (B, H, Nq) where the variant accepts one value per query.
 

@@ -66,8 +66,8 @@ class Entry(NamedTuple):
                 return None
         if self.form_index < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)
-        # With gradients, forms are computed even if the definition runs, as in the first call:
-        # activation checkpointing must save the same number of tensors in both runs.
+        # With gradients, the forms are computed even if the definition runs. The first call does so
+        # too, and activation checkpointing must save the same number of tensors in both runs.
         forms = self.variant.forms(call, **params)
         if tuple(map(_outline, forms)) != self.outlines:
             return None

@@ -103,7 +103,7 @@ def explain(
 
 
 def _with_note(candidate: Candidate, call: Call) -> Candidate:
-    # `candidates` cannot add the note: in a compiled call the work is symbolic, not a number.
+    # `candidates` cannot add the note: under torch.compile, `linear_work` is not a number.
     form = candidate.form
     if BACKENDS[candidate.backend].scan is None or not isinstance(form, Linear):
         return candidate

@@ -1,8 +1,8 @@
 """The k largest entries of each row, without sorting the row.
 
 A row is split into blocks of 64 entries. Its k largest entries lie in the k blocks with the largest
-maxima: k other blocks with larger maxima would hold k larger entries. Only the entries of these
-blocks are compared.
+maxima, because each of these blocks has an entry at least as large as any entry of another block.
+Only the entries of these blocks are compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 BLOCK = 64
 # Blocks are used if at most this share of them is needed. Otherwise rows are compared whole.
 SHARE = 0.25
-TIED = 2**20  # number of entries in which equal ones are looked up at once
+TIED = 2**20  # number of entries that are searched for equal ones at once
 
 
 class Blocks:
@@ -53,7 +53,7 @@ class Blocks:
         return torch.maximum(peak, self.x[part, self.size :].amax(-1, keepdim=True))
 
     def candidates(self, blocks: int) -> Candidates:
-        """The entries of the ``blocks`` blocks with the largest maxima; all, if these are many."""
+        """The entries of the ``blocks`` blocks with the largest maxima; for many blocks, all."""
         if self._last is None or self._last[0] != blocks:
             self._last = blocks, self._candidates(blocks)
         return self._last[1]
@@ -100,12 +100,12 @@ def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
     NaN counts as the largest value, as in `torch.topk`; the order among NaN is not defined.
     """
     x = rows.x
-    # One more than k shows whether entries outside are equal to the last one inside.
+    # Entry k + 1 shows whether entries that are left out are equal to entry k.
     wanted = min(k + 1, x.shape[-1])
     found = rows.candidates(wanted)
     top = found.values.topk(wanted, dim=-1)
     values, indices = top.values[:, :k], found.index(top.indices[:, :k])
-    # `torch.topk` does not say which one of equal entries it takes, nor their order.
+    # `torch.topk` does not specify which of equal entries it takes, nor in which order.
     if wanted > k and bool((tied := top.values[:, k] == values[:, k - 1]).any()):
         for chosen in tied.nonzero()[:, 0].split(max(1, TIED // x.shape[-1])):
             indices[chosen] = _first_of_equals(x[chosen], values[chosen], indices[chosen])

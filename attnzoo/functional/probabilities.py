@@ -55,8 +55,8 @@ def probabilities(
         tensor([1., 1.])
 
     References:
-        Peters et al. 2019, arXiv:1905.05702: entmax, whose package has ``sparsemax``, ``entmax15``
-        and ``entmax_bisect`` with the same meaning. `get_variant` names the paper of a variant.
+        Peters et al. 2019, arXiv:1905.05702: entmax. Their package has the same functions as
+        ``sparsemax``, ``entmax15`` and ``entmax_bisect``. `get_variant` names a variant's paper.
 
     Notes:
         Twice differentiable, also in tensor parameters, wherever the variant's definition is.

@@ -185,7 +185,7 @@ class Rows(NamedTuple):
     dim: int
 
     def restore(self, x: Tensor) -> Tensor:
-        """(R, m) in the original layout, m in place of n."""
+        """x (R, m) in the original layout, with m in place of n."""
         return x.reshape(*self.lead, x.shape[-1]).movedim(-1, self.dim)
 
 
@@ -208,7 +208,7 @@ def as_rows(
         )
     dim %= len(shape)
     size, lead = shape[dim], shape[:dim] + shape[dim + 1 :]
-    for name, x in params.items():  # a tensor of the scores' rank has size 1 along dim
+    for name, x in params.items():  # a tensor of the scores' rank may have size 1 along dim
         if isinstance(x, Tensor) and x.dim() == len(shape) and x.shape[dim] == 1:
             params = params | {name: x.squeeze(dim)}
     bound = bind_rows(function, variant, scores, params, lead)

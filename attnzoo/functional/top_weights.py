@@ -18,7 +18,7 @@ from attnzoo.functional.rows import BoundVariant, row_call
 
 EXACT = 2**17  # number of scores for which a definition is computed at once
 SUMMED = 2**20  # number of scores whose exponentials are held at once
-WIDER = 4  # factor of the number of blocks if a threshold is too low for the others
+WIDER = 4  # factor of the number of blocks if entries outside of them have a weight
 FEW = 0.25  # at most this share of a row is copied in order to solve for a threshold
 
 Column = Tensor | float  # a number, (R, 1) or (1, 1)
@@ -59,6 +59,8 @@ def top_weights(
         values = _threshold(form, rows, top, gain, empty)
     elif total is not None:
         values = ((top - top[:, :1]) * gain).exp() / total
+        if form.sink is not None:  # of a row of −∞, the sink has the whole weight
+            values = values.masked_fill(top[:, :1] == float("-inf"), 0.0)
     else:
         values = _selected(form, top, gain)
     if empty is not None:
@@ -118,10 +120,10 @@ def _exp_sum(form: Pairwise, rows: Blocks, gain: Column) -> Tensor:
 def _threshold(
     form: Pairwise, rows: Blocks, top: Tensor, gain: Column, empty: Tensor | None
 ) -> Tensor:
-    """The weights φ(s − τ), τ solved on the entries of a few blocks.
+    """The weights φ(s − τ). τ is solved on the entries of a few blocks.
 
-    τ can only grow with more entries. If φ is 0 at the largest of the others, the others have no
-    weight, and τ is that of the whole row.
+    More entries can only raise τ. If the largest entry outside of these blocks has weight 0, all
+    entries outside have weight 0, and τ is the threshold of the whole row.
     """
     phi, shape = form.activation, _shape(form, rows.x)
     flat = None if shape is None else shape.expand(len(top), 1)[:, 0]
@@ -142,11 +144,11 @@ def _threshold(
 
 
 def _above(form: Pairwise, x: Tensor, peak: Tensor, gain: Column, tau: Column) -> Tensor:
-    """The scores with a weight above 0 at τ or a smaller τ, and perhaps others; unordered."""
+    """All scores with a weight above 0 at τ or a larger threshold, and perhaps more; unordered."""
     alpha = form.activation.alpha
     if alpha is None:
         return x
-    # φ(s − τ) is 0 from s = τ − 1/(α − 1) on. The factor allows for rounding.
+    # φ(s − τ) is 0 for s <= τ − 1/(α − 1). The factor allows for rounding.
     reach = 1 / ((_column(form.shape) if alpha == "shape" else alpha) - 1)
     count = int((x >= peak + (tau - 1.001 * reach) / gain).sum(-1).max())
     if count > FEW * x.shape[-1]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo.core.call import Call, score_dtype
+from attnzoo.core.call import score_dtype
 from attnzoo.core.checks import (
     DTYPES,
     check_bool,
@@ -18,9 +18,8 @@ from attnzoo.core.checks import (
     plain,
     shown,
 )
-from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise, Variant
-from attnzoo.core.parameters import bind, check_vectors
-from attnzoo.core.registry import get_variant
+from attnzoo.core.forms import FromStatistics, Pairwise, Variant
+from attnzoo.functional.rows import BoundVariant, RowCall, bind_rows, row_call
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -31,8 +30,11 @@ def check_layer(input: Any, weight: Any, bias: Any) -> int:
     check_dense(name, input)
     if input.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {input.dtype}")
-    if input.dim() == 0:
-        raise ValueError(f"{name} must have at least one dimension, got a tensor of shape ()")
+    if input.dim() == 0 or input.shape[-1] == 0:
+        size = "V" if weight is None else "d"
+        raise ValueError(
+            f"{name} must have shape (*, {size}) with {size} >= 1, got {tuple(input.shape)}"
+        )
     classes = input.shape[-1]
     if weight is not None:
         check_dense("linear_weight", weight)
@@ -43,9 +45,8 @@ def check_layer(input: Any, weight: Any, bias: Any) -> int:
             )
         _check_like("linear_weight", weight, input)
         classes = weight.shape[0]
-    if classes == 0:
-        raise ValueError(f"{'logits' if weight is None else 'linear_weight'} must have at least "
-                         "one class, got 0")  # fmt: skip
+        if classes == 0:
+            raise ValueError("linear_weight must have at least one class, got none")
     if bias is not None:
         check_dense("linear_bias", bias)
         if bias.shape != (classes,):
@@ -73,7 +74,9 @@ def check_class_mask(mask: Any, lead: torch.Size, classes: int, device: torch.de
         allowed = " or ".join(map(str, dict.fromkeys(((classes,), (*lead, classes)))))
         raise ValueError(f"class_mask must have shape {allowed}, got {tuple(mask.shape)}")
     if mask.device != device:
-        raise ValueError(f"class_mask must be on the device of input, {device}, got {mask.device}")
+        raise ValueError(
+            f"class_mask must be on the device of the tokens, {device}, got {mask.device}"
+        )
     return mask.reshape(-1, classes)
 
 
@@ -88,7 +91,9 @@ def check_target(
     if target.shape != lead:
         raise ValueError(f"target must have shape {tuple(lead)}, got {tuple(target.shape)}")
     if target.device != device:
-        raise ValueError(f"target must be on the device of input, {device}, got {target.device}")
+        raise ValueError(
+            f"target must be on the device of the tokens, {device}, got {target.device}"
+        )
     flat = target.reshape(-1)
     if not is_readable(flat):
         return flat
@@ -124,7 +129,7 @@ def check_class_weight(weight: Any, classes: int, like: Tensor) -> Tensor:
         raise TypeError(f"weight must be fp16, bf16, fp32 or fp64, got {weight.dtype}")
     if weight.device != like.device:
         raise ValueError(
-            f"weight must be on the device of input, {like.device}, got {weight.device}"
+            f"weight must be on the device of the tokens, {like.device}, got {weight.device}"
         )
     if weight.requires_grad:
         raise ValueError("weight must not require a gradient; pass weight.detach()")
@@ -167,57 +172,38 @@ def check_softcap(softcap: Any) -> float | None:
     return float(softcap)
 
 
-def output_call(input: Tensor, classes: int, class_mask: Tensor | None) -> Call:
-    """The call of an output layer: tokens (N, d) are the queries of one head, classes its keys."""
-    mask = class_mask
-    return Call(
-        batch=1,
-        heads=1,
-        kv_heads=1,
-        queries=input.shape[0],
-        keys=classes,
-        head_dim=input.shape[-1],
-        value_dim=1,
-        scale=1.0,
-        dtype=score_dtype(input),
-        input_dtype=input.dtype,
-        device=input.device,
-        query_origin=0,
-        mask=None if mask is None else mask[None, None],
-    )
+class BoundForm(NamedTuple):
+    """A variant with its parameters, and its form for the tokens of an output layer."""
+
+    bound: BoundVariant
+    call: RowCall
+    form: Pairwise
+
+    def vector(self, value: Tensor | float | None) -> Tensor | None:
+        """A per-query vector of the form with one entry per token, (N,)."""
+        if value is None:
+            return None
+        return self.call.per_query(value).expand(1, self.call.heads, 1)[0, :, 0]
 
 
-def output_form(
-    variant: str, call: Call, lead: torch.Size, params: dict[str, Any]
-) -> tuple[Variant, Pairwise]:
-    """The variant and its pairwise form. Per-token parameters have the shape ``lead``."""
-    found = get_variant(variant)
-    if found.positional:
-        raise ValueError(
-            f"variant {variant!r} has no output layer: its weights depend on positions, which "
-            "classes do not have"
-        )
-    per_token = {param.name for param in found.params if param.per_token}
-    given = dict(found.output_defaults or {})
-    for name, value in params.items():
-        if name in per_token and isinstance(value, Tensor) and value.dim() and value.shape == lead:
-            value = value.reshape(1, 1, -1)
-        given[name] = value
-    bound = bind(found, call, given)
-    reason = found.unsupported(call, **bound)
-    if reason is not None:
-        raise ValueError(reason)
-    forms = found.forms(call, **bound)
-    for form in forms:
-        if isinstance(form, Pairwise):
-            check_vectors(f"forms of variant {variant!r}", form, call)
-            return found, form
-    raise ValueError(f"variant {variant!r} has no output layer: {_without_form(forms)}")
-
-
-def _without_form(forms: tuple[Form, ...]) -> str:
-    reasons = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "pairwise"]
-    return reasons[0] if reasons else "it has no pairwise form"
+def bind_form(
+    function: str,
+    variant: str,
+    input: Tensor,
+    classes: int,
+    class_mask: Tensor | None,
+    params: dict[str, Any],
+    lead: torch.Size,
+) -> BoundForm:
+    """Validate the variant and its parameters for tokens ``input`` (N, d) of the shape ``lead``."""
+    bound = bind_rows(function, variant, input, params, tuple(lead), output_layer=True)
+    # A form depends on the number of scores, not on their values: expand() takes no memory.
+    scores = input.new_empty((), dtype=score_dtype(input)).expand(len(input), classes)
+    call = row_call(scores, class_mask, input.dtype)
+    form = bound.pairwise(call)
+    if form is None:
+        raise ValueError(f"variant {variant!r} has no loss: it has no pairwise form")
+    return BoundForm(bound, call, form)
 
 
 def check_loss(
@@ -248,7 +234,7 @@ def check_loss(
             f"label_smoothing must be 0 for variant {variant.name!r}, got {label_smoothing}"
             + ("; classes that are not kept have no score" if how == "select" else "")
         )
-    if lse_penalty and variant.scores is None:
+    if lse_penalty and not form.has_lse:
         raise ValueError(
             f"lse_penalty must be 0 for variant {variant.name!r}, which has no log-sum-exp, got "
             f"{lse_penalty}"

@@ -1,6 +1,7 @@
 """Losses and gradients of an output layer, computed for a chunk of tokens at a time.
 
-With dZ, the gradient of a chunk's logits Z = h·Eᵀ + b: dh = dZ·E, dE += dZᵀ·h, db += Σ dZ.
+A chunk has the logits Z = h·Eᵀ + b. From their gradient dZ follow dh = dZ·E, dE += dZᵀ·h and
+db += Σ dZ.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from attnzoo.core.call import score_dtype
 from attnzoo.losses.tokens import Options, Tokens, token_losses
 
 NAN = float("nan")
-# A chunk has up to this many tokens, but not more than 1/16 of them, so that its logits take at
+# A chunk has up to this many tokens, but at most 1/16 of all tokens, so that its logits take at
 # most 1/16 of the memory of all logits.
 CHUNK = 256
 SMALL = 2**20  # logits that a chunk may hold in any case
-BLOCK = 2**18  # logits per elementwise block: 1 MiB in fp32 stays in the cache of a core
+BLOCK = 2**17  # logits per elementwise block: 512 KiB in fp32 stay in the cache of a core
 CLASSES = 512  # rows of E that are copied at a time
 SPARSE = ("threshold", "select")  # normalizations with which most classes have weight 0
 
@@ -61,7 +62,7 @@ def losses(
         first, last = int(chosen[0]), int(chosen[-1])
         # A slice avoids copies of the tokens.
         part = slice(first, last + 1) if last - first + 1 == len(chosen) else chosen
-        z = _logits(layer, part, logits[: len(chosen)])
+        z = chunk_logits(layer, part, logits[: len(chosen)])
         hidden = None
         if layer.class_mask is not None:
             mask = layer.class_mask
@@ -85,7 +86,7 @@ def _blocks(z: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + rows, len(z)))
 
 
-def _logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
+def chunk_logits(layer: Layer, part: slice | Tensor, out: Tensor) -> Tensor:
     h, weight = layer.input[part], layer.weight
     if weight is None:
         return out.copy_(h)
@@ -139,14 +140,14 @@ def _propagate_all(
 
 
 def _nonzero_columns(dz: Tensor) -> Tensor:
-    """Indices of the classes with a gradient or NaN, found in two fast passes over dz."""
+    """Indices of the classes whose column of dz has an entry ≠ 0 or NaN. Two fast passes."""
     return ((dz.amax(0) != 0) | (dz.amin(0) != 0)).nonzero()[:, 0]
 
 
 def _propagate_columns(
     layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor], used: Tensor
 ) -> None:
-    """`_propagate` where the gradients of all classes but those ``used`` are 0."""
+    """`_propagate` if the columns of dz are 0 for all classes that are not in ``used``."""
     weight, h = layer.weight, layer.input[part].to(dz.dtype)
     assert weight is not None
     dh = torch.zeros_like(h)

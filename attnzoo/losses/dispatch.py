@@ -1,4 +1,4 @@
-"""Computes a loss from checked arguments: by chunks of scores, or by moments of the classes."""
+"""Checks the arguments of a loss and computes it: from chunks of scores, or moments of classes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.transforms import uses_transforms
 from attnzoo.core.activations import key_of
-from attnzoo.core.call import Call, in_full_precision, score_dtype
+from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.losses import quadratic
 from attnzoo.losses.arguments import (
+    BoundForm,
+    bind_form,
     check_class_mask,
     check_class_weight,
     check_layer,
     check_loss,
     check_options,
     check_target,
-    output_call,
-    output_form,
 )
-from attnzoo.losses.operators import Setting, TokenLosses, weighted_sum
+from attnzoo.losses.operators import Setting, token_losses, weighted_sum
 
 
 class LossStats(NamedTuple):
     """Statistics of each token, in the shape of target and without gradients.
 
-    At ignored tokens ``support`` is 0, and all others are NaN.
+    At ignored tokens ``support`` is 0, and the other fields are NaN.
 
     Attributes:
-        lse: log Σ_j exp(s_j) over the classes, without a sink; None for variants without one. A
-            variant that keeps k classes sums over these and the target.
+        lse: log Σ_j exp(s_j), without a sink; for topk over the k kept classes and the target.
+            None for variants without a log-sum-exp.
         threshold: τ of variants that solve for a threshold, else None.
         power_sum: Σ_j w_j^α of the entmax family, else None.
         target_score: Score of the target, after softcap and gain.
@@ -94,13 +94,13 @@ def compute_loss(
             "forward-mode derivatives"
         )
     input = input.reshape(-1, input.shape[-1])
-    call = output_call(input, classes, mask)
     with in_full_precision(input.device):
-        found, form = output_form(variant, call, lead, params)
-        check_loss(found, form, given.label_smoothing, given.lse_penalty)
-        factor = _factor(target, class_weight, given, call.dtype)
-        vectors = _vectors(form, call)
-        if linear_weight is not None and _by_moments(form, given, call):
+        found = bind_form("linear_loss", variant, input, classes, mask, params, lead)
+        form = found.form
+        check_loss(found.bound.variant, form, given.label_smoothing, given.lse_penalty)
+        factor = _factor(target, class_weight, given, found.call.dtype)
+        vectors = _vectors(found)
+        if linear_weight is not None and _by_moments(form, given, input, classes):
             losses, stats = _quadratic_losses(
                 input, linear_weight, linear_bias, target, vectors.gain, form, given, class_weight
             )
@@ -111,10 +111,10 @@ def compute_loss(
                 given.ignore_index, float(given.label_smoothing), float(given.lse_penalty),
                 given.return_stats,
             )  # fmt: skip
-            loss, *stats = TokenLosses.apply(
-                given.reduction != "none", setting, input, linear_weight, linear_bias, *vectors,
-                mask, target, factor, class_weight,
-            )  # type: ignore[misc]  # fmt: skip
+            operands = (
+                input, linear_weight, linear_bias, *vectors, mask, target, factor, class_weight,
+            )  # fmt: skip
+            loss, *stats = token_losses(given.reduction != "none", setting, operands)
     if given.reduction == "none":
         loss = loss.reshape(lead)
     if given.reduction == "mean" and not len(target):
@@ -135,19 +135,21 @@ def _factor(
     return counted / share.sum()
 
 
-def _vectors(form: Pairwise, call: Call) -> Vectors:
+def _vectors(found: BoundForm) -> Vectors:
     """The form's vectors with one entry per token; None for a gain of 1."""
-    gain = form.gain
-    assert not isinstance(gain, FromStatistics)
-    given = (None if not isinstance(gain, Tensor) and gain == 1 else gain, form.offset, form.shape,
-             form.sink)  # fmt: skip
-    return Vectors(
-        *(None if x is None else call.per_query(x).expand(1, 1, call.queries)[0, 0] for x in given)
+    gain, offset, shape, sink = (
+        found.form.gain,
+        found.form.offset,
+        found.form.shape,
+        found.form.sink,
     )
+    assert not isinstance(gain, FromStatistics)
+    given = None if not isinstance(gain, Tensor) and gain == 1 else gain
+    return Vectors(*map(found.vector, (given, offset, shape, sink)))
 
 
-def _by_moments(form: Pairwise, given: LossArguments, call: Call) -> bool:
-    """Whether the loss can be computed without scores, and is cheaper so."""
+def _by_moments(form: Pairwise, given: LossArguments, input: Tensor, classes: int) -> bool:
+    """Whether moments of the classes can give the loss, and cost less than scores."""
     return (
         form.normalize == "sum"
         and form.activation.quadratic is not None
@@ -155,7 +157,7 @@ def _by_moments(form: Pairwise, given: LossArguments, call: Call) -> bool:
         and given.softcap is None
         and given.class_mask is None
         and not given.label_smoothing
-        and quadratic.cheaper(call.queries, call.keys, call.head_dim)
+        and quadratic.cheaper(len(input), classes, input.shape[1])
     )
 
 
@@ -169,7 +171,7 @@ def _quadratic_losses(
     given: LossArguments,
     class_weight: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """log Σ_j φ(s_j) − log φ(s_y), and the statistics of `TokenLosses`."""
+    """log Σ_j φ(s_j) − log φ(s_y), and the statistics of `token_losses`."""
     assert form.activation.quadratic is not None
     a, b, c = form.activation.quadratic
     counted = target != given.ignore_index
@@ -179,7 +181,7 @@ def _quadratic_losses(
     rows = quadratic.target_rows(weight=weight, target=target, dtype=h.dtype)
     score = torch.linalg.vecdot(h, rows)
     if bias is not None:
-        score = score + bias[target]
+        score = score + bias.index_select(0, target)
     if gain is not None:
         score = score * gain
     total = quadratic.log_sum(h, weight, bias, gain, (a, b, c))
@@ -194,9 +196,8 @@ def _quadratic_losses(
 def _stats(stats: list[Tensor], form: Pairwise, lead: torch.Size) -> LossStats:
     statistic, power_sum, score, support = (x.reshape(lead) for x in stats)
     threshold = form.normalize == "threshold"
-    has_lse = form.activation.exponential and form.normalize in ("sum", "select")
     return LossStats(
-        lse=statistic if has_lse else None,
+        lse=statistic if form.has_lse else None,
         threshold=statistic if threshold else None,
         power_sum=power_sum if threshold and form.activation.alpha is not None else None,
         target_score=score,

@@ -82,37 +82,38 @@ def linear_loss(
 ) -> Tensor | tuple[Tensor, LossStats]:
     """The mean loss of an output layer, in memory linear in tokens + classes.
 
-    The logits are z = input · linear_weightᵀ + linear_bias. The loss of a token with target y has
-    the gradient w − e_y with respect to the scores s of most variants, where w are the variant's
-    weights of all classes::
+    The logits are z = input · linear_weightᵀ + linear_bias, and the scores are s = gain · z. A
+    token with target y has this loss, where w are the variant's weights of the classes::
 
-        softmax, also with gain or sink   cross entropy, log Σ_j exp(s_j) − s_y
-        sparsemax, entmax                 Fenchel-Young loss, τ − (1 − Σ_j w_j^α)/α − s_y
+        softmax, ssmax, log_n             cross entropy, log Σ_j exp(s_j) − s_y
+        sink                              the same with exp(b) added to the sum
+        sparsemax, entmax, asentmax       Fenchel-Young loss, τ − (1 − Σ_j w_j^α)/α − s_y
         sigmoid                           one-vs-rest logistic loss, Σ_j log(1 + exp(s_j)) − s_y
-        topk                              cross entropy over the k largest and the target
+        topk                              cross entropy over the k largest scores and the target
         other positive φ, such as taylor  −log w_y
 
-    Arguments up to ``reduction`` that `torch.nn.functional.linear_cross_entropy` has too mean the
-    same as there.
+    Arguments that `torch.nn.functional.linear_cross_entropy` has too mean the same as there.
 
     Args:
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.
         linear_weight: One row per class (V, d), of the same dtype.
         target: Class indices (*), int64.
         variant: A name from `list_variants`.
-        linear_bias: Added to the logits (V,), of the same dtype.
+        linear_bias: One number per class (V,), added to the logits; of the same dtype.
         class_mask: Bool (V,) or (*, V), True for classes that take part. A masked class has weight
             0 and is not counted in n_i. The target must take part.
         softcap: c > 0 replaces the logits z by c·tanh(z/c).
-        weight: A factor >= 0 of the loss per target class (V,). With smoothing it applies to each
-            term of the target distribution, as in torch.
+        weight: One factor >= 0 per class (V,). The loss of a token is multiplied by the factor of
+            its target. With smoothing, each term of the target distribution is multiplied by the
+            factor of its class, as in torch.
         label_smoothing: ε in [0, 1]. The target distribution is 1 − ε at the target, plus ε/K at
             each of the K classes that take part.
-        lse_penalty: λ >= 0; adds λ·lse² to the loss of each token, without ``weight``. lse is the
-            log-sum-exp of the scores.
+        lse_penalty: λ >= 0; adds λ·lse² to the loss of each token, not multiplied by ``weight``.
+            lse is the log-sum-exp of the scores.
         ignore_index: Tokens with this target have loss 0 and no gradient.
-        reduction: "mean" divides by the sum of the targets' weights over tokens that are not
-            ignored, which gives NaN without tokens. "sum" adds, "none" returns one loss per token.
+        reduction: "none" returns one loss per token, "sum" their sum. "mean" divides the sum by the
+            number of tokens that are not ignored (NaN if it is 0), or by the sum of ``weight`` at
+            their targets.
         return_stats: Also return `LossStats`.
         **params: Parameters of the variant: a number, a tensor () or (1,), or one value per token
             (*) where the variant accepts one per query. `Variant.output_defaults` lists defaults
@@ -141,9 +142,11 @@ def linear_loss(
         arXiv:1905.05702; lse penalty (z-loss): Chowdhery et al. 2022, arXiv:2204.02311, Section 5.
 
     Notes:
-        Scores are fp32, also under autocast and for 16-bit inputs. First derivatives only. On a
-        CPU, targets are checked; on a GPU a masked target has an infinite loss. The loss of a
-        quadratic φ is computed from moments of the classes where that is cheaper, without scores.
+        Scores are fp32, also under autocast and for 16-bit inputs. First derivatives only.
+        Targets are class indices. They are checked on a CPU, but not on a GPU or under
+        torch.compile, where a masked target has an infinite loss. Where it is
+        cheaper, the loss of a quadratic φ (taylor) is computed from moments of the classes, without
+        scores.
     """
     given = LossArguments(
         class_mask, softcap, weight, label_smoothing, lse_penalty, ignore_index, reduction,

@@ -25,12 +25,13 @@ R = TypeVar("R")
 STATS = len(PER_TOKEN)  # outputs of `output_layer` before the gradients
 
 
+FIRST_ONLY = (
+    "attnzoo.losses supports first derivatives only, got a second backward through a gradient"
+)
+
+
 def first_derivatives_only(function: Callable[P, R]) -> Operator[P, R]:
-    return Operator(
-        function,
-        get_type_hints(function),
-        "attnzoo.losses supports first derivatives only, got a second backward through a gradient",
-    )
+    return Operator(function, get_type_hints(function), FIRST_ONLY)
 
 
 class Setting(NamedTuple):
@@ -109,7 +110,7 @@ class TokenLosses(torch.autograd.Function):
         if grad is None:
             return (None,) * (2 + len(TENSORS))
         named = dict(zip(TENSORS, ctx.saved_tensors))
-        # Without a reference from here, autograd makes a gradient the .grad of a parameter and
+        # If ctx keeps no reference to a gradient, autograd makes it the .grad of a parameter and
         # does not copy it. A second backward pass computes the gradients again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None or torch.is_grad_enabled():
@@ -120,6 +121,19 @@ class TokenLosses(torch.autograd.Function):
         del gradients
         by_name = {name: x.to(named[name].dtype) for name, x in zip(ctx.needed, found)}
         return None, None, *(by_name.get(name) for name in TENSORS)
+
+
+def token_losses(
+    reduced: bool, setting: Setting, operands: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...]:
+    """`TokenLosses`, or without gradients its forward pass alone."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
+        return TokenLosses.apply(reduced, setting, *operands)  # type: ignore[no-any-return]
+    named: dict[str, Any] = dict(zip(TENSORS, operands))
+    loss, *stats = run(named, setting, [])[:STATS]
+    if reduced:
+        loss = weighted_sum(loss, named["factor"])
+    return loss, *stats
 
 
 def run(named: dict[str, Any], setting: Setting, wanted: list[str]) -> list[Tensor]:

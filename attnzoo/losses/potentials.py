@@ -1,7 +1,8 @@
 """The potential A(s) of a form and its gradient, for rows of scores over all classes.
 
 The loss of a token is m·A(s) − Σ_j a_j ℓ(s_j) for a target distribution a with sum m. The gradient
-of A is the variant's weights w, except for "sum" with φ ≠ exp.
+of A is the variant's weights w, except for "sum" with φ ≠ exp and for "select" if the target is not
+kept.
 
 ============  ==============================  ============
 normalize     A(s)                            ℓ(s)
@@ -32,20 +33,21 @@ from attnzoo.core.activations import Activation
 from attnzoo.functional.largest import Blocks, largest
 
 NEG_INF = float("-inf")
-GROUP = 16  # classes per group in the search for classes that have a weight
-FIRST = 64  # maxima of groups that give a lower bound of the threshold
+GROUP = 16  # classes per group in the search for classes with a nonzero weight
+FIRST = 64  # number of group maxima from which a lower bound of the threshold is computed
 
 
 class Potential(NamedTuple):
-    """A(s) of rows, its gradient and what else is known of them; each (rows,) but ``slope``."""
+    """A(s) of each row, its gradient and statistics. All are (rows,) except ``slope``."""
 
     value: Tensor
     slope: Tensor  # [rows, V], 0 where hidden; slope · scale = ∂A/∂s
-    scale: Tensor | None  # None is 1
-    by_vector: dict[str, Tensor]  # ∂A/∂ of each per-token vector
+    scale: Tensor | None  # None stands for 1
+    by_vector: dict[str, Tensor]  # ∂A/∂x for each per-token vector x
     statistic: Tensor | None = None  # lse without the sink, or τ
     lse_scale: Tensor | None = None  # slope · lse_scale = ∂lse/∂s
     power_sum: Tensor | None = None  # Σ w^α
+    support: Tensor | None = None  # number of nonzero weights, if slope has other zeros than w
 
 
 def potential(
@@ -85,7 +87,7 @@ def _exponential(s: Tensor, sink: Tensor | None) -> Potential:
 def _selected(s: Tensor, keep: int | None, target: Tensor) -> Potential:
     assert keep is not None
     top = largest(Blocks(s), min(keep, s.shape[1]))[1]
-    # The target comes last, with score −∞ if it is among the largest.
+    # The target comes last, with score −∞ if it is in ``top`` already.
     twice = (top == target).any(-1, keepdim=True)
     places = torch.cat([top, target], 1)
     x = torch.cat([s.gather(1, top), s.gather(1, target).masked_fill_(twice, NEG_INF)], 1)
@@ -112,7 +114,7 @@ def _sum(
             by_shape = by_shape + phi.shape_slope(at, extra, shape)[:, 0]
     if by_shape is not None:
         by_vector["shape"] = by_shape / z
-    return Potential(z.log(), slope, 1 / z, by_vector)
+    return Potential(z.log(), slope, 1 / z, by_vector, support=(value != 0).sum(-1))
 
 
 def _elementwise(
@@ -137,10 +139,11 @@ def _threshold(s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool)
 
 
 def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
-    """Classes outside of which all weights are 0, as indices for each row; None for all classes.
+    """Indices of classes for each row; all other classes have weight 0. None means all classes.
 
-    The threshold of some scores is at most that of all of them. So the largest maxima of groups of
-    classes give a lower bound of τ, and a group whose maximum has weight 0 there can be left out.
+    The threshold of some scores is at most the threshold of all scores. So the largest maxima of
+    groups of classes give a lower bound of τ. A group can be left out if its maximum has weight 0
+    with this bound as τ.
     """
     size = s.shape[1] // GROUP  # the number of groups; class j is in group j modulo size
     if size <= FIRST:

@@ -5,7 +5,7 @@ one more column. The mean μ = Σ_j e_j/V and the Gram matrix G = Σ_j (e_j − 
 
     Σ_j s_j = V·t,  Σ_j s_j² = gain²·hᵀGh + V·t²,  t = gain · h·μ.
 
-Centring avoids that Σ s² cancels against its mean. The cost is V·d² + N·d², not N·V·d.
+If the rows e_j share a large offset, centring keeps G accurate. The cost is V·d² + N·d², not N·V·d.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnzoo.backends.operator import operator
 from attnzoo.core.call import in_full_precision
+from attnzoo.losses.operators import FIRST_ONLY
 
 ROWS = 4096  # classes at a time: centring copies them
 
@@ -49,7 +50,7 @@ def _(*, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Moments:
     return Moments(weight.new_empty(size, dtype=dtype), weight.new_empty(size, size, dtype=dtype))
 
 
-@class_moments.backward("weight", "bias")
+@class_moments.backward("weight", "bias", no_double=FIRST_ONLY)
 def class_moments_backward(
     *, weight: Tensor, bias: Tensor | None, mean: Tensor, gram: Tensor, dmean: Tensor,
     dgram: Tensor, wanted: list[str],
@@ -79,8 +80,8 @@ def _rows(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Iterator[T
 
 @operator
 def target_rows(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the targets in the dtype of scores. The backward adds them up in that dtype too."""
-    return weight[target].to(dtype, copy=True)
+    """Rows of the targets in the dtype of scores. Their gradients are summed in that dtype too."""
+    return weight.index_select(0, target).to(dtype)
 
 
 @target_rows.fake
@@ -88,7 +89,7 @@ def _(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.new_empty((len(target), weight.shape[1]), dtype=dtype)
 
 
-@target_rows.backward("weight")
+@target_rows.backward("weight", no_double=FIRST_ONLY)
 def target_rows_backward(*, weight: Tensor, target: Tensor, dout: Tensor) -> dict[str, Tensor]:
     total = torch.zeros_like(weight, dtype=dout.dtype).index_add_(0, target, dout)
     return {"weight": total.to(weight.dtype)}

@@ -139,7 +139,7 @@ def _has_log_values(how: Normalizer) -> bool:
 
 
 class _Scores:
-    """Σ_j a_j s_j, less m · offset. Its derivative by the scores is a."""
+    """Σ_j a_j s_j − m · offset. Its derivative by the scores is a."""
 
     def __init__(
         self, s: Tensor, scores: Tensor, a: _Target, how: Normalizer, tokens: Tokens
@@ -167,6 +167,9 @@ class _LogValues:
         phi = how.activation
         shape = None if tokens.vectors.shape is None else tokens.vectors.shape[:, None]
         value, slope, by_shape = _log(phi, scores, shape)
+        if tokens.hidden is not None:  # where targets are not checked, a hidden one has weight 0
+            hidden = tokens.hidden.expand(s.shape).gather(1, tokens.target[:, None])
+            value, slope = value.masked_fill(hidden, NEG_INF), slope.masked_fill(hidden, 0.0)
         total, by_vector = a.own * value, None if by_shape is None else a.own * by_shape
         self.target_slope, self.spread_slope = a.own * slope, None
         if a.spread is not None:
@@ -212,7 +215,8 @@ def _omega(
 
 
 def _statistics(found: Potential, scores: Tensor) -> dict[str, Tensor]:
-    stats = {"target_score": scores[:, 0], "support": (found.slope != 0).sum(-1)}
+    support = (found.slope != 0).sum(-1) if found.support is None else found.support
+    stats = {"target_score": scores[:, 0], "support": support}
     for name in ("statistic", "power_sum"):
         if (x := getattr(found, name)) is not None:
             stats[name] = x

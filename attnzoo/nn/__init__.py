@@ -5,6 +5,7 @@ from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import attend
 from attnzoo.nn.multihead import MultiheadAttention, replace
 from attnzoo.nn.optimizer import parameter_groups
+from attnzoo.nn.output_layer import OutputLayer, TargetLoss
 from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
 
@@ -13,7 +14,9 @@ __all__ = [
     "Cache",
     "KVCache",
     "MultiheadAttention",
+    "OutputLayer",
     "StateCache",
+    "TargetLoss",
     "Taylor",
     "Transformer",
     "attend",

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import (
-    DTYPES,
-    check_bool,
-    check_dense,
-    check_sizes,
-    did_you_mean,
-    shown,
-)
-from attnzoo.core.forms import REQUIRED, Param
-from attnzoo.core.parameters import check_entries, check_value, missing
+from attnzoo.core.checks import check_bool, check_dense, check_sizes, shown
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention, attention_weights
-from attnzoo.nn.bounded import Bounded
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import AttentionKeywords, attend
-
-# The name that torch.nn.utils.parametrize uses in checkpoints, so that those checkpoints load.
-BOUNDED = "parametrizations"
+from attnzoo.nn.parameters import VariantParameters
 
 
-class Attention(nn.Module):
+class Attention(VariantParameters):
     """`attnzoo.attention` as a module that owns the parameters of a variant.
 
     Each learned parameter is an fp32 `torch.nn.Parameter` of shape (H,), one value per query head,
@@ -76,96 +62,9 @@ class Attention(nn.Module):
         **params: Any,
     ) -> None:
         super().__init__()
-        found = get_variant(variant)
         check_sizes(num_heads=num_heads)
-        specs = {param.name: param for param in found.params}
-        learned = self._learned(variant, specs, learn)
-        for name in params:
-            if name not in specs:
-                known = ", ".join(specs) or "none"
-                nearest = did_you_mean(name, [*specs, "learn"])
-                raise TypeError(
-                    f"variant {variant!r} has no parameter {name!r}; it has: {known}{nearest}"
-                )
-        # A torch.nn.Parameter is learned without being named in ``learn``.
-        learned += tuple(
-            name
-            for name, value in params.items()
-            if isinstance(value, nn.Parameter) and name not in learned
-        )
-        self.variant, self.num_heads, self.learned = variant, num_heads, learned
-        self._initial: dict[str, Tensor] = {}
-        for name, spec in specs.items():
-            value = params.get(name, spec.default)
-            if name in learned:
-                self._learn(spec, value if name in params or spec.init is None else spec.init)
-            elif value is REQUIRED:
-                raise TypeError(missing(variant, spec))
-            elif isinstance(value, Tensor):
-                # It is cloned because checkpoints reject tensors that share memory.
-                self._initial[name] = self._checked(spec, value).detach().clone()
-                self.register_buffer(name, self._initial[name].clone())
-            elif value is None and spec.default is None:
-                setattr(self, name, None)
-            else:
-                setattr(self, name, check_value(f"{variant}'s {name}", spec, value))
-
-    @staticmethod
-    def _learned(
-        variant: str, specs: dict[str, Param], learn: tuple[str, ...] | list[str] | None
-    ) -> tuple[str, ...]:
-        if learn is None:
-            return tuple(name for name, spec in specs.items() if spec.init is not None)
-        possible = [name for name, spec in specs.items() if spec.kind == "per_head"]
-        if not isinstance(learn, (tuple, list)):
-            raise TypeError(f"learn must be a tuple of names or None, got {shown(learn)}")
-        for name in learn:
-            if name not in possible:
-                allowed = ", ".join(possible) or "none"
-                raise ValueError(
-                    f"learn must name learnable parameters of {variant!r} ({allowed}), got "
-                    f"{shown(name)}"
-                )
-        if len(set(learn)) < len(learn):
-            raise ValueError(f"learn must name each parameter once, got {learn!r}")
-        return tuple(learn)
-
-    def _checked(self, spec: Param, value: Tensor) -> Tensor:
-        what = f"{self.variant}'s {spec.name}"
-        if spec.kind != "per_head":
-            check_value(what, spec, value)
-        check_dense(what, value)
-        if value.dtype not in DTYPES:
-            raise TypeError(f"{what} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
-        if value.shape not in ((), (self.num_heads,)):
-            raise ValueError(
-                f"{what} must have shape () or ({self.num_heads},), got {tuple(value.shape)}"
-            )
-        check_entries(what, spec, value)
-        return value
-
-    def _learn(self, spec: Param, start: Any) -> None:
-        what = f"{self.variant}'s {spec.name}"
-        if start is None or start is REQUIRED:
-            raise ValueError(f"learn: {what} needs an initial value, a float or a tensor (H,)")
-        if isinstance(start, Tensor):
-            device = start.device
-        else:
-            number = check_value(what, spec, start, torch.float32)
-            # The initial value stays on the CPU even for a module on meta, which would lose it.
-            start = torch.full((self.num_heads,), number, dtype=torch.float32, device="cpu")
-            device = torch.empty(0).device  # torch's current default device
-        start = self._checked(spec, start).expand(self.num_heads)
-        check_entries(what, spec, start, torch.float32)
-        start = start.detach().clone().float()
-        self._initial[spec.name] = start
-        if spec.between is None:
-            self.register_parameter(spec.name, nn.Parameter(start.to(device, copy=True)))
-            return
-        # torch.nn.utils.parametrize itself would change the module's class and break pickling.
-        if BOUNDED not in self._modules:
-            self.add_module(BOUNDED, nn.ModuleDict())
-        self._bounded()[spec.name] = Bounded(what, *spec.between, start).to(device=device)
+        self.num_heads = num_heads
+        self._own(variant, num_heads, learn, params)
 
     def reset_parameters(self, names: Iterable[str] | None = None) -> None:
         """Resets parameters to their initial values, also after ``to_empty``.
@@ -173,33 +72,7 @@ class Attention(nn.Module):
         Args:
             names: names from `parameter_tensors`; None resets all of them.
         """
-        bounded, tensors = self._bounded(), self.parameter_tensors()
-        with torch.no_grad():
-            for name in tensors if names is None else names:
-                start = self._initial[name]
-                tensors[name].copy_(bounded[name].inverse(start) if name in bounded else start)
-
-    def parameter_tensors(self) -> dict[str, Tensor]:
-        """The tensors of the state dict, keyed by the name of the variant's parameter."""
-        bounded = self._bounded()
-        return {n: bounded[n].original if n in bounded else getattr(self, n) for n in self._initial}
-
-    def _bounded(self) -> dict[str, Any]:
-        """The learned parameters that stay inside an interval, keyed by name."""
-        found = self.__dict__.get("_modules", {}).get(BOUNDED)
-        return {} if found is None else found._modules
-
-    def __getattr__(self, name: str) -> Any:
-        bounded = self._bounded()
-        return bounded[name]() if name in bounded else super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        bounded = self._bounded()
-        if name not in bounded:
-            return super().__setattr__(name, value)
-        check_dense(bounded[name].name, value)
-        with torch.no_grad():
-            bounded[name].original.copy_(bounded[name].inverse(value))
+        self._reset(self.parameter_tensors() if names is None else names)
 
     def forward(
         self,
@@ -307,11 +180,6 @@ class Attention(nn.Module):
         keys = KVCache(max_length)  # always created, because it checks max_length
         return StateCache() if possible and kind != "keys" else keys
 
-    def _params(self) -> dict[str, Any]:
-        """The variant's parameters; after `shard_heads` only this rank's part of them."""
-        values = {p.name: getattr(self, p.name) for p in get_variant(self.variant).params}
-        return {name: _local(value) for name, value in values.items()}
-
     def shard_heads(self, mesh: Any) -> Attention:
         """Shards the parameters over heads for tensor parallelism, in place.
 
@@ -344,12 +212,7 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """The variant and the values of its parameters, for repr()."""
-        shown = []
-        for name in [param.name for param in get_variant(self.variant).params]:
-            value = getattr(self, name)
-            text = _summary(value.detach()) if isinstance(value, Tensor) else f"{value}"
-            shown.append(f"{name}={text}" + (" (learned)" if name in self.learned else ""))
-        return ", ".join([repr(self.variant), f"num_heads={self.num_heads}", *shown])
+        return ", ".join([repr(self.variant), f"num_heads={self.num_heads}", *self._shown()])
 
 
 def _dense(
@@ -360,19 +223,3 @@ def _dense(
     if not isinstance(weights, Tensor):
         raise ValueError("return_lse must be False with need_weights, got True")
     return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), weights
-
-
-def _local(value: Any) -> Any:
-    if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
-        return value
-    local = getattr(value, "to_local", None)
-    return value if local is None else local()
-
-
-def _summary(x: Tensor) -> str:
-    if x.is_meta:
-        return "on meta"
-    low, high = float(x.min()), float(x.max())
-    if math.isclose(low, high, rel_tol=1e-6, abs_tol=1e-12):
-        return f"{low:.4g}"
-    return f"{low:.4g}…{high:.4g}"

@@ -201,7 +201,7 @@ def _checked_length(length: int, current: int) -> int:
 
 
 def _check_index(index: Tensor, stored: Tensor | None) -> None:
-    """Raises unless ``index`` (B',) holds indices below B of ``stored`` (B, ...), if given."""
+    """Raises unless ``index`` (B',) holds ints from 0 to B − 1 for ``stored`` (B, ...)."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int32 or int64 tensor, got {kind}")

@@ -191,7 +191,7 @@ class MultiheadAttention(nn.Module):
             attn_mask: (L, S) or (B·H, L, S). Bool: True = blocked. Float: added to the scores.
             average_attn_weights: average the weights over the heads.
             is_causal: causal attention. With attn_mask, a hint that this mask is causal: the mask
-                is then ignored if L = S, no key is appended and need_weights is False.
+                is then ignored, unless L ≠ S, a key is appended, or need_weights is True.
 
         Returns:
             (output, weights). The output has the layout of ``query``. The weights are (B, L, S), or

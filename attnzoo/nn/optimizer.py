@@ -7,15 +7,15 @@ from typing import Any
 from torch import nn
 
 from attnzoo.core.checks import is_finite, is_number, plain, shown
-from attnzoo.nn.attention import Attention
 from attnzoo.nn.checks import check_module
+from attnzoo.nn.parameters import VariantParameters
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer, without weight decay for learned variant parameters.
 
     Args:
-        model: a module that contains `Attention` modules.
+        model: a module that contains `Attention` or `OutputLayer` modules.
         weight_decay: the weight decay of all other parameters, biases and norms included.
 
     Returns:
@@ -42,7 +42,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         raise TypeError(f"weight_decay must be a finite number >= 0, got {shown(weight_decay)}")
     if not (weight_decay >= 0 and is_finite(weight_decay)):
         raise ValueError(f"weight_decay must be a finite number >= 0, got {shown(weight_decay)}")
-    learned = [p for m in model.modules() if isinstance(m, Attention) for p in m.parameters()]
+    owners = [module for module in model.modules() if isinstance(module, VariantParameters)]
+    learned = [m.parameter_tensors()[name] for m in owners for name in m.learned]
     ids = {id(p) for p in learned}
     others = [p for p in model.parameters() if id(p) not in ids]
     groups = ((others, weight_decay), (list(dict.fromkeys(learned)), 0.0))

@@ -22,6 +22,7 @@ from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache
 from attnzoo.nn.checks import check_heads
 from attnzoo.nn.decoding import AttentionKeywords
+from attnzoo.nn.output_layer import OutputLayer
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
 LARGEST_BASE = torch.finfo(torch.float32).max
@@ -41,7 +42,7 @@ class Transformer(nn.Module):
         variant: a name from `attnzoo.list_variants`; or a list with one entry per layer, each a
             name or a pair (name, parameters).
         positions: the position encoding. "rope" rotates pairs of features of queries and keys.
-            "p-rope" rotates only the pairs with the highest frequencies, a share ``rope_share``.
+            "p-rope" rotates only the share ``rope_share`` of pairs with the highest frequencies.
             "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "none" has no encoding
             besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
@@ -50,6 +51,9 @@ class Transformer(nn.Module):
         dropout: probability of dropout on the outputs of attention and MLP, in training.
         rope_base: base of the rotation frequencies; the longest wavelength is nearly 2π·rope_base.
         rope_share: share of the pairs that "p-rope" rotates, from 0 to 1.
+        output: the variant of the output layer, `OutputLayer`, which is the attribute ``output``.
+        output_params: its parameters, and other keywords of `OutputLayer` such as ``softcap``;
+            ``bias`` is False unless given here.
         **params: parameters of the variant, if it is the same in all layers.
 
     Raises:
@@ -88,6 +92,8 @@ class Transformer(nn.Module):
         dropout: float = 0.0,
         rope_base: float = 10000.0,
         rope_share: float = 0.75,
+        output: str = "softmax",
+        output_params: dict[str, Any] | None = None,
         **params: Any,
     ) -> None:
         super().__init__()
@@ -119,10 +125,20 @@ class Transformer(nn.Module):
             for name, values in _per_layer(variant, depth, params)
         )
         self.norm = nn.RMSNorm(embed_dim)
+        if output_params is not None and not isinstance(output_params, dict):
+            raise TypeError(f"output_params must be a dict or None, got {shown(output_params)}")
+        fixed = {"in_features", "num_classes", "variant"} & set(output_params or {})
+        if fixed:
+            raise TypeError(f"output_params must not have {', '.join(sorted(fixed))}")
+        self.output = _TiedOutput(self.embed, output, output_params or {})
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws matrices with std 0.02, the last of each residual branch with 0.02/√(2·depth)."""
+        """Sets random matrices: std 0.02, or 0.02/√(2·depth) at the end of a residual branch.
+
+        Resets the bias of the output layer to 0, and its variant's parameters.
+        """
+        self.output.reset_parameters()
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends_branch = name.endswith(("out.weight", "down.weight"))
@@ -209,8 +225,24 @@ class Transformer(nn.Module):
             )
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits (..., vocab_size) from states (..., E)."""
-        return F.linear(states, self.embed.weight)
+        """Logits (..., vocab_size) from states (..., E), before a softcap of the output layer.
+
+        For probabilities use ``output.log_prob(states)`` or ``output.topk(states, k)``.
+        """
+        return F.linear(states, self.output.weight, self.output.bias)
+
+    def loss(self, states: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of the output layer, without the logits of all tokens in memory.
+
+        Args:
+            states: from `states`, or a selection of them, (..., E).
+            target: the token that follows each of them, int64 (...); those equal to the output
+                layer's ``ignore_index``, -100, are left out.
+
+        Returns:
+            A scalar in fp32, or fp64 for fp64 states.
+        """
+        return self.output.loss(states, target)
 
     def new_caches(self, max_length: int) -> list[Cache]:
         """One empty cache per layer, for sequences of up to ``max_length`` tokens."""
@@ -226,6 +258,41 @@ class Transformer(nn.Module):
         pair = torch.arange(self.rotated_pairs, device=tokens.device, dtype=torch.float32)
         angles = at[:, None] * self.rope_base ** (-2 * pair / self.head_dim)
         return torch.stack([angles.cos(), angles.sin()])
+
+
+class _TiedOutput(OutputLayer):
+    """An output layer that reads its matrix from an embedding.
+
+    The matrix is a parameter of the embedding only: state dicts have it once, and ``to_empty`` or
+    sharding cannot separate the two.
+    """
+
+    def __init__(self, embed: nn.Embedding, variant: str, params: dict[str, Any]) -> None:
+        sizes = embed.embedding_dim, embed.num_embeddings
+        super().__init__(*sizes, variant, **{"bias": False, **params})
+        del self._parameters["weight"]
+        self.__dict__["tied"] = embed  # not as a submodule, because the model has it already
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "tied" in self.__dict__:
+            raise AttributeError(
+                "output.weight is the embedding's matrix: set embed.weight instead"
+            )
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "tied" in self.__dict__:
+            return self.__dict__["tied"].weight
+        return super().__getattr__(name)
+
+    def _get_name(self) -> str:
+        return "OutputLayer"
+
+    def reset_parameters(self) -> None:
+        """Resets the bias to 0, and the variant's parameters."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        self._reset(self.parameter_tensors())
 
 
 class _Layer(nn.Module):

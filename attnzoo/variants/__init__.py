@@ -1,4 +1,4 @@
-"""The shipped variants: one file per variant, with its name, that defines ``VARIANT``.
+"""The shipped variants. Each file has the name of its variant and defines ``VARIANT``.
 
 Every file in this folder is imported and its variant registered.
 """

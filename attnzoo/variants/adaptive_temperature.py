@@ -4,9 +4,9 @@ Formula:
     w_i = softmax(β(H_i) · z_i),  H_i = entropy of softmax(z_i) in nats
     β(H) = max(−0.037 H⁴ + 0.481 H³ − 2.3 H² + 4.917 H − 1.791, 1) if H > 0.5, else 1
 
-Effect: Rows of medium entropy become sharper: β exceeds 1 only for 0.85 < H < 5.95 and is at most
-2.42, at H = 4.41. As n grows the effect ends: a row with more than e^5.95 = 384 equally likely keys
-gets plain softmax.
+Effect: Rows of medium entropy become sharper: β exceeds 1 only for 0.85 < H < 5.945 and is at most
+2.42, at H = 4.41. As n grows the effect ends: a row with more than e^5.945 = 382 equally likely
+keys gets plain softmax.
 
 Source: Veličković et al. 2024, arXiv:2410.01104, with the polynomial of Figure 5, which the authors
 fitted on one task.

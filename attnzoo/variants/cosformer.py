@@ -61,7 +61,7 @@ def forms(call: Call, max_length: int) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="cosformer",
     formula="ReLU(q)·ReLU(k)·cos(π(i−j)/2M) / Σ",
-    use="Constant cost per decoded token; no training run measured here reached 95 %.",
+    use="Constant cost per decoded token; no run in docs/results.md reached 95 % accuracy.",
     paper="Qin et al. 2022, arXiv:2202.08791",
     weights=weights,
     params=(

@@ -47,7 +47,7 @@ class Deviation:
 
     @property
     def share(self) -> float:
-        """The larger ratio error / budget, of the rms and the largest error; inf for NaN."""
+        """error / budget of the rms or of the largest error, whichever is larger; inf for NaN."""
         shares = [
             error / budget if budget > 0 else (0.0 if error == 0 else math.inf)
             for error, budget in ((self.error, self.budget), (self.largest, self.largest_budget))

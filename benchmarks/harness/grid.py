@@ -10,7 +10,7 @@ from benchmarks.harness.cases import Setting
 
 # Default number of tokens B·N at every length. With 16 heads, B·H·N is 2^20.
 TOKENS = 2**16
-# The FLOP of the backward pass (five matrix products) divided by those of the forward pass (two).
+# FLOP count of the backward pass (five matrix products) divided by that of the forward pass (two).
 BACKWARD = 2.5
 MASKS = ("causal", "full")
 INPUTS = ("iid", "block-sparse")
@@ -40,7 +40,7 @@ def grid(
 
 
 def flops(setting: Setting, direction: str) -> float:
-    """The usual FLOP count of attention: 4·B·H·N²·D forward, half if causal, × 2.5 backward.
+    """The usual FLOP count: 4·B·H·N²·D forward, 2.5 times that backward; half of both if causal.
 
     Normalization is not counted, so that the TFLOP/s of different variants are comparable.
     """

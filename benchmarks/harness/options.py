@@ -25,7 +25,7 @@ Defaults = Mapping[str, Mapping[str, Any]]  # device -> option -> value
 
 def positive(kind: type):
     """The type of an argument that is a positive int or float."""
-    words = "an int" if kind is int else "a number"
+    words = f"an int from 1 to {MOST - 1}" if kind is int else "a finite number > 0"
 
     def convert(text: str):
         try:
@@ -33,7 +33,7 @@ def positive(kind: type):
         except ValueError:
             value = kind(0)
         if not 0 < value < (MOST if kind is int else float("inf")):
-            raise argparse.ArgumentTypeError(f"must be {words} > 0, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be {words}, got {text!r}")
         return value
 
     return convert

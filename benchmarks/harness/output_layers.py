@@ -1,6 +1,6 @@
 """Output layers in the shape of attention: hidden states are queries, classes are keys.
 
-`OutputInputs` holds the hidden states (N, d) as q, the matrix of classes (V, d) as k and the
+`output_inputs` returns the hidden states (N, d) as q, the matrix of classes (V, d) as k and the
 targets (N,) as v, so that `bench` times a loss as it times attention. A loss is checked on a small
 layer: its value and both gradients against a formula in fp64 on all scores at once.
 """
@@ -22,7 +22,7 @@ from benchmarks.harness.cases import Attend, Case, Inputs, Setting
 from benchmarks.harness.correctness import RESIDUAL, Check, Deviation
 from commandline.errors import UsageError
 
-# The layer on which results are checked. It has enough classes for all shortcuts of thresholds.
+# The layer on which results are checked. It has enough classes for each shortcut of thresholds.
 SMALL = {"length": 48, "classes": 3000, "head_dim": 16}
 FUSED = ("linear_cross_entropy", "linear_cross_entropy, chunked")
 
@@ -132,7 +132,7 @@ def _dense(case: Case, logits: Tensor, column: Tensor) -> Tensor:
 
 
 def _column(vector: Any) -> Tensor | float:
-    """A number of the form, or one per head of a call with one query, that broadcasts to (N, V)."""
+    """A vector of a form: a number, or (N, 1) with one entry per head of a call with one query."""
     return vector.reshape(-1, 1) if isinstance(vector, Tensor) else float(vector)
 
 

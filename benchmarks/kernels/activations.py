@@ -30,7 +30,7 @@ class VariantForm(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kernels' name of the normalization; "family" for a threshold with per-query α."""
+        """The kernels' name for the normalization; "family" for a threshold with per-query α."""
         from attnzoo.backends.triton.flash.backend import normalize
 
         return "family" if self.form.shape is not None else normalize(self.form)

@@ -2,9 +2,9 @@
 
 Compiles the kernel with each combination. Prints those within the limits of `compile`, as entries
 for the table in attnzoo/backends/triton/common/configurations.py. On a GPU it also times the whole
-forward or backward pass with each configuration and with the current one in the same rounds,
-fastest first. Configurations with a different result are reported and not ranked. Without a GPU,
-the largest tiles come first.
+forward or backward pass with each configuration, in the same rounds as the current one, and prints
+the fastest first. Configurations with a different result are reported and not ranked. Without a
+GPU, the largest tiles come first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Check linear forms against fp64, then time them beside softmax, their pairwise forms and fla.
 
 All calls are causal. Variants whose number of features grows faster than the dimension, such as
-taylor, use queries and keys of `--feature-dim`, as in the Based paper; values have the head
-dimension. The last lines give the length from which each linear form is faster than softmax, and
-the length from which it is faster than its pairwise form.
+taylor, use queries and keys of dimension `--feature-dim`, as in the Based paper. Values have the
+head dimension. The last lines give the length from which each linear form is faster than softmax,
+and the length from which it is faster than its pairwise form.
 """
 
 from __future__ import annotations

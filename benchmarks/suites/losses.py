@@ -1,15 +1,15 @@
 """Check losses of output layers against fp64, then measure time and memory, forward + backward.
 
-The first table has one row per variant, through `attnzoo.losses.linear_loss`, and one per function
-for cross entropy in torch. Then follow variants with a loss from moments of the classes (taylor),
-on a layer with many classes and few dimensions; the losses of the package entmax, on at most
-1024 tokens because they hold several tokens × classes matrices; and
-`attnzoo.topk_probabilities` beside softmax and topk.
+The first tables, one for each number of tokens, have a row for each variant with
+`attnzoo.losses.linear_loss` and one for each function for cross entropy in torch. Further tables:
+variants with a loss from moments of the classes (taylor), on a layer with many classes and few
+dimensions; the losses of the package entmax, on at most 1024 tokens because they hold several
+tokens × classes matrices; and `attnzoo.topk_probabilities` beside softmax and topk.
 
 Columns: the error closest to its budget on a small layer, with its share of the budget; the median
 time and its quartiles; the time divided by that of each loss of softmax in the same rounds (below
 1 is faster); the peak memory beyond inputs and gradients, also as a share of tokens × classes
-numbers in fp32. The last lines give the ratios that attnzoo aims for.
+numbers in fp32. The last lines give the ratios for which attnzoo has targets.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def implementations(cases: list[Case], setting: OutputSetting) -> Iterator[Imple
 
 
 def peak_bytes(args: argparse.Namespace, timer: Timer, e: Implementation, row: Row) -> int | None:
-    """The peak memory of a row beyond inputs and gradients. Adds its share of all scores."""
+    """The peak memory beyond inputs and gradients. Adds its share of all scores to the row."""
     setting = row.setting
     assert isinstance(setting, OutputSetting)
     if args.device == "cuda":
@@ -255,7 +255,7 @@ def print_peak(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- the ratios that attnzoo aims for -----------------------------------------------------------
+# ---- the ratios for which attnzoo has targets ---------------------------------------------------
 
 
 def conclude(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:

@@ -2,8 +2,7 @@
 
 Compares torch's scaled_dot_product_attention with every variant through `attnzoo.attention` and
 through the module `attnzoo.nn.Attention`, on one thread without gradients. The columns are the
-median time of a call, its quartiles, and the difference between the medians of the call and SDPA,
-all in microseconds.
+median time of a call, its quartiles, and the median minus that of SDPA, all in microseconds.
 """
 
 from __future__ import annotations

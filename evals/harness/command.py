@@ -124,7 +124,7 @@ class Studies:
                 logger.close()
 
     def missing(self) -> dict[str, int]:
-        """The number of missing result rows, over all shards, by name of each incomplete task."""
+        """The incomplete tasks by name, each with the number of its missing result rows."""
         lacks = {}
         for name, study in self.studies.items():
             self.folders[name] = Folder(self.out / name, self.options.shard)
@@ -215,6 +215,6 @@ def run_tasks(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, 
         note = NOTES[shared.preset]
         if others:
             note += f" The folder also has {len(others)} results made with other options."
-        show([*others, *rows], out, note, shared.verbose)  # rows last: the last version is shown
+        show([*others, *rows], out, note, shared.verbose)  # the version of the last row is shown
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

@@ -62,7 +62,7 @@ def _shard_from_environment() -> str:
         first, step = int(found.get(f"{array}MIN", 0)), int(found.get(f"{array}STEP", 1))
         return f"{(int(found[f'{array}ID']) - first) // step}/{found[f'{array}COUNT']}"
     raise argparse.ArgumentTypeError(
-        f"must be I/N, because neither RANK and WORLD_SIZE nor {array}ID and {array}COUNT are set"
+        f"must be I/N: env needs RANK and WORLD_SIZE, or {array}ID and {array}COUNT, to be set"
     )
 
 
@@ -110,6 +110,10 @@ class Options(BaseModel):
         description="Evaluate at these lengths and at the train length",
     )  # fmt: skip
     steps: Count = Field(None, title="N", description="Train for N steps")
+    output: str | None = Field(
+        None, title="VARIANT",
+        description="Train with this variant as the output layer's normalizer (default: softmax)",
+    )  # fmt: skip
     settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
         {}, title="NAME=VALUE",
         description="Change a setting of the task (repeatable); an unknown NAME lists all settings",
@@ -117,7 +121,7 @@ class Options(BaseModel):
     plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
     workers: Annotated[int | None, Read(int)] = Field(
         None, title="N", ge=0,
-        description="Use N worker processes (default: one per core or GPU); with 0, this process",
+        description="Use N worker processes (default: one per core or GPU); 0: no worker process",
     )  # fmt: skip
     shard: Annotated[Shard, BeforeValidator(_checked_shard), Read(_shard)] = Field(
         WHOLE, title="I/N",
@@ -137,13 +141,13 @@ class Options(BaseModel):
     retry_failed: bool = Field(False, description="Repeat runs that ended in NaN or out of memory")
     verbose: bool = Field(
         False,
-        description="Also print schedule, all tables, all failures, tracebacks and status lines",
+        description="Also print schedule, more tables, all failures, tracebacks and status lines",
     )
     dry_run: bool = Field(False, description="Estimate the time of the runs, and run nothing")
 
 
 # The options that are allowed in a task's table of the TOML file.
-TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "settings")
+TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "output", "settings")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +173,7 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
     """The options of each named task, from the file and the command line; the command line wins.
 
     In the file, a table named after a task has options for that task only. With several tasks, a
-    setting applies to tasks that have it, and position encodings to tasks that support one.
+    setting applies only to tasks that have it, and ``positions`` only to tasks with encodings.
 
     Raises:
         UsageError: the file cannot be read, or an option is unknown or out of bounds.
@@ -225,6 +229,8 @@ def _without_unknown(task: str, layer: Mapping[str, Any]) -> dict[str, Any]:
         mine["settings"] = {name: x for name, x in mine["settings"].items() if name in known}
     if TASKS[task].positions == ("none",):
         mine.pop("positions", None)
+    if "output" not in settings_of(task):
+        mine.pop("output", None)
     return mine
 
 

@@ -10,7 +10,7 @@ from commandline.errors import UsageError
 from commandline.variants import load_plugin
 from evals.tasks import TASKS
 
-_TASKS: dict[Path, list[str]] = {}  # task names by file: a second load registers none
+_TASKS: dict[Path, list[str]] = {}  # task names by file, because a second load registers none
 
 
 def load(path: Path) -> tuple[attnzoo.Plugin, list[str]]:

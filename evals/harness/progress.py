@@ -104,7 +104,7 @@ class Progress:
 
     @property
     def _part(self) -> float:
-        """The sum over the runs in progress of the fraction of each run that is done."""
+        """The fractions done of the runs in progress, summed: 0.5 and 0.25 give 0.75."""
         return sum(fraction for fraction, _ in self.running.values())
 
     def _print(self, text: str) -> None:

@@ -69,7 +69,7 @@ NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}
 
 
 def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
-    """Load or train the model; returns the model, and its training time and learned parameters."""
+    """Load or train the model; returns it, and a dict of training time and learned parameters."""
     task, path = TASKS[run.task], context.model(run)
     if path.exists():
         model = task.build(run.variant, run.positions, run.settings).to(context.device)
@@ -97,9 +97,9 @@ def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dic
 
 
 def _work(run: Run) -> tuple[float, dict[int, float]]:
-    """The number of tokens of the training, times 3, and the number at each eval length.
+    """The work of the training, and of the evaluation at each length, in tokens.
 
-    The factor 3 stands for the longer time per token in training.
+    A training token counts as three, because it takes longer.
     """
     task, settings = TASKS[run.task], run.settings
     middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)

@@ -52,7 +52,7 @@ class RowSpec(NamedTuple):
 class Study:
     """The runs of one task.
 
-    plugins: the hash of the plugin file by name of each variant and task in it; a changed file
+    plugins: maps the names that a plugin registers to the hash of its file; a changed file
     changes the keys. left_out: the reason for each unsupported pair of variant and position
     encoding.
     """
@@ -68,7 +68,7 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """The specs of all result rows, by seed, so that the first results cover all variants."""
+        """The specs of all result rows, seed by seed: the first results then cover all variants."""
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:
@@ -85,8 +85,10 @@ class Study:
     def training_key(self, variant: VariantCall, positions: str, seed: int) -> str:
         """The key of one training, also used for inference-time substitutions in that model."""
         plugin = self.plugins.get(f"task {self.task.name}")
+        output = self.settings.output_layer
         return key_of(
             ({} if plugin is None else {"plugin": plugin})
+            | ({} if output is None else {"output": self._variant(output)})
             | {
                 "task": self.task.name,
                 "data": self.task.data_version(),
@@ -253,6 +255,12 @@ def _settings(task: Task, preset: Settings, options: Options) -> Settings:
     if options.steps is not None:
         given["steps"] = options.steps
     known = vars(preset)
+    if options.output is not None:
+        if "output" not in known:
+            raise UsageError(
+                f"--output must not be given for {task.name}: its output layer is always softmax"
+            )
+        given["output"] = options.output
     for name, value in given.items():
         if name not in known:
             raise UsageError(no_setting(task.name, name, known))

@@ -126,7 +126,7 @@ def evaluate(
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             batch = task.batch(seed, split, length, start, stop, settings).to(device)
-            # Heads are measured on the first sequences of the first split, for any chunk size.
+            # Heads are measured on the first sequences of the first split, whatever the chunk size.
             most = (0, 0) if number else (task.head_sequences, JACOBIANS)
             sample = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
             began = time.process_time()

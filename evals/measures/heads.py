@@ -11,7 +11,7 @@ Each measurement is a mean over rows and sequences:
     range       δ = max z − min z
     bound       min(1, e^δ / n), an upper bound on the weights of softmax at this δ
     alignment   ρ, the mean cosine between keys of different tokens
-    strength    β / log n with β = scale · |q| · mean |k|, to compare with the critical gain
+    strength    β / log n with β = scale · |q| · mean |k|, to compare with `critical_gain`
     jacobian    2-norm of ∂w/∂z in the last row of a few sequences; only if n is at most 256 and
                 the weights are a function of z alone
 """
@@ -45,12 +45,15 @@ def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
 
 def learned(model: nn.Module) -> dict[str, list[float]]:
     """The learned parameters of the model's variants by name: one value per head, all layers in
-    order."""
+    order. Those of an output layer have names such as ``output alpha``."""
     found: dict[str, list[float]] = {}
     for module in model.modules():
         if isinstance(module, attnzoo.nn.Attention):
             for name in module.learned:
                 found.setdefault(name, []).extend(getattr(module, name).detach().tolist())
+        elif isinstance(module, attnzoo.nn.OutputLayer):
+            for name in module.learned:
+                found[f"output {name}"] = getattr(module, name).detach().tolist()
     return found
 
 

@@ -67,7 +67,7 @@ class Outcome:
 
 
 class Tally:
-    """Sums of one variant's results over the batches of one eval length, and their CPU time."""
+    """Sums of one variant's results over the batches of one eval length, and the CPU time."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, tuple[float, int]] = {}  # sum, count

@@ -3,8 +3,9 @@
 Each variant is substituted at inference, without training. For each length and head the command
 measures the largest weight, the entropy divided by log n, and the effective number of keys 1/Σp²
 with p = w/Σw. These are means over queries; n is the number of keys that a query sees. For each
-length it also measures the cosine similarity between the model's outputs with the variant and as
-loaded. A model that was converted with attnzoo before is also measured as loaded.
+length it also measures how close the model's output with the variant is to the output of the model
+as loaded: their cosine similarity. If attnzoo had already converted the model, the variant that it
+was loaded with is measured too.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def add_parser(commands: Any) -> None:
         help=f"Substitute these variants without training (default: {DEFAULT})")  # fmt: skip
     add("--lengths", type=numbers, metavar="N,N,…",
         help="Measure at these lengths in tokens (default: 16, 32, 64 … up to the limit of the "
-        "model)")  # fmt: skip
+        "model or the text)")  # fmt: skip
     add("--samples", type=int, default=4, metavar="N",
         help="Read N pieces of the text at each length (default: 4)")  # fmt: skip
     add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",

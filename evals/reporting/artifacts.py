@@ -1,4 +1,4 @@
-"""Writes summary.csv and figures for each task and one report of all tasks; prints the tables."""
+"""Writes one report of all tasks, and each task's summary.csv and figures; prints the tables."""
 
 from __future__ import annotations
 

@@ -39,14 +39,15 @@ def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
     """Compare A with B: one `Change` for each series and length of A that has a score.
 
     Raises:
-        UsageError: A or B has several settings of a task.
+        UsageError: A or B has several groups of results of a task.
     """
     for side, found in (("A", before), ("B", after)):
         names = [group.task.name for group in found]
         for name in set(names):
             if names.count(name) > 1:
                 raise UsageError(
-                    f"{side} must have one setting of each task, got {names.count(name)} of {name}"
+                    f"{side} must have results of {name} with equal settings, data and numbers of "
+                    f"test sequences, got {names.count(name)} groups"
                 )
     theirs = {group.task.name: group for group in after}
     return [change for group in before for change in _of_group(group, theirs.get(group.task.name))]
@@ -118,7 +119,7 @@ def differing(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
 
 
 def _unshared_seeds(before: Sequence[Group], after: Sequence[Group]) -> list[str]:
-    """A note for each task where B has seeds that A lacks; the gain is then not B − A."""
+    """A note for each task where B has seeds that A lacks: only column B includes them."""
     theirs = {group.task.name: group.points for group in after}
     return [
         f"note: {name} has seeds in B that A lacks: column B includes them, the gains do not"

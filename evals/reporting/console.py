@@ -1,4 +1,4 @@
-"""Prints a task's score table at the end of a study, and with --verbose all its tables."""
+"""Prints a task's score table at the end of a study, and with --verbose more tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEW = 5  # without --verbose, at most this many failures are listed
 
 
 def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
-    """Print the scores of a group, and with ``verbose`` all its tables and failures."""
+    """Print the scores of a group, and with ``verbose`` more tables and all failures."""
     table = score_table(group)
     print(f"\n{table.text()}")
     if EFFECTIVE in table.header:

@@ -148,7 +148,7 @@ def _check_chosen(
     found: Sequence[Group], metrics: Sequence[str] | None, lengths: Sequence[int] | None
 ) -> None:
     """Raise UsageError for a metric or a length that no result has."""
-    known = dict.fromkeys(metric.name for group in found for metric in group.task.metrics)
+    known = dict.fromkeys(metric.name for group in found for metric in group.metrics)
     for name in metrics or ():
         if name not in (*known, ALL):
             raise UsageError(f"--metric must be among {', '.join(known)} or {ALL}, got {name!r}")
@@ -161,7 +161,7 @@ def _check_chosen(
 def _metrics(group: Group, names: Sequence[str] | None) -> list[Metric]:
     if names is None:
         return [group.task.score]
-    return [metric for metric in group.task.metrics if ALL in names or metric.name in names]
+    return [metric for metric in group.metrics if ALL in names or metric.name in names]
 
 
 def _named(found: Sequence[Group]) -> Iterator[tuple[str, Group]]:

@@ -44,7 +44,7 @@ def figures(
     group: Group, heads: Sequence[Heads], metrics: Sequence[Metric] | None = None
 ) -> Iterator[Drawing]:
     """The curves of these metrics (default: all metrics), then fitted laws and heat maps."""
-    for metric in group.task.metrics if metrics is None else metrics:
+    for metric in group.metrics if metrics is None else metrics:
         yield Drawing(metric.name, metric.title, "curve", plots.metric_plot(group, metric))
     if (law := theory_plot(group, heads)) is not None:
         title = "Largest weight of each variant's sharpest head against n, and the fitted law"

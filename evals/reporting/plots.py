@@ -1,4 +1,4 @@
-"""Figures of a group: a metric against n, and heat maps of its curves.
+"""Figures of a group: metrics against n, and heat maps of curves.
 
 Most colours are from the palette of Okabe and Ito, for readers with colour blindness. Markers tell
 the variants apart without colour, and each line is named at its end.
@@ -134,8 +134,8 @@ def line_height(group: Group) -> float:
 
 
 def length_axis(axes: Axes, lengths: list[int], name: str = "number of keys n") -> None:
-    """Make the x axis a log axis with a tick at each length, or at every second if there are more
-    than nine."""
+    """Make the x axis a log axis with a tick at each length, or at every second length if there
+    are more than nine."""
     axes.set_xscale("log", base=2)
     step = 1 if len(lengths) <= 9 else 2
     axes.set_xticks(lengths[::step], [str(n) for n in lengths[::step]])

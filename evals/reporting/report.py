@@ -130,18 +130,18 @@ class Section:
         )
 
     def point_ident(self, point: Point) -> str:
-        """The id of the first row of a point, the target of its link in the leaderboard."""
+        """The HTML id of a point's first row; the leaderboard links to it."""
         return f"{self.ident}-{self.group.series.index(point.series)}-{point.length}"
 
     @property
     def row_header(self) -> list[str]:
-        metrics = [metric.name for metric in self.group.task.metrics]
+        metrics = [metric.name for metric in self.group.metrics]
         start = ["variant", "position encoding", "n", "seed", "status"]
         return [*start, *metrics, "sequences", "key", "message"]
 
     def rows(self) -> Iterator[tuple[str, list[str]]]:
         """Pairs (HTML id, cells) for all rows. Only the first row of each point has an id."""
-        metrics = [metric.name for metric in self.group.task.metrics]
+        metrics = [metric.name for metric in self.group.metrics]
         for point in self.group.points.values():
             ident = self.point_ident(point)
             for row in sorted(point.rows, key=lambda row: row["seed"]):

@@ -15,7 +15,7 @@ from evals.results.summary import Group, Point
 from evals.task import Metric, Task
 from evals.tasks import TASKS
 
-KEPT = 0.85  # the share of the score at the train length that defines the effective length
+KEPT = 0.85  # effective length: the score stays above this share of its value at train length
 
 
 class Value(NamedTuple):
@@ -62,6 +62,7 @@ class Scores:
     schedule: str
     lines: list[Line]
     distinction: str = ""
+    remarks: tuple[str, ...] = ()
 
     def shown(self, value: float) -> str:
         """A value of the metric as text, in the unit of the tables: 0.986 as "98.6"."""
@@ -81,9 +82,9 @@ class Scores:
         )
 
     def notes(self) -> list[str]:
-        """An explanation of each mark (->, †, *) that occurs."""
+        """The remarks of the task, and an explanation of each mark (->, †, *) that occurs."""
         values = [value for line in self.lines for value in line.values]
-        return mark_lines(
+        marks = mark_lines(
             variants=[line.variant for line in self.lines],
             seeds=self.seeds,
             untrained=any(line.untrained for line in self.lines),
@@ -91,6 +92,7 @@ class Scores:
             bar=self.task.trained_score,
             train_length=self.train_length,
         )
+        return [*self.remarks, *marks]
 
     def effective_length(self, line: Line) -> int | None:
         """The longest length up to which the score stays above 85 % of its value at the train
@@ -116,7 +118,7 @@ class Scores:
 
 
 def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None) -> Scores:
-    """The scores of a group of rows, at these lengths (default: at all)."""
+    """The scores of a group of rows, at these lengths (default: all)."""
     chosen = [n for n in group.lengths if lengths is None or n in lengths]
     lines = [
         Line(
@@ -136,6 +138,7 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
         schedule=group.rows[0]["schedule"],
         lines=_best_first(lines, metric),
         distinction=group.distinction,
+        remarks=tuple(group.task.remarks(group.settings)),
     )
 
 
@@ -148,7 +151,7 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
     task, first = TASKS[name], summary[0]
     if len(several := {line.get("settings") or "" for line in summary}) > 1:
         raise UsageError(
-            f"the summary of {name} must have one setting, got {'; '.join(sorted(several))}"
+            f"the summary of {name} must have equal settings, got {'; '.join(sorted(several))}"
         )
     lengths = sorted({int(line["length"]) for line in summary})
     lines = []

@@ -13,8 +13,10 @@ ENOUGH_SEEDS = 6  # with fewer seeds, a 95 % bootstrap interval is too narrow
 
 
 def legend(group: Group) -> list[str]:
-    """An explanation of each mark (->, †, *) that occurs in a group's tables."""
-    return mark_lines(
+    """An explanation of each mark (->, †, *) that occurs in a group's tables, and the remarks of
+    the task."""
+    remarks = group.task.remarks(group.settings)
+    return remarks + mark_lines(
         variants=[series.variant for series in group.series],
         seeds=len(group.seeds),
         untrained=any(map(group.untrained, group.series)),
@@ -84,7 +86,7 @@ def chance_text(metric: Metric, chance: float) -> str:
 
 
 def score_tables(group: Group) -> list[Table]:
-    """The score, its intervals, the published scores, and the differences from softmax."""
+    """Tables of the score, its intervals, the published scores and the differences from softmax."""
     score = group.task.score
     over = "mean ± standard error over seeds" if len(group.seeds) > 1 else "one seed"
     chance = chance_text(score, group.chance)
@@ -115,7 +117,7 @@ def _difference(point: Point, score: Metric) -> str:
 
 def more_tables(group: Group) -> list[Table]:
     """A table for each metric other than the score."""
-    return [_by_length(group, m.title, _cell(m)) for m in group.task.metrics[1:]]
+    return [_by_length(group, m.title, _cell(m)) for m in group.metrics[1:]]
 
 
 def learned_table(group: Group) -> Table | None:
@@ -151,10 +153,12 @@ def cost_table(group: Group) -> Table:
             training[seed] = max(training.get(seed, 0.0), row["train_cpu_seconds"])
             evaluation[seed] = evaluation.get(seed, 0.0) + row["cpu_seconds"]
         shared = "->" in series.variant
-        spent = "shared" if shared else _spread(list(training.values()))
-        rows.append([series.label, spent, _spread(list(evaluation.values()))])
+        spent = list(training.values())
+        per_step = [1000 * seconds / group.settings["steps"] for seconds in spent]
+        costs = ["shared"] * 2 if shared else [_spread(spent), _spread(per_step)]
+        rows.append([series.label, *costs, _spread(list(evaluation.values()))])
     title = "CPU time of a run: mean (range) over seeds"
-    return Table(title, ["variant", "training, s", "evaluation, s"], rows)
+    return Table(title, ["variant", "training, s", "per step, ms", "evaluation, s"], rows)
 
 
 def _published_table(group: Group) -> Table | None:

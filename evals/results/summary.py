@@ -19,7 +19,7 @@ import numpy as np
 
 from commandline.errors import UsageError
 from evals.results.store import Row
-from evals.task import Task
+from evals.task import Metric, Task
 from evals.tasks import TASKS
 
 BASELINE = "softmax"
@@ -121,6 +121,11 @@ class Group:
     def chance(self) -> float:
         return self.rows[0]["chance"]
 
+    @property
+    def metrics(self) -> list[Metric]:
+        """The task's metrics, without optional ones that no result has."""
+        return metrics_of([self])
+
     def of(self, series: Series) -> list[Point]:
         """The points of a series in the order of their lengths."""
         return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
@@ -138,6 +143,12 @@ class Group:
         name = self.task.score.name
         scores = [row["metrics"][name] for row in point.rows if row["status"] == "ok"]
         return len(self.seeds) - sum(score >= self.task.trained_score for score in scores)
+
+
+def metrics_of(groups: Sequence[Group]) -> list[Metric]:
+    """The metrics of groups of one task, without optional ones that no result has."""
+    found = {name for group in groups for point in group.points.values() for name in point.metrics}
+    return [m for m in groups[0].task.metrics if not m.optional or m.name in found]
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
@@ -160,8 +171,8 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
-    """Split rows so that all rows of a part and length have the same number of test sequences. The
-    part with the largest numbers comes first."""
+    """Split rows into parts. In a part, all rows of one length have the same number of test
+    sequences. The part with the largest numbers comes first."""
     sizes: dict[int, list[int]] = {}
     for length in {row["length"] for row in rows}:
         found = {row["sequences"] for row in rows if row["length"] == length}
@@ -179,8 +190,9 @@ def _distinction(group: Group, every: Sequence[Group]) -> str:
     parts = []
     for read in (_settings, _origins, _sizes):
         mine, theirs = read(group), [read(other) for other in others]
-        differs = [name for name in mine if any(x.get(name) != mine[name] for x in theirs)]
-        parts += [f"{name} {mine[name]}" for name in differs]
+        names = dict.fromkeys(name for found in (mine, *theirs) for name in found)
+        differs = [n for n in names if any(x.get(n) != mine.get(n) for x in theirs)]
+        parts += [f"{name} {mine.get(name, 'default')}" for name in differs]
         others = [other for other, x in zip(others, theirs) if x == mine]
     return ", ".join(parts)
 
@@ -313,7 +325,8 @@ def csv_text(groups: Sequence[Group]) -> str:
     """
     task = groups[0].task
     header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
-    for name in [*(metric.name for metric in task.metrics), f"{task.score.name}_minus_softmax"]:
+    metrics = metrics_of(groups)
+    for name in [*(metric.name for metric in metrics), f"{task.score.name}_minus_softmax"]:
         header += _columns(name)
     header += ["chance", "train_length", "steps", "schedule", "settings"]
     file = io.StringIO()
@@ -327,15 +340,15 @@ def csv_text(groups: Sequence[Group]) -> str:
         ]  # fmt: skip
         for series in sorted(group.series):
             for point in group.of(series):
-                writer.writerow([*_line(group, point), *constants])
+                writer.writerow([*_line(group, point, metrics), *constants])
     return file.getvalue()
 
 
-def _line(group: Group, point: Point) -> list[object]:
+def _line(group: Group, point: Point, metrics: Sequence[Metric]) -> list[object]:
     score = point.metrics.get(group.task.score.name)
     failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
     line: list[object] = [group.task.name, *point.series, point.length]
     line += [score.count if score else 0, failed, group.untrained(point.series)]
-    for metric in group.task.metrics:
+    for metric in metrics:
         line += _cells(point.metrics.get(metric.name))
     return [*line, *_cells(point.versus_baseline)]

@@ -68,9 +68,9 @@ def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
 
 TASK = RetrievalTask(
     name="max-retrieval",
-    about="Find the item with the largest value among n, and predict its class. The values get "
-    "closer as n grows, so the gap between the best score and the next shrinks (Veličković et al. "
-    "2024, arXiv:2410.01104).",
+    about="Find the item with the largest value among n, and predict its class. The largest "
+    "values get closer as n grows, and so do their attention scores (Veličković et al. 2024, "
+    "arXiv:2410.01104).",
     version=f"{GENERATOR}, max 1",
     draw=draw,
     sizes=(1, 1),

@@ -40,7 +40,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int) -> Batch:
 TASK = RetrievalTask(
     name="needle",
     about="Find the one item with the query's key among n, and predict its class. The gap between "
-    "its score and the others' does not depend on n.",
+    "its attention score and the other items' scores does not depend on n.",
     version=f"{GENERATOR}, needle 1",
     draw=draw,
     sizes=(KEYS, KEYS),

@@ -76,7 +76,7 @@ def entmax15_fixed(n: int, gap: float) -> float:
 def entmax_shrinking(alpha: float) -> Form:
     """p = (ακ/n)^{1/α}, because the weights sum to 1: n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
 
-    x is the score above the threshold. The integral over x misses half of the top key, so the next
+    x is the score above the threshold. The integral counts only half of the top key, so the next
     term is −p/(2α) times this one.
     """
     return lambda n, kappa: (alpha * kappa / n) ** (1 / alpha)

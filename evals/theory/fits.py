@@ -157,9 +157,10 @@ def fit(
 
 
 def _lowest(values: Tensor, half_width: float) -> Tensor:
-    """The x (C,) where values (G, C) at G points from −half_width to half_width are smallest.
+    """The minimum x (C,) of C functions, given by their values (G, C) at G points.
 
-    x is the lowest point of a parabola through the smallest value and its neighbours.
+    The points go from −half_width to half_width. x is the lowest point of a parabola through the
+    smallest value and its neighbours.
     """
     count = len(values)
     step = 2 * half_width / (count - 1)

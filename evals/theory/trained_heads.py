@@ -10,7 +10,7 @@ free number:
                                                search for one marked key
 
 The number is fitted by least squares of log weight. An error of ×1.08 means that the law misses the
-weights by 8 %, root mean square. The law is computed from the variant, so every variant has one.
+weights by 8 %, root mean square. The law is computed from the variant, without a closed form.
 For a shrinking gap it is the mean over sixteen draws of u. The grid (j + ½)/n of `closed_forms`
 would change the weight by about 10 %. ALiBi changes the measured weights, but the laws do not
 include it. For n ≫ κ and n ≫ e^Δ softmax falls as 1/n under both laws, so such lengths cannot tell
@@ -57,7 +57,7 @@ def critical_gain(alignment: float) -> float:
 
     The theory is about softmax of a_ij = β_n ⟨y_i, y_j⟩ with normalized tokens y and
     β_n = γ log n. All pairs of tokens have about the same inner product ρ (nearly a simplex),
-    n → ∞, and the dimension is high. Then γ < γ_c draws all tokens together, γ > γ_c leaves each
+    n → ∞, and the dimension is high. Then γ < γ_c pulls all tokens together, γ > γ_c leaves each
     token unchanged, and near γ_c attention is sparse. The reason: a token's own score stands out
     from n others if and only if β_n (1 − ρ) > log n.
 
@@ -184,7 +184,8 @@ def heads_of(group: Group, series: Series) -> Heads | None:
                 continue
             seed = seeds[row["seed"]]
             peaks[at, seed] = torch.tensor(row["curves"]["head_peak"]).double()[indices]
-            for name, values in ({} if spec.is_substitution else row["learned"]).items():
+            of_heads = {n: x for n, x in row["learned"].items() if not n.startswith("output ")}
+            for name, values in ({} if spec.is_substitution else of_heads).items():
                 every = torch.tensor(values, dtype=torch.float64)
                 initial = every[indices].expand(len(seeds), -1).clone()
                 learned.setdefault(name, initial)[seed] = every[indices]
@@ -220,7 +221,7 @@ def _spread(values: Tensor) -> str:
 
 
 def _fit_cells(found: Fit, mine: Tensor) -> list[str]:
-    """The two table cells of one head's fit: κ or Δ, and the error. mine: `Heads.entries`."""
+    """The two table cells of one head's fit: κ or Δ, and the error. mine: the head's entries."""
     mine = mine[found.sizes[mine].isfinite()]
     if not len(mine):
         return ["—", "—"]

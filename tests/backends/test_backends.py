@@ -1,4 +1,4 @@
-"""Every variant agrees with its fp64 definition on every backend: outputs and all gradients.
+"""On eager, tiled, sdpa and linear, outputs and gradients agree with the fp64 definition.
 
 Testing all combinations of settings would take too long, so each variant runs a covering array:
 cases in which every pair of settings occurs. ``eager`` and ``tiled`` share an array. ``sdpa`` and
@@ -44,7 +44,7 @@ def all_allowed(case: dict[str, Any]) -> bool:
 
 
 def sdpa_allowed(case: dict[str, Any]) -> bool:
-    """sdpa supports causal calls only without a mask and with Nq = Nk or Nq = 1."""
+    """sdpa supports a causal call only if it has no mask and Nq is 1 or Nk."""
     queries, keys = case.get("shape", (1, 1))
     causal = case.get("span") == "causal"
     return not causal or (case.get("mask", "none") == "none" and queries in (1, keys))
@@ -67,7 +67,7 @@ def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple]
     return tuple(levels.items())
 
 
-# Backends that run the same cases -> the kinds of forms they support, a filter of the cases.
+# Backends that share cases -> (the kinds of forms they support, a filter of the cases).
 ARRAYS = {
     ("eager", "tiled"): (("pairwise", "linear"), all_allowed),
     ("sdpa",): (("pairwise",), sdpa_allowed),
@@ -80,7 +80,7 @@ def factors_of(variant: str, backends: tuple[str, ...]) -> tuple[tuple[str, tupl
 
 
 def variants_on(backends: tuple[str, ...]) -> list[str]:
-    """The variants that the backends support."""
+    """The variants that the backends (a key of `ARRAYS`) support."""
     if "eager" in backends:
         return VARIANTS
     return [variant for variant in VARIANTS if VARIANT_BACKENDS[variant][backends[0]] is RUNS]

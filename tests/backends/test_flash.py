@@ -48,7 +48,7 @@ FIXED = ("adaptive_temperature",)
 
 
 def allowed(case: dict[str, Any]) -> bool:
-    """Exclude slow cases: Nq + Nk > 100 with batch size 2, and 70² or 128² with 3 or 4 heads."""
+    """Exclude slow cases: Nq + Nk > 100 in batches of 2; Nq = Nk >= 70 with 3 or 4 heads."""
     queries, keys = case.get("shape", (1, 1))
     large = queries + keys > 100
     square = (queries, keys) in ((70, 70), (128, 128)) and case.get("heads", "2 heads") != "2 heads"
@@ -98,7 +98,7 @@ def long_cases() -> Iterator[Any]:
             heads=next(heads),
             params=dict(factors(variant))["params"][-1],
             lse=variant not in NO_LSE,
-            window=120 if case["span"] == "window" else (100, 60),  # more keys than a block
+            window=120 if case["span"] == "window" else (100, 60),  # wider than a block
         )
         name = f"{variant}-{label(case)}"
         yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""flash with large scores, queries without keys, empty tensors, thresholds and NaN."""
+"""Edge cases of flash: large scores, queries without keys, empty tensors, thresholds and NaN."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[
 
 @every_variant
 def test_queries_without_keys_give_zeros_and_zero_gradients(variant: str) -> None:
-    """Queries 50 and 64 to 127 have no keys by the mask, and queries 0 to 19 by causality."""
+    """The mask hides all keys of queries 50 and 64 to 127. Causality hides those of 0 to 19."""
     q, k, v = (rand(1, 2, n, 16, seed=n).float().requires_grad_() for n in (140, 120, 121))
     v = v[:, :, 1:]
     mask = torch.ones(140, 120, dtype=torch.bool)
@@ -138,7 +138,7 @@ def test_results_are_deterministic(variant: str) -> None:
 
 
 def weights(scores: Tensor, alpha: float | Tensor, backend: str) -> Tensor:
-    """Entmax weights (R, n) of scores (R, n): q and v are identities, k the transposed scores."""
+    """Entmax weights (R, n) of scores (R, n). q and v are identity matrices, k is scoresᵀ."""
     rows, n = scores.shape
     visible = scores != float("-inf")
     q, eye = torch.eye(rows)[None, None], torch.eye(n)[None, None]
@@ -174,7 +174,7 @@ def test_large_equal_scores_share_the_weight(variant: str, score: float, backend
     v = rand(1, 1, 300, 8).float()
     out = attnzoo.attention(q, k, v, variant, scale=1.0, backend=backend)
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
-    # Here a float mask gives the same scores.
+    # A float mask with the value `score` gives the same result.
     mask = torch.full((1, 300), score)
     out = attnzoo.attention(q, k * 0, v, variant, attn_mask=mask, backend=backend)
     assert torch.allclose(out[0, 0, 0], v.mean(2)[0, 0], atol=1e-5)
@@ -203,7 +203,7 @@ def test_blocks_without_weight_are_skipped(
 
     monkeypatch.setattr(flash_ops, "flash_threshold", spy)
     cluster = torch.arange(n) // 110
-    # With causality a query attends to its own cluster, otherwise cluster c attends to 2 − c.
+    # Queries of cluster c attend to cluster c if causal, and to cluster 2 − c otherwise.
     target = cluster if "is_causal" in options else 2 - cluster
     shapes = (1, 2, n, dim), (1, 1, n, dim), (1, 1, n, dim)
     q, k, v = (rand(*shape, seed=i).float() for i, shape in enumerate(shapes))
@@ -257,10 +257,10 @@ def test_triton_implementations_agree_with_their_activations(
     change = activation.slope(s64, value, shape64)
     if activation.vanishes:
         assert (phi[-1], slope[-1]) == (0, 0)
-    # Allowed relative error: that of exp2 without α, and of exp2 and log2 with α, for |s| ≤ 12.
+    # The allowed relative error for |s| ≤ 12. With α it is larger, because φ needs log2.
     accuracy = 2e-6 if shape is None else 2e-5
-    # `size` allows for cancellation: between the powers of a polynomial, and in the 1 − φ of
-    # sigmoid, where accuracy · 0.05 = 1e-7 covers one fp32 rounding of a number near 1.
+    # `size` allows for cancellation between the powers of a polynomial, and in sigmoid's 1 − φ.
+    # In sigmoid, accuracy · 0.05 = 1e-7 covers one fp32 rounding of a number near 1.
     size = 0.05 * (activation.name == "sigmoid")
     size = size + 0.0 * s64 if activation.vanishes else activation.value(s64.abs(), None)
     for have, want in ((phi, value), (slope, change)):

@@ -1,4 +1,4 @@
-"""flash_linear agrees with the fp64 definition, and with linear for sequences run in parts.
+"""flash_linear agrees with the fp64 definition and, for sequences run in parts, with linear.
 
 The kernels run in Triton's interpreter with chunks of 32 tokens and blocks of 16 features.
 """
@@ -144,7 +144,7 @@ def test_empty_tensors_and_queries_without_keys_give_zeros(variant: str) -> None
 
 
 def test_features_of_fp16_do_not_overflow() -> None:
-    """Even for much smaller q and k, (q·k)²/2 exceeds 65504, the largest fp16 number."""
+    """For most pairs here, (q·k)²/2 exceeds 65504, the largest fp16 number."""
     q, k, v = (60 * x.half() for x in qkv(40))
     out = attnzoo.attention(q, k, v, "taylor", is_causal=True, enable_gqa=True, scale=1.0,
                             backend="flash_linear")  # fmt: skip
@@ -165,7 +165,7 @@ def test_results_are_deterministic() -> None:
 
 
 def features(gradient: bool) -> tuple[Tensor, ...]:
-    """Features x (1, 4, 40, 24) of q and y (1, 2, 40, 24) of k, v (1, 2, 40, 5), initial state."""
+    """Features of q (1, 4, 40, 24), features of k (1, 2, 40, 24), v and an initial state."""
     x, y = rand(1, 4, 40, 24, seed=1).float().abs(), rand(1, 2, 40, 24, seed=2).float().abs()
     v, first = rand(1, 2, 40, 5, seed=3).float(), rand(1, 2, 24, 12, seed=4).float().abs()
     return tuple(t.requires_grad_(gradient) for t in (x, y, v, first))

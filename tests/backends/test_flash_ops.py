@@ -1,4 +1,4 @@
-"""flash with torch.compile, autocast and double backward, its operators, third-party variants."""
+"""flash: its operators, torch.compile, autocast, double backward and third-party variants."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VECTOR = rand(1, 2, 9, seed=6).float().abs()
 NOTHING = Layout(0.3, None, 0, None, None, None, None)
 ALL = Layout(0.3, 4, 2, MASK, IDS, IDS, VECTOR)
 FUNCTIONS = "attnzoo.backends.triton.common.activations:"
-# normalize -> per-query vectors, layout, (activation, unit, vanishes, normalize)
+# name of a form -> per-query vectors, layout, (activation, unit, vanishes, normalize)
 FORMS: dict[str, tuple[Vectors, Layout, tuple]] = {
     "online": (Vectors(gain=VECTOR, sink=VECTOR), ALL, ("exp", 1.4427, True, "online")),
     "none": (Vectors(offset=VECTOR), NOTHING, ("sigmoid", 1.4427, True, "none")),

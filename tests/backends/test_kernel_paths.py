@@ -69,7 +69,7 @@ def test_every_kernel_path_occurs_with_every_setting(
 
 @pytest.mark.parametrize("name", ["flash", "decode", "flash_linear", "eager and tiled"])
 def test_every_level_has_a_quick_case(name: str) -> None:
-    """A level is a variant with parameters. Levels that share a kernel path are tested too."""
+    """A level is a variant with parameters. Each needs its own case, even on a shared path."""
     cases, levels, _, _ = ARRAYS[name]
     run = {Level(c.values[0], c.values[1]["params"]) for c in cases if is_quick(c)}
     assert set(levels) == run

@@ -34,7 +34,7 @@ def bisected(x: Tensor, alpha: float) -> Tensor:
 
 
 def solved(scores: Tensor, alpha: float | Tensor) -> Tensor:
-    """Entmax weights (R, n) of scores (R, n) by the backend tiled. D = q = 1: a key is a score."""
+    """Entmax weights (R, n) of scores (R, n) by tiled. D = 1 and q = 1, so k holds the scores."""
     rows, n = scores.shape
     visible = scores != float("-inf")
     k = scores.masked_fill(~visible, 0.0).view(1, rows, n, 1)

@@ -52,7 +52,7 @@ def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[
 @pytest.mark.parametrize(("heads", "span"), [("gqa", "causal"), ("mqa", "pair"), ("mha", "window")])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
-    """Outputs and all gradients agree if blocks divide queries, heads and batch entries."""
+    """Outputs and all gradients agree if queries, heads and batch entries are split into blocks."""
     inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
     keep = dropout_factors(variant, "tiled", inputs)
     assert disagreements(variant, "tiled", inputs, keep=keep) == []
@@ -88,7 +88,7 @@ def test_blocks_cover_each_visible_score_once(kv_heads: int, options: dict[str, 
 
 
 def expected_gain(variant: str, s: Tensor) -> Tensor:
-    """Gain (..., 5, 1) of a causal call with scores ``s`` (..., 5, 5), from its formula."""
+    """Gain (..., 5, 1) of a causal call with logits ``s`` (..., 5, 5), from its formula."""
     log_n = torch.arange(1, 6, dtype=torch.float64).log()[:, None]
     if variant == "ssmax":
         return 0.168 * log_n
@@ -147,7 +147,7 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
 
 @pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operation, forward or backward, allocates more than max(rows, features) × n numbers."""
+    """No operation, forward or backward, allocates more than n × max(ROWS, features) numbers."""
     n, rows = 512, 16
     monkeypatch.setattr(blocks, "SCORES", rows * n)
     monkeypatch.setattr(blocks, "ROWS", rows)
@@ -162,7 +162,7 @@ def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_blocks_whose_queries_see_no_key_are_zero() -> None:
-    """With 1024 heads a block has few queries. Causality may hide all keys from all of them."""
+    """With 1024 heads a block has few queries. Some blocks contain only queries without keys."""
     q = rand(1, 1024, 128, 2, seed=1)
     k, v = rand(1, 1, 100, 2, seed=2), rand(1, 1, 100, 2, seed=3)
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}

@@ -25,7 +25,7 @@ FORMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 
 
 def operands(gradient: bool) -> tuple[list[Tensor], Layout]:
-    """[q, k, v] with gradients, and a layout. Its mask and slopes have them if ``gradient``."""
+    """[q, k, v], which require gradients, and a layout, whose mask and slopes may require them."""
     leaves = [rand(2, 4, 5, 4, seed=1), rand(2, 2, 7, 4, seed=2), rand(2, 2, 7, 3, seed=3)]
     mask, slopes = rand(1, 4, 5, 7, seed=4), torch.linspace(0.1, 0.4, 4).double().view(1, 4, 1)
     segments = torch.zeros(2, 5, dtype=torch.int64), torch.arange(7).repeat(2, 1) // 5

@@ -1,4 +1,4 @@
-"""The benchmarks' baselines (torch, FlexAttention, other packages) against the definitions."""
+"""The benchmarks' baselines: flex_sigmoid equals the definition; each variant lists its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = Setting(length=150, batch=3, heads=3, head_dim=16, causal=False)
 
 @pytest.mark.parametrize("bias", [None, -1.5])
 @pytest.mark.parametrize("causal", [True, False])
-def test_softmax_of_log_sigmoid_times_its_sum_equals_sigmoid(
+def test_softmax_of_log_sigmoid_times_sum_of_sigmoids_equals_sigmoid(
     causal: bool, bias: float | None
 ) -> None:
     """Checks output and gradients of the formula in `flex_sigmoid`, computed in plain PyTorch."""

@@ -65,7 +65,7 @@ def test_decode_measures_pairwise_variants_and_states(tmp_path: Path) -> None:
     for row in rows:
         assert row["note"] == ""
         assert row["seconds"]["median"] > 0
-        assert row["figures"] == {}  # no bandwidth on a CPU
+        assert row["figures"] == {}  # no share of the copy bandwidth on a CPU
         assert (row["check"] is None) == (row["backend"] == "state" or row["name"] == "sdpa")
         assert (row["backend"] == "state") == (row["name"] in ("cosformer", "taylor"))
 

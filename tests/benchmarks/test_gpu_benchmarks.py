@@ -113,7 +113,7 @@ def test_peak_memory_excludes_earlier_allocations() -> None:
 # ---- the grid -----------------------------------------------------------------------------------
 
 
-def test_grid_has_the_same_number_of_tokens_at_every_length() -> None:
+def test_grid_halves_the_batch_down_to_one_when_the_length_doubles() -> None:
     settings = grid([2**i for i in range(10, 18)], [64, 128], heads=16)
     assert len(settings) == 8 * 2 * 2 * 2
     assert {s.batch * s.heads * s.length for s in settings if s.length <= 2**16} == {2**20}
@@ -129,7 +129,7 @@ def test_flops_are_half_if_causal_and_2_5_times_as_many_backward() -> None:
     assert flops(full, "both") == 3.5 * flops(full, "forward")
 
 
-def test_budget_is_spent_after_its_time() -> None:
+def test_budget_is_spent_after_the_given_seconds() -> None:
     now = [5.0]
     budget = Budget(2.0, clock=lambda: now[0])
     assert (budget.left, budget.spent) == (2.0, False)

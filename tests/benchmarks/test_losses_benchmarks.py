@@ -121,7 +121,7 @@ def test_losses_command_measures_memory_in_new_processes(tmp_path: Path) -> None
     [
         (("--tokens", "32,64", "--dims", "4"), "--dims must list one dimension for each of the 2"),
         (("--variants", "nothing"), "unknown variant 'nothing'"),
-        (("--classes", "0"), "--classes: must be an int > 0, got '0'"),
+        (("--classes", "0"), "--classes: must be an int from 1 to 2147483647, got '0'"),
     ],
 )
 def test_invalid_options_exit_with_status_2(

@@ -66,7 +66,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shaped(form: Pairwise) -> Tensor | None:
-    """Append an axis for keys to the activation's shape parameter, which then fits the scores."""
+    """Append a key axis to the activation's shape parameter, to broadcast it over the scores."""
     return None if form.shape is None else form.shape[..., None]
 
 
@@ -75,7 +75,7 @@ def phi_of(form: Pairwise, s: Tensor) -> Tensor:
 
 
 def threshold(form: Pairwise, s: Tensor, visible: Tensor) -> Tensor:
-    """Solve Σ φ(s − τ) = 1 for τ by bisection; the last of two Newton steps has a gradient."""
+    """Solve Σ φ(s − τ) = 1 for τ: bisection, then two Newton steps, the last with a gradient."""
     with torch.no_grad():
         low = s.masked_fill(~visible, float("-inf")).amax(-1, keepdim=True)
         low = low.masked_fill(low == float("-inf"), 0.0)

@@ -32,8 +32,8 @@ def trained(variant: str, seed: int, settings: Settings = TINY) -> Model:
     return model
 
 
-def test_max_retrieval_draws_the_expected_numbers() -> None:
-    """The draw equals values computed from numpy's Philox generator."""
+def test_max_retrieval_data_equal_expected_values() -> None:
+    """The data equal values computed from the numbers of numpy's Philox generator."""
     length, index = 6, 5  # 7 random numbers per sequence, from 2 counter values
     key = np.array([1, (2 << 32) | length], dtype=np.uint64)
     raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
@@ -72,7 +72,7 @@ def test_label_and_input_of_a_batch_by_hand() -> None:
 
 
 def test_only_the_needle_has_the_querys_key() -> None:
-    """The draw equals values computed from numpy's Philox generator."""
+    """The data equal values computed from the numbers of numpy's Philox generator."""
     length, index = 3, 2  # 8 random numbers per sequence, from 2 counter values
     key = np.array([7, (2 << 32) | length], dtype=np.uint64)
     raw = np.random.Philox(counter=index * 2, key=key).random_raw(8).tolist()
@@ -164,7 +164,7 @@ def test_evaluation_does_not_depend_on_the_chunk_size(
         for curve, values in whole[name].curves.items():
             assert values == pytest.approx(pieces[name].curves[curve], abs=1e-6), curve
         assert sum(best) == pytest.approx(1)  # length 16, so the sum is over all keys
-    # At n = 16 the gain log n / log 16 of the substituted variant is 1, so it equals softmax.
+    # At n = 16 the gain log n / log 16 is 1, so the substituted variant equals softmax.
     assert whole["own"].metrics == pytest.approx(whole["substitute"].metrics, abs=1e-6)
 
 

@@ -299,7 +299,7 @@ def test_sorting_links_and_phone_width_in_a_browser(
     click(browser, heads[0])
     assert names()[-1] == "ssmax"
     click(browser, heads[3])
-    assert names()[-1].startswith("cosformer")  # without a score, last in both orders
+    assert names()[-1].startswith("cosformer")  # no score: last in both orders
     click(browser, heads[3])
     assert names()[-1].startswith("cosformer")
 

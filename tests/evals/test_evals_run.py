@@ -181,7 +181,7 @@ def test_verbose_prints_all_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Accuracy, %: difference from softmax" in text
     assert "chance 10.0" in text
     assert "schedule: one-cycle cosine, 2 steps" in text
-    assert re.search(r"softmax->adaptive_temperature +shared +\d+\.\d", text)
+    assert re.search(r"softmax->adaptive_temperature +shared +shared +\d+\.\d", text)
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -174,7 +174,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not out.exists()
 
 
-def test_a_dry_run_draws_little_data_and_times_equal_models_once(
+def test_a_dry_run_makes_little_data_and_measures_equal_models_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The time of a dry run does not grow with the number of test sequences."""

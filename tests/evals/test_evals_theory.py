@@ -31,7 +31,7 @@ def column(*values: float) -> Tensor:
 
 
 def row(variant: str, length: int, seed: int = 0, **more: Any) -> dict[str, Any]:
-    """A result row in the format of the evals, with arguments named head_… as curves."""
+    """A result row in the format of the evals. Arguments named head_… become its curves."""
     curves = {f"head_{name}": [0.5] for name in FIGURES} | {
         name: values for name, values in more.items() if name.startswith("head_")
     }
@@ -68,7 +68,7 @@ def test_fit_recovers_a_fixed_gap(variant: str, learned: dict[str, float], law, 
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sparsemax", "ssmax(s=0.4)", "topk(top_k=8)"])
-def test_fit_recovers_a_shrinking_gap_from_random_draws(variant: str) -> None:
+def test_fit_recovers_a_shrinking_gap_from_random_scores(variant: str) -> None:
     call = parse_spec(variant).test
     draw = torch.Generator().manual_seed(3)
     peaks = []
@@ -123,7 +123,7 @@ def test_fitted_values_at_the_ends_of_the_range_are_marked() -> None:
     assert free.above.item()
 
 
-def test_draws_are_sorted_and_uniform() -> None:
+def test_scores_with_a_shrinking_gap_are_sorted_and_uniform() -> None:
     for n in (1, 5, 4096):
         u = SHRINKING.scores(n)
         assert u.shape == (16, n)

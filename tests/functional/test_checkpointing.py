@@ -99,7 +99,7 @@ def test_reentrant_checkpoint_gives_the_same_gradients(variant: str, backend: st
 
 @every_backend
 def test_checkpoint_under_autocast_gives_the_same_gradients(variant: str, backend: str) -> None:
-    """The forward is recomputed under its own autocast; the backward runs without autocast."""
+    """The backward runs without autocast but recomputes the forward with autocast."""
     run, leaves = call(variant, backend)
     leaves = [x.detach().float().requires_grad_() for x in leaves]
 

@@ -41,7 +41,7 @@ BACKEND_OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-# Variants with a linear form, a threshold and a learned sink. Most others are marked slow.
+# One variant each with a linear form, a threshold, a learned sink. Most others are marked slow.
 QUICK = ("cosformer", "entmax", "sink")
 
 

@@ -53,7 +53,7 @@ def test_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None:
 
 
 @both
-def test_seed_determines_the_draw(backend: str) -> None:
+def test_seed_determines_the_dropout_mask(backend: str) -> None:
     q, k, v = qkv()
     options = dict(backend=backend, dropout_p=0.5)
     first = seeded(1, q, k, v, **options)
@@ -65,7 +65,7 @@ def test_seed_determines_the_draw(backend: str) -> None:
 
 
 @both
-def test_dropout_p_zero_draws_nothing(backend: str) -> None:
+def test_dropout_p_zero_uses_no_random_numbers(backend: str) -> None:
     q, k, v = qkv()
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -122,7 +122,7 @@ def drawn(heads: int = 4, n: int = 200) -> Tensor:
     return seeded(7, zeros, zeros, eye, backend="tiled", dropout_p=0.5)[0] != 0
 
 
-def test_rows_keys_and_heads_are_drawn_independently() -> None:
+def test_mask_entries_of_rows_keys_and_heads_are_independent() -> None:
     """With p = 0.5, half of the weights are kept, and the mask entries are not correlated."""
     kept = drawn().double() - 0.5
     n = kept[0].numel()

@@ -62,7 +62,7 @@ def test_rows_of_a_large_call_agree_with_fp64(variant: str, window: int | None) 
     rest: dict[str, Any] = {"is_causal": True, "window": window, **params_of(variant, N)}
     leaves = {n: rand(1, HEADS, N, DIM, seed=i).float() for i, n in enumerate("qkv")}
     leaves.update(learned(variant, HEADS))
-    if attnzoo.get_variant(variant).positional:  # one positive product per row avoids 0/0
+    if attnzoo.get_variant(variant).positional:  # positive products avoid 0/0
         for name in "qk":
             leaves[name][..., 0] = leaves[name][..., 0].abs() + 0.5
     do = torch.zeros(1, HEADS, N, DIM)

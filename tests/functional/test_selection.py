@@ -18,7 +18,7 @@ from helpers.cases import VARIANTS, params_of, rand
 
 
 def tensors(n: int, d: int = 64, heads: int = 8, gradient: bool = False) -> list[Tensor]:
-    # Expanded from one number, because explain() reads shapes only.
+    # The tensors are expanded from one number, because explain() reads only shapes.
     return [torch.zeros(1).expand(1, heads, n, d).requires_grad_(gradient) for _ in range(3)]
 
 
@@ -35,7 +35,7 @@ def test_few_scores_run_on_eager_or_sdpa() -> None:
         assert chosen(variant, few + 1) != "eager"
 
 
-def test_variant_with_statistics_runs_on_eager_for_the_fewest_scores() -> None:
+def test_variant_with_statistics_runs_on_eager_for_very_few_scores() -> None:
     fewest = int((FEWEST_SCORES / 8) ** 0.5)
     assert chosen("adaptive_temperature", fewest) == "eager"
     assert chosen("adaptive_temperature", fewest + 1) == "sdpa"
@@ -52,7 +52,7 @@ def test_softmax_with_a_gain_runs_on_sdpa() -> None:
 def test_linear_runs_if_it_is_less_work() -> None:
     """At D = 64, taylor has 2145 features, so at short lengths `linear` needs more work."""
     for n, backend in ((1024, "tiled"), (4096, "tiled"), (8192, "tiled"), (65536, "linear")):
-        # `linear` costs 3 · 2145 · 2 · 65 per query, doubled for sums in fp64; `tiled` 128 n.
+        # Cost per query: 128 n for `tiled`, and 3 · 2145 · 2 · 65 for `linear`, doubled in fp64.
         assert chosen("taylor", n, d=64) == backend
         assert (128 * n > 6 * 2145 * 2 * 65) == (backend == "linear")
     # Under causality a query sees half of the keys on average.

@@ -158,7 +158,7 @@ class TestChoice:
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
-    """Return the first backend that supports a call. Tensors are on meta, as fake masks fail."""
+    """Return the first backend that supports a call. Fake masks fail, so tensors are on meta."""
     shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)

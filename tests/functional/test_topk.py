@@ -308,15 +308,15 @@ ERRORS = {
         ValueError,
         lambda: linear_topk(torch.zeros(2, 0), torch.zeros(7, 0), 1),
     ),
-    "linear_weight must have shape (V, d) with input's d=3, got (3, 7)": (
+    "linear_weight must have shape (V, d) with d = 3 as in input, got (3, 7)": (
         ValueError,
         lambda: linear_topk(X, W.mT, 1),
     ),
-    "linear_weight must have input's dtype torch.float32, got torch.float64": (
+    "linear_weight must have the dtype of input, torch.float32, got torch.float64": (
         TypeError,
         lambda: linear_topk(X, W.double(), 1),
     ),
-    "linear_bias must have shape (7,), got (3,)": (
+    "linear_bias must have shape (7,), one number per class, got (3,)": (
         ValueError,
         lambda: linear_topk(X, W, 1, linear_bias=torch.zeros(3)),
     ),
@@ -328,11 +328,11 @@ ERRORS = {
         TypeError,
         lambda: linear_topk(X, W, 1, class_mask=torch.ones(7)),
     ),
-    "softcap must be a finite number above 0 or None, got 0": (
+    "softcap must be a finite number > 0 or None, got 0": (
         ValueError,
         lambda: linear_topk(X, W, 1, softcap=0),
     ),
-    "softcap must be a number above 0 or None, got 'a'": (
+    "softcap must be a finite number > 0 or None, got 'a'": (
         TypeError,
         lambda: linear_topk(X, W, 1, softcap="a"),  # type: ignore
     ),

@@ -111,7 +111,7 @@ def precise(backend: str) -> torch.dtype:
     return torch.float32 if backend in KERNELS else torch.float64
 
 
-# For each feature of a call and backend, the table gives `RUNS` or the reason for the rejection.
+# For each feature and each backend, the table gives `RUNS` or the reason for the rejection.
 NOT_BOTH = "does not support attn_mask together with is_causal"
 CONSTANT_MASK = "does not support a gradient for a float mask"
 FORGET = "keys cannot be removed from a state"

@@ -148,7 +148,7 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         gain = problem.vector(form.gain)
     s = (gain * z + bias).where(visible)
     if problem.backend == "sdpa" and not (isinstance(form.gain, float) and form.gain == 1.0):
-        # The backend sdpa multiplies q by the gain in the dtype of q.
+        # The backend sdpa rounds gain · q to the dtype of q.
         s = s.rounded(torch.finfo(problem.dtype).eps / s.eps, gain.value * pairs)
     s = s.rounded(SHIFTS, s.value.abs() + largest(s.value)).where(visible)
 
@@ -257,7 +257,7 @@ class Weights:
         return Approx(tau, error, x.eps).rounded(SHIFTS, tau.abs() + peak.abs())
 
     def select(self, s: Approx) -> None:
-        """Sets φ and φ' to 0 for dropped keys. If rounding decides, both results are allowed."""
+        """Sets φ and φ' to 0 for unselected keys. Near a tie, either key may be selected."""
         ranked = s.value.masked_fill(~self.visible, float("-inf"))
         order = ranked.sort(stable=True, dim=-1, descending=True).indices
         keep = min(self.form.keep or 0, s.shape[-1])
@@ -342,7 +342,7 @@ class Weights:
         if self.form.shape is not None:
             dphi = self.shape_derivative().where(self.visible)
             of_shape = (dphi * self.dp / self.z).sum(-1, keepdim=True)
-            # Backends may evaluate ∂φ/∂shape in the term with r at the τ of another solver step.
+            # In the term with r, backends may evaluate ∂φ/∂shape at the τ of another solver step.
             extra = (dphi.error * self.r.value.abs()).sum(-1, keepdim=True)
             found["dshape"] = replace(of_shape, error=of_shape.error + extra)
         return found

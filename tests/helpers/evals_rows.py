@@ -22,7 +22,7 @@ def row(
     length: int = 16,
     **more: Any,
 ) -> Row:
-    """The result of one run with this score. For None, the run was out of memory."""
+    """The result of one run with this score. None stands for a run that was out of memory."""
     metrics = {} if score is None else {TASKS[task].score.name: score}
     return {
         "key": f"{task} {variant} {positions} {seed} {length}",

@@ -1,8 +1,8 @@
 """Kernel paths: the properties of a form that decide which kernel code runs.
 
-A path is the activation, the normalization, the source of the gain and the per-query vectors. Two
-variants with the same path run the same code. The quick covering arrays of the kernel tests
-therefore contain one variant per path, as one factor among the others.
+A path is the kind of form, its activation, normalization and source of the gain, its per-query
+vectors, and which of them are learned. Two variants with the same path run the same code. The quick
+covering arrays of the kernel tests therefore contain one variant per path, as one factor of many.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ def quick_rows(
     thin: Iterable[dict[str, Any]],
     kinds: tuple[str, ...] = ("pairwise",),
 ) -> list[tuple[str, Row]]:
-    """Test cases (variant, row) from a covering array of the paths with a threshold and one of all
-    other paths.
+    """Test cases (variant, row) from two covering arrays: paths with a threshold, all other paths.
 
     Thresholds have kernels of their own. In the other kernels the paths differ only in single
     steps, so each pair of settings occurs with one of these paths, and each setting with each path.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def agrees(got: Any, weights: Tensor, k: int, tolerance: float = 1e-10) -> None:
-    """Raise unless ``got`` are k largest weights (along the last dimension), in order."""
+    """Raise unless ``got`` are k largest weights along the last dimension, in descending order."""
     values, indices = got
     assert values.shape == indices.shape == (*weights.shape[:-1], k)
     assert values.dtype == weights.dtype

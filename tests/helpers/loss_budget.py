@@ -29,10 +29,10 @@ from helpers.loss_definitions import DEFAULTS, Dense, dense_linear, gain_of, of_
 
 @dataclass(frozen=True)
 class Parts:
-    """Of each row: the loss before weights of the shares, and its derivatives.
+    """Parts of the loss and its derivatives, for each row.
 
-    m·potential − Σ a·aligned is the loss, m·weights − a·slope its gradient. sink: the weight of the
-    sink. shape: ∂potential/∂α.
+    With the target distribution a and its sum m, the loss is m·potential − Σ a·aligned and its
+    gradient is m·weights − a·slope. sink: the weight of the sink. shape: ∂potential/∂α.
     """
 
     potential: Approx  # (R, 1)
@@ -94,13 +94,8 @@ class Budget:
 
     def exponentials(self) -> Parts:
         seen = self.visible
-        kept = seen
         if self.variant == "topk":
             seen = self.dense.rows.weights > 0
-            hidden = self.s.value.masked_fill(~self.visible, float("-inf"))
-            order = hidden.sort(dim=-1, descending=True, stable=True).indices
-            order = order[:, : self.p["top_k"]]
-            kept = torch.zeros_like(seen).scatter(1, order, True) & self.visible
         peak = self.s.value.masked_fill(~seen, float("-inf")).amax(-1, keepdim=True)
 
         def exp(x: Approx) -> Approx:
@@ -112,22 +107,20 @@ class Budget:
             return found.rounded(SHIFTS, peak)
 
         phi = exp(self.s - self.exact(peak)).where(seen)
-        total = without = phi.where(kept).sum(-1, keepdim=True)
+        total = without = phi.sum(-1, keepdim=True)
         extra, one = None, torch.ones_like(self.s.value)
         if self.variant == "sink":
             b = of_rows(self.p["b"])[:, None]
             x = self.exact(b) - self.exact(peak)
             extra = exp(x.rounded(SHIFTS, b.abs() + peak.abs()))
             total = total + extra
-        elif self.variant == "topk":
-            total = phi.sum(-1, keepdim=True)
         return Parts(
             potential=log(total),
             weights=phi / total,
             aligned=self.s,
             slope=self.exact(one),
             lse=log(without),
-            lse_weights=phi.where(kept) / without,
+            lse_weights=phi / without,
             sink=None if extra is None else extra / total,
         )
 

@@ -1,4 +1,4 @@
-"""Inputs of output layers from rows of a covering array, and their results by library and formula.
+"""Inputs of output layers from rows of a covering array, and their losses by library and formula.
 
 A row chooses a setting of `SETTINGS`, the sizes and the options; see `FACTORS`.
 """
@@ -21,7 +21,7 @@ from helpers.loss_definitions import dense_linear
 class Setting:
     """A variant with fixed parameters, and the range of each parameter that gets a gradient.
 
-    per_token: whether these have the shape of target; else () or (1,).
+    per_token: whether learned parameters have the shape of target; else () or (1,).
     """
 
     variant: str

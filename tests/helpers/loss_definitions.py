@@ -75,9 +75,7 @@ def largest(s: Tensor, visible: Tensor, target: Tensor, keep: int) -> Rows:
     order = hidden.sort(dim=-1, descending=True, stable=True).indices[:, :keep]
     kept = torch.zeros_like(visible).scatter(1, order, True) & visible
     both = kept.scatter(1, target[:, None], True) & visible
-    rows = exponentials(s, both)
-    lse = s.masked_fill(~kept, float("-inf")).logsumexp(-1)
-    return Rows(s, rows.potential, s, rows.weights, lse=lse)
+    return exponentials(s, both)
 
 
 def q_exp(x: Tensor, alpha: Tensor, power: Tensor | float = 1.0) -> Tensor:

@@ -31,7 +31,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def batches(folder: Path) -> list[dict[str, Tensor]]:
-    """Return the tokenized licence in batches of eight sentences, each padded to its longest."""
+    """Return the tokenized licence in batches of eight sentences, padded to equal length."""
     text = re.sub(r"\s+", " ", (ROOT / "LICENSE").read_text())
     sentences = [s for s in re.split(r"(?<=[.;:]) ", text) if len(s.split()) > 1]
     assert len(sentences) >= 50

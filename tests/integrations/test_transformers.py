@@ -291,7 +291,7 @@ def test_parameter_groups_exclude_scales_from_weight_decay() -> None:
         (llama, ("softmaxx",), {}, ValueError, "'softmaxx'"),
         (llama, ("cosformer",), {}, TypeError, "requires the parameter 'max_length'"),
         (llama, ("ssmax",), {"layers": [2]}, ValueError, "layers must be from -2 to 1, got 2"),
-        (llama, ("ssmax",), {"layers": "0"}, TypeError, "layers must be a list of numbers"),
+        (llama, ("ssmax",), {"layers": "0"}, TypeError, "layers must be a non-empty list"),
         (llama, ("ssmax",), {"layers": ["x"]}, ValueError, "layers must be among model.layers.0"),
         (
             llama,
@@ -341,20 +341,22 @@ def test_positional_variant_in_cross_attention_raises() -> None:
               for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
     model = BartModel(BartConfig(**sizes, **layers)).eval()
     convert(model, "cosformer", layers=[-1], max_length=64)
-    with pytest.raises(
-        ValueError, match="cosformer does not support the cross-attention of BartAtt"
-    ):
+    with pytest.raises(ValueError, match="cosformer does not support the cross-attention of Bart"):
         model(input_ids=ids(), decoder_input_ids=ids(5))
 
 
-def test_failed_convert_and_revert_of_sub_models_restore_the_config() -> None:
+def test_a_convert_that_fails_restores_the_config() -> None:
     model = llama()
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="layers must be"):
         convert(model, "ssmax", layers=[99])
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_and_its_sub_model_can_be_converted_and_reverted_separately() -> None:
+    model = llama()
     convert(model.model, "ssmax")
-    assert revert(model).config._attn_implementation == "eager"
+    assert revert(model).config._attn_implementation == "sdpa"
     convert(model, "ssmax")
     revert(model.model)
     assert not any(".attnzoo." in name for name, _ in model.named_parameters())

@@ -32,7 +32,7 @@ def test_identity_start_keeps_the_outputs_with_padding(variant: str, make: Any) 
     assert torch.allclose(outputs(model), outputs(make()), atol=1e-6)
 
 
-def test_sink_changes_in_training_from_minus_ten_but_not_from_identity() -> None:
+def test_training_changes_a_sink_of_minus_ten_but_not_an_identity_start() -> None:
     tokens = ids()
     for params, moves in (({"b": -10.0}, True), ({"start": "identity"}, False)):
         model = convert(llama(), "sink", **params)
@@ -111,7 +111,7 @@ def test_contradictory_arguments_raise(options: dict[str, Any], message: str) ->
     ids=["tensor", "one sequence", "dict", "encoding", "list", "list of both"],
 )
 @pytest.mark.parametrize("name", ["calibrate", "inputs"])
-def test_calibrate_and_inputs_accept_each_type(name: str, batch: Any) -> None:
+def test_calibrate_and_inputs_accept_each_type_of_batch(name: str, batch: Any) -> None:
     model = convert(llama(), "ssmax", **{name: batch})
     log_n = torch.arange(1, 41).float().log().mean()
     expected = 1 / log_n if name == "calibrate" else torch.tensor(0.168)

@@ -36,7 +36,7 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
 
 
 def agree(found: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
-    """Errors are relative to the largest element."""
+    """Errors are relative to the largest element, or to 1 if it is smaller."""
     assert found.keys() == want.keys()
     for name, exact in want.items():
         assert found[name].shape == exact.shape, name
@@ -78,10 +78,10 @@ def simple(setting: str, tokens: int, classes: int, features: int = 5, **options
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_the_loss_of_logits_is_that_of_the_identity(
+def test_loss_of_logits_equals_linear_loss_of_their_factors(
     setting: str, reduction: str, grad: bool
 ) -> None:
-    """`loss` takes the product's place, for strided logits too."""
+    """`loss` of the product of hidden states and matrix, also for strided logits."""
     inputs = simple(setting, 23, 37, reduction=reduction, bias=True, mask="tokens")
     _, arguments = inputs.arguments()
     bias = arguments.pop("linear_bias").detach()
@@ -142,9 +142,10 @@ def test_nearly_equal_logits_of_many_classes(setting: str) -> None:
 @pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
 @pytest.mark.parametrize("classes", [50, 20000])
 def test_a_common_offset_of_all_rows_costs_taylor_no_accuracy(classes: int, offset: float) -> None:
-    """The sum of z² must not be made from rows whose large common part cancels in each z.
+    """Each row of x sums to 0, so the offset of all classes cancels in x · e_j.
 
-    |φ'/φ| <= 1, so a loss moves by at most twice the largest error of a score.
+    Moments of classes that are not centred would lose accuracy. |φ'/φ| <= 1, so a loss moves by
+    at most twice the largest error of a score.
     """
     h = rand(64, 8)
     x, e = (h - h.mean(-1, keepdim=True)).float(), (rand(classes, 8, seed=1) + offset).float()
@@ -213,8 +214,8 @@ def test_statistics_have_the_shape_of_target(variant: str, tokens: tuple[int, ..
 
 
 @pytest.mark.parametrize("setting", ["sigmoid", "entmax", "softmax", "taylor"])
-def test_without_weights_of_masked_classes_the_loss_is_that_of_the_rest(setting: str) -> None:
-    """A masked class, even with NaN in its row of the weight, has no effect and no gradient."""
+def test_masking_classes_equals_removing_them(setting: str) -> None:
+    """A masked class has no effect on the loss and gets no gradient."""
     inputs = simple(setting, 9, 12, reduction="sum", bias=True)
     leaves, arguments = inputs.arguments()
     arguments["target"] = arguments["target"] % 7

@@ -165,7 +165,7 @@ def test_options_are_keywords() -> None:
         linear_loss(INPUT, WEIGHT, TARGET, "softmax", torch.zeros(6))  # type: ignore[misc]
 
 
-def test_a_masked_class_may_be_the_target_of_no_token_or_of_an_ignored_one() -> None:
+def test_a_masked_class_and_an_ignored_token_without_classes_get_no_gradient() -> None:
     y = torch.tensor([0, -100, 5, 1])
     mask = (torch.arange(6) != 2).expand(4, 6).clone()
     mask[1] = False  # an ignored token may have no class at all

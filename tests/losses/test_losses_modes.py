@@ -133,8 +133,8 @@ def test_gradients_accumulate_over_calls_with_a_shared_weight(variant: str) -> N
     same((x.grad, e.grad, b.grad), torch.autograd.grad(whole, (x, e, b)))
 
 
-def test_a_loss_scaled_before_backward() -> None:
-    """As with a gradient scaler, in both ways to make the gradients."""
+def test_gradients_of_a_scaled_loss_are_scaled() -> None:
+    """As with a gradient scaler. mean and none make their gradients in different passes."""
     x, e, b = tensors()
     for reduction in ("mean", "none"):
         found = linear_loss(x, e, targets(), linear_bias=b, reduction=reduction).sum()

@@ -53,7 +53,7 @@ def test_third_party_variants_without_a_loss_raise(form: Pairwise | None) -> Non
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_third_party_variants_with_a_reason_raise_it() -> None:
+def test_the_reason_of_an_unsupported_third_party_variant_is_raised() -> None:
     register("never", Pairwise(EXP, "sum"), unsupported=lambda call: "never works on Sundays")
     with pytest.raises(ValueError, match="never works on Sundays"):
         linear_loss(INPUT, WEIGHT, TARGET, "never")
@@ -158,7 +158,7 @@ def test_a_third_party_sum_of_a_positive_activation_has_a_loss() -> None:
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_a_threshold_with_another_value_at_0_raises() -> None:
+def test_the_loss_of_a_single_class_is_0_also_if_phi_of_0_is_2() -> None:
     double = Activation(
         "double",
         lambda s, shape: 2 * (1 + s).relu() ** 2,
@@ -167,8 +167,9 @@ def test_a_threshold_with_another_value_at_0_raises() -> None:
         convex=True,
     )
     register("double", Pairwise(double, "threshold"))
-    with pytest.raises(ValueError, match="double"):
-        linear_loss(INPUT, WEIGHT, TARGET, "double")
+    one = linear_loss(INPUT, WEIGHT[:1], torch.zeros_like(TARGET), "double", reduction="none")
+    torch.testing.assert_close(one, torch.zeros_like(one))
+    assert bool((linear_loss(INPUT, WEIGHT, TARGET, "double", reduction="none") >= 0).all())
 
 
 POWER = Activation(

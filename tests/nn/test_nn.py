@@ -91,7 +91,7 @@ def test_constructor_arguments_are_initial_values() -> None:
 
 
 def test_initial_values_are_fp32_whatever_the_default_dtype() -> None:
-    torch.set_default_dtype(torch.bfloat16)  # transformers sets it while it loads a model
+    torch.set_default_dtype(torch.bfloat16)  # as transformers does while loading
     try:
         attend = Attention("ssmax", 4)
     finally:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import attnzoo
 from attnzoo.nn import Attention, Cache, KVCache, MultiheadAttention, StateCache, Taylor
-from attnzoo.nn import Transformer, attend, parameter_groups, replace
+from attnzoo.nn import OutputLayer, TargetLoss, Transformer, attend, parameter_groups, replace
 
 pair = tuple[Tensor, Tensor]
 flag = len(attnzoo.list_variants()) > 1
@@ -49,6 +49,15 @@ assert_type(Taylor(64, 4)(x, is_causal=True), Tensor)
 model = Transformer(100, embed_dim=64, num_heads=4, depth=2, variant="ssmax")
 logits = model(torch.randint(100, (1, 12)))
 assert_type(logits, Tensor)
+states = model.states(torch.randint(100, (1, 12)))
+assert_type(model.loss(states, torch.zeros(1, 12, dtype=torch.long)), Tensor)
+head = OutputLayer(64, 100, "entmax", alpha=1.5)
+result = head(states, torch.zeros(1, 12, dtype=torch.long))
+assert_type(result, TargetLoss)
+assert_type(result.output, Tensor)
+assert_type(head.log_prob(states), Tensor)
+values, classes = head.topk(states, 3)
+assert_type(classes, Tensor)
 optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1))
 """
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.nn import Attention, KVCache, StateCache, Transformer
+import attnzoo
+from attnzoo.nn import Attention, KVCache, StateCache, Transformer, parameter_groups
 from attnzoo.nn.transformer import POSITIONS
 from helpers.cases import NO_SCORE, VARIANTS, params_of
 from helpers.kernel_paths import quick_variants
@@ -161,3 +164,62 @@ def test_wrong_forward_arguments_raise() -> None:
             made(torch.tensor([[3, wrong, 4]]))
     with pytest.raises(ValueError, match="caches must hold 2 caches, one per layer, got 1"):
         made(tokens(), caches=made.new_caches(8)[:1])
+
+
+# ---- output layer ----
+
+
+@pytest.mark.parametrize("output", ["softmax", "entmax", "sigmoid"])
+def test_the_output_layer_is_tied_and_its_loss_needs_no_logits(output: str) -> None:
+    made, seen = model(output=output), tokens()
+    states = made.states(seen[:, :-1])
+    expected = attnzoo.losses.loss(made.logits(states), seen[:, 1:], output)
+    assert torch.allclose(made.loss(states, seen[:, 1:]), expected)
+    assert made.output.weight is made.embed.weight
+    best = made.output.log_prob(states).exp().topk(2).values
+    assert torch.allclose(made.output.topk(states, 2).values, best)
+
+
+def test_an_output_layer_adds_only_its_own_parameters() -> None:
+    """Checkpoints of a model with another output layer load, and initial weights are the same."""
+    plain = model()
+    names = set(plain.state_dict())
+    assert not any(name.startswith("output") for name in names)
+    options = {"alpha": 1.4, "learn": ("alpha",), "bias": True, "softcap": 20.0}
+    other = model(output="entmax", output_params=options)
+    added = set(other.state_dict()) - names
+    assert added == {"output.bias", "output.parametrizations.alpha.original"}
+    assert all(torch.equal(x, other.state_dict()[n]) for n, x in plain.state_dict().items())
+    assert other.output.alpha.item() == pytest.approx(1.4)
+    assert not bool(other.output.bias.any())  # type: ignore[union-attr]
+    assert "(output): OutputLayer(" in repr(other)
+    with pytest.raises(TypeError, match="output_params must be a dict or None"):
+        model(output_params=3)
+
+
+def test_copies_casts_and_empty_tensors_stay_tied() -> None:
+    made = model(output="sparsemax")
+    with torch.device("meta"):
+        empty = model(output="entmax", output_params={"learn": ("alpha",)})
+    empty.to_empty(device="cpu").reset_parameters()
+    assert empty.output.alpha.item() == pytest.approx(1.5)
+    copies = copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.double(), empty
+    for other in copies:
+        assert other.output.weight is other.embed.weight
+    with pytest.raises(KeyError, match="weight"):
+        made.output.weight = torch.nn.Parameter(torch.zeros(20, 32))
+
+
+def test_training_with_a_sparse_output_layer_lowers_its_loss() -> None:
+    made = model(output="entmax", output_params={"learn": ("alpha",)}).train()
+    optimizer = torch.optim.AdamW(parameter_groups(made, 0.0), 3e-3)
+    cycle = torch.arange(24).remainder(7).expand(4, 24) + torch.arange(4)[:, None]
+    losses = []
+    for _ in range(40):
+        loss = made.loss(made.states(cycle[:, :-1]), cycle[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 3
+    assert bool((made.output.log_prob(made.states(cycle)) == -torch.inf).any())

@@ -223,7 +223,7 @@ def test_default_dtype_does_not_matter(variant: str, backend: str) -> None:
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
     q, k, v = qkv(dtype=precise(backend))
     before = attnzoo.attention(q, k, v, variant, **options)
-    torch.set_default_dtype(torch.bfloat16)  # transformers does this while it loads a model
+    torch.set_default_dtype(torch.bfloat16)  # as transformers does while loading
     try:
         after = attnzoo.attention(q, k, v, variant, **options)
     finally:

@@ -222,7 +222,7 @@ lse_backends = pytest.mark.parametrize(
 
 @lse_backends
 def test_lse_of_a_row_at_the_lowest_float_is_that_number(backend: str) -> None:
-    """LEAST plus a score is LEAST in fp32. Kernels must avoid LEAST · log2(e), an overflow."""
+    """LEAST plus a score is LEAST in fp32. Kernels must avoid LEAST · log2(e), which overflows."""
     q, k, v = qkv(torch.float32)
     mask = torch.zeros(1, 1, N, N)
     mask[:, :, 3] = LEAST

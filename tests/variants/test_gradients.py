@@ -1,4 +1,4 @@
-"""Gradients against finite differences, second derivatives, and gradients of a single leaf."""
+"""Gradients agree with finite differences. Also: second derivatives and single leaves."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_adaptive_temperature_beta_exceeds_one_between_0_85_and_5_95_nats() -> N
     assert bool((beta(entropy) >= 1).all())
     assert float(beta(entropy).max()) == pytest.approx(2.421, abs=5e-4)
     assert float(entropy[beta(entropy).argmax()]) == pytest.approx(4.41, abs=0.01)
-    # With more than e^5.95 = 384 equally likely keys, β = 1 and the weights are softmax.
+    # With more than e^5.945 = 382 equally likely keys, β = 1 and the weights are softmax.
     flat = 1e-3 * rand(1, 500)
     assert torch.equal(weights_of(flat, "adaptive_temperature"), weights_of(flat, "softmax"))
 

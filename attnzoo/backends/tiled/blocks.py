@@ -250,5 +250,5 @@ class ScoreGradients:
 
 
 def reduce_vector(gradient: Tensor, vector: Tensor) -> Tensor:
-    """Sum a gradient per (b, h, i) to the shape that the vector was broadcast from."""
+    """Sum a gradient (B, H, Nq) to the shape of ``vector``, which was broadcast to (B, H, Nq)."""
     return gradient.sum_to_size(vector.shape).to(vector.dtype)

@@ -254,7 +254,7 @@ def _recompute_weights(
 def _mean_gradient(
     how: Normalizer, block: Block, do_z: Tensor, out: Tensor, dp: Tensor, slope: Tensor
 ) -> Tensor | None:
-    """Return c/Z [b, h, rows] of the module docstring, which is subtracted from dP/Z, or None."""
+    """Return c/Z [b, h, rows] (c: see the module docstring), or None if c = 0."""
     if how.normalize == "none":
         return None
     if how.normalize == "threshold":

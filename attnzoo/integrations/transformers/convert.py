@@ -352,7 +352,7 @@ def _chosen(found: Mapping[str, ObservedCall], layers: Sequence[int | str] | Non
         return names
     if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
         raise TypeError(
-            f"layers must be a list of numbers or names, not empty, or None, got {layers!r}"
+            f"layers must be a non-empty list of numbers or names, or None, got {layers!r}"
         )
     chosen = []
     for layer in layers:

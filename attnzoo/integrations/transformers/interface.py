@@ -1,9 +1,10 @@
 """The attention function and the mask function that transformers calls, both named "attnzoo".
 
-A mask that only hides padding and, if causal, future keys becomes a key mask (B, 1, 1, keys in use)
-of dtype uint8, or None if it hides no padding; causality is passed as is_causal. Transformers
-itself makes no uint8 masks. All other masks, and causal masks of a compiled static cache, are dense
-and include causality.
+If a mask hides only padding and future keys, the mask function returns a key mask
+(B, 1, 1, keys in use) of dtype uint8. It returns None if there is no padding mask and the call
+starts a sequence or is not causal. Causality is then passed as is_causal. Transformers itself makes
+no uint8 masks. All other masks, and causal masks of a compiled static cache, are dense and include
+causality.
 """
 
 from __future__ import annotations

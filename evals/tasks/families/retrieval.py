@@ -74,7 +74,7 @@ class Batch:
     """Sequences of one length.
 
     features: (B, n, F), the items without their classes. classes: (B, n). query: (B, G).
-    closeness: (B, n), how well an item fits the query; the true item is the first of the closest.
+    closeness: (B, n), how well an item fits the query; the true item is the first maximum.
     """
 
     features: Tensor

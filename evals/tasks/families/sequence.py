@@ -3,10 +3,17 @@
 `mqar`, `flip-flop`, `copy`, `reverse`, `sort` and `language-model` belong to this family. The model
 is `attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens
 that have an answer.
+
+The setting ``output`` chooses the normalizer of the output layer. Training minimizes its loss.
+Metrics are computed from the layer's probabilities p, divided by their sum. If the layer gives some
+tokens probability 0, the metrics have log((p + ε)/(1 + Vε)) for log p (ε-perplexity, Martins et al.
+2020, arXiv:2004.02644), because one answer with probability 0 would make the loss infinite. Results
+then also have `OUTPUT_METRICS`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.nn import Transformer
-from commandline.variants import VariantCall
+from attnzoo.nn import OutputLayer, Transformer
+from commandline.variants import VariantCall, parse_spec
 from evals.measures.heads import Watch, substituted
 from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Task
 from evals.task import Settings as Base
@@ -25,13 +32,20 @@ from evals.task import Settings as Base
 POSITIONS = ("none", "rope", "p-rope", "alibi")
 ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
 LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
+EPSILON = 1e-6
+OUTPUT_METRICS = (
+    Metric("support", "Number of tokens with probability above 0", digits=1, optional=True),
+    Metric("missed", "Answers with probability 0, %", 100, 2, lower_is_better=True, optional=True),
+    Metric("own_loss", "Loss of the output layer", lower_is_better=True, optional=True),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Settings of a sequence task; `evals.task.Settings` describes the fields.
 
-    heads: the number of heads per layer. depth: the number of layers.
+    heads: the number of heads per layer. depth: the number of layers. output: the variant of the
+    output layer, such as "entmax(alpha=1.5)".
     """
 
     width: int = 64
@@ -45,6 +59,25 @@ class Settings(Base):
     test_sequences: int = 256
     test_least: int = 16
     test_items: int = 2**16
+    output: str = "softmax"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        spec = parse_spec(self.output)
+        if spec.is_substitution:
+            raise ValueError(f"output must be one variant, got {self.output!r}")
+        object.__setattr__(self, "output", str(spec.train))
+
+    @property
+    def output_layer(self) -> VariantCall | None:
+        found = parse_spec(self.output).train
+        return None if found == VariantCall("softmax") else found
+
+    def identity(self) -> dict[str, object]:
+        found = super().identity()
+        if self.output_layer is None:
+            del found["output"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -67,7 +100,8 @@ class Batch:
         return self.answers >= 0
 
 
-# A function (logits (S, V) at the S tokens that have an answer, batch) that returns measurements.
+# A function (logits or log-probabilities (S, V) at the S tokens that have an answer, batch) that
+# returns measurements.
 Read = Callable[[Tensor, Batch], BatchResult]
 # A function (seed, split, length, start, stop, settings) that returns sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int, Any], Batch]
@@ -96,7 +130,7 @@ class SequenceTask(Task):
         version: the version of ``draw``; change it when the data change. Plugins need not, because
             the hash of their file is part of each key.
         size: maps a length to the number of tokens of a sequence; by default the length itself.
-        read: computes the metrics from (logits, batch).
+        read: computes the metrics from (logits, batch); `OUTPUT_METRICS` are added.
         text: returns a digest of the files that the data come from; None if there are none.
     """
 
@@ -117,6 +151,17 @@ class SequenceTask(Task):
     positions: tuple[str, ...] = POSITIONS
     published: Published | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", (*self.metrics, *OUTPUT_METRICS))
+
+    def remarks(self, settings: Mapping[str, Any]) -> list[str]:
+        if "output" not in settings:
+            return []
+        return [
+            f"output layer: {settings['output']}; if it gives some tokens probability 0, "
+            f"(p + {EPSILON:g})/(1 + {EPSILON:g} V) replaces each probability p"
+        ]
+
     def data_version(self) -> str:
         return f"{self.version}, {self.text()}" if self.text else self.version
 
@@ -131,6 +176,7 @@ class SequenceTask(Task):
         return self.vocabulary(settings) if callable(self.vocabulary) else self.vocabulary
 
     def build(self, variant: VariantCall, positions: str, settings: Settings) -> Transformer:
+        output = settings.output_layer or VariantCall("softmax")
         return Transformer(
             self.vocabulary_size(settings),
             settings.width,
@@ -138,6 +184,8 @@ class SequenceTask(Task):
             settings.depth,
             variant.name,
             positions,
+            output=output.name,
+            output_params=output.params,
             **variant.params,
         )
 
@@ -174,9 +222,7 @@ class SequenceTask(Task):
 
     def loss(self, model: Transformer, batch: Batch) -> Tensor:
         asked = batch.asked
-        return F.cross_entropy(
-            model.logits(model.states(batch.tokens)[asked]), batch.answers[asked]
-        )
+        return model.loss(model.states(batch.tokens)[asked], batch.answers[asked])
 
     def measure(self, model: Transformer, batch: Batch, sample: HeadSample) -> Measure:
         asked = batch.asked
@@ -185,10 +231,28 @@ class SequenceTask(Task):
             with ExitStack() as stack:
                 stack.enter_context(substituted(model, substitute))
                 watch = stack.enter_context(Watch(model, sample)) if sample.sequences else None
-                states = model.states(batch.tokens)
-            found = self.read(model.logits(states[asked]), batch)
+                states = model.states(batch.tokens)[asked]
+            if model.output.variant == "softmax" and model.output.softcap is None:
+                found = self.read(model.logits(states), batch)
+            else:
+                found = self._read_output(model.output, states, batch)
             if watch is None:
                 return found
             return BatchResult(found.metrics, found.curves | watch.curves())
 
         return measured
+
+    def _read_output(self, layer: OutputLayer, states: Tensor, batch: Batch) -> BatchResult:
+        """The metrics for an output layer that is not a plain softmax."""
+        answer = batch.answers[batch.asked]
+        own = layer.log_prob(states).double()
+        logs = own.log_softmax(dim=-1)
+        if layer.has_zeros:
+            logs = torch.log((logs.exp() + EPSILON) / (1 + EPSILON * logs.shape[-1]))
+        found = self.read(logs, batch)
+        mine = {
+            "support": (own > -math.inf).double().sum(dim=-1),
+            "missed": (own.gather(-1, answer[:, None])[:, 0] == -math.inf).double(),
+            "own_loss": layer.loss(states, answer, reduction="none"),
+        }
+        return BatchResult(found.metrics | mine, found.curves)

@@ -72,7 +72,7 @@ def layout_of(call: Call) -> Layout:
 
 
 def new_vector(q: Tensor, two: bool = False) -> Tensor:
-    """Return an empty fp32 vector (B, H, Nq), or with ``two`` two vectors, (2, B, H, Nq)."""
+    """Return an empty fp32 vector (B, H, Nq), or a pair (2, B, H, Nq) if ``two`` is true."""
     shape = (2, *q.shape[:3]) if two else q.shape[:3]
     return q.new_empty(shape, dtype=torch.float32)
 

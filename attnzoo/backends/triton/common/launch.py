@@ -55,7 +55,7 @@ def padded(dim: int) -> int:
 
 
 def align_of(*tensors: Tensor) -> int:
-    """Return how many elements 16 bytes hold if all strides are multiples of that, else 1."""
+    """Return the number of elements in 16 bytes if it divides all strides, else 1."""
     widest = 16 // tensors[0].element_size()
     return (
         widest

@@ -2,9 +2,9 @@
 
 `decode` and `decode_products` have one program per (batch, key/value head, split of the keys). A
 program reads the queries of all heads of the group as one tile, reads each of its keys and values
-once, and writes partial results. Row r of the tile is query r % queries of head r // queries of the
-group, as in a (B, H, Nq) vector. The other kernels have one program per (batch, head, query), which
-reads the partial results of all splits.
+once, and writes partial results. Row r of the tile belongs to the group's head r // queries and to
+query r % queries, as in a (B, H, Nq) vector. The other kernels have one program per (batch, head,
+query), which reads the partial results of all splits.
 
 If scores are needed before the weights (for a threshold, or a gain from statistics),
 `decode_products` first writes the products q kᵀ, 4 bytes per row and key. The following kernels

@@ -50,7 +50,7 @@ def flash_threshold(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, layout: Layout, form: Form,
     alpha: float | None,
 ) -> Threshold:  # fmt: skip
-    """Solve for τ. v only determines the map's tile size, which must be the same in the forward."""
+    """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.flash import launch
 

@@ -7,8 +7,8 @@ the list of key blocks with nonzero weights, and a flag for each of these blocks
 The solver is Newton's method for Z^{α−1} = 1 with Z = Σφ: τ += (Z − Z^{2−α})/((α−1) Σφ'). τ starts
 at the maximum of each query's scores and increases monotonically. For equal scores one step is
 exact. A score at or below τ − 1/(α−1) has weight 0, also in later steps, because τ only grows. Each
-step removes from the list the key blocks without a score above this bound. Forward and backward
-read only the blocks that are left.
+step drops the key blocks that have only such scores. Forward and backward read only the blocks that
+are left.
 
 All steps run in one launch, so that the host does not wait for the result of each step.
 """
@@ -28,8 +28,8 @@ from attnzoo.backends.triton.common.tile import (
 
 # A step is the last one of a query if |Z − 1| ≤ RESIDUAL before the step. Convergence is quadratic,
 # so every weight is then accurate to 1e-6. With many equal scores, rounding τ alone can change Z by
-# more than RESIDUAL. So a step is also the last one if it changes t, τ minus the maximum score, by
-# at most LAST_PLACES · t.
+# more than RESIDUAL. With t = τ − (maximum score), a step is therefore also the last one if it
+# changes t by at most LAST_PLACES · t.
 RESIDUAL = tl.constexpr(1e-5)
 LAST_PLACES = tl.constexpr(5e-7)
 MAX_STEPS = tl.constexpr(100)
@@ -142,8 +142,8 @@ def newton(t, z, slopes, a):
 def round_tau(base, t, a):
     """Return τ = base + t, rounded down if rounding to nearest would increase τ too much.
 
-    The limit is half the distance from the maximum score to the bound of nonzero weights. For large
-    scores, a larger increase could set all weights to 0. Rounding down increases all weights, and
+    The limit is half of the increase at which the largest weight becomes 0. For large scores,
+    rounding could exceed that and set all weights to 0. Rounding down increases all weights, and
     the division by their sum corrects this.
     """
     found = base + t

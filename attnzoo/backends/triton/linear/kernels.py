@@ -9,11 +9,11 @@ With features x = ψ(q), y = ψ(k), and v' = [v, 1], whose last column gives the
     dy_j = v'_j R_cᵀ + Σ_{i ≥ j in c} (g_i·v'_j)/Z_i x_i
 
 `linear_states` computes S. It also computes R, from the last chunk to the first, with features x/Z
-and values g. It has one program per (batch, key/value head, span of chunks, block of features). The
-other kernels have one program per chunk of tokens and head (`linear_output`, `linear_dx`) or
-key/value head (`linear_dv`, `linear_dy`, the latter also per block of features). A program reads
-the state, features and values of its chunk, and writes the chunk's result. Without CAUSAL all
-queries read one state, and there is no sum within a chunk.
+and values g. It has one program per (batch, key/value head, span of chunks, block of features).
+`linear_output` and `linear_dx` have one program per (batch, head, chunk of tokens), `linear_dv` one
+per (batch, key/value head, chunk), and `linear_dy` one per (batch, key/value head, chunk, block of
+features). A program reads the state, features and values of its chunk, and writes the chunk's
+result. Without CAUSAL all queries read one state, and there is no sum within a chunk.
 
 States are fp32. They are multiplied in tf32 by bf16 features, which tf32 represents exactly, and in
 tf32x3 by fp32 features. A row of a state in memory has Dv columns, padded to a multiple of four,

@@ -81,7 +81,7 @@ def describe_output(
     x: Tensor, y: Tensor | None, v: Tensor | None, kept: Tensor, dim: int, dtype: torch.dtype,
     arch: int,
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
-    """Return the launch, o and Z. ``kept``: one state per chunk, or one in all without y and v."""
+    """Return the launch, o and Z. ``kept``: one state per chunk, or a single one if y is None."""
     batch, heads, length, _ = x.shape
     out = x.new_empty(batch, heads, length, dim, dtype=dtype)
     z = x.new_empty(batch, heads, length, dtype=torch.float32)

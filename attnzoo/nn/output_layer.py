@@ -1,0 +1,235 @@
+"""OutputLayer: a linear layer over classes with the normalizer of any variant, and its loss."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.core.checks import DTYPES, check_bool, check_sizes
+from attnzoo.core.forms import Param
+from attnzoo.core.registry import get_variant
+from attnzoo.functional.topk import TopK
+from attnzoo.losses.arguments import check_options
+from attnzoo.losses.linear_loss import linear_loss
+from attnzoo.losses.linear_topk import linear_topk
+from attnzoo.losses.log_probabilities import (
+    Head,
+    check_head,
+    has_zeros,
+    log_probabilities,
+    target_log_probabilities,
+)
+from attnzoo.nn.parameters import VariantParameters
+
+
+class TargetLoss(NamedTuple):
+    """What `OutputLayer` returns.
+
+    Attributes:
+        output: log-probability of each target, without gradients; −inf for probability 0, NaN for
+            ignored targets.
+        loss: mean loss of the variant.
+    """
+
+    output: Tensor
+    loss: Tensor
+
+
+class OutputLayer(VariantParameters):
+    """A linear layer over classes whose probabilities come from any variant, with its loss.
+
+    The logits are z = input · weightᵀ + bias. The probabilities are the variant's weights of z.
+    Only `log_prob` holds the logits of all tokens. Other methods compute them for some tokens at a
+    time. The methods are those of `torch.nn.AdaptiveLogSoftmaxWithLoss`, and `topk`.
+
+    Args:
+        in_features: number of features of a hidden state, d.
+        num_classes: number of classes, V.
+        variant: a name from `attnzoo.list_variants` of a variant that has a loss.
+        bias: whether the layer learns a bias per class. A parameter of the variant that is named
+            ``bias`` too (sigmoid) keeps its default in output layers, 0.
+        learn: names of the variant's parameters to learn, as for `Attention`; a learned parameter
+            has shape (1,).
+        softcap: c > 0 replaces the logits z by c·tanh(z/c).
+        label_smoothing, lse_penalty, ignore_index: as for `attnzoo.losses.linear_loss`.
+        device, dtype: of weight and bias. Learned parameters of the variant are fp32.
+        **params: values of the variant's parameters: floats, or tensors () or (1,). For a learned
+            parameter this is the initial value.
+
+    Attributes:
+        weight: (V, d), initialized as in `torch.nn.Linear`.
+        bias: (V,) or None.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or the variant has no loss; the message names
+            it.
+
+    Example:
+        >>> import torch
+        >>> from attnzoo.nn import OutputLayer
+        >>> layer = OutputLayer(64, 1000, "entmax", alpha=1.5)
+        >>> layer
+        OutputLayer(64, 1000, 'entmax', bias=True, alpha=1.5)
+        >>> hidden, target = torch.randn(8, 64), torch.randint(1000, (8,))
+        >>> output, loss = layer(hidden, target)
+        >>> output.shape, loss.shape
+        (torch.Size([8]), torch.Size([]))
+        >>> embedding = torch.nn.Embedding(1000, 64)
+        >>> layer.weight = embedding.weight  # tied weights
+
+    References:
+        The loss of each variant: `attnzoo.losses.linear_loss`.
+
+    Notes:
+        Without label smoothing and ``lse_penalty``, ``loss`` is the mean of −``output`` for
+        softmax, ssmax, log_n, sink and taylor. For the other variants it is not: sparsemax, entmax,
+        asentmax and topk give some targets probability 0, where ``output`` is −inf and the loss is
+        finite. The probabilities of sigmoid and sink do not sum to 1.
+
+        A tie made by ``layer.weight = embedding.weight`` is kept by ``deepcopy``, pickling and
+        ``to``. As with all modules of torch, ``to_empty`` breaks it.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        variant: str = "softmax",
+        bias: bool = True,
+        *,
+        learn: tuple[str, ...] | list[str] | None = None,
+        softcap: float | None = None,
+        label_smoothing: float = 0.0,
+        lse_penalty: float = 0.0,
+        ignore_index: int = -100,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **params: Any,
+    ) -> None:
+        super().__init__()
+        check_sizes(in_features=in_features, num_classes=num_classes)
+        check_bool("bias", bias)
+        if dtype is not None and dtype not in DTYPES:
+            raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64, got {dtype}")
+        check_options("mean", label_smoothing, lse_penalty, softcap, ignore_index, False)
+        self.in_features, self.num_classes = in_features, num_classes
+        self.softcap = None if softcap is None else float(softcap)
+        self.label_smoothing, self.lse_penalty = float(label_smoothing), float(lse_penalty)
+        self.ignore_index = int(ignore_index)
+        self.weight = nn.Parameter(
+            torch.empty(num_classes, in_features, device=device, dtype=dtype)
+        )
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self._own(variant, 1, learn, params, get_variant(variant).output_defaults)
+        if device is not None:
+            self.to(device=device)
+        check_head(self._head(), self.label_smoothing, self.lse_penalty)
+        self.reset_parameters()
+
+    def _specs(self, variant: str) -> list[Param]:
+        return [param for param in super()._specs(variant) if param.name not in ("weight", "bias")]
+
+    def reset_parameters(self) -> None:
+        """Draws weight and bias as `torch.nn.Linear` does; resets the variant's parameters."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+        self._reset(self.parameter_tensors())
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether the layer can give classes probability 0, as with sparsemax, entmax and topk."""
+        return has_zeros(check_head(self._head(), self.label_smoothing, self.lse_penalty))
+
+    def forward(self, input: Tensor, target: Tensor) -> TargetLoss:
+        """The log-probability of each target, and the mean loss.
+
+        Args:
+            input: hidden states, (*, d).
+            target: class indices, (*), int64.
+
+        Returns:
+            `TargetLoss`, a named tuple (output (*), loss ()), both in fp32, or fp64 for fp64
+            inputs. Only ``loss`` has gradients. The method `loss` costs less.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the message names it.
+        """
+        loss, stats = linear_loss(input, target=target, return_stats=True, **self._arguments())
+        output = target_log_probabilities(input, self._head(), target, stats, self.ignore_index)
+        return TargetLoss(output, loss)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor, target: Tensor) -> TargetLoss: ...
+
+    def loss(self, input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        """The loss alone; ``reduction`` is "mean", "sum" or "none"."""
+        return linear_loss(input, target=target, reduction=reduction, **self._arguments())
+
+    def log_prob(self, input: Tensor) -> Tensor:
+        """Log-probabilities of all classes, (*, V), for hidden states (*, d).
+
+        A probability of 0 gives −inf with gradient 0. The result is in fp32, or fp64 for fp64
+        inputs, and has gradients. Computing it takes several times its memory.
+        """
+        return log_probabilities(input, self._head())
+
+    def topk(self, input: Tensor, k: int) -> TopK:
+        """The k most probable classes of each token, as from `attnzoo.linear_topk`.
+
+        Args:
+            input: hidden states, (*, d).
+            k: number of classes, from 1 to V.
+
+        Returns:
+            A named tuple (values, indices), both (*, k): probabilities in descending order, and
+            classes. Without gradients.
+        """
+        head = self._head()
+        return linear_topk(
+            input, head.weight, k, head.variant, linear_bias=head.bias, softcap=head.softcap,
+            **head.params,
+        )  # fmt: skip
+
+    def predict(self, input: Tensor) -> Tensor:
+        """The most probable class of each token, (*), for hidden states (*, d)."""
+        return self.topk(input, 1).indices[..., 0]
+
+    def _head(self) -> Head:
+        return Head(self.weight, self.bias, self.variant, self.softcap, self._params())
+
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments of `linear_loss` except input and target."""
+        return {
+            "linear_weight": self.weight,
+            "linear_bias": self.bias,
+            "variant": self.variant,
+            "softcap": self.softcap,
+            "label_smoothing": self.label_smoothing,
+            "lse_penalty": self.lse_penalty,
+            "ignore_index": self.ignore_index,
+            **self._params(),
+        }
+
+    def extra_repr(self) -> str:
+        """Sizes, the variant and the values of its parameters, for repr()."""
+        options = {
+            "softcap": (self.softcap, None),
+            "label_smoothing": (self.label_smoothing, 0.0),
+            "lse_penalty": (self.lse_penalty, 0.0),
+            "ignore_index": (self.ignore_index, -100),
+        }
+        changed = [f"{name}={x}" for name, (x, default) in options.items() if x != default]
+        sizes = [str(self.in_features), str(self.num_classes), repr(self.variant)]
+        return ", ".join([*sizes, f"bias={self.bias is not None}", *self._shown(), *changed])

@@ -1,0 +1,201 @@
+"""VariantParameters: a module that owns the parameters of a variant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.core.checks import DTYPES, check_dense, did_you_mean, shown
+from attnzoo.core.forms import REQUIRED, Param
+from attnzoo.core.parameters import check_entries, check_value, missing
+from attnzoo.core.registry import get_variant
+from attnzoo.nn.bounded import Bounded
+
+# The name that torch.nn.utils.parametrize uses in checkpoints, so that those checkpoints load.
+BOUNDED = "parametrizations"
+
+
+class VariantParameters(nn.Module):
+    """The base class of modules that own the parameters of a variant.
+
+    Each parameter is an attribute under its own name. A learned one is an fp32 tensor of shape
+    (n,): n is the number of heads of `Attention`, and 1 in `OutputLayer`.
+    """
+
+    variant: str
+    learned: tuple[str, ...]
+
+    def _own(
+        self,
+        variant: str,
+        count: int,
+        learn: tuple[str, ...] | list[str] | None,
+        params: dict[str, Any],
+        defaults: dict[str, Any] | None = None,
+    ) -> None:
+        """Create the parameters. ``defaults`` replace the variant's defaults and initial values."""
+        specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
+        learned = _learned(variant, specs, learn)
+        for name in params:
+            if name not in specs:
+                known = ", ".join(specs) or "none"
+                nearest = did_you_mean(name, [*specs, "learn"])
+                raise TypeError(
+                    f"variant {variant!r} has no parameter {name!r}; it has: {known}{nearest}"
+                )
+        # A torch.nn.Parameter is learned without being named in ``learn``.
+        learned += tuple(
+            name
+            for name, value in params.items()
+            if isinstance(value, nn.Parameter) and name not in learned
+        )
+        self.variant, self.learned = variant, learned
+        self._initial: dict[str, Tensor] = {}
+        for name, spec in specs.items():
+            value = params.get(name, spec.default)
+            if name in learned:
+                start = value if name in params or spec.init is None else spec.init
+                self._learn(spec, start, count)
+            elif value is REQUIRED:
+                raise TypeError(missing(variant, spec))
+            elif isinstance(value, Tensor):
+                # The value is cloned, because checkpoints reject tensors that share memory.
+                self._initial[name] = self._checked(spec, value, count).detach().clone()
+                self.register_buffer(name, self._initial[name].clone())
+            elif value is None and spec.default is None:
+                setattr(self, name, None)
+            else:
+                setattr(self, name, check_value(f"{variant}'s {name}", spec, value))
+
+    def _specs(self, variant: str) -> list[Param]:
+        """The parameters of the variant that this module owns."""
+        return list(get_variant(variant).params)
+
+    def _checked(self, spec: Param, value: Tensor, count: int) -> Tensor:
+        what = f"{self.variant}'s {spec.name}"
+        if spec.kind != "per_head":
+            check_value(what, spec, value)
+        check_dense(what, value)
+        if value.dtype not in DTYPES:
+            raise TypeError(f"{what} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
+        if value.shape not in ((), (count,)):
+            raise ValueError(f"{what} must have shape () or ({count},), got {tuple(value.shape)}")
+        check_entries(what, spec, value)
+        return value
+
+    def _learn(self, spec: Param, start: Any, count: int) -> None:
+        what = f"{self.variant}'s {spec.name}"
+        if start is None or start is REQUIRED:
+            raise ValueError(
+                f"learn: {what} needs an initial value, a float or a tensor ({count},)"
+            )
+        if isinstance(start, Tensor):
+            device = start.device
+        else:
+            number = check_value(what, spec, start, torch.float32)
+            # The initial value stays on the CPU even for a module on meta, which would lose it.
+            start = torch.full((count,), number, dtype=torch.float32, device="cpu")
+            device = torch.empty(0).device  # torch's current default device
+        start = self._checked(spec, start, count).expand(count)
+        check_entries(what, spec, start, torch.float32)
+        start = start.detach().clone().float()
+        self._initial[spec.name] = start
+        if spec.between is None:
+            self.register_parameter(spec.name, nn.Parameter(start.to(device, copy=True)))
+            return
+        # torch.nn.utils.parametrize itself would change the module's class and break pickling.
+        if BOUNDED not in self._modules:
+            self.add_module(BOUNDED, nn.ModuleDict())
+        self._bounded()[spec.name] = Bounded(what, *spec.between, start).to(device=device)
+
+    def _reset(self, names: Iterable[str]) -> None:
+        """Set parameters to their initial values."""
+        bounded, tensors = self._bounded(), self.parameter_tensors()
+        with torch.no_grad():
+            for name in names:
+                start = self._initial[name]
+                tensors[name].copy_(bounded[name].inverse(start) if name in bounded else start)
+
+    def parameter_tensors(self) -> dict[str, Tensor]:
+        """The variant's tensors in the state dict, keyed by the name of the variant's parameter."""
+        bounded = self._bounded()
+        return {n: bounded[n].original if n in bounded else getattr(self, n) for n in self._initial}
+
+    def _bounded(self) -> dict[str, Any]:
+        """The learned parameters that stay inside an interval, keyed by name."""
+        found = self.__dict__.get("_modules", {}).get(BOUNDED)
+        return {} if found is None else found._modules
+
+    def __getattr__(self, name: str) -> Any:
+        bounded = self._bounded()
+        return bounded[name]() if name in bounded else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        bounded = self._bounded()
+        if name not in bounded:
+            return super().__setattr__(name, value)
+        check_dense(bounded[name].name, value)
+        with torch.no_grad():
+            bounded[name].original.copy_(bounded[name].inverse(value))
+
+    def _params(self) -> dict[str, Any]:
+        """The variant's parameters; of a sharded tensor only this rank's part."""
+        values = {p.name: getattr(self, p.name) for p in self._specs(self.variant)}
+        return {name: _local(value) for name, value in values.items()}
+
+    def _shown(self) -> list[str]:
+        """The variant's parameters as text, for ``extra_repr``."""
+        found = []
+        for param in self._specs(self.variant):
+            value = getattr(self, param.name)
+            text = _summary(value.detach()) if isinstance(value, Tensor) else f"{value}"
+            found.append(f"{param.name}={text}" + " (learned)" * (param.name in self.learned))
+        return found
+
+
+def _with_default(spec: Param, defaults: dict[str, Any]) -> Param:
+    if spec.name not in defaults:
+        return spec
+    default = defaults[spec.name]
+    return replace(spec, default=default, init=None if spec.init is None else default)
+
+
+def _learned(
+    variant: str, specs: dict[str, Param], learn: tuple[str, ...] | list[str] | None
+) -> tuple[str, ...]:
+    if learn is None:
+        return tuple(name for name, spec in specs.items() if spec.init is not None)
+    possible = [name for name, spec in specs.items() if spec.kind == "per_head"]
+    if not isinstance(learn, (tuple, list)):
+        raise TypeError(f"learn must be a tuple of names or None, got {shown(learn)}")
+    for name in learn:
+        if name not in possible:
+            allowed = ", ".join(possible) or "none"
+            raise ValueError(
+                f"learn must name learnable parameters of {variant!r} ({allowed}), got "
+                f"{shown(name)}"
+            )
+    if len(set(learn)) < len(learn):
+        raise ValueError(f"learn must name each parameter once, got {learn!r}")
+    return tuple(learn)
+
+
+def _local(value: Any) -> Any:
+    if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
+        return value
+    local = getattr(value, "to_local", None)
+    return value if local is None else local()
+
+
+def _summary(x: Tensor) -> str:
+    if x.is_meta:
+        return "on meta"
+    low, high = float(x.min()), float(x.max())
+    if math.isclose(low, high, rel_tol=1e-6, abs_tol=1e-12):
+        return f"{low:.4g}"
+    return f"{low:.4g}…{high:.4g}"

@@ -1,0 +1,139 @@
+"""Evals with other output layers than softmax: keys of runs, metrics by hand, tables, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnzoo
+from commandline.variants import VariantCall
+from evals.__main__ import main
+from evals.harness.options import Options
+from evals.harness.study import plan_study
+from evals.reporting.scores import of_group
+from evals.reporting.tables import legend, more_tables
+from evals.results.summary import csv_text, groups
+from evals.task import HeadSample
+from evals.tasks import TASKS
+from evals.tasks.families.sequence import EPSILON, SequenceTask
+from helpers.evals_rows import SETTINGS, row
+
+TASK = TASKS["language-model"]
+assert isinstance(TASK, SequenceTask)
+SMOKE = TASK.presets["smoke"].settings
+
+
+def keys(**options: Any) -> list[str]:
+    study = plan_study(TASK, Options(preset="smoke", variants=["softmax"], **options), {})
+    return [study.row_key(spec) for spec in study.row_specs()]
+
+
+def test_the_output_is_part_of_a_key_only_if_it_is_not_softmax() -> None:
+    assert keys() == keys(output="softmax")
+    assert "output" not in SMOKE.identity()
+    spellings = keys(output="entmax(alpha=1.5)"), keys(settings={"output": "entmax( alpha = 1.5 )"})
+    assert spellings[0] == spellings[1]
+    different = [keys(output=text)[0] for text in ("softmax", "entmax(alpha=1.5)", "sparsemax")]
+    assert len(set(different)) == 3
+    assert replace(SMOKE, output="sparsemax").identity()["output"] == "sparsemax"
+
+
+@pytest.mark.parametrize("output", ["softmax(softcap=3.0)", "entmax", "sigmoid", "taylor"])
+def test_metrics_are_those_of_the_layers_probabilities(output: str) -> None:
+    settings = replace(SMOKE, output=output, width=16, heads=2)
+    torch.manual_seed(0)
+    model = TASK.build(VariantCall("softmax"), "rope", settings)
+    with torch.no_grad():
+        model.embed.weight.mul_(30)
+        batch = TASK.batch(0, "test", 64, 0, 2, settings)
+        states = model.states(batch.tokens)
+        found = TASK.measure(model, batch, HeadSample(0, 0))(None).metrics
+        call = settings.output_layer
+        assert call is not None
+        z = model.logits(states)
+        if call.params:
+            z = 3 * torch.tanh(z / 3)
+        own = {"bias": 0.0} if output == "sigmoid" else {}
+        w = attnzoo.probabilities(z, call.name, **own)
+        p = w.double() / w.double().sum(-1, keepdim=True)
+        if output == "entmax":
+            assert 0 < found["missed"].mean() < 1
+            p = (p + EPSILON) / (1 + 256 * EPSILON)
+        bits = -torch.log2(p.gather(-1, batch.answers[..., None])).flatten()
+        assert torch.allclose(found["bits"], bits, rtol=1e-3)
+        assert torch.equal(found["support"], (w > 0).sum(-1).double().flatten())
+        missed = w.gather(-1, batch.answers[..., None]).flatten() == 0
+        assert torch.equal(found["missed"], missed.double())
+        assert torch.allclose(found["own_loss"].mean(), model.loss(states, batch.answers))
+        assert all(bool(values.isfinite().all()) for values in found.values())
+
+
+def test_a_missed_answer_costs_the_log_of_epsilon() -> None:
+    worst = -math.log2(EPSILON / (1 + 256 * EPSILON))
+    assert worst == pytest.approx(19.93, abs=0.01)
+
+
+def test_results_with_and_without_an_output_layer_are_separate_groups() -> None:
+    other = {**SETTINGS, "output": "sparsemax"}
+    metrics = {"bits": 3.0, "support": 12.0, "missed": 0.01, "own_loss": 0.5}
+    rows = [row("softmax", 2.5, task="language-model"),
+            row("softmax", None, task="language-model", settings=other, status="ok",
+                metrics=metrics, key="other")]  # fmt: skip
+    found = {group.settings.get("output"): group for group in groups(rows)}
+    plain, sparse = found[None], found["sparsemax"]
+    assert (plain.distinction, sparse.distinction) == ("output default", "output sparsemax")
+    titles = [table.title for table in more_tables(sparse)]
+    assert "Number of tokens with probability above 0" in titles
+    assert not {table.title for table in more_tables(plain)} & set(titles[-3:])
+    assert "support" not in csv_text([plain]).splitlines()[0]
+    assert "missed" in csv_text([plain, sparse]).splitlines()[0]
+    (remark,) = legend(sparse)
+    assert remark.startswith("output layer: sparsemax; ")
+    assert of_group(sparse, TASK.score).notes()[0] == remark
+    assert legend(plain) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "message"),
+    [
+        ("max-retrieval", "entmax", "--output must not be given for max-retrieval"),
+        ("language-model", "topk", "'topk' requires the parameter 'top_k'"),
+        ("language-model", "softmax->entmax", "output must be one variant, got 'softmax->entmax'"),
+        ("language-model", "nosuch", "unknown variant 'nosuch'"),
+        ("language-model", "entmax(", "cannot read variant 'entmax('"),
+        ("language-model", "adaptive_temperature", "has no loss"),
+    ],
+)
+def test_invalid_outputs_are_one_line(
+    task: str, output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [task, "--preset", "smoke", "--output", output, "--out", str(tmp_path / "no")]
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_with_a_sparse_output_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--variants", "softmax", "--lengths", "64", "--steps", "3", "--workers", "0"]
+    line = ["language-model", "--preset", "smoke", *sizes, "--out", str(tmp_path)]
+    assert main([*line, "--output", "ssmax"]) == 0
+    assert main([*line, "--output", "sparsemax"]) == 0
+    assert "output layer: sparsemax; if it gives some tokens" in capsys.readouterr().out
+    rows = [
+        json.loads(text)
+        for text in (tmp_path / "language-model/rows.jsonl").read_text().splitlines()
+    ]
+    assert [r["settings"]["output"] for r in rows] == ["ssmax", "sparsemax"]
+    assert list(rows[0]["learned"]) == ["output s"]
+    assert rows[1]["metrics"]["support"] <= 256
+    assert main([*line, "--output", "sparsemax"]) == 0
+    assert "0 runs to do" in capsys.readouterr().out

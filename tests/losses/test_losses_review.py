@@ -1,0 +1,114 @@
+"""Statistics, unchecked targets and errors of output layers in rare cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attnzoo
+from attnzoo import Activation, Pairwise, Variant
+from attnzoo.core import registry
+from attnzoo.core.activations import EXP, SIGMOID
+from attnzoo.losses import linear_loss, loss
+from attnzoo.nn import OutputLayer, Transformer
+from helpers.cases import rand
+
+INPUT, WEIGHT, TARGET = rand(40, 8), rand(300, 8, seed=1), torch.arange(40) % 300
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+
+
+def register(name: str, form: Pairwise, scores: bool) -> None:
+    def dense(q: torch.Tensor, k: torch.Tensor, call: attnzoo.Call) -> torch.Tensor:
+        raise NotImplementedError
+
+    variant = Variant(
+        name, "-", "-", dense, forms=lambda call: (form,), scores=dense if scores else None
+    )
+    attnzoo.register_variant(variant)
+
+
+def unchecked(variant: str, target: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The losses of a compiled call, which cannot read targets."""
+
+    def call(target: torch.Tensor) -> torch.Tensor:
+        return linear_loss(INPUT, WEIGHT, target, variant, reduction="none", class_mask=mask)
+
+    return torch.compile(call, backend="aot_eager", fullgraph=True)(target)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_support_counts_weights_and_not_slopes(label_smoothing: float) -> None:
+    """φ' of taylor is 0 at −1, where its weight is 1/2 before normalization."""
+    scores = torch.tensor([[-1.0, -1.0, 0.0, 2.0]])
+    options = {"return_stats": True, "label_smoothing": label_smoothing}
+    assert loss(scores, torch.tensor([0]), "taylor", **options)[1].support.tolist() == [4]
+
+
+@pytest.mark.parametrize("variant", ["softmax", "entmax", "sigmoid", "taylor"])
+def test_an_unchecked_target_that_is_masked_has_an_infinite_loss(variant: str) -> None:
+    mask = torch.ones(300, dtype=torch.bool)
+    mask[TARGET[3]] = False
+    found = unchecked(variant, TARGET, mask)
+    assert found[3] == float("inf")
+    assert bool(found[torch.arange(40) != 3].isfinite().all())
+
+
+@pytest.mark.parametrize("variant", ["softmax", "taylor"])
+def test_an_unchecked_negative_target_raises(variant: str) -> None:
+    with pytest.raises((RuntimeError, IndexError), match="out of (bounds|range)"):
+        unchecked(variant, torch.where(TARGET == 0, -1, TARGET), None)
+
+
+def test_sigmoid_is_exact_for_large_scores_in_fp64() -> None:
+    scores = torch.full((1, 4), 25.0, dtype=torch.float64)
+    found = loss(scores, torch.tensor([0]), "sigmoid", reduction="sum")
+    exact = 3 * 25.0 + 4 * torch.tensor(-25.0, dtype=torch.float64).exp().log1p()
+    torch.testing.assert_close(found, exact, rtol=1e-15, atol=0)
+
+
+def test_top_weights_of_a_row_of_minus_infinity_with_a_sink_are_0() -> None:
+    scores = torch.full((1, 5), float("-inf"))
+    assert attnzoo.topk_probabilities(scores, 2, "sink").values.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_lse_penalty_depends_on_the_form() -> None:
+    register("with_lse", Pairwise(EXP, "sum"), scores=False)
+    found = linear_loss(INPUT, WEIGHT, TARGET, "with_lse", lse_penalty=0.1)
+    torch.testing.assert_close(found, linear_loss(INPUT, WEIGHT, TARGET, lse_penalty=0.1))
+    register("without_lse", Pairwise(SIGMOID, "sum"), scores=True)
+    with pytest.raises(ValueError, match="without_lse.*no log-sum-exp"):
+        linear_loss(INPUT, WEIGHT, TARGET, "without_lse", lse_penalty=0.1)
+
+
+def test_second_derivatives_of_moments_raise_an_error_of_losses() -> None:
+    h, e = rand(40, 4).requires_grad_(), rand(300, 4, seed=1).requires_grad_()
+    (grad,) = torch.autograd.grad(linear_loss(h, e, TARGET, "taylor"), e, create_graph=True)
+    with pytest.raises(RuntimeError, match="attnzoo.losses supports first derivatives only"):
+        grad.sum().backward()
+
+
+def test_linear_topk_without_a_matrix_raises() -> None:
+    with pytest.raises(TypeError, match="linear_weight must be a tensor, got NoneType"):
+        attnzoo.linear_topk(INPUT, None, 3)  # type: ignore[arg-type]
+
+
+def test_wrong_arguments_of_modules_raise() -> None:
+    with pytest.raises(TypeError, match="dtype must be fp16.*complex64"):
+        OutputLayer(8, 30, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="output_params must not have num_classes"):
+        Transformer(30, 8, 2, 1, output_params={"num_classes": 3})
+    model = Transformer(30, 8, 2, 1)
+    with pytest.raises(AttributeError, match="set embed.weight"):
+        model.output.weight = torch.nn.Parameter(rand(30, 8))
+
+
+def test_fields_of_activations_are_checked() -> None:
+    with pytest.raises(TypeError, match="integral must be a function or None, got 3"):
+        Activation("bad", lambda s, shape: s, lambda s, phi, shape: s, integral=3)  # type: ignore
+    with pytest.raises(TypeError, match="quadratic must be"):
+        Activation("bad", lambda s, shape: s, lambda s, phi, shape: s, quadratic=(1.0,))  # type: ignore
