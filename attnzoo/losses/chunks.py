@@ -22,7 +22,7 @@ NAN = float("nan")
 # most 1/16 of the memory of all logits.
 CHUNK = 256
 SMALL = 2**20  # logits that a chunk may hold in any case
-BLOCK = 2**18  # logits per elementwise block: 1 MiB in fp32 stays in the cache of a core
+BLOCK = 2**17  # logits per elementwise block: 512 KiB in fp32 stay in the cache of a core
 CLASSES = 512  # rows of E that are copied at a time
 SPARSE = ("threshold", "select")  # normalizations with which most classes have weight 0
 
