@@ -309,8 +309,9 @@ class MultiheadAttention(nn.Module):
         if is_causal and not extra and (mask is None or length == keys):
             mask = None
         elif is_causal:
+            # is_causal would hide the appended keys, so it becomes a mask.
             is_causal = False
-            if mask is None:  # all queries see the appended keys
+            if mask is None:
                 mask = torch.ones(length, keys, dtype=torch.bool, device=q.device)
                 mask = mask.triu(1 + keys - length)
         shapes = [(length, keys), (batch * self.num_heads, length, keys)]

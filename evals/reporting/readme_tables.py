@@ -54,7 +54,7 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
     notes = [
         f"`{task}`, {seeds}, chance {chance_text(found.metric, chance)}.",
         f"Effective length: the longest n up to which the score stays above {100 * KEPT:g} % of "
-        f"its value at the train length; — for variants with {UNTRAINED}.",
+        f"its value at the train length. Variants with {UNTRAINED} have none.",
         *(f"{note}." for note in found.notes() if "interval" not in note),
     ]
     return f"{markdown(rows, right=True)}\n{' '.join(notes)}\n"

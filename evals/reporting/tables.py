@@ -40,7 +40,7 @@ def mark_lines(
     """
     lines = []
     if any("->" in variant for variant in variants):
-        lines.append("a->b: trained with a; b is substituted at inference")
+        lines.append("a->b: trained with variant a, evaluated with variant b")
     if untrained:
         mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
         lines.append(

@@ -134,7 +134,7 @@ def test_a_third_party_threshold_with_an_integral_has_a_loss(reduction: str) -> 
 
 @pytest.mark.usefixtures("own_registry")
 def test_a_third_party_sum_of_a_positive_activation_has_a_loss() -> None:
-    """φ(s) = 1 + s²: L = log Σ_j φ(s_j) − log φ(s_y), also if it says that it is quadratic."""
+    """For φ(s) = 1 + s², L = log Σ_j φ(s_j) − log φ(s_y), with and without ``quadratic``."""
     x, e, b = tensors()
     y = targets()
     phi = 1 + (x @ e.mT + b) ** 2

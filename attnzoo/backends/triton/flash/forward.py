@@ -27,8 +27,8 @@ RUNTIME = (
 @triton.jit(do_not_specialize=RUNTIME)
 def flash_forward(
     # stat, weight_sum and lse are outputs: per-query vectors or None. With SUM, stat is Z. With
-    # ONLINE, stat is log2 Σ 2^s if weight_sum is None, else m, the largest score, and weight_sum is
-    # Σ 2^{s−m}. stat and weight_sum include the sink, lse does not.
+    # ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and weight_sum, stat is the largest
+    # score m and weight_sum is Σ 2^{s−m}. stat and weight_sum include the sink, lse does not.
     q, k, v, o, stat, weight_sum, lse,
     gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
