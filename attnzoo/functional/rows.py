@@ -161,9 +161,9 @@ def _row_values(what: str, value: Tensor, lead: tuple[int, ...], example: Tensor
     if value.dim() == 0 or value.shape == (1,):
         return value.reshape(())
     if not _broadcasts(value, lead):
-        per_row = f", or a tensor that broadcasts to {lead}, one value per row" if lead else ""
+        shapes = f"() or one that broadcasts to {lead} (one value per row)" if lead else "()"
         raise ValueError(
-            f"{what} must be a number or a tensor (){per_row}; got shape {tuple(value.shape)}"
+            f"{what} must be a number or a tensor of shape {shapes}, got {tuple(value.shape)}"
         )
     return value.expand(lead).reshape(-1)
 

@@ -48,7 +48,7 @@ class Tokens(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """The distribution a of each token: ``own`` at the target, and ``spread`` · u everywhere."""
+    """The target distribution of a token: ``spread`` · ``u``, plus ``own`` at the target."""
 
     own: Tensor  # [n, 1]
     spread: Tensor | None  # [n, 1]; None without smoothing

@@ -150,9 +150,8 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
     """
     task, first = TASKS[name], summary[0]
     if len(several := {line.get("settings") or "" for line in summary}) > 1:
-        raise UsageError(
-            f"the summary of {name} must have equal settings, got {'; '.join(sorted(several))}"
-        )
+        found = "; ".join(sorted(several))
+        raise UsageError(f"all lines of {name}'s summary must have the same settings, got {found}")
     lengths = sorted({int(line["length"]) for line in summary})
     lines = []
     for variant, encoding in dict.fromkeys((x["variant"], x["positions"]) for x in summary):

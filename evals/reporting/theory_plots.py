@@ -26,7 +26,7 @@ def theory_plot(group: Group, found: Sequence[Heads] | None = None) -> Figure | 
     """Plot the largest weight of each series' sharpest head against n as marks, and its fitted law
     as a line. None if no heads were measured.
 
-    found: `evals.theory.trained_heads.fitted` of the group, if it was computed before.
+    found: the result of `evals.theory.trained_heads.fitted` for the group; None computes it.
     """
     found = fitted(group) if found is None else found
     if not found:

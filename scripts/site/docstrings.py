@@ -19,8 +19,9 @@ EXPORTED = {
     **{name: f"attnzoo.nn.{name}" for name in nn.__all__},
 }
 CODE = re.compile(r"(``.+?``|`[^`]+`)")
-# In formulas, |q| is not a reST substitution, * not emphasis, and x_ not a reference.
-MARKUP = re.compile(r"(\||(?<![\w*])\*+(?=\w)|(?<=\w)\*+|(?<=[\w\])])_(?!\w))")
+# In formulas, |q| is not a reST substitution, * not emphasis, and x_ not a reference. Nor is * in
+# shapes such as (*, d).
+MARKUP = re.compile(r"(\||(?<![\w*])\*+(?=[\w,)])|(?<=\w)\*+|(?<=[\w\])])_(?!\w))")
 
 
 def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

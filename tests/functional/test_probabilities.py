@@ -311,8 +311,8 @@ ERRORS = {
         ValueError,
         lambda: probabilities(S, "entmax", alpha=torch.tensor([1.5, 3.0])),
     ),
-    "entmax's alpha must be a number or a tensor (), or a tensor that broadcasts to (2,), one "
-    "value per row; got shape (3,)": (
+    "entmax's alpha must be a number or a tensor of shape () or one that broadcasts to (2,) (one "
+    "value per row), got (3,)": (
         ValueError,
         lambda: probabilities(S, "entmax", alpha=torch.full((3,), 1.5)),
     ),

@@ -91,7 +91,7 @@ def label(row: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """leaves: the tensors that get a gradient. do: the gradient of a loss without reduction."""
+    """``leaves``: the tensors that get a gradient. ``do``: the gradient given to backward."""
 
     variant: str
     leaves: dict[str, Tensor]

@@ -57,7 +57,7 @@ def query_tile(
 
 @triton.jit
 def times(a, b, DIM: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a bᵀ, [rows of a, rows of b]. Operands are (tile, base, rows, row stride, count).
+    """Return the product a · bᵀ. Each operand is (tile, base, row indices, row stride, row count).
 
     With PART the given tiles are not used: PART columns at a time are loaded from memory. PART is
     for tiles that do not fit in registers, because tf32x3 keeps the left operand twice.

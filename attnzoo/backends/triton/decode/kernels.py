@@ -92,7 +92,7 @@ def decode_products(
     mask_at = mask_start(mask, b, h, mask_b, mask_h)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    products += (at + r) * width - first * BLOCK_N  # pointers [BM, 1] to the products with key 0
+    products += (at + r) * width - first * BLOCK_N  # [BM, 1]; products + j is key j
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z_i, t_i = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     low = first + split * span

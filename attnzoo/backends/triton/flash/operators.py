@@ -113,8 +113,8 @@ def flash_backward(
     # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
     dout = dout if readable(dout, out) else dout.contiguous()
     if dlse is not None and lse is not None:
-        # For a query without keys lse is the constant −∞. A dlse of ±∞ or NaN there would make dk
-        # NaN for all keys, because the kernels multiply it by 0.
+        # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
+        # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     launches, results = launch.describe_backward(
         dout, dlse, q, k, v, out, stat, lse, layout, form, vectors, maps, wanted,
