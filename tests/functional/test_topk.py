@@ -225,7 +225,9 @@ def test_parameters_of_linear_topk() -> None:
     beta = torch.rand(2, 20, dtype=torch.float64)
     got = linear_topk(input, weight, 4, "asentmax", beta=beta, delta=torch.ones(1))
     agrees(got, probabilities(input @ weight.mT, "asentmax", beta=beta), 4, 1e-9)
-    with pytest.raises(ValueError, match=r"sink's b must be a number or a tensor of shape \(\), got"):
+    with pytest.raises(
+        ValueError, match=r"sink's b must be a number or a tensor of shape \(\), got"
+    ):
         linear_topk(input, weight, 4, "sink", b=torch.zeros(2, 20))
 
 
