@@ -14,7 +14,14 @@ so far: an unbounded φ, such as a polynomial, may exceed 65504, the largest fp1
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.tile import activate, dot, load_tile, out_of_unit, scores, times
+from attnzoo.backends.triton.common.tile import (
+    activate,
+    dot,
+    load_block,
+    out_of_unit,
+    scores,
+    times,
+)
 
 
 @triton.jit
@@ -29,19 +36,20 @@ def walk(
     With ``blocks``, a list of block indices, its entries [low, high) are used instead. If k is
     None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with key 0.
     """
-    k, v, k_n, v_n, d, dv = tiles_kv
+    k, v, d, dv = tiles_kv
+    local = tl.arange(0, BLOCK_N)
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
     for n in range(low, high):
         block = n
         if blocks is not None:
             block = tl.load(blocks + n)
-        j = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
+        first = block * BLOCK_N
+        j = first + local  # [BN]
         if k is None:
             product = tl.load(q_side + j[None, :])  # [BM, BN]
         else:
-            k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
-            k_side = (k_tile, k, j, k_n, size[1])
-            product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
+            k_tile = load_block(k, first, local, d, D, EDGE)  # [BN, D]
+            product = times(q_side, (k_tile, k, first, local), D, PART, PRECISION)  # [BM, BN]
         s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)
         if ONLINE:
             m_new = tl.maximum(m, tl.max(s, 1))
@@ -63,7 +71,7 @@ def walk(
                 acc *= (m / m_new)[:, None]
                 p /= m_new[:, None]
                 m = m_new
-        v_tile = load_tile(v, j, v_n, size[1], dv, DV, EDGE)  # [BN, DV]
+        v_tile = load_block(v, first, local, dv, DV, EDGE)  # [BN, DV]
         acc = dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, m, z
 

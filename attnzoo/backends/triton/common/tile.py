@@ -33,6 +33,30 @@ def load_tile(base, rows, row_stride, count, columns, DIM: tl.constexpr, EDGE: t
 
 
 @triton.jit
+def load_block(matrix, first, local, columns, DIM: tl.constexpr, EDGE: tl.constexpr):
+    """Load the rows first + local of a matrix with DIM columns, 0 outside the matrix.
+
+    ``matrix``: (base, row stride, number of rows, TMA descriptor or None, batch, head). The base
+    points to the batch and head, the descriptor covers the whole tensor. In a loop only the scalar
+    ``first`` changes, so the offsets inside a block are computed once, before the loop.
+    """
+    base, stride, count, descriptor, b, h = matrix
+    if descriptor is not None:
+        tile = descriptor.load([b, h, first, 0])
+        return tile.reshape([local.shape[0], columns.shape[0]])
+    pointers = base + first.to(tl.int64) * stride
+    pointers = pointers + (local.to(tl.int64)[:, None] * stride + columns[None, :])
+    if columns.shape[0] == DIM:
+        if EDGE:
+            return tl.load(pointers, mask=(local < count - first)[:, None], other=0.0)
+        return tl.load(pointers)
+    inside = (columns < DIM)[None, :]
+    if EDGE:
+        inside = inside & (local < count - first)[:, None]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
 def query_tile(
     q, q_b, q_h, q_n, heads, queries,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr,
@@ -49,15 +73,15 @@ def query_tile(
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // heads, bh % heads
     q += (b * q_b + h * q_h) * ALIGN
-    start = tile * BLOCK_M
-    index = start + tl.arange(0, BLOCK_M)  # [BM]
-    q_tile = load_tile(q, index, q_n * ALIGN, queries, tl.arange(0, BLOCK_D), D, True)  # [BM, D]
-    return b, h, bh * queries, start, index, (q_tile, q, index, q_n * ALIGN, queries)
+    start, local = tile * BLOCK_M, tl.arange(0, BLOCK_M)
+    matrix = (q, q_n * ALIGN, queries, None, b, h)
+    q_tile = load_block(matrix, start, local, tl.arange(0, BLOCK_D), D, True)  # [BM, D]
+    return b, h, bh * queries, start, start + local, (q_tile, matrix, start, local)
 
 
 @triton.jit
 def times(a, b, DIM: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the product a · bᵀ. Each operand is (tile, base, row indices, row stride, row count).
+    """Return the product a · bᵀ. Each operand is (tile, matrix, first, local), see `load_block`.
 
     With PART the given tiles are not used: PART columns at a time are loaded from memory. PART is
     for tiles that do not fit in registers, because tf32x3 keeps the left operand twice.
@@ -65,11 +89,11 @@ def times(a, b, DIM: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
     if PART is None:
         product = dot(a[0], tl.trans(b[0]), None, PRECISION)
     else:
-        product = tl.zeros([a[2].shape[0], b[2].shape[0]], tl.float32)
+        product = tl.zeros([a[3].shape[0], b[3].shape[0]], tl.float32)
         for start in range(0, DIM, PART):
             columns = start + tl.arange(0, PART)
-            a_part = load_tile(a[1], a[2], a[3], a[4], columns, DIM, True)
-            b_part = load_tile(b[1], b[2], b[3], b[4], columns, DIM, True)
+            a_part = load_block(a[1], a[2], a[3], columns, DIM, True)
+            b_part = load_block(b[1], b[2], b[3], columns, DIM, True)
             product = dot(a_part, tl.trans(b_part), product, PRECISION)
     return product
 
@@ -186,12 +210,12 @@ def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
     queries, keys, left, right = size
     seen = j < keys
     if EDGE:
-        seen = seen & (i < queries)
-        distance = i + (keys - queries) - j
-        if left is not None:
-            seen = seen & (distance <= left)
+        # One comparison per entry. Rows beyond the last query need none: they are loaded as 0, and
+        # their results are not stored.
         if right is not None:
-            seen = seen & (distance >= -right)
+            seen = j <= tl.minimum(i + (keys - queries) + right, keys - 1)
+        if left is not None:
+            seen = seen & (j >= i + (keys - queries) - left)
     if mask is not None:
         entries = mask + mask_at + j  # None: contiguous
         if mask_n is not None:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.tile import (
+    load_block,
     load_segments,
     load_tile,
     load_vectors,
@@ -55,7 +56,8 @@ def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.const
     """Load the queries [BM, D] as an operand of `times`, with one memory offset per row."""
     at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
     q += b * q_b
-    return load_tile(q, at, 1, 0, tl.arange(0, BLOCK_D), D, False), q, at, 1, 1 << 62
+    matrix = (q, 1, 1 << 62, None, b, b)
+    return load_block(matrix, b * 0, at, tl.arange(0, BLOCK_D), D, False), matrix, b * 0, at
 
 
 @triton.jit
@@ -95,12 +97,13 @@ def decode_products(
     products += (at + r) * width - first * BLOCK_N  # [BM, 1]; products + j is key j
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z_i, t_i = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    matrix, local = (k, k_n * ALIGN, keys, None, b, h), tl.arange(0, BLOCK_N)
     low = first + split * span
     for n in range(low, tl.minimum(low + span, last)):
-        j = n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
-        k_tile = load_tile(k, j, k_n * ALIGN, keys, tl.arange(0, BLOCK_D), D, True)  # [BN, D]
-        k_side = (k_tile, k, j, k_n * ALIGN, keys)
-        product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
+        start = n * BLOCK_N
+        j = start + local  # [BN]
+        k_tile = load_block(matrix, start, local, tl.arange(0, BLOCK_D), D, True)  # [BN, D]
+        product = times(q_side, (k_tile, matrix, start, local), D, PART, PRECISION)  # [BM, BN]
         tl.store(products + j[None, :], product, mask=(lane < rows_here)[:, None])
         s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, True, True)[0]
         if z is None:
@@ -146,7 +149,11 @@ def decode(
         q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
     v += (b * v_b + hk * v_h) * ALIGN
     dv = tl.arange(0, BLOCK_DV)
-    tiles_kv = (k, v, k_n * ALIGN, v_n * ALIGN, tl.arange(0, BLOCK_D), dv)
+    k_matrix = None
+    if k is not None:
+        k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
+    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
+    tiles_kv = (k_matrix, v_matrix, tl.arange(0, BLOCK_D), dv)
     m_i = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
     z_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

@@ -21,6 +21,7 @@ from attnzoo.backends.triton.common.tile import (
     dot,
     in_unit,
     key_blocks,
+    load_block,
     load_segments,
     load_tile,
     load_vectors,
@@ -55,8 +56,9 @@ def flash_dq(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
     )
     i = index[:, None]
-    k += (b * k_b + (h // group) * k_h) * ALIGN
-    v += (b * v_b + (h // group) * v_h) * ALIGN
+    hk = h // group
+    k += (b * k_b + hk * k_h) * ALIGN
+    v += (b * v_b + hk * v_h) * ALIGN
     do += (b * do_b + h * do_h) * ALIGN
     dq += (b * dq_b + h * dq_h) * ALIGN
     mask_at = h * 0
@@ -65,13 +67,16 @@ def flash_dq(
     if k_segments is not None:
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    do_tile = load_tile(do, index, do_n * ALIGN, queries, dv, DV, True)  # [BM, DV]
-    do_side = (do_tile, do, index, do_n * ALIGN, queries)
+    do_matrix = (do, do_n * ALIGN, queries, None, b, h)
+    do_tile = load_block(do_matrix, start, q_side[3], dv, DV, True)  # [BM, DV]
+    do_side = (do_tile, do_matrix, start, q_side[3])
     vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    tiles_kv = (k, v, k_n * ALIGN, v_n * ALIGN, d, dv)
+    k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
+    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
+    tiles_kv = (k_matrix, v_matrix, d, dv)
     per_z = tl.full([BLOCK_M, 1], 1.0, tl.float32)
     lse_i, dlse_i = per_z, per_z
     if z is not None:
@@ -151,16 +156,18 @@ def _threshold_mean(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij [BM], for threshold forms."""
-    k, v, k_n, v_n, d, dv = tiles_kv
+    k, v, d, dv = tiles_kv
+    local = tl.arange(0, BLOCK_N)
     change, slope_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for n in range(low, high):
         block = n
         if blocks is not None:
             block = tl.load(blocks + n)
-        j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, j, k_n, size[1], d, D, True)
-        v_tile = load_tile(v, j, v_n, size[1], dv, DV, True)
-        k_side, v_side = (k_tile, k, j, k_n, size[1]), (v_tile, v, j, v_n, size[1])
+        first = block * BLOCK_N
+        j = first + local
+        k_tile = load_block(k, first, local, d, D, True)
+        v_tile = load_block(v, first, local, dv, DV, True)
+        k_side, v_side = (k_tile, k, first, local), (v_tile, v, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, True, True)
         slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)[1]
@@ -179,16 +186,18 @@ def _sum_over_keys(
     PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks of keys [low, high) to Σ dS k, Σ dS and Σ dS |i − j|."""
-    k, v, k_n, v_n, d, dv = tiles_kv
+    k, v, d, dv = tiles_kv
+    local = tl.arange(0, BLOCK_N)
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
     for n in range(low, high):
         block = n
         if blocks is not None:
             block = tl.load(blocks + n)
-        j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
-        v_tile = load_tile(v, j, v_n, size[1], dv, DV, EDGE)  # [BN, DV]
-        k_side, v_side = (k_tile, k, j, k_n, size[1]), (v_tile, v, j, v_n, size[1])
+        first = block * BLOCK_N
+        j = first + local
+        k_tile = load_block(k, first, local, d, D, EDGE)  # [BN, D]
+        v_tile = load_block(v, first, local, dv, DV, EDGE)  # [BN, DV]
+        k_side, v_side = (k_tile, k, first, local), (v_tile, v, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)
         slope = activate(ACT, s - vectors[1], vectors[2], seen, HIDES and not VANISHES)[1]
@@ -229,15 +238,18 @@ def flash_dkdv(
     v += (b * v_b + hk * v_h) * ALIGN
     dk += (b * dk_b + hk * dk_h) * ALIGN
     dv += (b * dv_b + hk * dv_h) * ALIGN
-    start = tile * BLOCK_N
-    j = start + tl.arange(0, BLOCK_N)  # [BN]
+    start, j_local = tile * BLOCK_N, tl.arange(0, BLOCK_N)
+    j = start + j_local  # [BN]
     if k_segments is not None:
         k_segments += b * keys
     size = (queries, keys, left, right)
     d, d_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)  # [BN, D]
-    v_tile = load_tile(v, j, v_n * ALIGN, keys, d_v, DV, True)  # [BN, DV]
-    k_side, v_side = (k_tile, k, j, k_n * ALIGN, keys), (v_tile, v, j, v_n * ALIGN, keys)
+    k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
+    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
+    k_tile = load_block(k_matrix, start, j_local, d, D, True)  # [BN, D]
+    v_tile = load_block(v_matrix, start, j_local, d_v, DV, True)  # [BN, DV]
+    k_side, v_side = (k_tile, k_matrix, start, j_local), (v_tile, v_matrix, start, j_local)
+    local = tl.arange(0, BLOCK_M)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     tiles_m = high - low
     steps = group * tiles_m
@@ -259,19 +271,21 @@ def flash_dkdv(
         else:
             h = hk * group + step // tiles_m
             begin = (low + step % tiles_m) * BLOCK_M
-        index = begin + tl.arange(0, BLOCK_M)  # [BM]
+        index = begin + local  # [BM]
         i, at = index[None, :], (b * heads + h) * queries
         q_at, do_at = (b * q_b + h * q_h) * ALIGN, (b * do_b + h * do_h) * ALIGN
-        q_tile = load_tile(q + q_at, index, q_n * ALIGN, queries, d, D, True)  # [BM, D]
-        do_tile = load_tile(do + do_at, index, do_n * ALIGN, queries, d_v, DV, True)  # [BM, DV]
+        q_matrix = (q + q_at, q_n * ALIGN, queries, None, b, h)
+        do_matrix = (do + do_at, do_n * ALIGN, queries, None, b, h)
+        q_tile = load_block(q_matrix, begin, local, d, D, True)  # [BM, D]
+        do_tile = load_block(do_matrix, begin, local, d_v, DV, True)  # [BM, DV]
         vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
         segment = load_segments(q_segments, b * queries, i, queries)
         mask_at = h * 0
         if mask is not None:
             mask_at = b * mask_b + h * mask_h
         where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
-        q_side = (q_tile, q + q_at, index, q_n * ALIGN, queries)
-        do_side = (do_tile, do + do_at, index, do_n * ALIGN, queries)
+        q_side = (q_tile, q_matrix, begin, local)
+        do_side = (do_tile, do_matrix, begin, local)
         product = times(k_side, q_side, D, PART, PRECISION)  # [BN, BM]
         s, seen = scores(product, i, j[:, None], vectors, segment, where, size, UNIT, True, True)
         p, slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)

@@ -45,8 +45,9 @@ def flash_forward(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
     )
     i = index[:, None]
-    k += (b * k_b + (h // group) * k_h) * ALIGN
-    v += (b * v_b + (h // group) * v_h) * ALIGN
+    hk = h // group
+    k += (b * k_b + hk * k_h) * ALIGN
+    v += (b * v_b + hk * v_h) * ALIGN
     o += (b * o_b + h * o_h) * ALIGN
     mask_at = h * 0
     if mask is not None:
@@ -59,7 +60,9 @@ def flash_forward(
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    tiles_kv = (k, v, k_n * ALIGN, v_n * ALIGN, d, dv)
+    k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
+    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
+    tiles_kv = (k_matrix, v_matrix, d, dv)
 
     # m is the running maximum of the scores (ONLINE), or of 1 and φ (PEAKED).
     m = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)

@@ -13,8 +13,8 @@ import triton.language as tl
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
+    load_block,
     load_segments,
-    load_tile,
     load_vectors,
     out_of_unit,
     query_tile,
@@ -51,18 +51,18 @@ def row_stats(
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    tiles_k = (k, k_n * ALIGN, d)
+    k_matrix = (k, k_n * ALIGN, keys, None, b, h // group)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z, t = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     if SPLIT:
         m, z, t = _add_keys(
-            m, z, t, low, full, q_side, i, tiles_k, size, vectors, segment, where,
+            m, z, t, low, full, q_side, i, k_matrix, d, size, vectors, segment, where,
             UNIT, D, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     m, z, t = _add_keys(
-        m, z, t, low, high, q_side, i, tiles_k, size, vectors, segment, where,
+        m, z, t, low, high, q_side, i, k_matrix, d, size, vectors, segment, where,
         UNIT, D, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     store_statistics(m, z, t, lse + at + index, entropy + at + index, index < queries)
@@ -70,16 +70,17 @@ def row_stats(
 
 @triton.jit
 def _add_keys(
-    m, z, t, low, high, q_side, i, tiles_k, size, vectors, segment, where,
+    m, z, t, low, high, q_side, i, k_matrix, d, size, vectors, segment, where,
     UNIT: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    k, k_n, d = tiles_k
+    local = tl.arange(0, BLOCK_N)
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
     for n in range(low, high):
-        j = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, j, k_n, size[1], d, D, EDGE)  # [BN, D]
-        k_side = (k_tile, k, j, k_n, size[1])
+        first = n * BLOCK_N
+        j = first + local
+        k_tile = load_block(k_matrix, first, local, d, D, EDGE)  # [BN, D]
+        k_side = (k_tile, k_matrix, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)[0]
         m, z, t = add_scores(m, z, t, s)

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
+    load_block,
     load_segments,
-    load_tile,
     load_vectors,
     query_tile,
     scores,
@@ -63,7 +63,8 @@ def threshold(
     map_row = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
     blocks += map_row * tl.cdiv(keys, BLOCK_N)
     live += map_row * tl.cdiv(keys, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
+    d, local = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    k_matrix = (k, k_n * ALIGN, keys, None, b, h // group)
     vectors = load_vectors(i, at, scale, gain, None, shape, alibi, queries, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
@@ -78,9 +79,10 @@ def threshold(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     kept, has_nan = 0, tl.zeros([BLOCK_M], tl.int32)
     for n in range(low, high):
-        j = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
-        product = times(q_side, (k_tile, k, j, k_n * ALIGN, keys), D, PART, PRECISION)
+        first = n * BLOCK_N
+        j = first + local
+        k_tile = load_block(k_matrix, first, local, d, D, True)
+        product = times(q_side, (k_tile, k_matrix, first, local), D, PART, PRECISION)
         s = scores(product, i, j[None, :], vectors, segment, where, size, 1.0, True, True)[0]
         peak = tl.max(s, 1)
         m = tl.maximum(m, peak)
@@ -99,9 +101,10 @@ def threshold(
         count, kept = kept, 0
         for n in range(count):
             block = tl.load(blocks + n)
-            j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            k_tile = load_tile(k, j, k_n * ALIGN, keys, d, D, True)
-            product = times(q_side, (k_tile, k, j, k_n * ALIGN, keys), D, PART, PRECISION)
+            first = block * BLOCK_N
+            j = first + local
+            k_tile = load_block(k_matrix, first, local, d, D, True)
+            product = times(q_side, (k_tile, k_matrix, first, local), D, PART, PRECISION)
             s = scores(product, i, j[None, :], vectors, segment, where, size, 1.0, True, True)[0]
             x = s - base[:, None] - t[:, None]
             phi, slope = ACT(x, vectors[2])
