@@ -1,4 +1,4 @@
-"""topk_probabilities() and linear_topk(): the k largest of `probabilities`, computed otherwise."""
+"""topk_probabilities() and linear_topk() return the k largest entries of `probabilities`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_each_row_may_have_its_own_parameters(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ROWS)
-def test_steps_of_few_rows_change_nothing(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processing_few_rows_at_a_time_gives_the_same_result(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores, mask = torch.randn(7, 900), torch.rand(7, 900) < 0.8
     own = {
         name: low + (high - low) * torch.rand(7)
@@ -105,7 +107,7 @@ def in_order(x: Tensor, k: int) -> Tensor:
 
 @pytest.mark.parametrize("variant", ["softmax", "topk", "sigmoid", "sparsemax", "taylor"])
 @pytest.mark.parametrize("n", [10, 64 * 40 + 7])
-def test_of_equal_scores_the_first_ones_are_taken(variant: str, n: int) -> None:
+def test_equal_scores_are_returned_in_the_order_of_their_indices(variant: str, n: int) -> None:
     for levels in (1, 2, 5, 100):
         scores = torch.randint(levels, (6, n)).double() / levels
         for k in (1, 2, 7):
@@ -172,7 +174,7 @@ def test_huge_and_flat_scores() -> None:
 @pytest.mark.parametrize("alpha", [1.02, 1.3, 1.5, 2.0])
 def test_a_support_far_larger_than_k(alpha: float, n: int) -> None:
     scores = 1e-4 * torch.randn(3, n, dtype=torch.float64)
-    scores[1] *= 1e4  # the rows need a different number of entries
+    scores[1] *= 1e4  # for most alpha, this row has far fewer nonzero weights
     weights = probabilities(scores, "entmax", alpha=alpha)
     assert int((weights[0] > 0).sum()) > n // 4
     agrees(topk_probabilities(scores, 2, "entmax", alpha=alpha), weights, 2)

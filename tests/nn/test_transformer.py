@@ -197,7 +197,7 @@ def test_an_output_layer_adds_only_its_own_parameters() -> None:
         model(output_params=3)
 
 
-def test_copies_casts_and_empty_tensors_stay_tied() -> None:
+def test_copied_cast_and_materialized_models_stay_tied() -> None:
     made = model(output="sparsemax")
     with torch.device("meta"):
         empty = model(output="entmax", output_params={"learn": ("alpha",)})
