@@ -134,7 +134,7 @@ def at_import(path: Path) -> set[str]:
 
 
 def test_triton_is_imported_only_when_a_kernel_is_launched() -> None:
-    """A module with a top-level import of Triton is itself imported only inside functions."""
+    """Modules that do not import Triton import the modules that do only inside functions."""
     folder = PACKAGE / "backends" / "triton"
     users = {module_name(path) for path in FILES if "triton" in at_import(path)}
     assert users
