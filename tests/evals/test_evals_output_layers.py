@@ -120,6 +120,7 @@ def test_an_invalid_output_is_a_one_line_error(
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_a_sparse_output_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,6 +183,7 @@ def test_sdpa_compiles_with_symbolic_sizes(variant: str) -> None:
     assert graphs_over((20, 31, 40), "sdpa", variant, dynamic=True) <= 2
 
 
+@pytest.mark.slow
 def test_blocks_are_not_unrolled_into_the_graph() -> None:
     """The graph of a call with many blocks has as many operations as one with a single block."""
 
