@@ -32,7 +32,10 @@ class VariantCall:
         return f"{self.name}({inside})" if inside else self.name
 
     def identity(self) -> dict[str, object]:
-        """Name and parameters, for keys of runs. Defaults are included, as they may change."""
+        """The name and the parameters as a dict, for the keys under which results are stored.
+
+        Default values are included, because a later version may change them.
+        """
         defaults = {p.name: repr(p.default) for p in attnzoo.get_variant(self.name).params}
         given = {name: repr(value) for name, value in self.arguments}
         return {"name": self.name, "params": defaults | given, "given": sorted(given)}
@@ -169,7 +172,8 @@ def load_plugin(path: Path, need_variant: bool = True) -> attnzoo.Plugin:
     """Load the file given as ``--plugin FILE.py``.
 
     Raises:
-        UsageError: the file cannot be loaded, or registers no variant although ``need_variant``.
+        UsageError: the file cannot be loaded, or ``need_variant`` is true and the file registers no
+            variant.
     """
     try:
         plugin = attnzoo.load_plugin(path)

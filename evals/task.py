@@ -22,13 +22,16 @@ MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Sizes of the training and of the evaluation; the base class of each family's settings.
+    """The settings of training and evaluation that all tasks share.
+
+    A family of tasks adds its own settings in a subclass.
 
     Fields that begin with ``test_`` affect only the evaluation. Changing them needs no retraining.
 
     Attributes:
         steps: training steps.
-        batch: sequences per training step; with ``fill``, at length ``train_longest``.
+        batch: sequences per training step. If ``fill`` is true, this number applies to steps with
+            sequences of length ``train_longest``.
         learning_rate: peak of the one-cycle schedule.
         weight_decay: weight decay of AdamW; learned parameters of a variant are not decayed.
         warmup: share of the steps in which the learning rate rises.
@@ -85,7 +88,10 @@ class Settings:
 
     @property
     def output_layer(self) -> VariantCall | None:
-        """The variant of the model's output layer; None for softmax, or if it has none."""
+        """The variant of the model's output layer.
+
+        None if the variant is softmax, or if the task has no setting for the output layer.
+        """
         return None
 
     @property
@@ -115,7 +121,8 @@ class Settings:
     def identity(self) -> dict[str, object]:
         """The settings that affect training; they are part of the training key.
 
-        A setting that was added after results had been published is left out at its default.
+        A subclass leaves out a setting that was added after results had been published, if it has
+        its default value. The keys of the published results therefore stay valid.
         """
         mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
         return {**mine, "dtype": "float32"}
@@ -143,7 +150,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A named set of defaults, which options of the command line can replace."""
+    """The default settings of a study. Options of the command line override them."""
 
     lengths: tuple[int, ...]
     settings: Any
@@ -162,7 +169,7 @@ class Metric:
     digits: int = 3
     log: bool = False  # plotted on a log axis
     lower_is_better: bool = False
-    optional: bool = False  # left out where no result has it
+    optional: bool = False  # left out if it occurs in no result
 
 
 @dataclass(frozen=True)
@@ -192,13 +199,17 @@ class BatchResult:
 
 
 class HeadSample(NamedTuple):
-    """How many sequences of a batch, from the first on, are measured: heads and Jacobians."""
+    """The numbers of sequences, counted from the first of a batch, that are measured.
+
+    sequences: for the metrics of heads. jacobians: for the Jacobian norms.
+    """
 
     sequences: int
     jacobians: int
 
 
-# Measures one batch with the trained variant (None) or with a variant substituted for it.
+# A function that measures one batch with the given variant. None stands for the trained variant.
+# Any other variant is substituted for the trained one.
 Measure = Callable[[VariantCall | None], BatchResult]
 
 
@@ -211,7 +222,8 @@ class Task(ABC):
         presets: `Preset` by name: "quick" (the default of the command line), "smoke", "paper".
         positions: the position encodings that its model supports.
         metrics: the metrics; the first one is the score.
-        splits: the data splits to evaluate, each by the prefix of its metrics' names.
+        splits: the data splits to evaluate. The key is the prefix of the names of the split's
+            metrics, such as "sparse_" for the split "sparse".
         head_sequences: the number of sequences per length on which heads are measured.
         trained_score: a run with a lower score at the train length counts as not trained. None:
             every run counts as trained.
@@ -233,7 +245,7 @@ class Task(ABC):
         return self.metrics[0]
 
     def remarks(self, settings: Mapping[str, Any]) -> list[str]:
-        """What readers of scores with these settings, from a result row, must know."""
+        """Remarks for readers of scores. ``settings`` are the settings in a result row."""
         return []
 
     @abstractmethod
@@ -264,4 +276,7 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, model: Any, batch: Any, sample: HeadSample) -> Measure:
-        """Compute all that the variants share; return a function that measures one variant."""
+        """Return a function that measures one variant on the batch.
+
+        Values that do not depend on the variant can be computed before the function is returned.
+        """

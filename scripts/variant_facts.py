@@ -9,7 +9,8 @@ import sys
 import attnzoo
 from benchmarks.harness.cases import Case
 
-# LENGTH: number of keys for example parameters. HEAD_DIM: for the cost of linear forms.
+# LENGTH is the number of keys from which example parameters are computed. HEAD_DIM is the head
+# dimension for which the cost of linear forms is stated.
 LENGTH, HEAD_DIM = 1024, 64
 # The paragraphs of a variant's module docstring, in this order.
 SECTIONS = ("Formula", "Effect", "Initial values", "Source", "Differences", "Notes")

@@ -115,7 +115,7 @@ def evaluated() -> list[object]:
             re.MULTILINE,
         )
     ]
-    assert len(found) >= 2  # the pages of own variants and of evals
+    assert len(found) >= 2  # your-own-variant.md and evals.md
     return found
 
 

@@ -81,7 +81,8 @@ def test_dependencies_point_one_way(path: Path) -> None:
         if name.split(".")[0] not in ("attnzoo", "commandline", "evals", "benchmarks", "scripts"):
             continue
         allowed = {package_of(own), *MAY_IMPORT[package_of(own)]}
-        # Imports from outside the library: test_evals_and_benchmarks_use_public_names checks them.
+        # For a file outside attnzoo, only the top-level package of the import is checked here. For
+        # evals and benchmarks, test_evals_and_benchmarks_use_public_names checks the names.
         inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else package_of(name)
         assert inside in allowed, f"{own} imports {name}"
 
@@ -133,7 +134,7 @@ def at_import(path: Path) -> set[str]:
 
 
 def test_triton_is_imported_only_when_a_kernel_is_launched() -> None:
-    """A module with a top-level import of Triton is itself imported only inside functions."""
+    """Modules that do not import Triton import the modules that do only inside functions."""
     folder = PACKAGE / "backends" / "triton"
     users = {module_name(path) for path in FILES if "triton" in at_import(path)}
     assert users
@@ -275,7 +276,7 @@ def test_general_code_names_no_variant(path: Path) -> None:
             assert node in docstrings or not words & names, f"{place}, line {node.lineno}"
 
 
-def test_no_supports_flags_and_no_environment_variables() -> None:
+def test_no_name_starts_with_supports_and_no_code_reads_environment_variables() -> None:
     for path in FILES:
         tree = ast.parse(path.read_text())
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

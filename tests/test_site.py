@@ -153,7 +153,10 @@ def test_no_page_scrolls_sideways_or_reports_an_error(
 def test_text_can_be_read_in_both_themes(
     address: str, browser: webdriver.Chrome, theme: str
 ) -> None:
-    """Text has a contrast of at least 4.5. Of each plot, only the current theme's copy is shown."""
+    """Text has a contrast of at least 4.5.
+
+    A page has two copies of each plot, one per theme. Only the copy of the current theme is shown.
+    """
     browser.get(f"{address}index.html")
     browser.execute_script("localStorage.setItem('mode', arguments[0])", theme)
     variant = f"variants/{attnzoo.list_variants()[0]}.html"

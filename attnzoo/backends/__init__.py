@@ -1,4 +1,6 @@
-"""All backends. A backend is a module or package that computes some kinds of form.
+"""All backends. A backend is a module or package that computes some of the forms of variants.
+
+The kinds of form are "pairwise", "linear" and "definition"; see `attnzoo.core.forms`.
 
 To add a backend, write a module that defines ``BACKEND``, list it here, and place it in the order
 of preference in ``selection``.

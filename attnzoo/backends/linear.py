@@ -4,8 +4,8 @@ Products ψ(q)·ψ(k) are computed directly within a chunk. Keys of earlier chun
 the state: Σ ψ(k) vᵀ, with Σ ψ(k) as an extra column. If gradients are needed, each chunk is
 checkpointed, so that only the states between chunks are kept.
 
-On a CPU, `run` uses fp64 for forms with ``cancels``. A state returned to the caller is fp32, or
-fp64 for fp64 inputs.
+On a CPU, `run` uses fp64 for forms whose sums may lose digits to cancellation (`Linear.cancels`). A
+state returned to the caller is fp32, or fp64 for fp64 inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ CHUNK = 128
 
 
 def chunk_length(size: int, needs_grad: bool) -> int:
-    """Tokens per chunk. With gradients, chunks are longer for many features (``size``)."""
+    """Return the number of tokens per chunk: `CHUNK` if no gradient is needed.
+
+    If gradients are needed, the number grows with the number of features, ``size``, from `CHUNK` to
+    4 · `CHUNK`.
+    """
     return max(CHUNK, min(4 * CHUNK, size // 4)) if needs_grad else CHUNK
 
 
@@ -71,8 +75,9 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 
 def sums_in_fp64(form: Linear, call: Call) -> bool:
-    """True if fp32 or smaller inputs are summed in fp64: on a CPU, for forms with ``cancels``.
+    """True if sums over fp16, bf16 or fp32 inputs are computed in fp64.
 
+    This is so on a CPU, for forms whose sums may lose digits to cancellation (`Linear.cancels`).
     fp64 takes twice as long as fp32 on a CPU, but 64 times as long on many GPUs.
     """
     return form.cancels and call.dtype != torch.float64 and call.device.type == "cpu"
@@ -138,7 +143,10 @@ def prepare(
 
 
 def offsets(call: Call) -> tuple[int, int]:
-    """Return how many first queries see no key, and how many keys precede the next query."""
+    """Return (keyless, lead) for causal attention.
+
+    The first ``keyless`` queries see no key. The first ``lead`` keys precede the other queries.
+    """
     keyless = min(call.queries, max(0, call.key_origin - call.query_origin))
     return keyless, call.keys - (call.queries - keyless)
 

@@ -21,12 +21,13 @@
 
 Operands are passed by name. Each field of a group becomes an operand of the torch schema.
 
-The parameters of a fake function are the operands that it needs. The parameters of a backward
-function are the operands and outputs that it needs, which are saved for it, and gradients of
-outputs, named ``d`` + the output's name. Each operand to differentiate must be a parameter of the
-backward. The backward returns gradients by operand name. A backward with a parameter ``wanted`` may
-return only the gradients named there. The backward is an operator too. Differentiating it raises
-RuntimeError.
+The parameters of a fake function are the operands that it needs.
+
+The parameters of a backward function are operands, outputs and gradients of outputs. The operands
+and outputs among them are saved by the forward. The gradient of an output is named ``d`` + the
+output's name. Each operand to differentiate must be a parameter of the backward. The backward
+returns gradients by operand name. A backward with a parameter ``wanted`` may return only the
+gradients named there. The backward is an operator too. Differentiating it raises RuntimeError.
 
 The first operand must be a tensor. An output that was not requested is None. The underlying torch
 operator returns a tensor of shape (0,) instead, because torch operators return only tensors.
@@ -170,7 +171,7 @@ class Operator(Generic[P, R]):
         return register
 
     def _named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return the operands by name, with groups, from the positional arguments of `flat`."""
+        """Undo `flat`: return the operands by name, with groups, from the flat list ``values``."""
         rest = iter(values)
         return {
             name: next(rest) if group is None else group(*islice(rest, len(group._fields)))
@@ -192,7 +193,8 @@ class Operator(Generic[P, R]):
         return torch.compiler.disable(self._run)
 
     def _implementation(self, *values: Any) -> Any:
-        # The compiler must not trace the function. It runs only after torch._dynamo is imported.
+        # The compiler must not trace the function. The compiler cannot be active before
+        # torch._dynamo is imported.
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 

@@ -115,7 +115,7 @@ def _remove_nan(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tenso
 
 
 def _without_unseen(k: Tensor, call: Call) -> Tensor:
-    """Set keys that the mask hides from all queries to 0. Infinite keys would give NaN."""
+    """Replace keys that are masked for all queries by 0. Infinite keys would give NaN."""
     if call.mask is None:
         return k
     seen = visible_entries(call.mask).any(2)  # [B|1, H|1, Nk]

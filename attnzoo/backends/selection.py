@@ -89,7 +89,11 @@ def preference(forms: tuple[Form, ...], call: Call) -> list[tuple[Backend, Form]
 
 
 def _meets(backend: Backend, form: Form) -> bool:
-    """True if the backend accepts the form's kind; for a `NoForm`, if it accepts only that kind."""
+    """True if the backend accepts the form's kind.
+
+    A `NoForm` gives the reason why a form is missing. It is listed only for backends that accept no
+    other kind of form.
+    """
     if isinstance(form, NoForm):
         return backend.kinds == (form.kind,)
     return form.kind in backend.kinds

@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """The per-query vectors of a form. ``offset`` also holds a threshold that is already solved."""
+    """The per-query vectors of a form. Kernels receive a solved threshold τ as ``offset``."""
 
     gain: Tensor | None = None
     offset: Tensor | None = None

@@ -24,10 +24,10 @@ from attnzoo.core.checks import shown
 class Activation:
     """An elementwise function φ of the scores with its derivative φ', for pairwise forms.
 
-    With ``shape_slope`` it is a family of functions with one more argument, ``shape``, a per-query
-    vector (entmax: α). Backends rely on the properties stated here and never infer them from the
-    name. For torch.compile, create activations outside of the compiled call, for example at the top
-    of a module.
+    If ``shape_slope`` is given, the activation is a family of functions: φ has a second argument,
+    ``shape``, which is a per-query vector (entmax: α). Backends rely on the properties stated here
+    and never infer them from the name. For torch.compile, create activations outside of the
+    compiled call, for example at the top of a module.
 
     Attributes:
         name: Name for error messages and `explain`.
@@ -54,8 +54,9 @@ class Activation:
             contain log φ(s). Implied by ``exponential``.
         integral: ``integral(s, shape) -> ∫ φ`` from −∞ to s, elementwise. Losses need it for "none"
             forms, and for "threshold" forms without ``alpha``.
-        quadratic: (a, b, c) if φ(s) = a + b·s + c·s². The sum of φ over many classes then follows
-            from moments of their rows, without the scores.
+        quadratic: (a, b, c) if φ(s) = a + b·s + c·s², else None. Losses can then compute the sum of
+            φ over all classes from the mean and the Gram matrix of the rows of the weight matrix,
+            without the scores.
 
     Example:
         >>> import attnzoo
@@ -239,8 +240,9 @@ def _taylor(order: int) -> Activation:
     )
 
 
-# Keyed by order; 171! overflows a float. Created here because torch.compile does not support
-# activations created inside a compiled call.
+# The Taylor activations by order. The largest order is 170, because 171! overflows a float. The
+# activations are created at import, because torch.compile does not support activations created
+# inside a compiled call.
 TAYLOR = {order: _taylor(order) for order in range(2, 171, 2)}
 
 
@@ -250,7 +252,7 @@ BY_KEY: WeakValueDictionary[str, Activation] = WeakValueDictionary()
 def key_of(activation: Activation) -> str:
     """Return a string for the activation, because operators of torch take no Python objects.
 
-    It is the activation's name, with a number if another activation has the same name.
+    The string is the activation's name. If another activation has the same name, a number is added.
     """
     # torch.compile passes a placeholder for an object that is created in the compiled function.
     if not hasattr(activation, "name"):

@@ -1,7 +1,8 @@
-"""A validated call: sizes, visible keys, scale, dtypes and additive scores.
+"""A validated call: sizes, visible keys, scale, dtypes and the bias added to the scores.
 
-A block of queries is a `Call` too. It stores the positions of its first query and key, and its n_i
-count the keys of the whole call. Definitions therefore run on blocks without change.
+A block of queries is a `Call` too. It stores the positions of its first query and key. Its `counts`
+are the numbers of visible keys in the whole call. Definitions therefore run on blocks without
+change.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ class Call(Visibility):
 
     @property
     def bias(self) -> Tensor | float:
-        """Added after the gain: the float mask, with 0 for −∞, plus ALiBi; 0.0 if both are None."""
+        """What a variant adds to the scores after the gain: the float mask plus ALiBi.
+
+        −∞ in the mask is replaced by 0. The bias is 0.0 without a float mask and ALiBi.
+        """
         bias: Tensor | float = 0.0
         if self.mask is not None and self.mask.dtype != torch.bool:
             bias = self.mask.masked_fill(~visible_entries(self.mask), 0.0).to(self.dtype)

@@ -144,7 +144,7 @@ class Pairwise:
 
     @property
     def has_lse(self) -> bool:
-        """Whether the normalizer is the exponential of a log-sum-exp, over all or kept keys."""
+        """Whether the normalizer is a sum of exp, over all keys or the ``keep`` largest scores."""
         return self.normalize in ("sum", "select") and self.activation.exponential
 
 
@@ -175,7 +175,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Definition:
-    """The form that every variant has: its dense weights, with the parameters of a call bound."""
+    """The form that every variant has: its definition, with the parameters of one call."""
 
     name: str
     weights: Callable[..., Tensor]
@@ -186,7 +186,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class NoForm:
-    """States that a variant has no form of this kind for a call, and why.
+    """The reason why a variant has no form of one kind for a call.
 
     Attributes:
         kind: "pairwise" or "linear".
@@ -269,11 +269,11 @@ class Variant:
         weights: The definition, ``weights(q, k, call, **params) -> (B, H, Nq, Nk)``, in plain
             PyTorch, 0 for invisible keys, in the dtype of ``call.scores(q, k)``.
         params: Its parameters.
-        forms: ``forms(call, **params)`` -> a tuple of the forms that hold for this call, the
-            preferred one first.
+        forms: ``forms(call, **params)`` -> a tuple of forms, the preferred one first. Each form
+            must give the same weights as the definition in this call.
         scores: ``scores(q, k, call, **params) -> (B, H, Nq, Nk)`` if the weights are a softmax of
-            these scores (up to a sink); −∞ where a rule of the variant makes the weight 0. Required
-            for ``return_lse``.
+            these scores (up to a sink). Visible keys that the variant drops, as topk does, have
+            the score −∞. Required for ``return_lse``.
         unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
             the variant, or None.
         normalized: Whether every row with a visible key sums to 1.
@@ -283,12 +283,13 @@ class Variant:
             more keys a gain above 1. The outputs of a trained softmax model therefore still change.
         identity: Parameters with which the variant equals softmax for any number of keys, so that
             a model trained with softmax keeps its outputs; None if there are none.
-        example: ``example(length)`` -> parameters that suit up to ``length`` keys, including all
-            required ones. Evals, benchmarks and tests use them unless others are given.
+        example: ``example(length)`` -> parameters suited to at most ``length`` keys. All required
+            parameters must be included. Evals, benchmarks and tests use them unless others are
+            given.
         inference_only: Whether it is meant for models trained with softmax, not for training.
         has_state: ``has_state(**params)`` -> whether a linear form exists for these parameters. If
             so, `linear_attention` supports it, and decoding can use a state of constant size.
-        use: When to use it, one short sentence for tables.
+        use: When to use it, for tables: one or two short sentences, 100 characters at most.
         output_defaults: Defaults of parameters in an output layer (`attnzoo.losses`), where they
             differ from those in attention.
 

@@ -1,8 +1,8 @@
 """Which keys each query may see, and how many: causality, window, mask and segments.
 
 Query i stands at position ``query_origin + i`` and key j at ``key_origin + j``. Causality and
-window let a query at position p see the keys p − left … p + right (None: no bound); causal is
-right = 0. Mask and segments restrict this further.
+window let a query at position p see the keys p − left … p + right. None means no bound, and
+causality means right = 0. Mask and segments hide further keys.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Visibility:
 
     @property
     def sees_all(self) -> bool:
-        """Whether sizes alone show that every query sees every key; False without keys."""
+        """True if causality and window hide no key.
+
+        False with a mask, with segments or without keys.
+        """
         if self.mask is not None or self.segments is not None or self.keys == 0:
             return False
         first = self.query_origin - self.key_origin
@@ -219,7 +222,11 @@ def _prefix(seen: Tensor) -> Tensor:
 
 
 def _count_segments(call: Visibility, first: Tensor, last: Tensor, seen: Tensor | None) -> Tensor:
-    """n_i with segments: in keys sorted by (segment, position), each query sees one range."""
+    """n_i with segments.
+
+    Keys are sorted by (segment, position). The keys that segments, causality and window allow a
+    query are then one contiguous range. Keys that the mask hides are not counted.
+    """
     assert call.segments is not None
     queries, keys = _dense_ranks(*call.segments)
     stride = call.keys + 1
@@ -238,7 +245,7 @@ def _count_segments(call: Visibility, first: Tensor, last: Tensor, seen: Tensor 
 
 
 def _dense_ranks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace segment ids by ranks 0, 1, …, so that a rank times Nk + 1 fits an int64."""
+    """Replace segment ids by ranks 0, 1, …, so that rank · (Nk + 1) fits an int64."""
     ids, index = torch.cat([queries, keys], dim=-1).sort(dim=-1)
     step = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).long()
     ranks = torch.zeros_like(ids).scatter(-1, index, step.cumsum(-1))

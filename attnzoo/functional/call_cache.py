@@ -66,8 +66,9 @@ class Entry(NamedTuple):
                 return None
         if self.form_index < 0 and not self.with_grad:
             return call, definition_of(self.variant, params)
-        # With gradients, the forms are computed even if the definition runs. The first call does so
-        # too, and activation checkpointing must save the same number of tensors in both runs.
+        # If gradients are enabled, compute the forms even if the definition runs, as an uncached
+        # call does. In activation checkpointing, the forward may be uncached and the recomputation
+        # cached. Both must save the same number of tensors.
         forms = self.variant.forms(call, **params)
         if tuple(map(_outline, forms)) != self.outlines:
             return None

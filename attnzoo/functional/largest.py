@@ -13,7 +13,7 @@ from torch import Tensor
 BLOCK = 64
 # Blocks are used if at most this share of them is needed. Otherwise rows are compared whole.
 SHARE = 0.25
-TIED = 2**20  # number of entries that are searched for equal ones at once
+TIED = 2**20  # largest number of entries per search for entries equal to the k-th largest
 
 
 class Blocks:
@@ -37,10 +37,11 @@ class Blocks:
         return self._maxima
 
     def peaks(self, part: slice) -> Tensor:
-        """The maximum of each row, (R, 1). Must be called for all rows, in any parts.
+        """The maximum of each row of ``part``, (rows of ``part``, 1).
 
-        Keeps the maxima of blocks. The caller can then use the scores of a part while they are in
-        the processor's cache.
+        The method also stores the block maxima of these rows. Once it is called, its calls must
+        cover all rows before `maxima` or `candidates` is used. If ``part`` is small, the caller can
+        read its scores again while they are in the processor's cache.
         """
         if not self.count:
             return self.x[part].amax(-1, keepdim=True)
@@ -53,7 +54,12 @@ class Blocks:
         return torch.maximum(peak, self.x[part, self.size :].amax(-1, keepdim=True))
 
     def candidates(self, blocks: int) -> Candidates:
-        """The entries of the ``blocks`` blocks with the largest maxima; for many blocks, all."""
+        """The entries of the blocks with the largest maxima.
+
+        Args:
+            blocks: The number of blocks. If it is more than `SHARE` of all blocks, all entries are
+                candidates.
+        """
         if self._last is None or self._last[0] != blocks:
             self._last = blocks, self._candidates(blocks)
         return self._last[1]
@@ -84,7 +90,7 @@ class Candidates:
         self._chosen, self._size = chosen, size
 
     def index(self, place: Tensor) -> Tensor:
-        """The indices in the row of the candidates at ``place``, (R, m)."""
+        """Convert ``place`` (R, m), indices into `values`, to indices into the row, (R, m)."""
         if self._chosen is None:
             return place
         inside = self._chosen.shape[-1] * BLOCK
@@ -117,9 +123,9 @@ def largest(rows: Blocks, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_of_equals(x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
-    """Indices of the k largest entries; of those equal to the smallest one, the first ones."""
+    """Indices of the k largest entries. Ties with the k-th largest are resolved by lowest index."""
     last = values[:, -1:]
-    others = (values != last).sum(-1)  # they come first, as values are sorted
+    others = (values != last).sum(-1)  # larger than the k-th; values are sorted
     row, column = (x == last).nonzero().unbind(-1)  # by row, then by column
     counts = torch.bincount(row, minlength=len(x))
     first = counts.cumsum(0) - counts

@@ -75,7 +75,7 @@ def prepare(
     params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
     mask = common.get("attn_mask")
     if q is not given and isinstance(mask, Tensor) and mask.dtype == given.dtype:
-        common["attn_mask"] = mask.float()  # it had q's dtype before autocast
+        common["attn_mask"] = mask.float()  # the mask had q's dtype before autocast
     call = check_call(q, k, v, **common)
     if origin is not None:
         call = replace(call, query_origin=origin, key_origin=origin)

@@ -19,8 +19,8 @@ def probabilities(
 ) -> Tensor:
     """The normalizer of a variant, applied to given scores: w = definition(scores) along ``dim``.
 
-    Formula: that of the variant, with each line of ``scores`` along ``dim`` as the logits z_i of
-    one query; see `get_variant`. softmax: w_j = exp(z_j) / Σ_l exp(z_l).
+    Formula: the formula of the variant; see `get_variant`. Each line of ``scores`` along ``dim``
+    holds the logits z_i of one query. For softmax, w_j = exp(z_j) / Σ_l exp(z_l).
 
     Args:
         scores: Logits of any shape (…, n, …) in fp16, bf16, fp32 or fp64.
@@ -29,8 +29,8 @@ def probabilities(
         mask: Bool, broadcasts to ``scores``; True where an entry takes part. Entries that do not
             take part have weight 0 and are not counted in n_i.
         **params: Parameters of the variant, with the defaults of `attention`: a number, a tensor
-            (), or a tensor that broadcasts to the shape of ``scores`` without ``dim`` (or with size
-            1 there), which gives every line its own value.
+            (), or a tensor with one value per line. The shape of the latter broadcasts to the shape
+            of ``scores`` with ``dim`` removed or of size 1.
 
     Returns:
         The weights, in the shape and dtype of ``scores``. Those of fp16 and bf16 scores are
@@ -55,12 +55,13 @@ def probabilities(
         tensor([1., 1.])
 
     References:
-        Peters et al. 2019, arXiv:1905.05702: entmax. Their package has the same functions as
-        ``sparsemax``, ``entmax15`` and ``entmax_bisect``. `get_variant` names a variant's paper.
+        Peters et al. 2019, arXiv:1905.05702: entmax. In their package, sparsemax and entmax are the
+        functions ``sparsemax``, ``entmax15`` and ``entmax_bisect``. `get_variant` names a variant's
+        paper.
 
     Notes:
-        Twice differentiable, also in tensor parameters, wherever the variant's definition is.
-        Works in `torch.func` transforms and under `torch.compile`.
+        The result is twice differentiable, also with respect to tensor parameters, if the variant's
+        definition is. The function works in `torch.func` transforms and under `torch.compile`.
     """
     check_dense("scores", scores)
     with in_full_precision(scores.device):

@@ -1,6 +1,6 @@
-"""Given scores as rows: each row is one head with one query of a `Call`.
+"""Converts scores that a user gives to rows. Each row is one head with one query of a `Call`.
 
-Per-head parameters thereby become per-row ones, and n_i counts the visible entries of a row. A
+A per-head parameter then has one value per row, and n_i counts the visible entries of a row. A
 variant's definition and forms run on such a call without change.
 """
 
@@ -64,7 +64,7 @@ class BoundVariant(NamedTuple):
     params: dict[str, Any]
 
     def part(self, rows: slice) -> BoundVariant:
-        """The same for some of the rows."""
+        """The variant and its parameters for ``rows``."""
         own = {
             name: cut(x, slice(None), rows) if isinstance(x, Tensor) else x
             for name, x in self.params.items()

@@ -18,8 +18,11 @@ from attnzoo.functional.rows import BoundVariant, row_call
 
 EXACT = 2**17  # number of scores for which a definition is computed at once
 SUMMED = 2**20  # number of scores whose exponentials are held at once
-WIDER = 4  # factor of the number of blocks if entries outside of them have a weight
-FEW = 0.25  # at most this share of a row is copied in order to solve for a threshold
+# The number of blocks is multiplied by this while an entry outside of the blocks has a weight > 0.
+WIDER = 4
+# To solve for a threshold, the scores that can have a weight > 0 are copied if they are at most
+# this share of the row.
+FEW = 0.25
 
 Column = Tensor | float  # a number, (R, 1) or (1, 1)
 
@@ -48,7 +51,8 @@ def top_weights(
         x = fill(~mask, float("-inf"))
     rows = Blocks(x)
     size = x.shape[-1]
-    # Before `largest`, which needs the maxima that the sum finds too.
+    # The sum is computed before `largest`, because it also finds the block maxima that `largest`
+    # needs.
     total = _exp_sum(form, rows, gain) if form.normalize == "sum" else None
     top, indices = largest(rows, k if form.keep is None else max(k, min(form.keep, size)))
     empty = None if mask is None else ~mask.any(-1, keepdim=True)
@@ -59,7 +63,7 @@ def top_weights(
         values = _threshold(form, rows, top, gain, empty)
     elif total is not None:
         values = ((top - top[:, :1]) * gain).exp() / total
-        if form.sink is not None:  # of a row of −∞, the sink has the whole weight
+        if form.sink is not None:  # if all scores of a row are −∞, the sink has all the weight
             values = values.masked_fill(top[:, :1] == float("-inf"), 0.0)
     else:
         values = _selected(form, top, gain)
@@ -144,7 +148,10 @@ def _threshold(
 
 
 def _above(form: Pairwise, x: Tensor, peak: Tensor, gain: Column, tau: Column) -> Tensor:
-    """All scores with a weight above 0 at τ or a larger threshold, and perhaps more; unordered."""
+    """Scores of each row, (R, m), unordered.
+
+    They include every score that has a nonzero weight at threshold τ or a larger one.
+    """
     alpha = form.activation.alpha
     if alpha is None:
         return x

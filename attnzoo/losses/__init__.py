@@ -1,4 +1,7 @@
-"""Losses of output layers: every normalizer over a vocabulary, in memory linear in its size."""
+"""Losses of output layers whose probabilities are the weights of a variant.
+
+`linear_loss` takes memory linear in tokens + classes.
+"""
 
 from attnzoo.losses.dispatch import LossStats
 from attnzoo.losses.linear_loss import linear_loss, loss

@@ -197,7 +197,8 @@ def bind_form(
 ) -> BoundForm:
     """Validate the variant and its parameters for tokens ``input`` (N, d) of the shape ``lead``."""
     bound = bind_rows(function, variant, input, params, tuple(lead), output_layer=True)
-    # A form depends on the number of scores, not on their values: expand() takes no memory.
+    # A form depends on the number of scores, not on their values. One expanded number stands for
+    # all scores, so that they take no memory.
     scores = input.new_empty((), dtype=score_dtype(input)).expand(len(input), classes)
     call = row_call(scores, class_mask, input.dtype)
     form = bound.pairwise(call)

@@ -1,6 +1,6 @@
 """Losses and gradients of an output layer, computed for a chunk of tokens at a time.
 
-A chunk has the logits Z = h·Eᵀ + b. From their gradient dZ follow dh = dZ·E, dE += dZᵀ·h and
+A chunk has the logits Z = h·Eᵀ + b. The gradient dZ of the logits gives dh = dZ·E, dE += dZᵀ·h and
 db += Σ dZ.
 """
 
@@ -18,10 +18,10 @@ from attnzoo.core.call import score_dtype
 from attnzoo.losses.tokens import Options, Tokens, token_losses
 
 NAN = float("nan")
-# A chunk has up to this many tokens, but at most 1/16 of all tokens, so that its logits take at
-# most 1/16 of the memory of all logits.
+# A chunk has up to CHUNK tokens, but at most 1/16 of all tokens, so that its logits take at most
+# 1/16 of the memory of all logits. A chunk may exceed both limits if it has at most SMALL logits.
 CHUNK = 256
-SMALL = 2**20  # logits that a chunk may hold in any case
+SMALL = 2**20
 BLOCK = 2**17  # logits per elementwise block: 512 KiB in fp32 stay in the cache of a core
 CLASSES = 512  # rows of E that are copied at a time
 SPARSE = ("threshold", "select")  # normalizations with which most classes have weight 0
@@ -140,14 +140,15 @@ def _propagate_all(
 
 
 def _nonzero_columns(dz: Tensor) -> Tensor:
-    """Indices of the classes whose column of dz has an entry ≠ 0 or NaN. Two fast passes."""
+    """Indices of the classes whose column of dz contains a nonzero number or NaN."""
+    # Unlike dz != 0, the reductions allocate no tensor in the shape of dz.
     return ((dz.amax(0) != 0) | (dz.amin(0) != 0)).nonzero()[:, 0]
 
 
 def _propagate_columns(
     layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor], used: Tensor
 ) -> None:
-    """`_propagate` if the columns of dz are 0 for all classes that are not in ``used``."""
+    """Like `_propagate_all`, but reads only the columns ``used`` of dz. The others must be 0."""
     weight, h = layer.weight, layer.input[part].to(dz.dtype)
     assert weight is not None
     dh = torch.zeros_like(h)
@@ -164,7 +165,7 @@ def _propagate_columns(
 def _propagate_on_tensor_cores(
     layer: Layer, part: slice | Tensor, dz: Tensor, gradients: dict[str, Tensor]
 ) -> None:
-    """`_propagate` with 16-bit operands and fp32 sums."""
+    """Like `_propagate_all`, but with 16-bit operands and fp32 sums."""
     assert layer.weight is not None
     for name, a, b in (("weight", dz.T, layer.input[part]), ("input", dz, layer.weight)):
         if name in gradients:

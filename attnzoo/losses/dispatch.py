@@ -1,4 +1,7 @@
-"""Checks the arguments of a loss and computes it: from chunks of scores, or moments of classes."""
+"""Checks the arguments of a loss, then computes it from chunks of scores.
+
+The loss of a quadratic φ can also be computed without scores; see `quadratic`.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,10 @@ def _vectors(found: BoundForm) -> Vectors:
 
 
 def _by_moments(form: Pairwise, given: LossArguments, input: Tensor, classes: int) -> bool:
-    """Whether moments of the classes can give the loss, and cost less than scores."""
+    """Whether the loss can be computed from moments of the classes, at a lower cost than scores.
+
+    The moments are those of `quadratic`.
+    """
     return (
         form.normalize == "sum"
         and form.activation.quadratic is not None

@@ -1,4 +1,4 @@
-"""linear_loss() and loss(): the loss of every normalizer over a vocabulary."""
+"""linear_loss() and loss(): losses of output layers whose probabilities come from a variant."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def linear_loss(
         topk                              cross entropy over the k largest scores and the target
         other positive φ, such as taylor  −log w_y
 
-    Arguments that `torch.nn.functional.linear_cross_entropy` has too mean the same as there.
+    Arguments shared with `torch.nn.functional.linear_cross_entropy` have the same meaning.
 
     Args:
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.
@@ -144,9 +144,9 @@ def linear_loss(
     Notes:
         Scores are fp32, also under autocast and for 16-bit inputs. First derivatives only.
         Targets are class indices. They are checked on a CPU, but not on a GPU or under
-        torch.compile, where a masked target has an infinite loss. Where it is
-        cheaper, the loss of a quadratic φ (taylor) is computed from moments of the classes, without
-        scores.
+        torch.compile, where a masked target has an infinite loss. The loss of a quadratic φ
+        (taylor) is computed from moments of the classes, without scores, if this is possible with
+        the given options and costs less.
     """
     given = LossArguments(
         class_mask, softcap, weight, label_smoothing, lse_penalty, ignore_index, reduction,

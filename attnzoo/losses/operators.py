@@ -82,9 +82,9 @@ TENSORS = (*DIFFERENTIABLE, "class_mask", "target", "factor", "class_weight")
 
 
 class TokenLosses(torch.autograd.Function):
-    """(loss, *statistics). The loss is per token, or Σ factor · loss if ``reduced``.
+    """Returns (loss, *statistics). The loss is per token, or Σ factor · loss if ``reduced``.
 
-    Takes ``reduced``, a `Setting` and the tensors of `TENSORS`.
+    The arguments are ``reduced``, ``setting`` and the tensors named in `TENSORS`, in this order.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ class TokenLosses(torch.autograd.Function):
 def token_losses(
     reduced: bool, setting: Setting, operands: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, ...]:
-    """`TokenLosses`, or without gradients its forward pass alone."""
+    """Run `TokenLosses`, or only its forward pass if no operand needs a gradient."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
         return TokenLosses.apply(reduced, setting, *operands)  # type: ignore[no-any-return]
     named: dict[str, Any] = dict(zip(TENSORS, operands))

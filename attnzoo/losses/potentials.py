@@ -14,9 +14,9 @@ normalize     A(s)                            ℓ(s)
 "select"      log Σ exp(s), kept and target   s
 ============  ==============================  ============
 
-∫φ(x) is the integral from −∞ to x. C makes the loss of a single class 0. For a q-exponential ∫φ is
-φ^α/α, and A of a threshold is τ − (1 − Σ w^α)/α (Blondel et al. 2020, arXiv:1901.02324, who use
-other units).
+∫φ(x) is the integral from −∞ to x. The constant C makes the loss 0 if there is only one class. For
+a q-exponential ∫φ is φ^α/α, and A of "threshold" is τ − (1 − Σ w^α)/α (Blondel et al. 2020,
+arXiv:1901.02324, who use other units).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
 
 
 def _solve(x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool) -> Potential:
-    """A of rows whose largest score is 0."""
+    """The `Potential` of "threshold", for rows whose largest score is 0."""
     tau = solve_threshold(x, None if shape is None else shape[:, 0], phi)
     at = x - tau[:, None]
     if phi.alpha is None:

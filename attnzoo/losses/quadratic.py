@@ -21,7 +21,7 @@ from attnzoo.backends.operator import operator
 from attnzoo.core.call import in_full_precision
 from attnzoo.losses.operators import FIRST_ONLY
 
-ROWS = 4096  # classes at a time: centring copies them
+ROWS = 4096  # number of classes per step; a step copies their rows to subtract the mean
 
 
 class Moments(NamedTuple):
@@ -96,7 +96,7 @@ def target_rows_backward(*, weight: Tensor, target: Tensor, dout: Tensor) -> dic
 
 
 def cheaper(tokens: int, classes: int, dim: int) -> bool:
-    """Whether the moments cost less than three products with tokens × classes scores."""
+    """Whether the moments cost fewer multiplications than tokens × classes scores."""
     return dim * (tokens + classes) < tokens * classes
 
 

@@ -32,7 +32,7 @@ class Options(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Operands with one entry per token, cut to the tokens at hand."""
+    """Operands with one entry per token, for the tokens of one chunk or block."""
 
     target: Tensor  # [n]
     factor: Tensor  # [n], multiplies the gradient, not the loss
@@ -167,7 +167,8 @@ class _LogValues:
         phi = how.activation
         shape = None if tokens.vectors.shape is None else tokens.vectors.shape[:, None]
         value, slope, by_shape = _log(phi, scores, shape)
-        if tokens.hidden is not None:  # where targets are not checked, a hidden one has weight 0
+        # Targets are not checked on a GPU or under torch.compile. A masked target has weight 0.
+        if tokens.hidden is not None:
             hidden = tokens.hidden.expand(s.shape).gather(1, tokens.target[:, None])
             value, slope = value.masked_fill(hidden, NEG_INF), slope.masked_fill(hidden, 0.0)
         total, by_vector = a.own * value, None if by_shape is None else a.own * by_shape

@@ -115,8 +115,9 @@ class KVCache:
 class StateCache:
     """The state of a linear variant: its size does not grow with the length.
 
-    The state is a sum over the keys' features. It depends on the variant, the scale and the
-    parameters of the first call, which every later call must repeat; ``made_by`` holds them.
+    The state is a sum over the keys' features. The features depend on the variant, the scale and
+    the variant's parameters. Every later call must use those of the first call. ``made_by`` holds
+    all of them that are not tensors.
 
     Example:
         >>> import torch, attnzoo

@@ -1,4 +1,4 @@
-"""OutputLayer: a linear layer over classes with the normalizer of any variant, and its loss."""
+"""OutputLayer: a linear layer over classes whose probabilities come from a variant."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TargetLoss(NamedTuple):
 
 
 class OutputLayer(VariantParameters):
-    """A linear layer over classes whose probabilities come from any variant, with its loss.
+    """A linear layer over classes whose probabilities come from a variant, with its loss.
 
     The logits are z = input · weightᵀ + bias. The probabilities are the variant's weights of z.
     Only `log_prob` holds the logits of all tokens. Other methods compute them for some tokens at a
@@ -49,8 +49,8 @@ class OutputLayer(VariantParameters):
         in_features: number of features of a hidden state, d.
         num_classes: number of classes, V.
         variant: a name from `attnzoo.list_variants` of a variant that has a loss.
-        bias: whether the layer learns a bias per class. A parameter of the variant that is named
-            ``bias`` too (sigmoid) keeps its default in output layers, 0.
+        bias: whether the layer learns a bias per class. The parameter ``bias`` of the variant
+            sigmoid cannot be set here and is 0.
         learn: names of the variant's parameters to learn, as for `Attention`; a learned parameter
             has shape (1,).
         softcap: c > 0 replaces the logits z by c·tanh(z/c).
@@ -181,7 +181,7 @@ class OutputLayer(VariantParameters):
         """Log-probabilities of all classes, (*, V), for hidden states (*, d).
 
         A probability of 0 gives −inf with gradient 0. The result is in fp32, or fp64 for fp64
-        inputs, and has gradients. Computing it takes several times its memory.
+        inputs, and has gradients. The computation needs several times the memory of the result.
         """
         return log_probabilities(input, self._head())
 

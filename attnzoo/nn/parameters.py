@@ -16,7 +16,7 @@ from attnzoo.core.parameters import check_entries, check_value, missing
 from attnzoo.core.registry import get_variant
 from attnzoo.nn.bounded import Bounded
 
-# The name that torch.nn.utils.parametrize uses in checkpoints, so that those checkpoints load.
+# torch.nn.utils.parametrize uses the same name, so checkpoints made with it can be loaded.
 BOUNDED = "parametrizations"
 
 
@@ -73,7 +73,7 @@ class VariantParameters(nn.Module):
                 setattr(self, name, check_value(f"{variant}'s {name}", spec, value))
 
     def _specs(self, variant: str) -> list[Param]:
-        """The parameters of the variant that this module owns."""
+        """The variant's parameters that this module owns."""
         return list(get_variant(variant).params)
 
     def _checked(self, spec: Param, value: Tensor, count: int) -> Tensor:
@@ -98,7 +98,8 @@ class VariantParameters(nn.Module):
             device = start.device
         else:
             number = check_value(what, spec, start, torch.float32)
-            # The initial value stays on the CPU even for a module on meta, which would lose it.
+            # The initial value stays on the CPU even if the module is on the meta device, because
+            # meta tensors hold no values.
             start = torch.full((count,), number, dtype=torch.float32, device="cpu")
             device = torch.empty(0).device  # torch's current default device
         start = self._checked(spec, start, count).expand(count)
@@ -144,7 +145,7 @@ class VariantParameters(nn.Module):
             bounded[name].original.copy_(bounded[name].inverse(value))
 
     def _params(self) -> dict[str, Any]:
-        """The variant's parameters; of a sharded tensor only this rank's part."""
+        """The variant's parameters. A sharded tensor is replaced by this rank's part."""
         values = {p.name: getattr(self, p.name) for p in self._specs(self.variant)}
         return {name: _local(value) for name, value in values.items()}
 

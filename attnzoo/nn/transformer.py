@@ -1,4 +1,4 @@
-"""Transformer: a small decoder with any variant in each layer and four position encodings."""
+"""Transformer: a small decoder with a choice of position encoding and of a variant per layer."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ class Transformer(nn.Module):
         dropout: probability of dropout on the outputs of attention and MLP, in training.
         rope_base: base of the rotation frequencies; the longest wavelength is nearly 2π·rope_base.
         rope_share: share of the pairs that "p-rope" rotates, from 0 to 1.
-        output: the variant of the output layer, `OutputLayer`, which is the attribute ``output``.
-        output_params: its parameters, and other keywords of `OutputLayer` such as ``softcap``;
-            ``bias`` is False unless given here.
+        output: the variant of the output layer. The attribute ``output`` is the layer itself, an
+            `OutputLayer`.
+        output_params: keyword arguments for `OutputLayer`: parameters of its variant, and others
+            such as ``softcap``. ``bias`` is False unless given here.
         **params: parameters of the variant, if it is the same in all layers.
 
     Raises:
@@ -134,9 +135,11 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets random matrices: std 0.02, or 0.02/√(2·depth) at the end of a residual branch.
+        """Draws all matrices from a normal distribution with mean 0.
 
-        Resets the bias of the output layer to 0, and its variant's parameters.
+        The standard deviation is 0.02/√(2·depth) for the last matrix of a residual branch, and 0.02
+        for other matrices. The bias of the output layer is set to 0. The parameters of the output
+        layer's variant are set to their initial values.
         """
         self.output.reset_parameters()
         for name, parameter in self.named_parameters():
@@ -236,8 +239,8 @@ class Transformer(nn.Module):
 
         Args:
             states: from `states`, or a selection of them, (..., E).
-            target: the token that follows each of them, int64 (...); those equal to the output
-                layer's ``ignore_index``, -100, are left out.
+            target: the token that follows each state, int64 (...). The mean omits targets equal to
+                the output layer's ``ignore_index``, which is -100 by default.
 
         Returns:
             A scalar in fp32, or fp64 for fp64 states.
@@ -289,7 +292,7 @@ class _TiedOutput(OutputLayer):
         return "OutputLayer"
 
     def reset_parameters(self) -> None:
-        """Resets the bias to 0, and the variant's parameters."""
+        """Sets the bias to 0 and the variant's parameters to their initial values."""
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         self._reset(self.parameter_tensors())
@@ -327,7 +330,7 @@ class _Layer(nn.Module):
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotates the features n and n + D/2 of each head by angle n."""
+    """Rotates each pair of features (p, p + D/2) of a head by the p-th angle of the token."""
     (cos, sin), count = rotation, rotation.shape[-1]
     first, second = x.float().chunk(2, dim=-1)
     a, b = first[..., :count], second[..., :count]

@@ -5,8 +5,8 @@ Formula:
     β(H) = max(−0.037 H⁴ + 0.481 H³ − 2.3 H² + 4.917 H − 1.791, 1) if H > 0.5, else 1
 
 Effect: Rows of medium entropy become sharper: β exceeds 1 only for 0.85 < H < 5.945 and is at most
-2.42, at H = 4.41. As n grows the effect ends: a row with more than e^5.945 = 382 equally likely
-keys gets plain softmax.
+2.42, at H = 4.41. A row with more than e^5.945 = 382 equally likely keys gets plain softmax, so the
+variant does not change such rows in long inputs.
 
 Source: Veličković et al. 2024, arXiv:2410.01104, with the polynomial of Figure 5, which the authors
 fitted on one task.
@@ -14,9 +14,9 @@ fitted on one task.
 Differences: The entropy is taken over the visible keys, after float mask and ALiBi are added. There
 is no 1e-9 inside the logarithm.
 
-Notes: Made for inference-time substitution, which raises the loss of SmolLM2-135M by 1.0 to 1.7
-nats per token within its context length. By default no gradient flows through β; with
-``differentiable=True`` the gradient is exact.
+Notes: The variant is meant for inference-time substitution. Within the context length of
+SmolLM2-135M, substitution raises the model's loss by 1.0 to 1.7 nats per token. By default no
+gradient flows through β; with ``differentiable=True`` the gradient is exact.
 """
 
 import torch
@@ -75,7 +75,10 @@ def forms(call: Call, differentiable: bool) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="adaptive_temperature",
     formula="softmax(β(H)·z), H = entropy of softmax(z)",
-    use=("Study inference-time sharpening. The loss of a trained model rose by 1.0 to 1.7 nats."),
+    use=(
+        "Use to study inference-time sharpening. "
+        "It raised one model's loss by 1.0 to 1.7 nats per token."
+    ),
     paper="Veličković et al. 2024, arXiv:2410.01104",
     weights=weights,
     params=(Param("differentiable", False, kind="bool", doc="whether gradients flow through β"),),

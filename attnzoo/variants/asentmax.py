@@ -49,7 +49,7 @@ def forms(call: Call, beta: PerQuery, gamma: PerQuery, delta: PerQuery) -> tuple
 VARIANT = Variant(
     name="asentmax",
     formula="entmax_1.5((δ + β(log n)^γ)·z)",
-    use="Train from scratch for exact zeros with a learned gain for longer contexts.",
+    use="Train from scratch. Weights can be exactly 0. The gain is learned and can grow with n.",
     paper="Vasylenko et al. 2025, arXiv:2506.16640",
     weights=weights,
     params=(

@@ -4,8 +4,8 @@ Formula:
     w_ij = a_ij / Σ_j a_ij,  a_ij = ReLU(q_i)·ReLU(k_j) · cos(π/2 · (i − j)/M),  M = max_length
 
 Effect: A weight grows in proportion to the product of the rectified features, not exponentially,
-and falls with the distance to the key; a product of 0 gives weight 0. As n grows, a key among n
-others with positive products has a weight of order 1/n.
+and falls with the distance to the key. A product of 0 gives weight 0. If all n keys have products
+of similar size, each weight is of order 1/n.
 
 Source: Qin et al. 2022, arXiv:2202.08791; eq. 10 splits the cosine into a sum of products, which
 gives the features ψ(x, i) = [ReLU(x) cos(πi/2M), ReLU(x) sin(πi/2M)] and a cost linear in N.
@@ -61,7 +61,10 @@ def forms(call: Call, max_length: int) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="cosformer",
     formula="ReLU(q)·ReLU(k)·cos(π(i−j)/2M) / Σ",
-    use="Constant cost per decoded token; no run in docs/results.md reached 95 % accuracy.",
+    use=(
+        "Use for constant cost per decoded token. "
+        "No run in docs/results.md reached 95 % at train length."
+    ),
     paper="Qin et al. 2022, arXiv:2202.08791",
     weights=weights,
     params=(

@@ -3,9 +3,9 @@
 Formula:
     w_ij = [(α−1) z_ij − τ_i]_+^{1/(α−1)},  τ_i such that Σ_j w_ij = 1,  1 < α ≤ 2
 
-Effect: Keys whose logit is 1/(α−1) or more below the largest have weight exactly 0 (α = 1.5: 2
-below). At any n, a key that leads all others by that much has weight 1. If its lead is a smaller Δ
-and all others are equal, its weight tends to ((α−1)Δ)^{1/(α−1)} as n grows.
+Effect: Keys whose logit is 1/(α−1) or more below the largest have weight exactly 0. For α = 1.5
+this distance is 2. At any n, a key that leads all others by this distance has weight 1. If its lead
+is a smaller Δ and all others are equal, its weight tends to ((α−1)Δ)^{1/(α−1)} as n grows.
 
 Initial values: α = 1.5. α → 1 is softmax, α = 2 is sparsemax.
 
@@ -45,7 +45,8 @@ def project15(s: Tensor, call: Call) -> Tensor:
         # Clamped above 0, because on some CPUs a vectorized √0 is ten times slower.
         tau = mean - ((1 - spread) / rank).clamp(min=tiny).sqrt()
         size = (tau <= ranked).sum(-1, keepdim=True)
-        support = x >= ranked.gather(-1, size.clamp(min=1) - 1)  # False throughout a row with NaN
+        # In a row that contains NaN, all entries of ``support`` are False.
+        support = x >= ranked.gather(-1, size.clamp(min=1) - 1)
         support = support.to(x.dtype)
     # τ is the smaller root of Σ (x − τ)² = 1 over the support. It is recomputed with a gradient.
     count = support.sum(-1, keepdim=True)
@@ -114,7 +115,9 @@ def forms(call: Call, alpha: PerQuery) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="entmax",
     formula="[(α−1)z − τ]_+^{1/(α−1)}, Σ = 1",
-    use="Train from scratch for weights that are exactly 0; solves for a threshold per row.",
+    use=(
+        "Train from scratch for weights that are exactly 0. A threshold is computed for each query."
+    ),
     paper="Peters et al. 2019, arXiv:1905.05702",
     weights=weights,
     params=(

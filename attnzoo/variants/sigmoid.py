@@ -39,7 +39,7 @@ def forms(call: Call, bias: PerQuery | None) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="sigmoid",
     formula="σ(z + bias), bias = −log n",
-    use="Train from scratch, if a query may attend to no key or to many. Weights are independent.",
+    use="Use to let a query attend to no key, or fully to many keys. Train from scratch.",
     paper="Ramapuram et al. 2024, arXiv:2409.04431",
     weights=weights,
     params=(

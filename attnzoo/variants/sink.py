@@ -12,9 +12,9 @@ Initial values: b = 0, which is softmax-off-by-one.
 Source: Miller 2023, "Attention is off by one" (b = 0); OpenAI 2025 (gpt-oss), arXiv:2508.10925
 (learned b per head).
 
-Notes: The output is that of softmax times σ(lse − b). b = −100 equals softmax in every fp32 digit
-where lse > −80. The gradient of b is proportional to the sink's weight, so a b that starts at −100
-is not learned; b = −10 is nearly softmax and is learned.
+Notes: The output is that of softmax times σ(lse − b). With b = −100, the fp32 output of a row with
+lse > −80 equals that of softmax. The gradient of b is proportional to the sink's weight, so b is
+not learned if it starts at −100. At b = −10 the output is nearly that of softmax, and b is learned.
 """
 
 import torch
@@ -43,7 +43,7 @@ def forms(call: Call, b: PerQuery) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="sink",
     formula="exp(z) / (e^b + Σ exp(z))",
-    use="Train, from scratch or from softmax (start at b = −10), if a query may attend to nothing.",
+    use="Use to let a query attend to nothing. Train from scratch, or from softmax with b = −10.",
     paper="Miller 2023; OpenAI 2025 (gpt-oss), arXiv:2508.10925",
     weights=weights,
     params=(Param("b", 0.0, doc="score of the sink; a number, or one per head (H,)", init=0.0),),

@@ -29,7 +29,8 @@ def project(s: Tensor, call: Call) -> Tensor:
         ranked = s.sort(dim=-1, descending=True).values
         rank = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
         size = (1 + rank * ranked > ranked.cumsum(-1)).sum(-1, keepdim=True)
-        support = s >= ranked.gather(-1, size.clamp(min=1) - 1)  # False throughout a row with NaN
+        # In a row that contains NaN, all entries of ``support`` are False.
+        support = s >= ranked.gather(-1, size.clamp(min=1) - 1)
         support = support.to(s.dtype)
     tau = ((s * support).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
     return call.zero_hidden((s - tau).relu())
@@ -46,7 +47,7 @@ def forms(call: Call) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="sparsemax",
     formula="[z − τ]_+, Σ = 1",
-    use="Train from scratch for the fewest nonzero weights; solves for a threshold per row.",
+    use="Train from scratch for fewer nonzero weights than with entmax at its default α = 1.5.",
     paper="Martins & Astudillo 2016, arXiv:1602.02068",
     weights=weights,
     forms=forms,

@@ -4,8 +4,8 @@ Formula:
     w_i = softmax((s_h · log n_i + b_h) · z_i),  n_i = number of keys visible to query i
 
 Effect: The gain replaces e^z by n^{s·z}. As n grows, a key that leads all others by more than 1/s
-tends to weight 1; with a smaller lead over equal keys, it still loses its weight. A row with one
-visible key has gain b and weight 1.
+tends to weight 1. If its lead is smaller than 1/s and all others are equal, its weight tends to 0.
+A row with one visible key has gain b and weight 1.
 
 Initial values: s = 0.168 = 1 / mean(log n) over n = 1 … 1024, so that the gain is 1 on average
 (from the paper). b = 0 and is not learned by default: learning it helps training and can hurt
@@ -13,8 +13,8 @@ length generalization.
 
 Source: Nakanishi 2025, arXiv:2501.19399.
 
-Differences: n_i is counted per query after mask, causality and window. One n for all causal rows
-would be a constant temperature.
+Differences: n_i is counted per query after mask, causality and window. If all causal rows used the
+same n, the gain would be the same in all rows.
 
 Notes: s = 0, b = 1 is exactly softmax, so a trained softmax model can start from there.
 """

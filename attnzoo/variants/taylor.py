@@ -13,7 +13,7 @@ Initial values: order = 2, the only order with a linear form.
 Source: Arora et al. 2024 (Based), arXiv:2402.18668, which uses order 2 with a feature dimension of
 16.
 
-Differences: scale is that of the call, D^-½ by default. The linear form uses
+Differences: The logits use the argument ``scale``, D^-½ by default. The linear form uses
 ψ(x) = [1, x, x_a²/√2, x_a x_b (a < b)] with 1 + D + D(D+1)/2 features: 153 at D = 16, where the
 full outer product has 273.
 
@@ -68,7 +68,10 @@ def forms(call: Call, order: int) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="taylor",
     formula="(1 + z + z²/2) / Σ",
-    use="Constant cost per decoded token at small head dimensions; weights are less sharp.",
+    use=(
+        "Use for constant cost per decoded token at small head dimensions. "
+        "It is less sharp than softmax."
+    ),
     paper="Arora et al. 2024 (Based), arXiv:2402.18668",
     weights=weights,
     params=(

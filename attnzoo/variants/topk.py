@@ -26,7 +26,7 @@ def scores(q: Tensor, k: Tensor, call: Call, top_k: int) -> Tensor:
     with torch.no_grad():
         order = call.hide(s).sort(stable=True, dim=-1, descending=True).indices[..., :top_k]
         dropped = torch.ones_like(s, dtype=torch.bool).scatter(-1, order, False)
-        # Only visible keys are dropped: a row without visible keys must not become −∞ throughout.
+        # Hidden keys are not dropped, because a row without visible keys would then be all −∞.
         dropped = call.zero_hidden(dropped)
     return s.masked_fill(dropped, float("-inf"))
 

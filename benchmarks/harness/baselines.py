@@ -145,7 +145,7 @@ def compiled(attend: Attend) -> Attend:
     """``attend`` compiled for the shapes of its first call. A graph break raises an error."""
     import torch._functorch.config as functorch
 
-    # Timing runs the backward several times on one graph, which donated buffers do not allow.
+    # The timer runs the backward pass several times on one graph. Donated buffers do not allow it.
     functorch.donated_buffer = False
     return torch.compile(attend, dynamic=False, fullgraph=True)
 
@@ -193,7 +193,10 @@ def fla_features(form: Any) -> Attend:
 
 
 def entmax_loss(case: Case) -> Makers:
-    """The mean loss of the package entmax, from hidden states, matrix and targets, if it has it."""
+    """(hidden states, matrix, targets) -> mean loss, by the package entmax.
+
+    Returns {} if the package has no such loss or is not installed.
+    """
     alpha = case.params.get("alpha", 1.5)
     name = {("sparsemax", 1.5): "sparsemax_loss", ("entmax", 1.5): "entmax15_loss",
             ("entmax", 2.0): "sparsemax_loss"}.get((case.variant, alpha))  # fmt: skip

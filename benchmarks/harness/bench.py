@@ -66,7 +66,8 @@ class Implementation:
 
 # Pairs of a setting and a function that makes the inputs and implementations of its group.
 Groups = Iterable[tuple[Setting, Callable[[], list[Implementation]]]]
-# A function that returns the peak memory of a call in bytes, without its inputs; None if unknown.
+# A function that returns a call's peak memory in bytes, or None if unknown. The memory of inputs is
+# not counted.
 Memory = Callable[[Implementation, Row], int | None]
 
 

@@ -2,7 +2,7 @@
 
 On i.i.d. Gaussian inputs the few keys with nonzero weight are scattered, so almost no block is
 empty and a kernel that skips empty blocks gains nothing. In trained models nearby tokens often
-attend to the same keys; `block_sparse` imitates that.
+attend to the same keys. `block_sparse` makes inputs in which nearby tokens attend to the same keys.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ class Case:
 
     @staticmethod
     def parse(spec: str, longest: int) -> Case:
-        """The case of a spec. Missing required parameters come from the variant's example.
+        """The case that a spec selects.
+
+        Missing required parameters come from the variant's example.
 
         Args:
             spec: such as ``"ssmax"`` or ``"entmax(alpha=1.4)"``.
@@ -52,7 +54,7 @@ class Case:
         return case
 
     def plan(self, backend: str | None = None) -> attnzoo.Plan:
-        """The plan of the smallest causal call, from `attnzoo.explain`."""
+        """The plan of `attnzoo.explain` for a causal call with one query, one key and D = 1."""
         x = torch.empty(1, 1, 1, 1)
         return attnzoo.explain(
             x, x, x, self.variant, is_causal=True, backend=backend, **self.params
@@ -60,7 +62,7 @@ class Case:
 
     @cached_property
     def forms(self) -> list[Any]:
-        """The forms of the variant with these parameters."""
+        """The variant's forms with the case's parameters: the form of each candidate of `plan`."""
         return [candidate.form for candidate in self.plan().candidates]
 
     @property
@@ -169,8 +171,9 @@ class Inputs:
             q, k = block_sparse(q, k, generator)
         q, k, scale = q.mul_(s.input_scale), k.mul_(s.input_scale), None
         if case.selects:
-            # Multiples of a power of two make all products and sums exact in fp32. Every order of
-            # summation then gives the same scores and keeps the same keys.
+            # q and k are rounded to small multiples of ``step``, a power of two, so that their
+            # products and sums are exact in fp32. Every order of summation then gives the same
+            # scores and keeps the same keys.
             scale = 2.0 ** round(math.log2(wide**-0.5))
             step = 2.0 ** (math.floor(math.log2(s.input_scale)) - 4)
             q, k = ((x / step).round() * step for x in (q, k))

@@ -3,16 +3,18 @@
 **Reference.** The definition (backend `eager`) in fp64, computed for a few consecutive query rows
 at a time. In causal calls the keys after the last of these rows are left out. The causal mask
 aligns bottom-right, so each row keeps its position and its number of keys, and memory is linear in
-N. In other calls a row gets all keys and its position is lost, so variants that need positions are
-not checked. For gradients, dO is zero outside the checked rows. With many (batch, head) pairs only
-some are compared (`Pairs`); the others must be finite.
+N. In non-causal calls a block of rows gets all keys, but other positions than in the whole call.
+Variants that use positions are therefore not checked there, unless one block contains all rows. For
+gradients, dO is zero outside the checked rows. With many (batch, head) pairs only some are compared
+(`Pairs`); the others must be finite.
 
-**Error budget.** The rms error may be twice that of the plain computation (the same rows in the
-inputs' dtype), plus one rounding and, for threshold variants, the solver's residual (1e-6 in Σw).
-The largest error may be eight times that of the plain computation: where the terms of a sum cancel,
-one order of summation may give exactly 0 while another leaves a rounding error. In a linear form
-each weight is a sum of F products of features, whose terms may cancel too. There the error of the
-plain computation is multiplied by √(Σ|ψψ| / |Σψψ|); see `linear_condition`.
+**Error budget.** The plain computation is the definition in the inputs' dtype, for the same rows. A
+result's rms error may be twice the rms error of the plain computation. The largest error may be
+eight times the largest error of the plain computation: where the terms of a sum cancel, one order
+of summation may give exactly 0 while another leaves a rounding error. Both budgets also allow one
+rounding and, for threshold variants, the solver's residual (1e-6 in Σw). In a linear form each
+weight is a sum of F products of features, whose terms may cancel too. There the error of the plain
+computation is multiplied by √(Σ|ψψ| / |Σψψ|); see `linear_condition`.
 """
 
 from __future__ import annotations
@@ -122,7 +124,10 @@ def rows_to_check(length: int, seed: int = 0) -> list[range]:
 def by_definition(
     case: Case, inputs: Inputs, ranges: list[range], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Eager output (B, H, R, D) of the rows in ``ranges``; gradients if dO is 0 elsewhere."""
+    """The output (B, H, R, D) of `eager` for the rows in ``ranges``, and gradients.
+
+    The gradients are computed as if dO were 0 in all other rows.
+    """
     q, k, v, do = (x.detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     leaves = inputs.leaves()
     wide = torch.float64 if dtype == torch.float64 else torch.float32

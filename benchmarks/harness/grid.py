@@ -50,7 +50,7 @@ def flops(setting: Setting, direction: str) -> float:
 
 
 class Budget:
-    """A time limit in seconds from its creation. Work that started before the limit is finished."""
+    """A time limit in seconds, counted from its creation. Work that has started may run past it."""
 
     def __init__(
         self, seconds: float = float("inf"), clock: Callable[[], float] = time.monotonic

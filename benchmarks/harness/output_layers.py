@@ -1,8 +1,9 @@
 """Output layers in the shape of attention: hidden states are queries, classes are keys.
 
 `output_inputs` returns the hidden states (N, d) as q, the matrix of classes (V, d) as k and the
-targets (N,) as v, so that `bench` times a loss as it times attention. A loss is checked on a small
-layer: its value and both gradients against a formula in fp64 on all scores at once.
+targets (N,) as v, so that `bench` times a loss as it times attention. `check_loss` compares a loss
+and its gradients with a formula in fp64. The formula computes all scores at once, so the check uses
+a small layer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from benchmarks.harness.cases import Attend, Case, Inputs, Setting
 from benchmarks.harness.correctness import RESIDUAL, Check, Deviation
 from commandline.errors import UsageError
 
-# The layer on which results are checked. It has enough classes for each shortcut of thresholds.
+# The layer on which results are checked. It has enough classes that the threshold solver
+# can leave out groups of classes.
 SMALL = {"length": 48, "classes": 3000, "head_dim": 16}
 FUSED = ("linear_cross_entropy", "linear_cross_entropy, chunked")
 
@@ -52,7 +54,7 @@ class OutputSetting(Setting):
 
     @property
     def score_bytes(self) -> int:
-        """The size of all scores in fp32."""
+        """Number of bytes that all scores take in fp32."""
         return 4 * self.length * self.classes
 
     @property
@@ -84,7 +86,7 @@ def loss_of(case: Case) -> Attend:
 
 
 def losses_of_torch() -> dict[str, Callable[[], Attend]]:
-    """Cross entropy in torch: fused without and with chunks, and from logits."""
+    """Torch's `linear_cross_entropy` without and with chunks, and its `cross_entropy` of logits."""
     return {
         FUSED[0]: lambda: F.linear_cross_entropy,
         FUSED[1]: _chunked,
@@ -132,12 +134,12 @@ def _dense(case: Case, logits: Tensor, column: Tensor) -> Tensor:
 
 
 def _column(vector: Any) -> Tensor | float:
-    """A vector of a form: a number, or (N, 1) with one entry per head of a call with one query."""
+    """Converts a per-query vector of a form, such as the gain, to a float or a tensor (n, 1)."""
     return vector.reshape(-1, 1) if isinstance(vector, Tensor) else float(vector)
 
 
 def _form(case: Case, logits: Tensor) -> tuple[attnzoo.Pairwise, dict[str, Any]]:
-    """The pairwise form for this number of classes, and the parameters of an output layer."""
+    """The case's pairwise form for logits (N, V), and its parameters with output-layer defaults."""
     defaults = attnzoo.get_variant(case.variant).output_defaults or {}
     params = {**defaults, **case.params}
     q, k = logits.detach()[None, None, :1, :1], logits.detach()[None, None, :1].mT

@@ -14,7 +14,8 @@ import torch
 Calls = Mapping[str, Callable[[], object]]
 # Quartiles need at least three numbers.
 MIN_ROUNDS = 3
-# Size of the buffer that is written before each timed call. By its bandwidth, an H200 needs 0.3 ms.
+# Size of the buffer that is written before each timed call. An H200 needs about 0.3 ms for one
+# write (estimated from its bandwidth).
 FLUSH_BYTES = 2**30
 
 
@@ -76,7 +77,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 class WallClock:
-    """Timer for a CPU. `memory.measure` measures memory there, in fresh processes.
+    """Timer for a CPU. It does not measure memory; `memory.measure` does, in fresh processes.
 
     warmup: the number of rounds before timing starts.
     """

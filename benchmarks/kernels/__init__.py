@@ -1,1 +1,1 @@
-"""The compile gate and the tuning of the Triton kernels."""
+"""Commands that compile and check the Triton kernels without a GPU, and that tune them."""

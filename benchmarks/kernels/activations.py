@@ -13,7 +13,7 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, complete, load_plugin
 
-# Number of keys in the calls whose example parameters are used
+# Number of keys for which example parameters are computed
 LENGTH = 1024
 
 
@@ -42,9 +42,9 @@ class VariantForm(NamedTuple):
 
 
 def variant_forms(variants: Iterable[str]) -> list[VariantForm]:
-    """The variants' forms with a Triton activation, for default parameters and for tensors.
+    """The variants' forms with a Triton activation: once for numbers, once for tensor parameters.
 
-    In the form, a tensor parameter becomes a per-query vector such as the gain or the shape.
+    In the form, a tensor parameter becomes a per-query vector, such as ``gain`` or ``shape``.
     """
     found = []
     x = torch.empty(1, 1, 1, 1)

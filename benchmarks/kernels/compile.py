@@ -175,7 +175,7 @@ def chosen(option: str, text: str, known: tuple[str, ...]) -> list[str]:
 
 def require_compiler(what: str) -> None:
     if importlib.util.find_spec("triton") is None:
-        raise UsageError(f"{what} requires Triton. Install it with: pip install 'attnzoo[gpu]'")
+        raise UsageError(f"{what} requires Triton. Install it with: pip install -e '.[gpu]'")
     from attnzoo.backends.triton.common.launch import interpreted
 
     if interpreted():

@@ -124,7 +124,8 @@ def describe_linear(spec: Specialization) -> Any:
 def few_queries(spec: Specialization) -> int:
     """Number of queries in a decode call with eight query heads per key/value head.
 
-    The number depends on the extra and dtype, so that tiles of 16, 32 and 64 rows are compiled.
+    The number depends on ``spec.extra`` and ``spec.dtype``, so that tiles of 16, 32 and 64 rows are
+    compiled.
     """
     queries = {"": 1, "keys": 1, "heads": 1, "window": 4}
     return queries.get(spec.extra, 4 if spec.dtype == "fp32" else 8)

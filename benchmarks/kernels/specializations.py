@@ -1,4 +1,4 @@
-"""The kernel specializations that the compile gate compiles."""
+"""The kernel specializations that ``python -m benchmarks compile`` compiles and checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
 # "full" calls are not causal. "no gain" calls have no per-query gain.
 BARE = ("full", "no gain", "full no gain")
-# Launches of `decode` that are compiled once for all activations or for all head dimensions.
+# Launches of `decode` that do not depend on both the activation and the head dimension. The solver
+# depends only on the activation, the merge only on the head dimension, the statistics on neither.
 STAGES = ("decode statistics", "decode solver", "decode merge")
 
 
@@ -72,7 +73,7 @@ GROUPS = (
     Group(PASSES, "online none threshold", "bf16", (96,)),
     Group(("forward", "dq"), "online none", "bf16", (48, 192)),
     Group(FLASH, "online threshold", "fp32", POWERS),
-    # "sum" is compiled only for fp16, the only dtype for which it needs a running maximum of φ.
+    # Kernels of kind "sum" keep a running maximum of φ only in fp16. Only fp16 is compiled.
     Group(("forward",), "sum", "fp16", POWERS),
     Group(("dq", "dkdv"), "sum", "fp16", (128,)),
     Group(FLASH, "online family", "bf16", POWERS, ("all",)),

@@ -2,9 +2,9 @@
 
 Compiles the kernel with each combination. Prints those within the limits of `compile`, as entries
 for the table in attnzoo/backends/triton/common/configurations.py. On a GPU it also times the whole
-forward or backward pass with each configuration, in the same rounds as the current one, and prints
-the fastest first. Configurations with a different result are reported and not ranked. Without a
-GPU, the largest tiles come first.
+forward or backward pass with each configuration, in turn with the configuration that the table
+contains now. It prints the fastest first. Configurations with a different result are reported and
+not ranked. Without a GPU, the largest tiles come first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ TOLERANCE = 2e-2
 
 
 class Tile(NamedTuple):
-    """A configuration to try and, for threshold variants, the tile of the block map."""
+    """A configuration to try.
+
+    map: for threshold variants, the tile size of the map of blocks with nonzero weights.
+    """
 
     config: Any  # attnzoo.backends.triton.common.configurations.Config
     map: tuple[int, int] | None
@@ -158,7 +161,7 @@ def selected(args: argparse.Namespace) -> Specialization:
 
 
 def device_arch() -> str:
-    """The architecture of the configuration table that this GPU uses."""
+    """The architecture whose configurations this GPU uses."""
     from attnzoo.backends.triton.common.configurations import SHARED
     from attnzoo.backends.triton.common.launch import architecture
 
@@ -213,7 +216,7 @@ def compile_tile(spec: Specialization, tile: Tile) -> Compiled | str:
 def compile_tiles(
     spec: Specialization, tiles: list[Tile], jobs: int, plugin: Path | None = None
 ) -> list[tuple[Tile, Compiled]]:
-    """The tiles that satisfy all limits, largest first; of equal sizes, fewest registers first."""
+    """The tiles that satisfy all limits, by size (largest first), then registers (fewest first)."""
     from attnzoo.backends.triton.common.configurations import SHARED
 
     limit, found = SHARED[arch_of(spec)], []

@@ -1,10 +1,11 @@
 """Check `attnzoo.attention` against fp64, then measure time and memory.
 
-Columns: the error closest to its budget, with its share of the budget; the median time and its
-quartiles; TFLOP/s by the usual count (4·B·H·N²·D forward, 2.5 times that backward, half of both if
-causal); the time divided by that of each softmax baseline in the same rounds (below 1 is faster);
-and the peak memory without the inputs. Directions: forward, backward (gradients only) and both
-(output and gradients).
+Columns: the error that uses the largest share of its budget, and this share; the median time and
+its quartiles; TFLOP/s by the usual count (4·B·H·N²·D forward, 2.5 times that backward, half of both
+if causal); the time divided by that of each softmax baseline in the same rounds (below 1 is
+faster); and the peak memory without the inputs.
+
+Directions: forward, backward (gradients only) and both (output and gradients).
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**32}
-# Number of buffer writes before each timed call. By its bandwidth, an H200 needs about 2.5 ms for
-# all of them. The host should queue the call in at most 1 ms.
+# Number of buffer writes before each timed call. An H200 needs about 2.5 ms for all of them
+# (estimated from its bandwidth). The host should queue the call in at most 1 ms.
 FLUSHES = 8
 # A state is made from at most this many tokens. Its size does not depend on their number.
 STATE_TOKENS = 64
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more:
     def rate(row: Row) -> dict[str, float]:
         s = row.setting
         if row.kind == "state" or s.device == "cpu" or row.seconds is None:
-            return {}  # on a CPU, k and v may be in the cache
+            return {}  # a CPU may read k and v from its own cache instead of from memory
         size = 2 * s.batch * args.kv_heads * s.length * s.head_dim
         size *= getattr(torch, s.dtype).itemsize
         return {"of_copy": size / row.seconds.median / copied}

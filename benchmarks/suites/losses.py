@@ -1,15 +1,18 @@
 """Check losses of output layers against fp64, then measure time and memory, forward + backward.
 
 The first tables, one for each number of tokens, have a row for each variant with
-`attnzoo.losses.linear_loss` and one for each function for cross entropy in torch. Further tables:
-variants with a loss from moments of the classes (taylor), on a layer with many classes and few
-dimensions; the losses of the package entmax, on at most 1024 tokens because they hold several
-tokens × classes matrices; and `attnzoo.topk_probabilities` beside softmax and topk.
+`attnzoo.losses.linear_loss` and one for each function for cross entropy in torch. Another table has
+the variants whose loss needs only the mean and the Gram matrix of the classes (taylor), on a layer
+with many classes and few dimensions. The next table has the losses of the package entmax, on at
+most 1024 tokens because they hold several tokens × classes matrices. The last table has
+`attnzoo.topk_probabilities` beside softmax and topk.
 
-Columns: the error closest to its budget on a small layer, with its share of the budget; the median
-time and its quartiles; the time divided by that of each loss of softmax in the same rounds (below
-1 is faster); the peak memory beyond inputs and gradients, also as a share of tokens × classes
-numbers in fp32. The last lines give the ratios for which attnzoo has targets.
+Columns: the error on a small layer that uses the largest share of its budget, and this share; the
+median time and its quartiles; the time divided by that of each loss of softmax in the same rounds
+(below 1 is faster); the peak memory beyond inputs and gradients; and this memory divided by the
+memory of all tokens × classes scores in fp32.
+
+The last lines give the ratios for which attnzoo has targets.
 """
 
 from __future__ import annotations
@@ -132,7 +135,8 @@ def prepare(args: argparse.Namespace) -> list[Case]:
 
 
 def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
-    # `Bench` calls each function once before its rounds. That is enough for calls of seconds.
+    # `Bench` calls each function once before its rounds. A call takes seconds on a CPU, so that no
+    # further warm-up is needed.
     timer = WallClock(warmup=0) if args.device == "cpu" else timer_of(args)
     if not installed("entmax"):
         report.note("the package entmax is not installed and therefore not measured")
@@ -146,7 +150,7 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more:
 
 
 class LossBench(Bench):
-    """A `Bench` with the checks of output layers, whose small size does not depend on the table."""
+    """A `Bench` for output layers. Losses are checked on a small layer, the same for all tables."""
 
     def check(self, e: Implementation, setting: Setting) -> None:
         assert isinstance(setting, OutputSetting)
@@ -219,7 +223,10 @@ def implementations(cases: list[Case], setting: OutputSetting) -> Iterator[Imple
 
 
 def peak_bytes(args: argparse.Namespace, timer: Timer, e: Implementation, row: Row) -> int | None:
-    """The peak memory beyond inputs and gradients. Adds its share of all scores to the row."""
+    """The peak memory beyond inputs and gradients.
+
+    Except for top-k probabilities, the row gets the ratio of this memory to that of all scores.
+    """
     setting = row.setting
     assert isinstance(setting, OutputSetting)
     if args.device == "cuda":
@@ -237,7 +244,7 @@ def peak_bytes(args: argparse.Namespace, timer: Timer, e: Implementation, row: R
 
 
 def print_peak(args: argparse.Namespace) -> int:
-    """Measures the row of a request that `peak_bytes` made."""
+    """Measures and prints the peak memory that `peak_bytes` requested from this process."""
     request = json.loads(args.peak_of)
     torch.set_num_threads(request["threads"])
     if request["plugin"] is not None:

@@ -215,6 +215,8 @@ def run_tasks(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, 
         note = NOTES[shared.preset]
         if others:
             note += f" The folder also has {len(others)} results made with other options."
-        show([*others, *rows], out, note, shared.verbose)  # the version of the last row is shown
+        # If rows have different versions of a variant, the version in the last of them is shown.
+        # The rows of this command are therefore last.
+        show([*others, *rows], out, note, shared.verbose)
     nothing = all(row["status"] != "ok" for row in rows)
     return 1 if failures or nothing else 0

@@ -10,7 +10,8 @@ from commandline.errors import UsageError
 from commandline.variants import load_plugin
 from evals.tasks import TASKS
 
-_TASKS: dict[Path, list[str]] = {}  # task names by file, because a second load registers none
+# Maps each file to the names of its tasks, because loading a file again registers no tasks.
+_TASKS: dict[Path, list[str]] = {}
 
 
 def load(path: Path) -> tuple[attnzoo.Plugin, list[str]]:

@@ -39,7 +39,7 @@ class Failure(NamedTuple):
 
     @staticmethod
     def from_traceback(run: object, text: str) -> Failure:
-        # In a traceback, the first line that is not indented begins the error's message.
+        # After the header of a traceback, the first line without indent starts the error message.
         last = text.rsplit("Traceback (most recent call last):\n", 1)[-1]
         reason = next(line for line in last.splitlines() if line.strip() and line[0] != " ")
         return Failure(str(run), reason, text)
@@ -187,7 +187,7 @@ class Pool:
         self.progress.finish(failure.run, "failed")
 
     def _after_death(self, worker: _Worker) -> list[Run]:
-        """Handle a worker's death; returns the part of the run to repeat: a list of 0 or 1 runs."""
+        """Handle a worker's death. Returns a list: empty, or one run with the lengths to repeat."""
         run, stage = worker.run, worker.stage
         assert run is not None
         worker.process.join()

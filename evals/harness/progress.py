@@ -49,7 +49,7 @@ class Progress:
         every: float = LINE_SECONDS,
     ) -> None:
         self.runs, self.finished, self.began = runs, 0, time.monotonic()
-        # By name of the run: the fraction done and the current stage.
+        # Maps the name of each run in progress to the fraction that is done and the current stage.
         self.running: dict[str, tuple[float, str]] = {}
         self._starts: dict[str, float] = {}
         self._stream = sys.stderr if stream is None else stream
@@ -104,7 +104,7 @@ class Progress:
 
     @property
     def _part(self) -> float:
-        """The fractions done of the runs in progress, summed: 0.5 and 0.25 give 0.75."""
+        """The sum of the finished fractions of the runs in progress: 0.5 and 0.25 give 0.75."""
         return sum(fraction for fraction, _ in self.running.values())
 
     def _print(self, text: str) -> None:

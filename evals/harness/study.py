@@ -68,7 +68,10 @@ class Study:
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
-        """The specs of all result rows, seed by seed: the first results then cover all variants."""
+        """The specs of all result rows, ordered by seed.
+
+        In this order, the results of the first seed cover all variants.
+        """
         for seed in range(self.seeds):
             for positions in self.positions:
                 for spec in self.specs:

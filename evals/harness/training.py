@@ -118,7 +118,10 @@ def evaluate(
     device: str,
     progress: Callable[[float], None],
 ) -> dict[str, Outcome]:
-    """Evaluate the variants in ``tests`` (None: the trained one) at one length; results by key."""
+    """Evaluate the variants in ``tests`` at one length; None stands for the trained variant.
+
+    Returns the outcome of each variant under its key in ``tests``.
+    """
     count = settings.sequences(length)
     chunk = max(1, CHUNK_ITEMS // task.tokens(length))
     tallies = {key: Tally() for key in tests}

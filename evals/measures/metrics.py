@@ -4,7 +4,7 @@ w (B, n) are the weights of one query per sequence, and p = |w| / Σ|w|:
 
     hit_rate          whether the largest weight is on the true key
     oracle_accuracy   whether the class with the largest summed weight is the label
-    max_weight        the weight on the true key
+    max_weight        the weight on the true key, even if another key has a larger weight
     entropy           H(p) / log n
     n_eff             1 / Σ p²
     weight_sum        Σ w

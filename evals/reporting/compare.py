@@ -16,7 +16,7 @@ from evals.task import Metric
 
 @dataclass(frozen=True)
 class Change:
-    """One series at one length in A and B.
+    """The scores of one variant with its position encoding at one eval length, in A and in B.
 
     gain: positive if B is better; None if B lacks a seed of A. problem: why gain is None.
     """
@@ -36,7 +36,7 @@ class Change:
 
 
 def changes(before: Sequence[Group], after: Sequence[Group]) -> list[Change]:
-    """Compare A with B: one `Change` for each series and length of A that has a score.
+    """Compare A with B: one `Change` for each variant, position encoding and length scored in A.
 
     Raises:
         UsageError: A or B has several groups of results of a task.
@@ -80,7 +80,7 @@ def _of_group(group: Group, other: Group | None) -> list[Change]:
 
 
 def table(task: str, found: Sequence[Change]) -> Table:
-    """A table of one task's scores in A and B and the gain, one row per series and length."""
+    """A table of one task's scores in A and B and the gain, with one row for each `Change`."""
     rows = []
     for change in found:
         metric = change.metric
@@ -138,7 +138,10 @@ def _seeds(point: Point) -> set[int]:
 
 
 def main(a: Path, b: Path, fail_below: float | None = None) -> int:
-    """Print the gains. With ``fail_below``, return 1 if a gain is missing or less than it."""
+    """Print the gains and return the exit status.
+
+    It is 1 if ``fail_below`` is given and a gain is missing or less than ``fail_below``.
+    """
     if fail_below is not None and not math.isfinite(fail_below):
         raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
     before, after = groups(read_rows([a])), groups(read_rows([b]))

@@ -37,7 +37,7 @@ from evals.theory.laws import (
 
 
 def _fixed_table(law: Law, points: list[Point]) -> Table:
-    """One row per n: the measured weight and the law's prediction at each Δ."""
+    """One row per n: the measured largest weight and the law's prediction for each score gap Δ."""
     header = ["n", *(text for gap in GAPS for text in (f"Δ={gap:g}", "law"))]
     rows = []
     for n in dict.fromkeys(point.n for point in points):
@@ -92,7 +92,10 @@ def tables(points: list[Point]) -> list[Table]:
 
 
 def csv_text(points: list[Point]) -> str:
-    """The text of laws.csv: a line per comparison. ``held`` is 1 if its deviation is checked."""
+    """The text of laws.csv, with a line per comparison of a law with a measurement.
+
+    The column ``held`` is 1 if the deviation is checked against the tolerance, otherwise 0.
+    """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     names = ("variant", "gap", "size", "n", "measured", "predicted", "deviation", "tolerance")

@@ -1,4 +1,4 @@
-"""Figures of a group: metrics against n, and heat maps of curves.
+"""Figures of a group: metrics against n, and heat maps of values by n and key, head or position.
 
 Most colours are from the palette of Okabe and Ito, for readers with colour blindness. Markers tell
 the variants apart without colour, and each line is named at its end.
@@ -210,11 +210,14 @@ def _short(weight: float) -> str:
 def heat_map(
     group: Group, curve: str, title: str, columns: Callable[[int], list[str]], weights: bool
 ) -> Figure | None:
-    """A heat map for each series that has this curve, with a row for each n; None if none has it.
+    """One heat map for each variant and position encoding, with a row for each n.
+
+    Returns None if no result row has the values.
 
     Args:
         group: the results.
-        curve: the name of a curve in the result rows, such as "head_peak".
+        curve: the name of a list of values in the result rows, such as "head_peak". It has the
+            values of a row of the heat map.
         title: the title of the figure.
         columns: a function of the number of columns that returns their names.
         weights: true if the values are weights. Weights have a log colour scale up to 1. Other

@@ -89,7 +89,8 @@ def markdown_table(found: Scores) -> str:
     title = found.title.replace(name, f"**{name}**", 1)
     notes = " ".join(f"{note}." for note in found.notes()).replace(f"{PARTIAL} ", f"\\{PARTIAL} ")
     table = markdown([header, *body], right=True)
-    return f"{title} Training: {found.schedule}.\n\n{table}" + (f"\n{notes}\n" if notes else "")
+    notes = f"\n{notes}\n" if notes else ""
+    return f"{title} Training schedule: {found.schedule}.\n\n{table}{notes}"
 
 
 def _label(line: Line, seeds: int) -> str:

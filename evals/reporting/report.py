@@ -130,7 +130,7 @@ class Section:
         )
 
     def point_ident(self, point: Point) -> str:
-        """The HTML id of a point's first row; the leaderboard links to it."""
+        """The HTML id of the first row of one variant at one length; the leaderboard links here."""
         return f"{self.ident}-{self.group.series.index(point.series)}-{point.length}"
 
     @property
@@ -140,7 +140,7 @@ class Section:
         return [*start, *metrics, "sequences", "key", "message"]
 
     def rows(self) -> Iterator[tuple[str, list[str]]]:
-        """Pairs (HTML id, cells) for all rows. Only the first row of each point has an id."""
+        """Pairs (HTML id, cells) for all rows. Only the first row of each `Point` has an id."""
         metrics = [metric.name for metric in self.group.metrics]
         for point in self.group.points.values():
             ident = self.point_ident(point)

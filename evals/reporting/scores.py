@@ -1,6 +1,6 @@
 """The scores of one task by variant and length, from result rows or from a summary.csv.
 
-The tables of the console, the report, the README, the documentation and ``export`` show them.
+These scores appear in the tables of the console, report, README, documentation and ``export``.
 """
 
 from __future__ import annotations

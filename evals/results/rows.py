@@ -68,7 +68,7 @@ def problem(row: object) -> str | None:
     return None
 
 
-# The allowed values, by pydantic's type of error.
+# Words for the allowed values. The keys are the types of pydantic's errors.
 _ALLOWED = {
     "bool_type": "true or false",
     "dict_type": "a table",

@@ -115,7 +115,7 @@ class Group:
     points: dict[tuple[Series, int], Point]
     rows: list[Row]
     left_out: list[str]  # a message for each series with rows of older versions
-    distinction: str = ""  # settings that differ from the task's other groups, such as "steps 3"
+    distinction: str = ""  # distinguishes the group from others of its task, such as "steps 3"
 
     @property
     def chance(self) -> float:
@@ -123,7 +123,7 @@ class Group:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The task's metrics, without optional ones that no result has."""
+        """The task's metrics. Optional metrics that occur in no result are left out."""
         return metrics_of([self])
 
     def of(self, series: Series) -> list[Point]:
@@ -131,12 +131,15 @@ class Group:
         return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
 
     def name(self, series: Series) -> str:
-        """The label of a series, marked with the number of seeds that count as not trained."""
+        """The label of a series, with "† k/S" added if k > 0 of S seeds are `untrained`."""
         count = self.untrained(series)
         return series.label + (f" {UNTRAINED} {count}/{len(self.seeds)}" if count else "")
 
     def untrained(self, series: Series) -> int:
-        """The number of seeds whose score at the train length is missing or too low."""
+        """The number of seeds without a score of ``trained_score`` or more at the train length.
+
+        It is 0 if the task has no ``trained_score`` or the series has no result at this length.
+        """
         point = self.points.get((series, self.settings["train_longest"]))
         if self.task.trained_score is None or point is None:
             return 0
@@ -146,7 +149,10 @@ class Group:
 
 
 def metrics_of(groups: Sequence[Group]) -> list[Metric]:
-    """The metrics of groups of one task, without optional ones that no result has."""
+    """The metrics of one task, to which all ``groups`` belong.
+
+    Optional metrics that occur in no result of these groups are left out.
+    """
     found = {name for group in groups for point in group.points.values() for name in point.metrics}
     return [m for m in groups[0].task.metrics if not m.optional or m.name in found]
 
@@ -184,8 +190,12 @@ def _by_sizes(rows: list[Row]) -> list[list[Row]]:
 
 
 def _distinction(group: Group, every: Sequence[Group]) -> str:
-    """The text that distinguishes a group from other groups of its task: settings that differ, else
-    data and device, else numbers of sequences."""
+    """The text that distinguishes a group from the other groups of its task.
+
+    It lists the settings in which the groups differ. If other groups have the same settings, it
+    adds data and device where these differ. If some of those groups also have the same data and
+    device, it adds the numbers of sequences.
+    """
     others = [one for one in every if one.task is group.task and one is not group]
     parts = []
     for read in (_settings, _origins, _sizes):

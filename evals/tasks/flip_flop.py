@@ -2,8 +2,8 @@
 
 A string alternates instructions and bits. ``w`` writes its bit, the bit after ``i`` is to be
 ignored, and after ``r`` the model must predict the bit that was written last. The first instruction
-is ``w``, the last is ``r``. Each other one is ``i`` with probability p, otherwise ``w`` or ``r``
-with equal probability (Liu et al. 2023, FFLM, arXiv:2306.00946).
+is ``w``, the last is ``r``. Every instruction in between is ``i`` with probability p, otherwise
+``w`` or ``r`` with equal probability (Liu et al. 2023, FFLM, arXiv:2306.00946).
 
 Training uses p = 0.8. The evaluation uses the same p and two more splits: sparse (p = 0.98), where
 the last write is far back, and dense (p = 0.1). The input has the true bit after each ``r``, so an

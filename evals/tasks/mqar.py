@@ -46,8 +46,11 @@ class Settings(Base):
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
-    """Draw sequences, with one random number per possible key (the keys with the smallest numbers
-    are used), one per value, and one per position after the pairs."""
+    """Draw sequences.
+
+    Each sequence takes one random number per possible key, one per pair for its value, and one per
+    position after the pairs. The keys with the smallest random numbers are used.
+    """
     pairs = settings.pairs(length)
     rest = length - 2 * pairs
     raw = words(seed, split, length, start, stop, settings.keys + pairs + rest)

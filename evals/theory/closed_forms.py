@@ -76,8 +76,8 @@ def entmax15_fixed(n: int, gap: float) -> float:
 def entmax_shrinking(alpha: float) -> Form:
     """p = (ακ/n)^{1/α}, because the weights sum to 1: n/κ ∫ ((α−1)x)^{1/(α−1)} dx = 1.
 
-    x is the score above the threshold. The integral counts only half of the top key, so the next
-    term is −p/(2α) times this one.
+    x is the score above the threshold. p is the leading term of the largest weight for n → ∞. The
+    integral counts only half of the top key. The next term is therefore −p/(2α) times p.
     """
     return lambda n, kappa: (alpha * kappa / n) ** (1 / alpha)
 

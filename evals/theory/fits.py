@@ -1,8 +1,8 @@
 """Fits a variant's law to the largest weights of a head at several n.
 
-The law is the variant's largest weight on ideal scores with one free number, κ or Δ. The fit
-minimizes the squared error of log weight on a logarithmic grid of that number, then on finer grids
-around the best point.
+Ideal scores are fixed scores times one free factor, κ or Δ (see `Gap`). The law is the variant's
+largest weight on ideal scores. The fit minimizes the squared error of log weight on a logarithmic
+grid of the factor, then on finer grids around the best point.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ GAPS = (SHRINKING, FIXED)
 def log_law(
     unit: Tensor, call: VariantCall, sizes: Tensor, learned: Mapping[str, Tensor]
 ) -> Tensor:
-    """The log of the largest weight at scores size · unit, where the weight is a mean over R sets.
+    """The log of the variant's largest weight on ``unit`` times each factor in ``sizes``.
+
+    The largest weight is averaged over the R sets of scores before the log is taken.
 
     Args:
-        unit: (R, n), scores up to the factor.
+        unit: (R, n), R sets of scores without the factor.
         call: the variant.
         sizes: (G, C), a grid of factors for each of C heads.
         learned: learned parameters (C,) by name.
@@ -120,7 +122,7 @@ def fit(
     peaks: Tensor,
     learned: Mapping[str, Tensor] | None = None,
 ) -> Fit:
-    """Fit a variant's law to the largest weights (L, C) of C heads at L numbers of keys.
+    """Fit a variant's law to the largest weights (L, C) of C heads, measured at L numbers of keys.
 
     ``learned`` has parameters (C,) by name. Weights that are NaN or not above 0 are left out.
 
@@ -157,7 +159,7 @@ def fit(
 
 
 def _lowest(values: Tensor, half_width: float) -> Tensor:
-    """The minimum x (C,) of C functions, given by their values (G, C) at G points.
+    """The positions x (C,) of the minima of C functions, given by their values (G, C) at G points.
 
     The points go from −half_width to half_width. x is the lowest point of a parabola through the
     smallest value and its neighbours.

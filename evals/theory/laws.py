@@ -1,9 +1,9 @@
 """Compares the closed forms of `evals.theory.closed_forms` with measurements in fp64 as n grows.
 
 With a fixed gap the forms are exact: a relative deviation above 1e-6 fails. With a shrinking gap
-(κ = 8) they are leading terms for n → ∞: a deviation above 5 % at n ≥ 1024 fails, except where the
-law does not hold because its support is not below n. The forms of the Jacobian's 2-norm at n scores
-of 0 are exact: a deviation above 1e-6 fails.
+(κ = 8) they are leading terms for n → ∞: a deviation above 5 % at n ≥ 1024 fails. A law that would
+give nonzero weights to n keys or more does not hold at this n and is not checked there. The forms
+of the Jacobian's 2-norm at n scores of 0 are exact: a deviation above 1e-6 fails.
 
 Variants without closed forms are only measured, on the same scores. A plugin can state closed forms
 for its variants as ``LAWS``, a tuple of `Law`. They are checked in the same way.
@@ -65,7 +65,7 @@ def shrinking_scores(n: int, kappa: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Point:
-    """One comparison of a law with a measurement. held: whether the deviation is checked."""
+    """One comparison of a law with a measurement. The deviation is checked if ``held`` is true."""
 
     gap: str  # "fixed", "shrinking" or "uniform"
     size: float  # Δ or κ
@@ -89,7 +89,8 @@ class Point:
 
 
 def measure(laws: Sequence[Law] = LAWS, lengths: Sequence[int] = LENGTHS) -> list[Point]:
-    """Compare each law with measurements at each n: for each Δ, for κ, for the Jacobian norm."""
+    """Compare each law with measurements: with a fixed gap for each Δ and n, with a shrinking gap
+    at each n, and for the Jacobian norm at `JACOBIAN_LENGTHS`."""
     points = []
     for law in laws:
         if law.fixed is not None:

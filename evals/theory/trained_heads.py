@@ -1,15 +1,15 @@
-"""Compares trained heads with theory: the law that each head follows, and its bounds.
+"""Compares trained heads with theory: with laws and bounds for attention weights.
 
 Laws. The largest weight of a head at each n is a mean over rows and sequences. It is compared with
 the largest weight of the same variant, with the head's learned parameters, on ideal scores with one
-free number:
+free factor, κ or Δ:
 
     shrinking gap   z_j = κ u_j, u_j uniform   the next key comes closer as n grows, as in a search
                                                for the largest of n values
     fixed gap       z = Δ, 0 … 0               one key stands out by the same Δ at any n, as in a
                                                search for one marked key
 
-The number is fitted by least squares of log weight. An error of ×1.08 means that the law misses the
+The factor is fitted by least squares of log weight. An error of ×1.08 means that the law misses the
 weights by 8 %, root mean square. The law is computed from the variant, without a closed form.
 For a shrinking gap it is the mean over sixteen draws of u. The grid (j + ½)/n of `closed_forms`
 would change the weight by about 10 %. ALiBi changes the measured weights, but the laws do not
@@ -56,10 +56,10 @@ def critical_gain(alignment: float) -> float:
     """γ_c = 1 / (1 − ρ); infinite for ρ ≥ 1.
 
     The theory is about softmax of a_ij = β_n ⟨y_i, y_j⟩ with normalized tokens y and
-    β_n = γ log n. All pairs of tokens have about the same inner product ρ (nearly a simplex),
-    n → ∞, and the dimension is high. Then γ < γ_c pulls all tokens together, γ > γ_c leaves each
-    token unchanged, and near γ_c attention is sparse. The reason: a token's own score stands out
-    from n others if and only if β_n (1 − ρ) > log n.
+    β_n = γ log n. It assumes that all pairs of tokens have about the same inner product ρ (nearly a
+    simplex), that n → ∞, and that the dimension is high. Then γ < γ_c pulls all tokens together,
+    γ > γ_c leaves each token unchanged, and near γ_c attention is sparse. The reason: a token's own
+    score stands out from n others if and only if β_n (1 − ρ) > log n.
 
     The measurement here is only analogous. q and k are different projections. ρ is the mean cosine
     between the keys of different tokens, and these cosines may vary. β = scale · |q| · mean |k| is
@@ -135,8 +135,10 @@ class Heads:
         return bool((found.below[mine] & found.above[mine]).any())
 
     def curve(self, found: Fit, index: int, keys: Sequence[int]) -> list[float]:
-        """The largest weights (L,) that a head's fitted law predicts for L numbers of keys: the
-        geometric mean over seeds."""
+        """The largest weights (L,) that a head's fitted law predicts for L numbers of keys.
+
+        Each one is the geometric mean over seeds.
+        """
         mine = self.entries(index)
         mine = mine[found.sizes[mine].isfinite()]
         learned = {name: values.flatten()[mine] for name, values in self.learned.items()}
@@ -221,7 +223,10 @@ def _spread(values: Tensor) -> str:
 
 
 def _fit_cells(found: Fit, mine: Tensor) -> list[str]:
-    """The two table cells of one head's fit: κ or Δ, and the error. mine: the head's entries."""
+    """The two table cells of one head's fit: κ or Δ, and the error.
+
+    mine: the indices of this head in ``found``, one per seed.
+    """
     mine = mine[found.sizes[mine].isfinite()]
     if not len(mine):
         return ["—", "—"]
@@ -308,7 +313,7 @@ def _shown(found: Sequence[Heads]) -> str:
 def tables(group: Group, found: Sequence[Heads] | None = None) -> list[Table]:
     """The tables of fits and bounds; empty if no heads were measured.
 
-    found: `fitted` of the group, if it was computed before.
+    found: the result of ``fitted(group)``, if it was computed before.
     """
     found = fitted(group) if found is None else found
     return [_fit_table(group, found), _bound_table(group, found)] if found else []

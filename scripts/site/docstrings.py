@@ -19,8 +19,7 @@ EXPORTED = {
     **{name: f"attnzoo.nn.{name}" for name in nn.__all__},
 }
 CODE = re.compile(r"(``.+?``|`[^`]+`)")
-# In formulas, |q| is not a reST substitution, * not emphasis, and x_ not a reference. Nor is * in
-# shapes such as (*, d).
+# In formulas, |q|, * and x_ are not reST markup. In shapes such as (*, d), * is not markup either.
 MARKUP = re.compile(r"(\||(?<![\w*])\*+(?=[\w,)])|(?<=\w)\*+|(?<=[\w\])])_(?!\w))")
 
 

@@ -124,7 +124,7 @@ def cost(name: str) -> str:
         f"Cost per head, for N queries and keys of dimension D: {found or 'definition: N²·D'}.\n\n"
         "The table shows which backends support the variant, in causal calls with "
         f"{HEADS} heads, {KEYS} keys and D = {HEAD_DIM}. “first” marks the chosen backend. "
-        "If a backend does not support the form, the cell shows the reason."
+        "If a backend does not support a call, the cell shows the reason."
     )
 
 

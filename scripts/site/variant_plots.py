@@ -19,7 +19,8 @@ BASELINE = "softmax"
 ROW, LARGEST_LOGIT = 64, 4.0
 LENGTHS = [2**i for i in range(3, 17)]
 LEAD = 8.0
-# The number of keys for the example values. It is large, so that cosformer's factor is close to 1.
+# The number of keys from which the values of required parameters are computed. It is large, so that
+# cosformer's factor is close to 1.
 LONGEST = 2**20
 
 matplotlib.rcParams["svg.fonttype"] = "none"  # text uses the fonts of the page

@@ -1,4 +1,4 @@
-"""On eager, tiled, sdpa and linear, outputs and gradients agree with the fp64 definition.
+"""Outputs and gradients of eager, tiled, sdpa and linear agree with the fp64 definition.
 
 Testing all combinations of settings would take too long, so each variant runs a covering array:
 cases in which every pair of settings occurs. ``eager`` and ``tiled`` share an array. ``sdpa`` and

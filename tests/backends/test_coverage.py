@@ -76,7 +76,10 @@ def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """Supported (variant, backend) pairs. All but one pair of each Triton backend are slow."""
+    """Yield the supported (variant, backend) pairs.
+
+    For each Triton backend, all pairs but one are marked slow.
+    """
     for backend in LISTED:
         variants = [v for v, row in VARIANT_BACKENDS.items() if row[backend] is RUNS]
         for variant in variants:
@@ -118,7 +121,7 @@ def test_parameters_run_or_raise_as_listed(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [marked(name) for name in ("sdpa", "decode", "flash")])
-def test_a_differentiable_gain_from_statistics_runs_without_gradients(backend: str) -> None:
+def test_option_differentiable_is_accepted_if_no_input_requires_a_gradient(backend: str) -> None:
     arguments = feature("plain", gradient=False)
     plan = attnzoo.explain(
         variant="adaptive_temperature", backend=backend, differentiable=True, **arguments

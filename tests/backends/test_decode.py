@@ -96,7 +96,10 @@ def test_agrees_with_the_definition(variant: str, case: dict[str, Any], seed: in
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """A case of 2 queries and 100 keys, with lse if supported. ``others`` override settings."""
+    """A case of 2 queries and 100 keys, with lse if supported.
+
+    ``others`` are settings that override those of the case.
+    """
     case = {name: levels[0] for name, levels in factors(variant)}
     return {**case, "shape": (2, 100), "lse": variant not in NO_LSE, **others}
 

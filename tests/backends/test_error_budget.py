@@ -91,7 +91,7 @@ def test_a_dropped_factor_is_caught(
 def test_a_mask_that_is_off_by_one_is_caught(
     backend: str, off: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bug shows 49 or 51 keys instead of 50. The gain still uses a count of 50 keys."""
+    """The bug makes 49 or 51 keys visible instead of 50. The gain still uses a count of 50 keys."""
 
     def move(call: Any, form: Any) -> tuple[Any, Any]:
         mask = (torch.arange(100) < 50 + off)[None, None, None]

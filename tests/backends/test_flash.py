@@ -41,7 +41,8 @@ FACTORS = {
     "lse": (False, True),
     "layout": ("contiguous", "bnhd", "sliced"),
 }
-# The quick arrays. 70 queries or keys give two or three blocks, of which the last is partly masked.
+# The settings of the quick tests. 70 queries or keys give two or three blocks; the last is partly
+# masked.
 QUICK = {**FACTORS, "shape": ((1, 1), (70, 70), (17, 63), (70, 17), (1, 100))}
 # flash does not support the setting differentiable=True of these variants.
 FIXED = ("adaptive_temperature",)

@@ -29,7 +29,7 @@ every_variant = pytest.mark.parametrize("variant", quick_variants(FLASH))
 
 
 def setting(variant: str, **others: Any) -> dict[str, Any]:
-    """A case with the first value of each factor, except for ``others``."""
+    """A case with batch 1 and the first value of each other factor. ``others`` override these."""
     return {**{name: levels[0] for name, levels in factors(variant)}, "batch": 1, **others}
 
 
@@ -257,10 +257,11 @@ def test_triton_implementations_agree_with_their_activations(
     change = activation.slope(s64, value, shape64)
     if activation.vanishes:
         assert (phi[-1], slope[-1]) == (0, 0)
-    # The allowed relative error for |s| ≤ 12. With α it is larger, because φ needs log2.
+    # The allowed relative error for |s| ≤ 12. It is larger for activations with a shape α, because
+    # their φ needs log2.
     accuracy = 2e-6 if shape is None else 2e-5
-    # `size` allows for cancellation between the powers of a polynomial, and in sigmoid's 1 − φ.
-    # In sigmoid, accuracy · 0.05 = 1e-7 covers one fp32 rounding of a number near 1.
+    # `size` allows for cancellation: between the powers of a polynomial, and in sigmoid's slope
+    # φ(1 − φ). For sigmoid it is 0.05: accuracy · 0.05 = 1e-7 covers one fp32 rounding of φ near 1.
     size = 0.05 * (activation.name == "sigmoid")
     size = size + 0.0 * s64 if activation.vanishes else activation.value(s64.abs(), None)
     for have, want in ((phi, value), (slope, change)):

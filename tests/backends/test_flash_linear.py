@@ -1,6 +1,7 @@
-"""flash_linear agrees with the fp64 definition and, for sequences run in parts, with linear.
+"""flash_linear agrees with the fp64 definition.
 
-The kernels run in Triton's interpreter with chunks of 32 tokens and blocks of 16 features.
+For sequences that are processed in parts, flash_linear agrees with the backend ``linear``. The
+kernels run in Triton's interpreter with chunks of 32 tokens and blocks of 16 features.
 """
 
 from __future__ import annotations

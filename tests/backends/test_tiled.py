@@ -230,7 +230,7 @@ def test_forward_mode_raises_and_names_eager() -> None:
 
 
 def with_and_without(variant: str, change: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The outputs (2, 2, 12, 4) after and before ``change`` modifies q, k and v in place."""
+    """Outputs (2, 2, 12, 4) with and without ``change``, which modifies q, k and v in place."""
     inputs = [rand(2, 2, 12, 4, seed=i).float() for i in range(3)]
     options = {"backend": "tiled", **params_of(variant), **options}
     clean = attnzoo.attention(*inputs, variant, **options)
@@ -272,7 +272,7 @@ def test_nan_in_a_masked_key_changes_nothing(variant: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "value"),
-    # For sigmoid, an infinite score is excluded, because its weight is 1.
+    # sigmoid is not tested with an infinite score: the weight of such a score is 1, not NaN.
     [
         (v, x)
         for v in VARIANTS

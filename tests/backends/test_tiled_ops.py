@@ -57,7 +57,10 @@ def test_opcheck_statistics(gradient: bool) -> None:
     opcheck(statistics.tiled_statistics, q=q, k=k, layout=layout, origin=2)
 
 
-def test_keys_of_builtin_activations_are_their_names() -> None:
-    """An exported program finds an activation by its key in another process."""
+def test_registry_key_of_a_builtin_activation_is_its_name() -> None:
+    """An exported program contains these keys.
+
+    When it runs in another process, it looks up its activations by them.
+    """
     for activation in (activations.EXP, activations.Q_EXP, activations.TAYLOR[4]):
         assert activations.key_of(activation) == activation.name

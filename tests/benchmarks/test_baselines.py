@@ -1,4 +1,7 @@
-"""The benchmarks' baselines: flex_sigmoid equals the definition; each variant lists its own."""
+"""The baselines of the benchmarks.
+
+flex_sigmoid agrees with the definition of sigmoid. Each variant has the baselines that compute it.
+"""
 
 from __future__ import annotations
 

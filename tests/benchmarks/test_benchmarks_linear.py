@@ -24,7 +24,7 @@ from helpers.commands import benchmarks, error_of
 
 
 @pytest.mark.slow
-def test_linear_measures_both_directions(tmp_path: Path) -> None:
+def test_command_linear_measures_forward_alone_and_with_backward(tmp_path: Path) -> None:
     file = tmp_path / "linear.json"
     done = benchmarks(
         "linear", "--device", "cpu", "--lengths", "64,128", "--heads", "2", "--repeats", "2",
@@ -105,7 +105,7 @@ def timed(name: str, length: int, of_softmax: float) -> Row:
                ratios=ratios)  # fmt: skip
 
 
-def test_crossover_is_the_length_from_which_the_form_stays_faster() -> None:
+def test_crossover_is_the_length_from_which_the_linear_form_stays_faster() -> None:
     shares = {1024: 0.9, 2048: 1.2, 4096: 0.8, 8192: 0.4}
     rows = [timed("cosformer", n, share) for n, share in shares.items()]
     rows += [timed("taylor", n, 1.5) for n in shares]

@@ -141,7 +141,7 @@ def test_no_kernel_is_compiled_twice() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_quick_compiles_every_kernel_without_extras() -> None:
+def test_quick_compiles_every_kernel_in_few_specializations() -> None:
     """The flash kernels are compiled for causal and full calls, with and without a gain."""
     found = list(quick_specializations(list(ARCHITECTURES)))
     assert set(found) < set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))

@@ -51,7 +51,7 @@ def test_formula_of_softmax_is_cross_entropy() -> None:
 
 
 @pytest.mark.parametrize("spec", ["sparsemax", "entmax"])
-def test_formula_of_thresholds_is_that_of_the_package_entmax(spec: str) -> None:
+def test_formula_of_sparsemax_and_entmax_agrees_with_the_package_entmax(spec: str) -> None:
     inputs, case = output_inputs(SETTING), Case.parse(spec, 100)
     (make,) = baselines.entmax_loss(case).values()
     theirs = make()(inputs.q.double(), inputs.k.double(), inputs.v)
@@ -104,7 +104,7 @@ def test_losses_command_measures_all_tables(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_losses_command_measures_memory_in_new_processes(tmp_path: Path) -> None:
-    """The losses of torch hold all scores, those of attnzoo a part of them."""
+    """Losses of torch store all scores at once. Losses of attnzoo store a part of the scores."""
     file = tmp_path / "out.json"
     command = ["losses", "--device", "cpu", "--quick", "--tokens", "2048", "--dims", "16",
         "--classes", "8000", "--repeats", "1", "--variants", "entmax", "--json"]  # fmt: skip

@@ -178,7 +178,10 @@ def test_bias_is_added_after_the_gain(backend: str) -> None:
 
 @pytest.mark.parametrize("variant", ["ssmax", "log_n", "sigmoid", "asentmax"])
 def test_finite_mask_entries_count_as_visible(variant: str) -> None:
-    """A mask entry of −1e4 makes a softmax weight 0; only −inf also removes the key from n."""
+    """A mask entry of −1e4 makes a softmax weight 0, but the key still counts as visible.
+
+    Only −inf also removes the key from the count of visible keys.
+    """
     q, k = rand(1, 1, 3, 6, seed=1), rand(1, 1, 8, 6, seed=2)
     low = torch.zeros(8, dtype=torch.float64)
     low[5:] = -1e4

@@ -200,7 +200,7 @@ def test_fp16_without_normalizer_requires_bounded() -> None:
 
 
 @pytest.mark.parametrize("normalize", ["sum", "threshold", "none"])
-def test_lse_comes_from_the_form_only_if_it_is_a_softmax(normalize: Any) -> None:
+def test_lse_is_computed_from_the_form_only_if_the_form_is_a_softmax(normalize: Any) -> None:
     form = Pairwise(EXP, normalize, offset=0.3 if normalize == "none" else None)
     register(form, scores=lambda q, k, call: call.scores(q, k))
     q, k, v = (rand(1, 2, 9, 8, seed=i) for i in range(3))

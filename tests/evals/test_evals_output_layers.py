@@ -34,7 +34,7 @@ def keys(**options: Any) -> list[str]:
     return [study.row_key(spec) for spec in study.row_specs()]
 
 
-def test_the_output_is_part_of_a_key_only_if_it_is_not_softmax() -> None:
+def test_keys_contain_the_setting_output_only_if_it_is_not_softmax() -> None:
     assert keys() == keys(output="softmax")
     assert "output" not in SMOKE.identity()
     spellings = keys(output="entmax(alpha=1.5)"), keys(settings={"output": "entmax( alpha = 1.5 )"})
@@ -74,7 +74,7 @@ def test_metrics_are_those_of_the_layers_probabilities(output: str) -> None:
         assert all(bool(values.isfinite().all()) for values in found.values())
 
 
-def test_a_missed_answer_costs_the_log_of_epsilon() -> None:
+def test_loss_of_an_answer_with_probability_0_is_19_93_bits() -> None:
     worst = -math.log2(EPSILON / (1 + 256 * EPSILON))
     assert worst == pytest.approx(19.93, abs=0.01)
 
@@ -110,7 +110,7 @@ def test_results_with_and_without_an_output_layer_are_separate_groups() -> None:
         ("language-model", "adaptive_temperature", "has no loss"),
     ],
 )
-def test_invalid_outputs_are_one_line(
+def test_an_invalid_output_is_a_one_line_error(
     task: str, output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = [task, "--preset", "smoke", "--output", output, "--out", str(tmp_path / "no")]
@@ -120,6 +120,7 @@ def test_invalid_outputs_are_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_a_sparse_output_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,7 +61,10 @@ def row(task: str, variant: str, length: int, seed: int, score: float | None, lo
 
 
 def rows() -> list[Row]:
-    """Result rows: needle with two seeds (ssmax has one at n = 64), language-model with one."""
+    """Result rows: needle with two seeds, language-model with one seed.
+
+    ssmax has only one seed in needle at n = 64.
+    """
     found = []
     for variant, scores in ACCURACY.items():
         for length, score in zip(LENGTHS, scores):

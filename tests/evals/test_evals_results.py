@@ -201,7 +201,7 @@ def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
 # ---- results on disk
 
 
-def test_results_are_read_from_a_folder_or_the_folder_of_a_task(tmp_path: Path) -> None:
+def test_results_are_read_from_an_output_folder_or_from_one_task_folder(tmp_path: Path) -> None:
     folder = written(tmp_path, [row("softmax", 0.5), row("softmax", 0.5, task="needle")])
     assert len(read_rows([folder])) == 2
     assert len(read_rows([folder / "needle"])) == 1

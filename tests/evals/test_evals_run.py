@@ -121,7 +121,7 @@ def test_a_killed_study_continues_to_the_same_summary(
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_truncated_last_line_repeats_one_evaluation_without_training(
+def test_after_a_truncated_last_line_one_evaluation_is_repeated_without_training(
     undisturbed: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -317,7 +317,7 @@ for weights in (relu, holes, greedy, defect):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
-def test_nan_killed_workers_and_errors_in_a_plugin_do_not_stop_other_runs(tmp_path: Path) -> None:
+def test_killed_workers_nan_and_plugin_errors_do_not_stop_other_runs(tmp_path: Path) -> None:
     plugin, out = tmp_path / "plugin.py", tmp_path / "out"
     plugin.write_text(PLUGIN)
     variants = "my_relu,softmax->my_holes,softmax->my_greedy,my_defect"

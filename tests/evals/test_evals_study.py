@@ -174,7 +174,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not out.exists()
 
 
-def test_a_dry_run_makes_little_data_and_measures_equal_models_once(
+def test_a_dry_run_draws_little_data_and_times_each_kind_of_run_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The time of a dry run does not grow with the number of test sequences."""
@@ -260,7 +260,9 @@ def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     assert {reason for reason in planned.left_out.values() if "alibi" not in reason} == set()
 
 
-def test_every_variant_lists_all_registered_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_every_variant_returns_all_registered_variants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = every_variant(16)
     assert found[0] == "softmax"
     assert {parse_spec(text).test.name for text in found} == set(attnzoo.list_variants())

@@ -198,7 +198,7 @@ def test_checkpoint_of_a_form_with_learned_features_gives_the_same_gradients() -
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_vector_that_requires_grad_later_gets_a_gradient() -> None:
+def test_vector_gets_a_gradient_if_requires_grad_is_set_after_the_first_call() -> None:
     gain = torch.full((1, 2, 1), 0.7)
 
     def weights(q: Tensor, k: Tensor, call: Any) -> Tensor:

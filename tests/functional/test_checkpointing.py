@@ -129,7 +129,7 @@ def test_autocast_does_not_affect_the_backward_of_tiled(variant: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_nested_checkpoint_supports_a_gain_from_statistics() -> None:
+def test_nested_checkpoint_supports_a_gain_computed_from_score_statistics() -> None:
     run, leaves = call("adaptive_temperature", "tiled", differentiable=True)
     agree(
         gradients(lambda *x: nested(run, *x), leaves), gradients(lambda *x: run(*x).sin(), leaves)

@@ -41,7 +41,8 @@ BACKEND_OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-# One variant each with a linear form, a threshold, a learned sink. Most others are marked slow.
+# QUICK has one variant with a linear form, one with a threshold and one with a learned sink. Most
+# other variants are marked slow.
 QUICK = ("cosformer", "entmax", "sink")
 
 
@@ -150,7 +151,7 @@ def graphs_over(
     return counter.frame_count
 
 
-# entmax needs a threshold besides its output, and has a learned parameter.
+# Only entmax is not marked slow. It has a threshold and a learned parameter.
 FEW_GRAPHS = [v if v == "entmax" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
 
 
@@ -182,6 +183,7 @@ def test_sdpa_compiles_with_symbolic_sizes(variant: str) -> None:
     assert graphs_over((20, 31, 40), "sdpa", variant, dynamic=True) <= 2
 
 
+@pytest.mark.slow
 def test_blocks_are_not_unrolled_into_the_graph() -> None:
     """The graph of a call with many blocks has as many operations as one with a single block."""
 

@@ -46,8 +46,8 @@ def test_each_weight_is_dropped_or_scaled(variant: str, backend: str) -> None:
 def test_mean_over_seeds_is_the_output_without_dropout(backend: str) -> None:
     q, k, v = qkv(n=8)
     exact = attnzoo.attention(q, k, v, backend=backend)
-    runs = torch.stack([seeded(i, q, k, v, backend=backend, dropout_p=0.5) for i in range(600)])
-    error = (runs.mean(0) - exact) / (runs.std(0) / 600**0.5)
+    runs = torch.stack([seeded(i, q, k, v, backend=backend, dropout_p=0.5) for i in range(300)])
+    error = (runs.mean(0) - exact) / (runs.std(0) / 300**0.5)
     assert float(error.abs().max()) < 5  # bounds the largest of 192 z-scores
     assert float(error.std()) == pytest.approx(1.0, abs=0.35)
 

@@ -181,7 +181,7 @@ def test_gradients(variant: str) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_values_and_gradients_of_torch_and_the_entmax_package(dim: int) -> None:
+def test_values_and_gradients_agree_with_torch_and_the_entmax_package(dim: int) -> None:
     scores, out = rand(7, 6, 5), rand(7, 6, 5, seed=1)
     alpha = 1.1 + 0.8 * torch.rand(7, 6, 5, dtype=torch.float64).narrow(dim, 0, 1)
     pairs = [
@@ -345,7 +345,7 @@ def own_variant(monkeypatch: pytest.MonkeyPatch) -> Any:
     return register
 
 
-def test_an_own_variant_needs_only_a_definition(own_variant: Any) -> None:
+def test_a_user_defined_variant_needs_only_a_definition(own_variant: Any) -> None:
     def weights(q: Tensor, k: Tensor, call: attnzoo.Call) -> Tensor:
         s = (call.scores(q, k) + call.bias).relu() / call.counts.clamp(min=1)[..., None]
         return call.zero_hidden(s)
@@ -360,7 +360,7 @@ def test_an_own_variant_needs_only_a_definition(own_variant: Any) -> None:
     "use",
     [lambda q, k: q @ k.mT, lambda q, k: torch.relu(q), lambda q, k: 2 * q, lambda q, k: k[0]],
 )
-def test_an_own_variant_that_uses_q_and_k_raises(own_variant: Any, use: Any) -> None:
+def test_a_user_defined_variant_that_uses_q_and_k_raises(own_variant: Any, use: Any) -> None:
     name = own_variant(lambda q, k, call: call.softmax(call.scores(use(q, k), k)))
     with pytest.raises(ValueError, match="from call.scores"):
         probabilities(torch.zeros(3), name)

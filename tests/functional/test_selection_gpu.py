@@ -94,7 +94,7 @@ class TestChoice:
         for variant in (*PAIRWISE, "adaptive_temperature"):
             assert chosen(variant, qkv(n=16)) == "flash"
 
-    def test_gain_from_statistics_runs_on_flash(self) -> None:
+    def test_variant_with_a_gain_computed_from_score_statistics_runs_on_flash(self) -> None:
         assert chosen("adaptive_temperature") == "flash"
         exact = plan("adaptive_temperature", differentiable=True)
         assert exact.chosen == "tiled"
@@ -127,8 +127,8 @@ class TestChoice:
             for queries in (1, 16):
                 tensors = step(queries, kv_heads=2)
                 assert chosen(variant, tensors, is_causal=True, enable_gqa=True) == "decode"
-        # decode is not chosen if queries × heads per KV head exceed its tile (17 × 4 > 64), or if
-        # few keys are visible, because they need no split.
+        # decode supports at most 64 queries × heads per KV head, and 17 × 4 is more. decode is also
+        # not chosen for few visible keys, because few keys need no split.
         assert chosen("sink", step(17, kv_heads=2), enable_gqa=True) == "flash"
         assert chosen("sink", step(1, 512)) == "flash"
         assert chosen("sink", step(1), is_causal=True, window=512) == "flash"
@@ -158,7 +158,11 @@ class TestChoice:
 
 
 def first_able(variant: str, kv_heads: int = 8, **options: Any) -> str:
-    """Return the first backend that supports a call. Fake masks fail, so tensors are on meta."""
+    """Return the first backend that supports a call on a GPU.
+
+    A torch build without CUDA raises an error for fake masks on the device "cuda". The tensors are
+    therefore on the device "meta".
+    """
     shape, kind = (2, 8, 256, 64), {"dtype": torch.bfloat16, "device": "meta"}
     q, k, v = (torch.empty(shape, **kind)[:, :n] for n in (8, kv_heads, kv_heads))
     ready = prepare(q, k, v, variant, options)
@@ -260,5 +264,5 @@ def test_call_on_a_cpu_does_not_import_triton() -> None:
 def test_flash_without_triton_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnzoo.backends.triton.flash.backend.find_spec", lambda name: None)
     q, k, v = rand(3, 1, 2, 8, 8, dtype=torch.float32).unbind()
-    with pytest.raises(ValueError, match=r"needs Triton: pip install 'attnzoo\[gpu\]'"):
+    with pytest.raises(ValueError, match=r"needs Triton: run pip install -e '\.\[gpu\]'"):
         attnzoo.attention(q, k, v, "sink", backend="flash")

@@ -244,7 +244,10 @@ def of_heads(rows: Approx, leaf: Tensor) -> Approx:
 
 
 def of_parameter(problem: Problem, found: dict[str, Approx], name: str, leaf: Tensor) -> Approx:
-    """The gradient of the parameter ``name``, from those of the form's per-query vectors."""
+    """The gradient of the parameter ``name``.
+
+    It is computed from the gradients of the form's per-query vectors.
+    """
     value, total = problem.params[name].detach(), None
     step = 1e-6
     moved = [problem.form({**problem.params, name: value + sign * step}) for sign in (1, -1)]

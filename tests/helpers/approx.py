@@ -84,7 +84,10 @@ class Approx:
         return Approx(value, error, self.eps).rounded(count / 2, size)
 
     def rounded(self, times: float, size: Tensor) -> Approx:
-        """A copy whose error includes ``times`` more roundings of numbers as large as ``size``."""
+        """A copy with a larger error bound.
+
+        The bound also includes ``times`` rounding errors of numbers as large as ``size``.
+        """
         return replace(self, error=self.error + times * self.eps * size.abs())
 
     def where(self, mask: Tensor) -> Approx:

@@ -101,8 +101,8 @@ CASES = {
         smooth=False,
     ),
     "asentmax": Case(
-        # The gain is δ + β (log 2)^γ = 0 + 2 / (log 2)² · (log 2)² = 2. Half the scores of the
-        # entmax example therefore give the same weights.
+        # The gain is δ + β (log 2)^γ = 0 + 2 / (log 2)² · (log 2)² = 2. The scores are those of the
+        # entmax example divided by 2, so the weights are the same.
         Paper(
             (0.5, 0.0),
             ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),

@@ -97,7 +97,7 @@ PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backend
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
 # flash computes no gradient for the shape parameter of an activation, such as the α of entmax.
-# These pairs have a variant that learns it.
+# CONSTANT_PARAMETERS: the pairs (variant, "flash") whose variant can learn its shape parameter.
 CONSTANT_PARAMETERS = tuple(
     (name, "flash")
     for name, reasons in VARIANT_BACKENDS.items()

@@ -112,7 +112,7 @@ def budget(problem: Problem) -> dict[str, Approx]:
 
 @torch.enable_grad()
 def through_features(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) -> Approx:
-    """``factor`` · Jᵀ · ``given``, with the Jacobian J of the features. Errors use |factor · J|."""
+    """``factor`` · Jᵀ · ``given`` and its error bound, with the Jacobian J of the features."""
     x = x.detach().requires_grad_()
     features = form.features(x, at)
     value, error = torch.zeros_like(x), torch.zeros_like(x)
@@ -244,7 +244,7 @@ class Weights:
         return x.map(f, self.times, size)
 
     def threshold(self, x: Approx, peak: Tensor) -> Approx:
-        """τ − peak. The error is the φ'-weighted mean error of the scores plus the solver's."""
+        """τ minus the row maximum ``peak``, with the errors of the scores and of the solver."""
         alpha = None if self.alpha is None else self.alpha[..., 0]
         hidden = x.value.masked_fill(~self.visible, float("-inf"))
         tau = solve_threshold(hidden, alpha, self.act)[..., None]

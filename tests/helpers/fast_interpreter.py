@@ -1,8 +1,8 @@
 """Makes Triton's interpreter faster without a change of its results.
 
 The interpreter spends most time on Python objects for types and shapes, not on numbers. Each
-function here replaces a function of Triton by one that first looks for the common case. The
-functions are private, so each replacement is left out where a version of Triton lacks its function.
+function here makes a replacement for a private function of Triton. The replacement handles common
+cases faster. A private function that the installed version of Triton lacks is not replaced.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def remember_dtypes(original: Any) -> Any:
 
 
 def pass_plain_values(original: Any) -> Any:
-    """Numbers and scalar types are not constants to unwrap."""
+    """Numbers, strings, None, scalar types and tensors are returned unchanged."""
     from triton.language import core
 
     plain = {int, float, bool, str, type(None), core.dtype, core.tensor}
@@ -81,7 +81,10 @@ def skip_equal_shapes(original: Any) -> Any:
 
 
 def skip_unused_checks(original: Any) -> Any:
-    """Without the option debug, integer overflow is computed but does not raise."""
+    """The check for integer overflow is skipped unless the option debug is on.
+
+    Without this option the check raises no error.
+    """
 
     def check(self: Any, left: Any, right: Any, operation: Any) -> None:
         if self.builder.options.debug:

@@ -2,7 +2,8 @@
 
 A path is the kind of form, its activation, normalization and source of the gain, its per-query
 vectors, and which of them are learned. Two variants with the same path run the same code. The quick
-covering arrays of the kernel tests therefore contain one variant per path, as one factor of many.
+covering arrays of the kernel tests therefore contain one variant per path. The choice of the path
+is one factor of such an array.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PLAIN = {
 
 @cache
 def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
-    """The path of a call on a backend that supports pairwise or linear forms, as in ``kinds``."""
+    """The path of a call on a backend that supports the kinds of forms in ``kinds``."""
     _, arguments = make(level.variant, {**PLAIN, "params": level.params}).arguments()
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, level.variant, arguments)
@@ -76,7 +77,8 @@ def one_level_per_path(
 ) -> dict[str, list[Level]]:
     """One level for each path, in groups that share a covering array; see `quick_rows`.
 
-    Default settings are preferred.
+    If several levels have the same path, the result has only one of them. The function prefers
+    levels whose ``params`` is a string to levels whose ``params`` is an index.
     """
     found: dict[Path, Level] = {}
     for level in sorted(levels, key=lambda level: isinstance(level.params, int)):
@@ -89,7 +91,7 @@ def one_level_per_path(
 
 
 def supports(row: Row) -> bool:
-    """Whether the variant in the row supports its masks and return_lse; rows may be partial."""
+    """Whether the row's variant supports the row's mask, alibi and lse. Rows may be partial."""
     level = row.get("params")
     if level is None:
         return True
@@ -105,12 +107,14 @@ def quick_rows(
     thin: Iterable[dict[str, Any]],
     kinds: tuple[str, ...] = ("pairwise",),
 ) -> list[tuple[str, Row]]:
-    """Test cases (variant, row) from two covering arrays: paths with a threshold, all other paths.
+    """Quick test cases (variant, row) from covering arrays.
 
-    Thresholds have kernels of their own. In the other kernels the paths differ only in single
-    steps, so each pair of settings occurs with one of these paths, and each setting with each path.
-    The slow arrays contain each pair with every variant. The levels from `one_level_per_path` are
-    one factor of the array. Every other level is tested only with the rows in ``thin``.
+    Threshold forms, other pairwise forms and linear forms have one array each, because they run
+    different kernels. The paths of one array differ only in a few steps of the kernel. It therefore
+    suffices that each pair of settings occurs with some path, and each setting with each path. The
+    slow arrays, which are made elsewhere, contain each pair of settings with every variant. The
+    levels from `one_level_per_path` are one factor of the quick array. Every other level is tested
+    only with the rows in ``thin``.
     """
     levels = list(levels)
     groups, rows = one_level_per_path(levels, kinds), []

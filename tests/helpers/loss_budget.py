@@ -7,9 +7,9 @@ and sums over tokens are in fp32 for 16-bit inputs. Then ∂L/∂z may be rounde
 is multiplied by the inputs and the weight, and gradients are stored twice: when they are made in
 the forward pass, and when the backward pass multiplies them.
 
-Moments: with φ = 1 + s + s²/2, sums over classes can be made from ΣE and EᵀE. Their errors are
-those of sums of V + d terms, and grow with Σ_k |h_k E_jk|, not with the score. Centred rows of E
-are at most twice as large, their squares four times.
+With φ = 1 + s + s²/2, a sum over classes can be computed from the moments ΣE and EᵀE. For N tokens
+the error bound of such a sum is that of a sum of V + d + N terms. It grows with Σ_k |h_k E_jk|, not
+with the score. Centring at most doubles the largest |E_jk| and multiplies its square by at most 4.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class Budget:
         tau, alpha = rows.threshold.detach()[:, None], rows.alpha.detach()[:, None]
         a = alpha - 1
         seen = self.visible
-        # |φ'| <= 1 and Σφ' >= Σφ = 1, because φ' = φ^{2−α}: errors of scores and of the sum move τ
-        # by no more than themselves.
+        # φ <= 1 and φ' = φ^{2−α}, so Σφ' >= Σφ = 1. An error of the scores or of Σφ therefore moves
+        # τ by at most the same amount.
         error = (s.error * seen).amax(-1, keepdim=True) + SOLVED[self.accumulator]
         terms = torch.finfo(self.accumulator).eps * (seen.sum(-1, keepdim=True) / 2 + EVALUATION)
         t = Approx(tau, error + terms, s.eps).rounded(SHIFTS, tau.abs() + 1 / a)

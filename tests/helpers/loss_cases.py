@@ -1,6 +1,7 @@
-"""Inputs of output layers from rows of a covering array, and their losses by library and formula.
+"""Inputs of output layers, made from rows of a covering array, and their losses.
 
-A row chooses a setting of `SETTINGS`, the sizes and the options; see `FACTORS`.
+The losses are computed by the library and from the formulas in `loss_definitions`. A row chooses a
+setting of `SETTINGS`, the sizes and the options; see `FACTORS`.
 """
 
 from __future__ import annotations

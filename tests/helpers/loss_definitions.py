@@ -48,7 +48,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Dense:
-    """The loss and what it was made of, with one row for each token."""
+    """The loss and the tensors from which it was computed, with one row for each token."""
 
     loss: Tensor
     rows: Rows
@@ -58,7 +58,10 @@ class Dense:
 
 
 def of_rows(value: Any) -> Tensor:
-    """A number, a tensor () or (1,), or one of the shape of target, as (1,) or (R,)."""
+    """Convert a parameter to an fp64 tensor of shape (1,) or (R,), for R tokens.
+
+    ``value`` is a number, a tensor of shape () or (1,), or a tensor with the shape of the target.
+    """
     return torch.as_tensor(value, dtype=torch.float64).reshape(-1)
 
 

@@ -58,6 +58,7 @@ def embed(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
     return torch.nn.functional.normalize(torch.cat(means), dim=-1)
 
 
+@pytest.mark.slow
 def test_softmax_does_not_change_the_embeddings(
     folder: Path, batches: list[dict[str, Tensor]]
 ) -> None:

@@ -199,7 +199,7 @@ def test_four_dimensional_mask_is_used_without_causality() -> None:
         expected = llama()(ids(), attention_mask=mask).logits
         actual = convert(llama(), "softmax")(ids(), attention_mask=mask).logits
         assert torch.allclose(actual, expected, atol=1e-6)
-    # A mask entry near the lowest fp32 number hides a key and removes it from n, like −∞.
+    # A mask entry near the lowest fp32 number hides a key, like −∞. n does not count this key.
     later = torch.zeros(1, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), -3e38)
     model = convert(llama(), "ssmax", s=0.9)
     actual = model(ids(), attention_mask=later.expand(2, -1, -1, -1)).logits
@@ -345,7 +345,7 @@ def test_positional_variant_in_cross_attention_raises() -> None:
         model(input_ids=ids(), decoder_input_ids=ids(5))
 
 
-def test_a_convert_that_fails_restores_the_config() -> None:
+def test_failed_convert_restores_the_config() -> None:
     model = llama()
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="layers must be"):
@@ -382,7 +382,7 @@ def test_unknown_keywords_of_transformers_are_ignored() -> None:
     ("setup", "message"),
     [
         ("sys.modules['transformers'] = None; importlib.util.find_spec = lambda n, *a: None",
-         "pip install 'attnzoo[hf]'"),
+         "run pip install -e '.[hf]' in the clone of attnzoo"),
         ("importlib.metadata.version = lambda name: '4.57.1'", "5 or later, found 4.57.1"),
     ],
 )  # fmt: skip

@@ -238,6 +238,7 @@ def test_loading_with_another_implementation_raises(
     assert torch.allclose(model(ids()).logits, llama()(ids()).logits, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_process_without_attnzoo_cannot_load_a_converted_model(tmp_path: Path) -> None:
     """Without an error, the model would silently compute softmax."""
     convert(llama(), "ssmax", s=1.0).save_pretrained(tmp_path / "converted")

@@ -32,7 +32,7 @@ def test_identity_start_keeps_the_outputs_with_padding(variant: str, make: Any) 
     assert torch.allclose(outputs(model), outputs(make()), atol=1e-6)
 
 
-def test_training_changes_a_sink_of_minus_ten_but_not_an_identity_start() -> None:
+def test_training_changes_a_sink_that_starts_at_minus_ten_but_not_with_start_identity() -> None:
     tokens = ids()
     for params, moves in (({"b": -10.0}, True), ({"start": "identity"}, False)):
         model = convert(llama(), "sink", **params)
@@ -50,7 +50,7 @@ def test_only_softmax_ssmax_and_sink_have_an_identity_start() -> None:
     assert set(SOFTMAX) == {"softmax", "ssmax", "sink"}
 
 
-def test_identity_start_learns_all_identity_parameters() -> None:
+def test_identity_start_makes_all_parameters_that_it_sets_learned() -> None:
     """The parameter b of ssmax is fixed by default, but start="identity" makes it learned."""
     model = convert(llama(), "ssmax", start="identity")
     attend = model.model.layers[0].self_attn.attnzoo
@@ -85,7 +85,10 @@ def test_identity_start_of_other_variants_raises(variant: str) -> None:
     ("options", "message"),
     [
         ({"start": "zero"}, "start must be 'identity' or None, got 'zero'"),
-        ({"start": "identity", "s": 0.1}, "s must not be given: start='identity' sets it"),
+        (
+            {"start": "identity", "s": 0.1},
+            "s must not be given with start='identity', which sets s",
+        ),
         ({"start": "identity", "calibrate": ids()}, "start must be None when calibrate is given"),
         ({"inputs": ids(), "calibrate": ids()}, "inputs must be None when calibrate is given"),
     ],

@@ -1,4 +1,7 @@
-"""The fp64 definitions in `helpers.loss_definitions` agree with torch, `entmax` and differences."""
+"""The fp64 definitions in `helpers.loss_definitions` are right.
+
+They agree with torch, with the package `entmax` and with finite differences.
+"""
 
 from __future__ import annotations
 

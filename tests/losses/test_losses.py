@@ -81,7 +81,7 @@ def simple(setting: str, tokens: int, classes: int, features: int = 5, **options
 def test_loss_of_logits_equals_linear_loss_of_their_factors(
     setting: str, reduction: str, grad: bool
 ) -> None:
-    """`loss` of the product of hidden states and matrix, also for strided logits."""
+    """`loss` of x · Eᵀ + b equals `linear_loss` of x, E and b. The logits here are strided."""
     inputs = simple(setting, 23, 37, reduction=reduction, bias=True, mask="tokens")
     _, arguments = inputs.arguments()
     bias = arguments.pop("linear_bias").detach()
@@ -117,7 +117,8 @@ def test_huge_logits(setting: str, dtype: torch.dtype) -> None:
     found, exact = by_library(inputs), by_definition(inputs)
     assert all(bool(x.isfinite().all()) for x in found.values())
     if dtype == torch.float64:
-        agree(found, exact, 1e-9)  # scores of 1e4 have errors of 1e-12 times their number of terms
+        # Scores of 1e4 have rounding errors of about 1e-12 per summed term.
+        agree(found, exact, 1e-9)
     else:
         assert violations("losses", found, exact, bounds(inputs)) == []
 
@@ -141,7 +142,7 @@ def test_nearly_equal_logits_of_many_classes(setting: str) -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
 @pytest.mark.parametrize("classes", [50, 20000])
-def test_a_common_offset_of_all_rows_costs_taylor_no_accuracy(classes: int, offset: float) -> None:
+def test_taylor_is_accurate_if_all_classes_share_an_offset(classes: int, offset: float) -> None:
     """Each row of x sums to 0, so the offset of all classes cancels in x · e_j.
 
     Moments of classes that are not centred would lose accuracy. |φ'/φ| <= 1, so a loss moves by

@@ -50,8 +50,9 @@ def test_losses_and_gradients_agree_with_fp64(case: str, dtype: torch.dtype, dev
     h, e, b = (x.double() for x in tensors)
     score = 25 * torch.finfo(torch.float32).eps * float((h.abs() @ e.abs().T + b.abs()).max())
     assert abs(float(loss) - float(exact)) <= 70 * (2 * score + 1e-6 * abs(float(exact)))
-    # A gradient of a score lies in [−2, 2] and moves by at most 4 times the error of the scores.
-    # Rounding it to 16 bits, and the result, moves a product by a few units.
+    # The gradient of a score lies in [−2, 2]. The error of the scores changes it by at most 4 times
+    # this error. For 16-bit inputs, the gradient of a score and the result may be rounded to 16
+    # bits. The bound allows 4 · eps of the dtype for each rounding.
     unit = torch.finfo(dtype).eps
     sizes = {"input": e.abs().sum(0), "weight": h.abs().sum(0), "bias": torch.tensor(70.0)}
     for name in NAMES:

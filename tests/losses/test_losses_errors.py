@@ -1,4 +1,7 @@
-"""Each wrong argument of a loss raises one error that names it, and NaN stays in its own token."""
+"""Each wrong argument of a loss raises an error that names the argument.
+
+NaN in one token does not affect the losses and gradients of other tokens.
+"""
 
 from __future__ import annotations
 

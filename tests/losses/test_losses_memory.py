@@ -1,4 +1,4 @@
-"""Memory of losses, and results that do not depend on what memory held before."""
+"""Losses use little memory, give the same results twice and read no uninitialized memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_peak_of_measures_memory() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("variant", some(LOSSES, ("softmax",)))
 def test_memory_is_at_most_an_eighth_of_the_logits(variant: str, reduction: str) -> None:
-    """Beyond the gradients, at the sizes of the benchmark with fewer features."""
+    """The gradients are not counted. A benchmark has the same numbers of tokens and classes."""
     tokens, classes = 2048, 32000
     x, e, b = (t.detach().float().requires_grad_() for t in tensors(tokens, classes, 8))
     y = targets(tokens, classes)

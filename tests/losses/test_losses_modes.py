@@ -1,4 +1,7 @@
-"""Losses under autograd's modes, autocast, checkpointing and torch.compile, and their layouts."""
+"""Losses under autograd modes, autocast, checkpointing and torch.compile.
+
+Further tests use inputs with different memory layouts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def same(found: Any, want: Any, **close: Any) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("variant", LOSSES)
 def test_backward_twice_gives_the_same_gradients(variant: str, reduction: str) -> None:
-    """Also with another incoming gradient: the first backward must not change what is saved."""
+    """The second of three passes has another incoming gradient. No pass changes saved tensors."""
     inputs, extra = tensors(), learned(variant)
     params = {**params_of(variant), **extra}
     leaves = [*inputs, *extra.values()]
@@ -47,7 +50,10 @@ def test_backward_twice_gives_the_same_gradients(variant: str, reduction: str) -
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("variant", some(LOSSES))
 def test_second_derivatives_raise_or_are_right(variant: str, reduction: str) -> None:
-    """Those of taylor are right where autograd differentiates the moments. The others raise."""
+    """Second derivatives of taylor are right here. Those of all other variants raise an error.
+
+    The first derivative of taylor by x is computed by autograd from the moments of the classes.
+    """
     x, e, b = tensors()
 
     def second(function: Any) -> tuple[Tensor, ...]:
@@ -134,7 +140,10 @@ def test_gradients_accumulate_over_calls_with_a_shared_weight(variant: str) -> N
 
 
 def test_gradients_of_a_scaled_loss_are_scaled() -> None:
-    """As with a gradient scaler. mean and none make their gradients in different passes."""
+    """A gradient scaler multiplies a loss by a factor, as this test does.
+
+    The reductions "mean" and "none" compute the gradients in different passes.
+    """
     x, e, b = tensors()
     for reduction in ("mean", "none"):
         found = linear_loss(x, e, targets(), linear_bias=b, reduction=reduction).sum()
@@ -190,7 +199,7 @@ def test_expanded_inputs() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("variant", some(LOSSES))
-def test_autocast_is_the_call_with_rounded_inputs(variant: str, reduction: str) -> None:
+def test_autocast_equals_a_call_with_rounded_inputs(variant: str, reduction: str) -> None:
     """Products take bf16 values; scores and the loss are fp32."""
     x, e, b = (t.detach().float().requires_grad_() for t in tensors(40, 60, 16))
     y = targets(40, 60)
@@ -208,7 +217,7 @@ def test_autocast_is_the_call_with_rounded_inputs(variant: str, reduction: str) 
     bias = b.detach().double().requires_grad_()
     options.update(linear_bias=bias, **wide)
     want = linear_loss(*low, y, variant, **options)
-    # bf16 has eps 2^-7: a rounded bias may shift scores by 2^-8 of its size, which is below 3.
+    # bf16 has eps 2^-7. |bias| is below 3, so rounding it may shift scores by at most 3 · 2^-8.
     torch.testing.assert_close(found.double(), want, rtol=2e-2, atol=2e-2)
     exact = torch.autograd.grad(want.sum(), [*low, bias, *wide.values()])
     for have, right in zip(gradients, exact, strict=True):

@@ -1,4 +1,4 @@
-"""Variants from outside the library get a loss if their form has one, or one clear error."""
+"""A third-party variant has a loss if its form defines one. Otherwise a call raises an error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_third_party_parameters_are_checked() -> None:
 
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_third_party_variant_with_an_integral_has_a_loss(reduction: str) -> None:
+def test_a_third_party_variant_whose_activation_has_an_integral_has_a_loss(reduction: str) -> None:
     """φ = ReLU², without a normalizer: L = Σ_j ReLU(s_j − o)³/3 − (s_y − o)."""
     square = Activation(
         "square",
@@ -102,7 +102,9 @@ def test_a_third_party_variant_with_an_integral_has_a_loss(reduction: str) -> No
 
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_third_party_threshold_with_an_integral_has_a_loss(reduction: str) -> None:
+def test_a_third_party_threshold_variant_whose_activation_has_an_integral_has_a_loss(
+    reduction: str,
+) -> None:
     """φ(x) = [1 + x]_+² with φ(0) = 1: L = τ + Σ_j [1 + s_j − τ]_+³/3 − 1/3 − s_y."""
     square = Activation(
         "shifted_square",
@@ -133,7 +135,7 @@ def test_a_third_party_threshold_with_an_integral_has_a_loss(reduction: str) -> 
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_a_third_party_sum_of_a_positive_activation_has_a_loss() -> None:
+def test_a_third_party_sum_variant_whose_activation_is_positive_has_a_loss() -> None:
     """For φ(s) = 1 + s², L = log Σ_j φ(s_j) − log φ(s_y), with and without ``quadratic``."""
     x, e, b = tensors()
     y = targets()

@@ -85,7 +85,7 @@ def test_lse_penalty_depends_on_the_form() -> None:
         linear_loss(INPUT, WEIGHT, TARGET, "without_lse", lse_penalty=0.1)
 
 
-def test_second_derivatives_of_moments_raise_an_error_of_losses() -> None:
+def test_second_derivatives_of_moments_raise_the_error_of_attnzoo_losses() -> None:
     h, e = rand(40, 4).requires_grad_(), rand(300, 4, seed=1).requires_grad_()
     (grad,) = torch.autograd.grad(linear_loss(h, e, TARGET, "taylor"), e, create_graph=True)
     with pytest.raises(RuntimeError, match="attnzoo.losses supports first derivatives only"):

@@ -321,7 +321,7 @@ def test_replace_of_hooked_or_parametrized_layers_raises() -> None:
 
 
 def test_output_equals_torchs_if_is_causal_contradicts_the_mask() -> None:
-    """With need_weights=True torch uses attn_mask, with need_weights=False is_causal."""
+    """Torch uses attn_mask if need_weights is True, and is_causal if need_weights is False."""
     theirs, ours = pair()
     given = tensors(theirs, 6, 6)
     later = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)

@@ -62,7 +62,10 @@ def logits_of(layer: OutputLayer, h: Tensor) -> Tensor:
 
 
 def parameters_of(layer: OutputLayer) -> dict[str, Any]:
-    """Parameters of the variant, for a function of logits. In output layers sigmoid has no bias."""
+    """The parameters of the layer's variant, as keywords of a function of logits.
+
+    The parameter bias of sigmoid is 0, because the logits already include ``layer.bias``.
+    """
     names = [param.name for param in attnzoo.get_variant(layer.variant).params]
     return {name: 0.0 if name == "bias" else getattr(layer, name) for name in names}
 
@@ -221,7 +224,7 @@ def test_learned_alpha_is_trained_inside_its_range() -> None:
     assert layer.alpha.item() == pytest.approx(1.5)
 
 
-def test_the_bias_of_sigmoid_is_that_of_the_layer() -> None:
+def test_sigmoid_uses_the_bias_of_the_output_layer_and_no_bias_of_its_own() -> None:
     layer, h, y = made("sigmoid", {}), hidden(4), targets(4)
     z = F.linear(h, layer.weight, layer.bias)
     expected = F.binary_cross_entropy_with_logits(

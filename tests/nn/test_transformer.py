@@ -34,7 +34,7 @@ def supported(variant: str, positions: str) -> bool:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
     if not supported(variant, positions):
         with pytest.raises(ValueError, match="alibi None"):
@@ -108,10 +108,10 @@ def test_new_caches_are_states_where_possible() -> None:
 @pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 def test_training_on_a_cycle_of_tokens_lowers_the_loss(variant: str) -> None:
     made = model(variant, dropout=0.0, **params_of(variant, 32)).train()
-    optimizer = torch.optim.AdamW(made.parameters(), 3e-3)
+    optimizer = torch.optim.AdamW(made.parameters(), 1e-2)
     cycle = torch.arange(24).remainder(7).expand(4, 24) + torch.arange(4)[:, None]
     losses = []
-    for _ in range(40):
+    for _ in range(20):
         logits = made(cycle[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), cycle[:, 1:].flatten())
         optimizer.zero_grad()
@@ -197,7 +197,7 @@ def test_an_output_layer_adds_only_its_own_parameters() -> None:
         model(output_params=3)
 
 
-def test_copies_casts_and_empty_tensors_stay_tied() -> None:
+def test_copied_cast_and_materialized_models_stay_tied() -> None:
     made = model(output="sparsemax")
     with torch.device("meta"):
         empty = model(output="entmax", output_params={"learn": ("alpha",)})

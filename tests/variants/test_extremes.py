@@ -221,7 +221,7 @@ lse_backends = pytest.mark.parametrize(
 
 
 @lse_backends
-def test_lse_of_a_row_at_the_lowest_float_is_that_number(backend: str) -> None:
+def test_lse_is_the_lowest_float_if_all_scores_of_the_row_are(backend: str) -> None:
     """LEAST plus a score is LEAST in fp32. Kernels must avoid LEAST · log2(e), which overflows."""
     q, k, v = qkv(torch.float32)
     mask = torch.zeros(1, 1, N, N)
@@ -256,7 +256,9 @@ def test_gradients_of_lse_are_finite_with_a_row_at_the_lowest_float() -> None:
 
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-def test_entropy_of_a_row_at_the_lowest_float(backend: str, differentiable: bool) -> None:
+def test_entropy_is_right_if_all_scores_of_a_row_are_the_lowest_float(
+    backend: str, differentiable: bool
+) -> None:
     """The 33 scores of a row are LEAST. In fp32 their logsumexp, LEAST + log 33, is LEAST."""
     q, k, v = (rand(1, 2, 33, 8, seed=i, dtype=torch.float32) for i in (1, 2, 3))
     mask = torch.zeros(1, 1, 33, 33)

@@ -1,4 +1,7 @@
-"""Gradients agree with finite differences. Also: second derivatives and single leaves."""
+"""Gradients agree with finite differences.
+
+Further tests check second derivatives, and calls in which only one input requires a gradient.
+"""
 
 from __future__ import annotations
 
@@ -127,12 +130,14 @@ def test_second_derivatives_on_tiled_raise_and_name_eager(variant: str) -> None:
         twice()
 
 
-# ---- single leaves, repeated backward, parameter shapes ----------------------------------------
+# ---- one input with a gradient, repeated backward, parameter shapes ----------------------------
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @every_variant
-def test_single_leaf_gets_the_same_gradient(variant: str, backend: str) -> None:
+def test_the_gradient_of_an_input_is_the_same_if_only_this_input_requires_one(
+    variant: str, backend: str
+) -> None:
     leaves, run = differentiable(variant)
     do = rand(2, 4, 5, 3, seed=9)
     together = torch.autograd.grad(run(*leaves, backend=backend), leaves, do)

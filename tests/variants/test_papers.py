@@ -19,7 +19,7 @@ BACKENDS = ["eager", "tiled"]
 
 
 def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: Any) -> Tensor:
-    """Return weights (R, n) for scores (R, n), used as queries with the unit vectors as keys."""
+    """Return weights (R, n) of scores (R, n). Queries are the scores, and keys are unit vectors."""
     n = scores.shape[-1]
     eye = torch.eye(n, dtype=scores.dtype)[None, None]
     return attnzoo.attention(
@@ -174,7 +174,10 @@ def test_entmax15_against_the_package(kind: str, backend: str) -> None:
 def test_entmax_and_its_gradient_by_alpha_equal_the_entmax_package(
     kind: str, alpha: float, backend: str
 ) -> None:
-    """The entmax package solves for τ by bisection; its gradient of α has a closed form."""
+    """The entmax package solves for τ by bisection.
+
+    Its gradient with respect to α has a closed form.
+    """
     scores = SCORES[kind]()
 
     def theirs(s: Tensor, a: Tensor) -> Tensor:

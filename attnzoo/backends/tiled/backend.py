@@ -35,9 +35,10 @@ def unsupported(form: Form, call: Call) -> str | None:
         if form.normalize in ("sum", "select"):
             return None
         return (
-            f"does not support return_lse with normalize={form.normalize!r} (the definition does)"
+            f"does not support return_lse with normalize={form.normalize!r} (the variant's "
+            "definition does)"
         )
-    return "does not support return_lse unless φ is exp (the definition does)"
+    return "does not support return_lse unless φ is exp (the variant's definition does)"
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor, Tensor | None]:

@@ -129,7 +129,8 @@ def _heads_of(
         over_b = slice(b, min(b + batches, call.batch))
         for h in range(0, call.heads, heads):
             over_h = slice(h, min(h + heads, call.heads))
-            # A block of several batches has all their heads, so its flattened range has no gaps.
+            # A block with several batch entries has all heads. Its (batch, key/value head) pairs
+            # are therefore a contiguous range.
             first = over_b.start * call.kv_heads + over_h.start // call.group
             size = (over_b.stop - b) * (over_h.stop - h) // call.group
             yield Block(call, over_b, over_h, rows, keys, slice(first, first + size), edges)

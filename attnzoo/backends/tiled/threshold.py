@@ -9,8 +9,9 @@ The iteration ends when Z − 1 ≤ 1e-6 (1e-13 in fp64) for every query, or whe
 few units in the last place. The second test is needed for many equal scores: one unit in the last
 place of τ then changes Z by more than the tolerance.
 
-A step takes four passes over all scores. A version that copied the few scores with possibly nonzero
-weight after the first step (1.5 % of 4096 Gaussian scores at α = 1.5) was not faster.
+A step takes four passes over all scores. After the first step, few scores can still have nonzero
+weight (1.5 % of 4096 Gaussian scores at α = 1.5). A version that copied these scores and read only
+the copies in later steps was not faster.
 """
 
 from __future__ import annotations

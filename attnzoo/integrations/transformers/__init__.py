@@ -17,7 +17,8 @@ from importlib.util import find_spec
 _OLDEST = 5
 if find_spec("transformers") is None:
     raise ImportError(
-        "attnzoo.integrations.transformers needs transformers: pip install 'attnzoo[hf]'"
+        "attnzoo.integrations.transformers needs transformers: run pip install -e '.[hf]' in the "
+        "clone of attnzoo"
     )
 if int((_found := metadata.version("transformers")).split(".")[0]) < _OLDEST:
     raise ImportError(

@@ -113,7 +113,7 @@ def check_spec(config: Any) -> dict[str, Any]:
 
 
 def attach_configured(model: Any) -> None:
-    """Adds the variants of the model's config to its layers, with initial values."""
+    """Adds the variants that the config names to the model's layers, with initial values."""
     if getattr(model.config, NAME, None) is None:
         return
     spec = check_spec(model.config)

@@ -256,7 +256,8 @@ def _from_identity(
             f"variants with start='identity': {', '.join(able)}"
         )
     if twice := [name for name in found.identity if name in params]:
-        raise ValueError(f"{', '.join(twice)} must not be given: start='identity' sets it")
+        names = ", ".join(twice)
+        raise ValueError(f"{names} must not be given with start='identity', which sets {names}")
     if learn is None:
         learn = tuple(
             param.name

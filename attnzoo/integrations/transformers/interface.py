@@ -1,10 +1,10 @@
 """The attention function and the mask function that transformers calls, both named "attnzoo".
 
 If a mask hides only padding and future keys, the mask function returns a key mask
-(B, 1, 1, keys in use) of dtype uint8. It returns None if there is no padding mask and the call
-starts a sequence or is not causal. Causality is then passed as is_causal. Transformers itself makes
-no uint8 masks. All other masks, and causal masks of a compiled static cache, are dense and include
-causality.
+(B, 1, 1, keys in use) of dtype uint8. Without a padding mask it returns None if the call is not
+causal or starts a sequence. With a key mask and with None, causality is passed as is_causal.
+Transformers itself makes no uint8 masks, so the dtype identifies a key mask. All other masks, and
+causal masks of a compiled static cache, are dense and include causality.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError:  # transformers versions that pass output_attentions to each
     _active_collector = None
 
 NAME = "attnzoo"
-# Keywords of other attention functions that attnzoo does not implement.
+# Keywords that models pass to other attention functions and that attnzoo does not support.
 UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache")
 
 
@@ -118,7 +118,10 @@ def _variant(child: nn.Module | None) -> Variant | None:
 
 
 def _need_weights(kwargs: dict[str, Any]) -> bool:
-    """Whether to return weights. Some models ask only through transformers' output collector."""
+    """Whether to return weights.
+
+    Some models request weights only through transformers' output collector.
+    """
     if kwargs.get("output_attentions") is not None:
         return bool(kwargs["output_attentions"])
     collected = None if _active_collector is None else _active_collector.get()

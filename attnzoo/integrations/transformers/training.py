@@ -17,8 +17,8 @@ else:
 class TrainerMixin(_Base):
     """Excludes the learned parameters of variants from a Trainer's weight decay.
 
-    Put it before any trainer class that has `get_decay_parameter_names`, e.g. `Trainer` or
-    `Seq2SeqTrainer`.
+    List this mixin before the trainer class among the base classes. The trainer class must have the
+    method `get_decay_parameter_names`, as `Trainer` and `Seq2SeqTrainer` do.
 
     Example:
         >>> import transformers

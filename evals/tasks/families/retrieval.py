@@ -24,7 +24,9 @@ from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Publish
 from evals.task import Settings as Base
 
 CLASSES = 10
-BEST_KEYS = 16  # the curve ``best_keys`` has the weights of this many keys, the closest first
+# Maximum number of keys in the curve ``best_keys``. It has the weights of the keys that fit the
+# query best, in descending order of ``Batch.closeness``.
+BEST_KEYS = 16
 
 METRICS = (
     Metric("accuracy", "Accuracy, %", 100, 1),
@@ -167,7 +169,8 @@ class RetrievalTask(Task):
     Attributes besides those of `Task`:
         version: the version of the data.
         draw: draws a batch from (seed, split, length, start, stop).
-        sizes: (F, G), the numbers of features of an item without its class, and of a query.
+        sizes: (F, G). F is the number of features of an item, besides its class. G is the number of
+            features of a query.
     """
 
     name: str

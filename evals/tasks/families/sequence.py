@@ -4,11 +4,12 @@
 is `attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens
 that have an answer.
 
-The setting ``output`` chooses the normalizer of the output layer. Training minimizes its loss.
-Metrics are computed from the layer's probabilities p, divided by their sum. If the layer gives some
-tokens probability 0, the metrics have log((p + ε)/(1 + Vε)) for log p (ε-perplexity, Martins et al.
-2020, arXiv:2004.02644), because one answer with probability 0 would make the loss infinite. Results
-then also have `OUTPUT_METRICS`.
+The setting ``output`` chooses the normalizer of the output layer. Training minimizes the loss that
+belongs to this normalizer. Metrics are computed from the layer's probabilities p, divided by their
+sum. One answer with probability 0 would make the mean of −log p infinite. For normalizers that can
+give probability 0, the metrics therefore use log((p + ε)/(1 + Vε)) in place of log p (ε-perplexity,
+Martins et al. 2020, arXiv:2004.02644). For output layers other than plain softmax (without
+softcap), results also have `OUTPUT_METRICS`.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Batch:
         return self.answers >= 0
 
 
-# A function (logits or log-probabilities (S, V) at the S tokens that have an answer, batch) that
-# returns measurements.
+# A function (logits, batch) that returns measurements. ``logits`` (S, V) belong to the S tokens
+# with an answer. For output layers other than plain softmax, they are log-probabilities.
 Read = Callable[[Tensor, Batch], BatchResult]
 # A function (seed, split, length, start, stop, settings) that returns sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int, Any], Batch]
@@ -130,7 +131,8 @@ class SequenceTask(Task):
         version: the version of ``draw``; change it when the data change. Plugins need not, because
             the hash of their file is part of each key.
         size: maps a length to the number of tokens of a sequence; by default the length itself.
-        read: computes the metrics from (logits, batch); `OUTPUT_METRICS` are added.
+        read: computes the metrics from (logits, batch). It does not compute `OUTPUT_METRICS`, which
+            the task adds to ``metrics``.
         text: returns a digest of the files that the data come from; None if there are none.
     """
 

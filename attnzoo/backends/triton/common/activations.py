@@ -3,9 +3,10 @@
 ``shape`` holds the shape parameters of the tile's queries, or is None.
 
 x is already multiplied by the activation's ``unit``, so that exp is a single exp2. φ' is the
-derivative with respect to the scores, without the unit. Masked scores are −∞. If the activation has
-``vanishes``, φ and φ' must be 0 there. φ(NaN) must be NaN, except in activations that are used only
-for thresholds (``tl.maximum(NaN, 0)`` is 0). The compiler removes φ or φ' if it is not used.
+derivative with respect to the scores, without the unit. Masked scores are −∞. If the field
+``vanishes`` of the activation is True, φ and φ' must be 0 at x = −∞. φ(NaN) must be NaN, except in
+activations that are used only for thresholds (``tl.maximum(NaN, 0)`` is 0). The compiler removes φ
+or φ' if it is not used.
 """
 
 import triton

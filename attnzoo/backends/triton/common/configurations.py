@@ -10,8 +10,8 @@ A kernel has several entries, chosen by the features of the call:
 - "filled": a head dimension is padded to a power of two;
 - "one": one of window, ALiBi, segments and a key mask;
 - "listed": a list of the blocks with nonzero weights, from a threshold, and no feature of "one";
-- "several": a dense mask, at least two of window, ALiBi, segments and key mask, one of these with a
-  list of blocks, further per-query vectors (the shape, the gradient of lse), or PEAKED (`fold`);
+- "several": at least one of these: a dense mask; two or more features of "one"; a feature of "one"
+  with a list of blocks; the per-query vector ``shape``; a gradient of lse; PEAKED (see `fold`);
 - "unaligned": strides that allow no wide loads, with or without the above.
 
 "several" and "unaligned" are rare. Their entries are the same for all architectures, and have
@@ -151,10 +151,11 @@ def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Conf
 
 
 def map_tile(head_dim: int, bits: int, several: bool) -> tuple[int, int]:
-    """Queries and keys per tile in the map of blocks with nonzero weights.
+    """Return the numbers of queries and keys in one tile of the block map.
 
-    The tile determines the size of the map, so the tile must not depend on the device. Its size is
-    the block size of the "threshold" entries, which is the same on all architectures.
+    The block map lists the tiles with nonzero weights of a threshold form. The tile determines the
+    size of the map, so the tile must not depend on the device. The tile size is the block size of
+    the "threshold" entries, which is the same on all architectures.
     """
     config = of_dim(TABLE[80, bits]["threshold several" if several else "threshold"], head_dim)
     return config.block_m, config.block_n
@@ -185,8 +186,8 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
 
 
 # Kernels of `decode`, by bits of an element. Reading the keys takes most of the time, so several
-# blocks are loaded ahead. "safe" is used for "several", "unaligned", a mask per head, and tiles of
-# many rows.
+# blocks are loaded ahead. The entry "safe" is used for a dense mask, a mask that differs between
+# heads, two or more features of "one", strides that allow no wide loads, and tiles of many rows.
 DECODE: dict[int, dict[str, ByHeadDim]] = {
     16: {
         "": (Config(16, 128, 4, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 3)),

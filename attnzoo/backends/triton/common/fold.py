@@ -7,8 +7,8 @@ divides, once, at the end. Partial results by form:
 - ``SUM`` (another φ, normalized): (Z, o). τ is 0 or given.
 - Without normalization: o.
 
-``PEAKED`` (normalize = "sum", values in fp16): o is stored divided by m, the maximum of 1 and the φ
-so far: an unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
+``PEAKED`` (normalize = "sum", values in fp16): φ and o are divided by m, the running maximum of 1
+and φ. An unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
 """
 
 import triton
@@ -33,7 +33,7 @@ def walk(
 ):  # fmt: skip
     """Return the partial result (acc, m, z) after the blocks of keys [low, high).
 
-    With ``blocks``, a list of block indices, its entries [low, high) are used instead. If k is
+    If ``blocks`` is given, the loop runs over the block indices in its entries [low, high). If k is
     None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with key 0.
     """
     k, v, d, dv = tiles_kv

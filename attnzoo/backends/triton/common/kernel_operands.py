@@ -14,7 +14,7 @@ from attnzoo.core.forms import Pairwise, PerQuery
 
 
 class Form(NamedTuple):
-    """A form in the kernels' terms. ``normalize`` is "online", "sum", "threshold" or "none"."""
+    """A form as the kernels receive it. ``normalize`` is "online", "sum", "threshold" or "none"."""
 
     activation: str  # "module:name" of the Triton function
     unit: float  # factor of the scores that the activation expects
@@ -54,7 +54,7 @@ def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
 def vectors_of(
     form: Pairwise, gain: PerQuery, layout: Layout, call: Call
 ) -> tuple[Layout, Vectors]:
-    """Return the layout, with a scalar gain in its scale, and the per-query vectors."""
+    """Return the layout and the per-query vectors. The layout's scale includes a scalar gain."""
     per_query = isinstance(gain, Tensor)
     layout = layout if per_query else layout._replace(scale=layout.scale * gain)
     vectors = (gain if per_query else None, form.offset, form.shape, form.sink)

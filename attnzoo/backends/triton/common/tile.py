@@ -199,7 +199,7 @@ def in_unit(x, UNIT: tl.constexpr):
 
 @triton.jit
 def out_of_unit(x, UNIT: tl.constexpr):
-    """x divided by the unit. The limits of `in_unit` become the limits of fp32 again."""
+    """x divided by the unit. Values clamped by `in_unit` become the limits of fp32."""
     found = tl.where((x <= -3e38) & (x > float("-inf")), -3.4028234663852886e38, x / UNIT)
     return tl.where((x >= 3e38) & (x < float("inf")), 3.4028234663852886e38, found)
 

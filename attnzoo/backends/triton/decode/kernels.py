@@ -94,7 +94,8 @@ def decode_products(
     mask_at = mask_start(mask, b, h, mask_b, mask_h)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    products += (at + r) * width - first * BLOCK_N  # [BM, 1]; products + j is key j
+    # [BM, 1]. products + j points to the products with key j.
+    products += (at + r) * width - first * BLOCK_N
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z_i, t_i = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     matrix, local = (k, k_n * ALIGN, keys, None, b, h), tl.arange(0, BLOCK_N)
@@ -226,7 +227,7 @@ def decode_stats(m, z, t, lse, entropy, group, queries, splits):
     peaks = tl.load(m + at, mask=inside, other=float("-inf"))
     top = tl.max(peaks, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    # A split without keys has Z = T = 0 and adds 0 to the sums, whatever finite shift is used.
+    # A split without keys has m = −∞ and Z = T = 0. Its shift must be finite: −∞ · 0 is NaN.
     shift = tl.maximum(peaks - base[:, None], -200.0)
     decay = tl.exp2(shift)
     sums = tl.load(z + at, mask=inside, other=0.0)
@@ -243,7 +244,7 @@ def decode_threshold(
     gain, shape, alibi, mask, q_segments, k_segments,
     mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right, first, splits, width,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if α = shape
+    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the vector shape holds α
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Solve for τ of one query; see `flash.threshold`.

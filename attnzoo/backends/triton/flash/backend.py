@@ -2,10 +2,11 @@
 
 Memory is linear in N, except for the block map of a threshold: a few bytes per tile of scores.
 
-A kernel gets a form as its activation's Triton function, its per-query vectors and flags for the
-normalization. Separate operators compute statistics and thresholds before the forward. A gain that
-is computed from statistics, and the solved threshold τ, are then passed as per-query vectors. The
-forward treats τ as a constant. The backward accounts for the dependence of τ on the scores.
+A form is passed to a kernel as the Triton function of its activation, its per-query vectors, and
+flags for the normalization. Separate operators compute statistics and thresholds before the
+forward. A gain that is computed from statistics, and the solved threshold τ, are then passed as
+per-query vectors. The forward treats τ as a constant. The backward accounts for the dependence of τ
+on the scores.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _unsupported_call(call: Call) -> str | None:
 def unsupported_here(call: Call, other: str) -> str | None:
     """Return why kernels cannot run on the call's device, or None. Suggest backend ``other``."""
     if find_spec("triton") is None:
-        return "needs Triton: pip install 'attnzoo[gpu]'"
+        return "needs Triton: run pip install -e '.[gpu]' in the clone of attnzoo"
     if call.device.type != "cuda" and not _interpreted():
         return f"needs a CUDA device or Triton's interpreter, got tensors on {call.device}"
     # Fake tensors may be on a device that this machine does not have.

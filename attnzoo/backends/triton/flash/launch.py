@@ -49,7 +49,7 @@ def _config(
 ) -> Config:
     """Return the configuration for the features of a call; see `configurations`.
 
-    ``vectors``: tensors or None. Any tensor requires the entry "several".
+    ``vectors``: if any is a tensor, the entry is "several", or "unaligned" if align is 1.
     """
     extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
     several = dense_mask(layout) or extras > 1 or any(x is not None for x in vectors)

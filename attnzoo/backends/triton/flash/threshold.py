@@ -28,8 +28,8 @@ from attnzoo.backends.triton.common.tile import (
 
 # A step is the last one of a query if |Z − 1| ≤ RESIDUAL before the step. Convergence is quadratic,
 # so every weight is then accurate to 1e-6. With many equal scores, rounding τ alone can change Z by
-# more than RESIDUAL. With t = τ − (maximum score), a step is therefore also the last one if it
-# changes t by at most LAST_PLACES · t.
+# more than RESIDUAL. A step is therefore also the last one if it changes t = τ − (maximum score) by
+# at most LAST_PLACES · t.
 RESIDUAL = tl.constexpr(1e-5)
 LAST_PLACES = tl.constexpr(5e-7)
 MAX_STEPS = tl.constexpr(100)
@@ -46,7 +46,7 @@ def threshold(
     gain, shape, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if shape holds α
+    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the vector shape holds α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -145,9 +145,10 @@ def newton(t, z, slopes, a):
 def round_tau(base, t, a):
     """Return τ = base + t, rounded down if rounding to nearest would increase τ too much.
 
-    The limit is half of the increase at which the largest weight becomes 0. For large scores,
-    rounding could exceed that and set all weights to 0. Rounding down increases all weights, and
-    the division by their sum corrects this.
+    An increase of τ by 1/(α−1) − t would set the largest weight to 0, and so all weights. Rounding
+    of large scores can increase τ by that much. Rounding to nearest is therefore used only if it
+    increases τ by at most half of 1/(α−1) − t. Rounding down increases all weights, and the
+    division by their sum corrects this.
     """
     found = base + t
     lost = found - base - t > 0.5 * (1.0 / a - t)
