@@ -65,6 +65,8 @@ TYPES: dict[Any, str] = {
     list[Tensor]: "Tensor[]",
 }
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -98,7 +100,10 @@ class Operator(Generic[P, R]):
         self.overload = getattr(torch.ops.attnzoo, self.name).default
 
     def __call__(self, *args: P.args, **operands: P.kwargs) -> R:
-        outputs = self.overload(*self.flat(*args, **operands))
+        values = self.flat(*args, **operands)
+        if _is_plain(values):
+            return self._function(**operands)  # type: ignore[call-arg]
+        outputs = self.overload(*values)
         return self._result(*self._or_none(outputs)) if isinstance(outputs, tuple) else outputs
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
@@ -237,6 +242,22 @@ def operator(function: Callable[P, R]) -> Operator[P, R]:
     """Declare an operator by the signature of the function that computes it."""
     hints = get_type_hints(function)
     return Operator(function, hints, f"attnzoo::{function.__name__} is not differentiable")
+
+
+def _is_plain(values: list[Any]) -> bool:
+    """Whether a call can skip torch's dispatcher, which takes longer than a small kernel."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    for x in values:
+        if isinstance(x, Tensor) and (type(x) not in PLAIN or (grad and x.requires_grad)):
+            return False
+    return True
 
 
 def _is_group(hint: Any) -> bool:

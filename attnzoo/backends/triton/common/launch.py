@@ -6,7 +6,7 @@ a GPU. To do so, pass tensors on the device "meta" to the ``describe`` functions
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +42,20 @@ def interpreted() -> bool:
     return not isinstance(load_tile, triton.runtime.JITFunction)
 
 
-def run(launch: Launch) -> None:
+def run(launch: Launch) -> Any:
+    """Launch the kernel. Return the compiled kernel, or None in the interpreter."""
     if launch.programs == 0:
-        return
+        return None
     device = next(x.device for x in launch.args.values() if isinstance(x, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        launch.kernel[(launch.programs,)](**launch.args, **launch.options)
+    with on_device(device):
+        return launch.kernel[(launch.programs,)](**launch.args, **launch.options)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Select the device, because Triton launches on the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def padded(dim: int) -> int:

@@ -23,12 +23,11 @@ from attnzoo.core.forms import Statistics
 
 @operator
 def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.flash import launch
+    from attnzoo.backends.triton.common.launch import architecture
+    from attnzoo.backends.triton.common.prepared import launch
+    from attnzoo.backends.triton.flash.launch import describe_stats
 
-    work, results = launch.describe_stats(q, k, layout, architecture(q.device))
-    run(work)
-    return results
+    return launch(describe_stats, q, k, layout, architecture(q.device))
 
 
 @flash_statistics.fake
@@ -81,14 +80,12 @@ def flash_forward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, maps: Maps, layout: Layout, form: Form,
     want_lse: bool,
 ) -> Attended:  # fmt: skip
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.flash import launch
+    from attnzoo.backends.triton.common.launch import architecture
+    from attnzoo.backends.triton.common.prepared import launch
+    from attnzoo.backends.triton.flash.launch import describe_forward
 
-    work, results = launch.describe_forward(
-        q, k, v, layout, form, vectors, maps, want_lse, architecture(q.device)
-    )
-    run(work)
-    return Attended(*results)
+    operands = q, k, v, layout, form, vectors, maps, want_lse, architecture(q.device)
+    return Attended(*launch(describe_forward, *operands))
 
 
 @flash_forward.fake
@@ -107,8 +104,9 @@ def flash_backward(
     out: Tensor, stat: Tensor | None, lse: Tensor | None, dout: Tensor, dlse: Tensor | None,
     wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    from attnzoo.backends.triton.common.launch import architecture, readable, run
-    from attnzoo.backends.triton.flash import launch
+    from attnzoo.backends.triton.common.launch import architecture, readable
+    from attnzoo.backends.triton.common.prepared import launch
+    from attnzoo.backends.triton.flash.launch import describe_backward
 
     # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
     dout = dout if readable(dout, out) else dout.contiguous()
@@ -116,10 +114,7 @@ def flash_backward(
         # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
-    launches, results = launch.describe_backward(
-        dout, dlse, q, k, v, out, stat, lse, layout, form, vectors, maps, wanted,
+    return launch(
+        describe_backward, dout, dlse, q, k, v, out, stat, lse, layout, form, vectors, maps, wanted,
         architecture(q.device),
     )  # fmt: skip
-    for work in launches:
-        run(work)
-    return results

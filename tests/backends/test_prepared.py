@@ -1,0 +1,107 @@
+"""A prepared launch passes the kernel the same arguments as a launch that is described anew.
+
+Runs in a process of its own, with a stand-in for the GPU driver that records all arguments.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from os import environ
+
+import pytest
+
+pytest.importorskip("triton")
+
+CODE = """
+import torch, attnzoo
+from attnzoo.backends.triton.common import prepared
+from benchmarks.kernels.stand_in import install
+
+launches = []
+
+def seen(x):
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr(), x.shape, x.stride(), x.dtype
+    if hasattr(x, "base"):
+        return "descriptor", x.base.data_ptr(), tuple(x.shape), tuple(x.block_shape)
+    return x
+
+def record(*args):  # the kernel's arguments follow grid, stream, function, metadata and hooks
+    launches.append([seen(x) for x in args[9:]])
+
+install(record)
+
+def run(variant, train, options, tensors):
+    q, k, v = (x.detach().requires_grad_(train) for x in tensors)
+    out = attnzoo.attention(q, k, v, variant, backend="flash", **options)
+    if train:
+        out.backward(torch.ones_like(out))
+    return out
+
+def made(shape=(1, 4, 50, 32), kv_heads=2):
+    q = torch.randn(shape).bfloat16()
+    k, v = torch.randn(2, shape[0], kv_heads, 60, shape[3]).bfloat16()
+    return q, k, v
+
+def normal(found, tensors):
+    # Addresses of new tensors differ between calls; those of inputs must be those of this call.
+    known = {x.data_ptr(): f"input {n}" for n, x in enumerate(tensors)}
+    def name(x):
+        if isinstance(x, tuple) and x and isinstance(x[0], int):
+            return (known.get(x[0], "new"), *x[1:])
+        if isinstance(x, tuple) and x and x[0] == "descriptor":
+            return ("descriptor", known.get(x[1], "new"), *x[2:])
+        return x
+    return [[name(x) for x in each] for each in found]
+
+def check(variant, train, **options):
+    options = dict(enable_gqa=True, is_causal=True, **options)
+    calls = []
+    for n in range(4):
+        tensors = made()
+        launches.clear()
+        out = run(variant, train, options, tensors)
+        assert out.shape == (1, 4, 50, 32), out.shape
+        calls.append(normal(list(launches), tensors))
+    assert all(found == calls[0] for found in calls[1:]), (variant, train)
+
+for variant in ("softmax", "sigmoid", "ssmax", "taylor", "entmax"):
+    for train in (False, True):
+        check(variant, train)
+check("softmax", True, window=5)
+count = len(prepared._prepared)
+assert count >= 10, count
+
+# One tensor as q, k and v, and then three tensors of the same shape, must not be mixed up.
+x = torch.randn(1, 2, 40, 32).bfloat16()
+three = [torch.randn(1, 2, 40, 32).bfloat16() for _ in range(3)]
+for tensors in ((x, x, x),) * 3 + (three,) * 3:
+    launches.clear()
+    run("softmax", False, {}, tensors)
+    assert [y[0] for y in launches[-1][:3]] == [t.data_ptr() for t in tensors] or any(
+        isinstance(y, tuple) and y[0] == "descriptor" for y in launches[-1])
+
+# A base that is not aligned is a different launch.
+flat = torch.randn(1 * 2 * 40 * 32 + 1).bfloat16()
+off = flat[1:].view(1, 2, 40, 32)
+for tensors in ((three[0],) + tuple(three[1:]), (off,) + tuple(three[1:])) * 2:
+    launches.clear()
+    run("softmax", False, {}, tensors)
+    assert launches[-1][0][0] == tensors[0].data_ptr()
+
+# Float masks have two statistics per query, which are views of one tensor.
+mask = torch.zeros(50, 60)
+check("softmax", True, attn_mask=mask)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_a_prepared_launch_equals_a_new_one() -> None:
+    environment = {name: value for name, value in environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
