@@ -6,12 +6,12 @@ import argparse
 import sys
 
 from benchmarks.harness import memory
-from benchmarks.kernels import compile, tune
+from benchmarks.kernels import compile, profile, tune
 from benchmarks.suites import attention, decode, gpu, linear, losses, overhead
 from commandline.errors import UsageError
 from commandline.variants import load_plugin
 
-COMMANDS = (attention, linear, decode, losses, overhead, compile, tune, gpu, memory)
+COMMANDS = (attention, linear, decode, losses, overhead, compile, profile, tune, gpu, memory)
 
 
 def main(argv: list[str] | None = None) -> int:
