@@ -32,7 +32,7 @@ class LoopCount:
 
     Attributes:
         name: "full" (no mask), "edge" (with mask), or "all" if all blocks take the same loop. In
-            threshold kernels it is preceded by the pass: "maximum" or "step".
+            kernels with several passes it is preceded by the pass; see `passes_of`.
         instructions: number in the loop, per warp.
         total, classes, opcodes: instructions per score element; see `sass.CLASSES`.
         tensor_flops: of one iteration of a block of threads. None if the loop has none, or if the
@@ -60,9 +60,9 @@ class LoopCount:
 
     def record(self) -> dict[str, Any]:
         record = asdict(self)
-        prediction = record.pop("prediction")
-        record["predicted"] = None if prediction is None else self.prediction._asdict()  # type: ignore
-        return record
+        del record["prediction"]
+        found = self.prediction
+        return record | {"predicted": None if found is None else found._asdict()}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Profile:
 
     @property
     def main(self) -> LoopCount | None:
-        """The loop over full blocks; for thresholds, that of the solver's steps."""
+        """The loop over full blocks, of the last pass if there are several."""
         found = [loop for loop in self.loops if loop.name.split()[-1] in ("full", "all")]
         return found[-1] if found else None
 
@@ -136,11 +136,13 @@ def count_loops(
     """The counts of all tile loops of a kernel."""
     found = [loop for loop in sass.loops(code) if len(loop.code) >= SHORTEST]
     each = 32 * warps / (tile[0] * tile[1])  # instructions of a warp -> per thread and element
-    needed = 2 * head_dim * PRODUCTS.get(kernel, 0)
+    passes = passes_of(found, kernel)
+    names = names_of([name for name, _ in passes], [loop.classes["mask"] * each for loop in found])
     counts = []
-    for loop, name in zip(found, names_of(found, kernel, each), strict=True):
+    for loop, name, (part, products) in zip(found, names, passes, strict=True):
+        needed = 2 * head_dim * products
         total = len(loop.code) * each
-        classes = {kind: loop.classes[kind] * each for kind in (*sass.CLASSES, "uniform", "other")}
+        classes = {kind: loop.classes[kind] * each for kind in sass.KINDS}
         flops = sass.tensor_flops(loop, code, warps)
         issued = None if flops is None else flops / (tile[0] * tile[1])
         packed = 2 * loop.number("F2FP") * each  # F2FP converts two numbers
@@ -148,7 +150,8 @@ def count_loops(
         if issued is not None and needed:
             packs = loop.number(*sass.PACKED) * each
             # IMAD is executed by the fp32 pipe. Uniform instructions have their own.
-            alu = classes["mask"] + classes["integer"] - loop.number("IMAD") * each
+            alu = sum(classes[kind] for kind in ("mask", "maximum", "integer"))
+            alu -= loop.number("IMAD") * each
             fp32 = classes["fp32"] + packs
             prediction = predict(arch, total, classes["mufu"], fp32, alu, issued, needed)
         counts.append(
@@ -157,7 +160,7 @@ def count_loops(
                 {opcode: n * each for opcode, n in sorted(loop.opcodes.items())},
                 flops,
                 issued / needed if issued is not None and needed else None,
-                packed / CONVERTED[kernel] if kernel in CONVERTED else None,
+                packed / CONVERTED[kernel] if kernel in CONVERTED and part != "mean" else None,
                 loop.number(*sass.BARRIERS),
                 sum(x.name == "LDGSTS" and "128" not in x.opcode.split(".") for x in loop.code),
                 prediction,
@@ -166,20 +169,35 @@ def count_loops(
     return tuple(counts)
 
 
-def names_of(loops: Sequence[sass.Loop], kernel: str, each: float) -> list[str]:
-    """Name loops by what they execute.
+def passes_of(loops: Sequence[sass.Loop], kernel: str) -> list[tuple[str, int]]:
+    """The pass that each loop belongs to, and its products per score element.
 
-    The maximum pass of a threshold kernel has less than half of the fp32 and exp2 work of a solver
-    step. Within a pass, a loop is over full blocks if it has about as few mask instructions as any.
+    The name is empty if a kernel makes one pass over the tiles. The maximum pass of a threshold
+    kernel has less than half of the fp32 and exp2 work of a solver step. The first pass of a dq
+    kernel with threshold sums over dO vᵀ, and unlike the second converts no gradient to 16 bits.
     """
-    passes = [""] * len(loops)
+    products = PRODUCTS.get(kernel, 0)
     if kernel == "threshold":
         work = [loop.classes["fp32"] + loop.classes["mufu"] for loop in loops]
-        passes = ["maximum " if 2 * n < max(work) else "step " for n in work]
-    masks = [loop.classes["mask"] * each for loop in loops]
+        return [("maximum" if 2 * n < max(work) else "step", products) for n in work]
+    if kernel == "dq":
+        converted = [loop.number("F2FP") for loop in loops]
+        first = [4 * n < max(converted) for n in converted]
+        if any(first):
+            return [("mean", 2) if is_first else ("gradient", products) for is_first in first]
+    return [("", products)] * len(loops)
+
+
+def names_of(passes: Sequence[str], masks: Sequence[float]) -> list[str]:
+    """Name loops by their pass and their number of mask instructions per element.
+
+    Within a pass, a loop is over full blocks if it has about as few mask instructions as any.
+    """
     names = []
     for own, mask in zip(passes, masks, strict=True):
         peers = [m for p, m in zip(passes, masks, strict=True) if p == own]
         kind = "full" if mask < min(peers) + MASK_WORK else "edge"
-        names.append(own + ("all" if max(peers) < min(peers) + MASK_WORK else kind))
+        if max(peers) < min(peers) + MASK_WORK:
+            kind = "all"
+        names.append(f"{own} {kind}".strip())
     return names

@@ -38,8 +38,8 @@ CELLS = (
     Group(("stats",), "online", "bf16", POWERS, ("", "full no gain")),
 )
 COLUMNS = (
-    "loop", "total", "fp32", "mufu", "conv", "mask", "int", "uniform", "shared", "global", "sync",
-    "tensor x", "element x", "barriers", "bound", "TFLOP/s", "overlap",
+    "loop", "total", "fp32", "mufu", "conv", "mask", "max", "int", "uniform", "shared", "global",
+    "sync", "tensor x", "element x", "barriers", "bound", "TFLOP/s", "overlap",
 )  # fmt: skip
 
 
@@ -153,9 +153,7 @@ def heading(row: Profile) -> str:
 
 
 def cells_of(loop: LoopCount) -> tuple[str, ...]:
-    kinds = (
-        "fp32", "mufu", "conversion", "mask", "integer", "uniform", "shared", "global", "sync"
-    )  # fmt: skip
+    kinds = [kind for kind in loop.classes if kind not in ("tensor", "other")]
     factors = (loop.tensor_factor, loop.element_factor)
     speed = ("–", "–", "–")
     if loop.prediction is not None:

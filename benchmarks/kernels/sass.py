@@ -23,7 +23,8 @@ CLASSES = {
     "mufu": "MUFU",
     "conversion": "F2F F2FP I2F F2I I2FP F2IP I2I HADD2 HMUL2 HFMA2",
     "mask": "ISETP FSEL FSETP SEL PLOP3 FSET P2R R2P CSEL",
-    "integer": "FMNMX FMNMX3 IADD3 IADD IMAD LEA LOP3 LOP SHF IMNMX VIADD VIMNMX VIMNMX3 VIADDMNMX "
+    "maximum": "FMNMX FMNMX3",
+    "integer": "IADD3 IADD IMAD LEA LOP3 LOP SHF IMNMX VIADD VIMNMX VIMNMX3 VIADDMNMX "
     "IABS PRMT MOV BFE POPC FLO CS2R REDUX",
     "shared": "LDS STS LDSM STSM ATOMS SHFL LDTM STTM",
     "global": "LDG STG LDGSTS LDGDEPBAR RED ATOMG ATOM UTMALDG UTMASTG UTMAPF UTMACMDFLUSH UBLKCP",
@@ -31,6 +32,11 @@ CLASSES = {
     "sync": "BAR MEMBAR FENCE DEPBAR WARPSYNC SYNCS BSYNC BSSY WARPGROUP WARPGROUPDEPBAR ERRBAR "
     "CCTL NANOSLEEP YIELD ELECT VOTE VOTEU UTCBAR UCGABAR_ARV UCGABAR_WAIT",
 }
+# All classes, in the order of tables
+KINDS = (
+    "fp32", "mufu", "conversion", "mask", "maximum", "integer", "uniform", "shared", "global",
+    "sync", "tensor", "other",
+)  # fmt: skip
 CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opcodes.split()}
 # Instructions that compute two fp32 results per thread
 PACKED = ("FADD2", "FMUL2", "FFMA2")
