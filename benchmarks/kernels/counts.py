@@ -20,7 +20,7 @@ from benchmarks.kernels.specializations import Specialization
 # The kernels of linear forms compute no scores.
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "threshold": 1, "stats": 1}
 CONVERTED = {"forward": 1, "dq": 1, "dkdv": 2}
-# Shorter loops are not tile loops: they list blocks or advance barriers.
+# Shorter loops only issue products or copies, for other warps.
 SHORTEST = 40
 # A loop of a pass has this many mask instructions more per element if it treats edges.
 MASK_WORK = 0.5
@@ -134,7 +134,7 @@ def count_loops(
     head_dim: int,
 ) -> tuple[LoopCount, ...]:
     """The counts of all tile loops of a kernel."""
-    found = [loop for loop in sass.loops(code) if len(loop.code) >= SHORTEST]
+    found = [loop for loop in sass.loops(code) if is_tile_loop(loop)]
     each = 32 * warps / (tile[0] * tile[1])  # instructions of a warp -> per thread and element
     passes = passes_of(found, kernel)
     names = names_of([name for name, _ in passes], [loop.classes["mask"] * each for loop in found])
@@ -167,6 +167,11 @@ def count_loops(
             )
         )  # fmt: skip
     return tuple(counts)
+
+
+def is_tile_loop(loop: sass.Loop) -> bool:
+    """Whether a loop computes products, or reads products that other warps compute."""
+    return len(loop.code) >= SHORTEST and bool(loop.classes["tensor"] or loop.number("LDTM"))
 
 
 def passes_of(loops: Sequence[sass.Loop], kernel: str) -> list[tuple[str, int]]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import report
 from benchmarks.kernels import criteria
+from benchmarks.kernels.anchors import Anchor, check_tutorial, count, tasks
 from benchmarks.kernels.compile import chosen, processes, require_compiler
 from benchmarks.kernels.counts import LoopCount, Profile, profile
 from benchmarks.kernels.rates import RATES
@@ -59,6 +62,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--cubins", metavar="DIR", help="Write the machine code to this folder, one file a kernel")
     add("--check", action="store_true",
         help="Exit with status 1 and a list if a kernel exceeds a limit")  # fmt: skip
+    add("--flex", action="store_true",
+        help="Compare with FlexAttention, as the installed torch compiles it")  # fmt: skip
+    add("--tutorial", metavar="FILE",
+        help="Compare with the kernels of Triton's tutorial 06 in this file")  # fmt: skip
     add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N",
         help="Compile in N processes (default: one per CPU)")  # fmt: skip
     parser.set_defaults(run=run)
@@ -86,10 +93,21 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join((heading(row), *map(line, map(cells_of, row.loops)))), flush=True)
             if args.cubins:
                 (Path(args.cubins) / cubin_name(spec)).write_bytes(row.cubin)
+        beside = list(tasks(args.tutorial, args.flex, list(dict.fromkeys(c.arch for c in cells))))
+        others: list[Anchor] = []
+        for task, found in zip(beside, pool.map(count, beside), strict=True):
+            if isinstance(found, str):
+                print(f"{task.name}, D={task.head_dim}, {task.arch} does not compile: {found}")
+            else:
+                others += found
+    for text in comparison(rows, others):
+        print(text)
     if args.json:
         document = {"triton": triton.__version__, "environment": report.environment()}
         document["rates"] = {arch: rates._asdict() for arch, rates in RATES.items()}
-        report.write_json(args.json, {**document, "rows": [row.record() for row in rows]})
+        document["rows"] = [row.record() for row in rows]
+        document["others"] = [other.record() for other in others]
+        report.write_json(args.json, rounded(document))
     print(f"{len(cells)} kernels, {len(failed)} do not compile")
     wrong = checked(rows, triton.__version__) if args.check else []
     return 1 if failed or wrong else 0
@@ -115,6 +133,8 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
     if args.jobs < 1:
         raise UsageError(f"--jobs must be an int >= 1, got {args.jobs}")
     report.check_target("--json", args.json)
+    if args.tutorial is not None:
+        check_tutorial(args.tutorial)
     archs = chosen("--arch", args.arch, ARCHITECTURES)
     kernels = chosen("--kernels", args.kernels, KERNELS)
     if args.cubins:
@@ -137,6 +157,15 @@ def cubin_name(spec: Specialization) -> str:
         parts.append(rest)
     text = "-".join(filter(None, [*parts, spec.dtype, spec.arch]))
     return text.replace(" ", "_") + ".cubin"
+
+
+def rounded(value: Any) -> Any:
+    """The same with three digits after the point in all floats."""
+    if isinstance(value, dict):
+        return {name: rounded(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(x) for x in value]
+    return round(value, 3) if isinstance(value, float) else value
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -168,3 +197,24 @@ def cells_of(loop: LoopCount) -> tuple[str, ...]:
 
 def line(cells: tuple[str, ...]) -> str:
     return aligned(cells, [13, *(max(6, len(name)) for name in COLUMNS[1:])])
+
+
+def comparison(rows: list[Profile], others: list[Anchor]) -> Iterator[str]:
+    """Lines that compare the loops over full blocks with those of others."""
+    if others:
+        yield f"\nfull blocks: {'ours':>24}  {'others':>24}  ratio of instructions"
+    known = {(row.spec.kernel, row.spec.arch, row.spec.head_dim): row for row in rows
+             if (row.spec.activation, row.spec.extra) == ("exp", "no gain")}  # fmt: skip
+    for other in others:
+        row = known.get((other.kernel, other.arch, other.head_dim))
+        if row is not None and row.main is not None:
+            ours, loop = row.main, other.loop
+            yield (
+                f"{other.kernel} D={other.head_dim} {other.arch}: {figures(ours, row.stack_bytes)} "
+                f"{other.name}: {figures(loop, other.stack_bytes)}  {ours.total / loop.total:.2f}"
+            )
+
+
+def figures(loop: LoopCount, stack: int) -> str:
+    speed = "" if loop.prediction is None else f", {loop.prediction.tflops:.0f} TFLOP/s"
+    return f"{loop.total:.2f}{speed}" + (f" ({stack} B stack)" if stack else "")
