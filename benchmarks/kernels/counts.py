@@ -61,6 +61,7 @@ class LoopCount:
     def record(self) -> dict[str, Any]:
         record = asdict(self)
         del record["prediction"]
+        record["opcodes"] = {name: n for name, n in self.opcodes.items() if n >= 0.02}
         found = self.prediction
         return record | {"predicted": None if found is None else found._asdict()}
 
