@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -65,12 +66,15 @@ class Tile(NamedTuple):
     dq: tuple[int, int]
 
 
-def tasks(source: str | None, flex: bool, archs: list[str]) -> Iterator[Task]:
-    """The kernels to compile for these architectures."""
-    for name in ([source] if source else []) + ([""] if flex else []):
-        for arch in archs:
-            for dim in HEAD_DIMS:
-                yield from (Task(name, backward, arch, dim) for backward in (False, True))
+def tasks(
+    source: str | None, flex: bool, archs: list[str], kernels: Collection[str]
+) -> Iterator[Task]:
+    """The kernels to compile beside these kernels of ours."""
+    sources = ([source] if source else []) + ([""] if flex else [])
+    passes = [False] if "forward" in kernels else []
+    passes += [True] if {"dq", "dkdv"} & set(kernels) else []
+    for name, arch, dim, backward in product(sources, archs, HEAD_DIMS, passes):
+        yield Task(name, backward, arch, dim)
 
 
 def check_tutorial(path: str) -> None:

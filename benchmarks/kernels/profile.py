@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join((heading(row), *map(line, map(cells_of, row.loops)))), flush=True)
             if args.cubins:
                 (Path(args.cubins) / cubin_name(spec)).write_bytes(row.cubin)
-        beside = list(tasks(args.tutorial, args.flex, list(dict.fromkeys(c.arch for c in cells))))
+        archs = list(dict.fromkeys(spec.arch for spec in cells))
+        beside = list(tasks(args.tutorial, args.flex, archs, {spec.kernel for spec in cells}))
         others: list[Anchor] = []
         for task, found in zip(beside, pool.map(count, beside), strict=True):
             if isinstance(found, str):
