@@ -214,9 +214,8 @@ def build(spec: Specialization, launch: Any) -> Any:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name], aligned[n,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        elif hasattr(value, "block_shape"):  # a TMA descriptor
-            tile = f"{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}"
-            signature[param.name] = f"tensordesc<{tile}>"
+        elif isinstance(value, str):  # the type of a TMA descriptor
+            signature[param.name] = value
         else:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=aligned)
