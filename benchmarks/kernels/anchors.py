@@ -91,8 +91,8 @@ def check_tutorial(path: str) -> None:
 def count(task: Task) -> list[Anchor] | str:
     """The counts of a kernel, or the first line of the compiler's error."""
     try:
-        compiled = compile_tutorial if task.source else compile_flex
-        done, tile, warps = compiled(task)
+        build = compile_tutorial if task.source else compile_flex
+        done, tile, warps = build(task)
         usage, text = sass.disassembled(done.asm["cubin"])
     except Exception as error:  # compilers raise many types
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
