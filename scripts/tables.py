@@ -17,6 +17,7 @@ from commandline.table import markdown
 from evals.reporting.readme_tables import overview, scores, tasks_table
 from scripts import variant_facts as facts
 from scripts.kernels_table import kernels_table
+from scripts.profile_table import profile_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -89,6 +90,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
     "kernels": lambda page: kernels_table(),
+    "profile": lambda page: profile_table(),
 }
 
 if __name__ == "__main__":

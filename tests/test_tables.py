@@ -13,6 +13,7 @@ import attnzoo
 from commandline.errors import UsageError
 from scripts import tables, variant_facts
 from scripts.kernels_table import kernels_table
+from scripts.profile_table import profile_table
 
 
 def page(folder: Path, text: str) -> Path:
@@ -27,7 +28,7 @@ def test_blocks_are_filled_and_the_text_around_them_is_kept(tmp_path: Path) -> N
     new = tables.rendered(path)
     assert new.startswith("first\n<!-- variants: begin -->\n| variant |")
     assert "|\n<!-- variants: end -->\nbetween\n<!-- tasks: begin -->\n- `max-retrieval`" in new
-    assert new.endswith("<!-- kernels: end -->\nlast\n")
+    assert new.endswith("<!-- profile: end -->\nlast\n")
     assert "outdated" not in new
     path.write_text(new)
     assert tables.rendered(path) == new
@@ -95,3 +96,45 @@ def test_kernels_table_is_made_from_the_newest_results(tmp_path: Path) -> None:
     )
     assert lines[4] == "| `ssmax` | 410 (0.90, –) | – | – | – |"
     assert lines[5] == "| sdpa flash | 410 | – | – | – |"
+
+
+def counted() -> dict[str, Any]:
+    predicted = {"tflops": 595.2}
+    full = {
+        "name": "full", "total": 10.6, "classes": {"fp32": 4.09, "mufu": 1.03, "mask": 0.03,
+        "integer": 1.8}, "tensor_factor": 1.0, "element_factor": 1.0, "predicted": predicted,
+    }  # fmt: skip
+    edge = {**full, "name": "edge", "total": 16.7}
+    row = {
+        "kernel": "forward", "activation": "exp", "arch": "sm_90", "head_dim": 128,
+        "extra": "full no gain", "stack_bytes": 0, "loops": [full, edge],
+    }  # fmt: skip
+    gained = {**row, "extra": "", "head_dim": 64}
+    theirs = {
+        "name": "tutorial", "kernel": "forward", "arch": "sm_90", "head_dim": 128,
+        "stack_bytes": 80, "loop": {"total": 8.0, "predicted": {"tflops": 653.0}},
+    }  # fmt: skip
+    return {
+        "triton": "3.9.0", "environment": {"date": "2026-01-31"}, "others": [theirs],
+        "rates": {"sm_90": {"device": "H100 SXM"}}, "rows": [row, gained],
+    }  # fmt: skip
+
+
+def test_profile_table_compares_full_blocks_of_calls_without_gain(tmp_path: Path) -> None:
+    assert profile_table(tmp_path) == "Nothing has been counted yet.\n"
+    (tmp_path / "sm_90.json").write_text(json.dumps(counted()))
+    first, _, _, _, *rows = profile_table(tmp_path).splitlines()
+    assert first.startswith("sm_90, Triton 3.9.0, 2026-01-31. Instructions")
+    assert "**predicted**" in first
+    assert rows == [
+        "| forward exp, D = 128 | 10.6 | 4.1 | 1.0 | 1.8 | 1.00 | 595 | "
+        "8.0, 653, 80 B spilled (1.32) | – |"
+    ]
+
+
+def test_profile_table_prefers_causal_calls(tmp_path: Path) -> None:
+    document = counted()
+    row = document["rows"][0]
+    document["rows"] += [{**row, "extra": "no gain", "loops": [{**row["loops"][0], "total": 9.9}]}]
+    (tmp_path / "sm_90.json").write_text(json.dumps(document))
+    assert "| 9.9 |" in profile_table(tmp_path)

@@ -11,9 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import re
-import subprocess
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -24,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import report
-from benchmarks.kernels import activations
+from benchmarks.kernels import activations, sass
 from benchmarks.kernels.launches import arch_of, describe
 from benchmarks.kernels.specializations import (
     ARCHITECTURES,
@@ -41,8 +38,6 @@ from commandline.variants import load_plugin
 
 # The kernels that are compiled for the activations of a plugin.
 OF_ACTIVATIONS = ("forward", "dq", "dkdv", "decode")
-# Names in the machine code: wgmma on Hopper, tcgen05 on Blackwell, mma elsewhere.
-TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")
 
 
 @dataclass(frozen=True)
@@ -200,6 +195,14 @@ def compile_kernel(spec: Specialization) -> Compiled | str:
 
 
 def compile_launch(spec: Specialization, launch: Any) -> Compiled:
+    done = build(spec, launch)
+    usage, code = sass.disassembled(done.asm["cubin"])
+    figures = (*sass.resources(usage), done.metadata.shared)
+    return Compiled(spec.kernel, spec.config, spec.arch, *figures, sass.tensor_core(code))
+
+
+def build(spec: Specialization, launch: Any) -> Any:
+    """The kernel that Triton compiles for a launch; its ``asm`` holds the machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -211,29 +214,10 @@ def compile_launch(spec: Specialization, launch: Any) -> Compiled:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name], aligned[n,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, str):  # the type of a TMA descriptor
+            signature[param.name] = value
         else:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", arch_of(spec), 32)
-    done = triton.compile(source, target=target, options=launch.options)
-    usage, code = _disassembled(done.asm["cubin"])
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
-    core = next((name for name in TENSOR_CORES if re.search(rf"\b{name}\b", code)), None)
-    figures = (int(found[1]), int(found[2]), done.metadata.shared)
-    return Compiled(spec.kernel, spec.config, spec.arch, *figures, core)
-
-
-def _disassembled(cubin: bytes) -> tuple[str, str]:
-    """The resource usage and the machine code, as printed by cuobjdump."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        texts = []
-        for flag in ("-res-usage", "--dump-sass"):
-            done = subprocess.run([tool, flag, file], capture_output=True, text=True, check=True)
-            texts.append(done.stdout + done.stderr)
-    return texts[0], texts[1]
+    return triton.compile(source, target=target, options=launch.options)

@@ -109,8 +109,15 @@ def specializations(archs: list[str], dims: list[int]) -> Iterator[Specializatio
 
     A head dimension outside HEAD_DIMS is treated like 64 if it is a power of two, else like 96.
     """
+    return of_groups(GROUPS, archs, dims)
+
+
+def of_groups(
+    groups: tuple[Group, ...], archs: list[str], dims: list[int]
+) -> Iterator[Specialization]:
+    """The specializations of these groups, each of them once; see `specializations`."""
     names, seen = {**kinds(), "linear": ""}, set()
-    for arch, dim, group in product(archs, dims, GROUPS):
+    for arch, dim, group in product(archs, dims, groups):
         like = dim if dim in HEAD_DIMS else 96 if dim & (dim - 1) else 64
         if arch not in group.archs or like not in group.dims:
             continue
