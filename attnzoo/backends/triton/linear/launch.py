@@ -58,16 +58,17 @@ def describe_states(
     """Return the launch, the states before each chunk, and the sums over each span of chunks.
 
     x are features (B, H, N, F), y values (B, H, N, Dv). The states are (B, Hkv, chunks, F, WIDTH),
-    or empty without ``keep``. The sums are (B, Hkv, spans, F, WIDTH) and add up to the final state.
+    in the layout of a chunk's state, or empty without ``keep``. The sums are (B, Hkv, spans, F, WIDTH) in fp32 and add up to the final state.
     With ``stats`` the states are R of the backward, summed from the last chunk to the first.
     """
     args, config = _common("states back" if stats else "states", x, y.shape[3], arch)
     (chunks, features), batch = _blocks(x, config), x.shape[0]
     span = chunks if keep or first is not None else SPAN
     spans = max(1, triton.cdiv(chunks, max(1, span)))
-    state = x.shape[3], width(y.shape[3])
-    kept = x.new_empty((batch, kv_heads, chunks, *state) if keep else 0, dtype=torch.float32)
-    last = x.new_empty(batch, kv_heads, spans, *state, dtype=torch.float32)
+    kept_shape = batch, kv_heads, chunks, x.shape[3], width(y.shape[3], x.dtype)
+    kept = x.new_empty(kept_shape if keep else 0)
+    shape = batch, kv_heads, spans, x.shape[3], width(y.shape[3])
+    last = x.new_empty(shape, dtype=torch.float32)
     args |= {
         "x": x, "y": y, "first": first, "states": kept if keep else None, "last": last,
         "z": stats and stats[0], "delta": stats and stats[1], "chunks": chunks, "spans": spans,

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.operator import operator
-from attnzoo.backends.triton.linear.state import width
+from attnzoo.backends.triton.linear.state import split, width
 
 
-def _new_state(y: Tensor, v: Tensor, *chunks: int) -> Tensor:
-    shape = (*y.shape[:2], *chunks, y.shape[3], width(v.shape[3]))
+def _new_state(y: Tensor, v: Tensor) -> Tensor:
+    shape = (*y.shape[:2], y.shape[3], width(v.shape[3]))
     return y.new_empty(shape, dtype=torch.float32)
 
 
@@ -52,8 +52,9 @@ def linear_state_backward(
     from attnzoo.backends.triton.linear import launch
 
     dout = dout.contiguous()
+    state = split(dout, v.shape[3], y.dtype)[:, :, None]
     launches, dy, dv = launch.describe_dy_dv(
-        None, y, v, None, dout[:, :, None], None, architecture(y.device)
+        None, y, v, None, state, None, architecture(y.device)
     )
     for work in launches:
         run(work)
@@ -71,8 +72,9 @@ def linear_read(*, x: Tensor, state: Tensor, value_dim: int, dtype: torch.dtype)
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
+    kept = split(state, value_dim, x.dtype)[:, :, None]
     work, out, z = launch.describe_output(
-        x, None, None, state[:, :, None], value_dim, dtype, architecture(x.device)
+        x, None, None, kept, value_dim, dtype, architecture(x.device)
     )
     run(work)
     return Read(out, z)
@@ -93,7 +95,8 @@ def linear_read_backward(
 
     dout = dout.contiguous()
     arch, stats = architecture(x.device), (z, _delta(dout, out))
-    of_x, dx = launch.describe_dx(x, None, None, dout, state[:, :, None], stats, arch)
+    kept = split(state, dout.shape[3], x.dtype)[:, :, None]
+    of_x, dx = launch.describe_dx(x, None, None, dout, kept, stats, arch)
     of_state, _, dstate = launch.describe_states(x, dout, None, stats, state.shape[1], False, arch)
     run(of_x)
     run(of_state)
@@ -128,7 +131,8 @@ def _(*, x: Tensor, y: Tensor, v: Tensor) -> Scanned:
     from attnzoo.backends.triton.linear.launch import chunk_length
 
     chunk = chunk_length(y)
-    kept = _new_state(y, v, (y.shape[2] + chunk - 1) // chunk)
+    chunks = (y.shape[2] + chunk - 1) // chunk
+    kept = y.new_empty(*y.shape[:2], chunks, y.shape[3], width(v.shape[3], y.dtype))
     out = v.new_empty(*x.shape[:3], v.shape[3])
     return Scanned(out, x.new_empty(x.shape[:3], dtype=torch.float32), kept, _new_state(y, v))
 
