@@ -4,11 +4,11 @@ With features x = ψ(q), y = ψ(k), and v' = [v, 1], whose last column gives the
 
     S_c = S_0 + Σ_{j before chunk c} y_j v'_jᵀ
     [Z_i o_i, Z_i] = x_i S_c + Σ_{j ≤ i in c} (x_i·y_j) v'_j
-    dx_i = (g_i S_cᵀ + Σ_{j ≤ i in c} (g_i·v'_j) y_j) / Z_i,  g = [dO, −δ],  δ = dO·o
-    dv_j = y_j R_c + Σ_{i ≥ j in c} (y_j·x_i)/Z_i dO_i,  R_c = R_0 + Σ_{i after c} x_i g_iᵀ / Z_i
-    dy_j = v'_j R_cᵀ + Σ_{i ≥ j in c} (g_i·v'_j)/Z_i x_i
+    dx_i = g_i S_cᵀ + Σ_{j ≤ i in c} (g_i·v'_j) y_j,  g = [G, −δ],  G = dO/Z,  δ = G·o
+    dv_j = y_j R_c + Σ_{i ≥ j in c} (y_j·x_i) G_i,  R_c = R_0 + Σ_{i after c} x_i g_iᵀ
+    dy_j = v'_j R_cᵀ + Σ_{i ≥ j in c} (g_i·v'_j) x_i
 
-`linear_states` computes S. It also computes R, from the last chunk to the first, with values g/Z.
+`linear_states` computes S. It also computes R, from the last chunk to the first, with values g.
 It has one program per (batch, key/value head, span of chunks, block of features).
 `linear_output` and `linear_dx` have one program per (batch, head, chunk of tokens), `linear_dv` one
 per (batch, key/value head, chunk), and `linear_dy` one per (batch, key/value head, chunk, block of
@@ -37,9 +37,12 @@ COLUMNS = tl.constexpr(32)
 @triton.jit
 def load(base, first, local, columns, count, WIDTH: tl.constexpr):
     """Load the rows first + local of a contiguous matrix (count, WIDTH), 0 outside it."""
-    at = base + first.to(tl.int64) * WIDTH
-    inside = (local < count - first)[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(at + (local[:, None] * WIDTH + columns[None, :]), mask=inside, other=0.0)
+    at = base + first.to(tl.int64) * WIDTH + (local[:, None] * WIDTH + columns[None, :])
+    inside = (local < count - first)[:, None]
+    # Columns begin at a multiple of their number, so without a remainder none are outside.
+    if tl.constexpr(WIDTH) % columns.shape[0] != 0:
+        inside = inside & (columns < WIDTH)[None, :]
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -49,9 +52,10 @@ def load_vector(base, first, local, count, other):
 
 @triton.jit
 def store(base, first, local, columns, count, WIDTH: tl.constexpr, value):
-    at = base + first.to(tl.int64) * WIDTH
-    inside = (local < count - first)[:, None] & (columns < WIDTH)[None, :]
-    at = at + (local[:, None] * WIDTH + columns[None, :])
+    at = base + first.to(tl.int64) * WIDTH + (local[:, None] * WIDTH + columns[None, :])
+    inside = (local < count - first)[:, None]
+    if tl.constexpr(WIDTH) % columns.shape[0] != 0:
+        inside = inside & (columns < WIDTH)[None, :]
     tl.store(at, value.to(base.dtype.element_ty), mask=inside)
 
 
@@ -96,7 +100,10 @@ def times_state(
     acc, x, state, f, d, F: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return acc + x S for x [C, BF]; with BACK, acc + x Sᵀ for x [C, BDv]. S without its last column."""
+    """Return acc + x S for x [C, BF], or acc + x Sᵀ for x [C, BDv] if BACK.
+
+    The last column of S does not take part.
+    """
     if state.dtype.element_ty == tl.float32:
         s = load_state(state, f, d, F, DV)
         acc = dot(x.to(tl.float32), tl.trans(s) if BACK else s, acc, PRECISION)
@@ -155,7 +162,7 @@ def linear_states(
     first,  # [B·Hkv, F, WIDTH] in fp32 or None: the initial state
     states,  # [B·Hkv, chunks, F, WIDTH] or None: the state before each chunk
     last,  # [B·Hkv, spans, F, WIDTH] in fp32: first + the sum over each span of chunks
-    z, delta,  # vectors or None; if given, y is divided by z, and its last column is −δ/z
+    delta,  # vector or None; if given, the last column of y is −δ instead of 1
     length, chunks, spans, span,  # span: chunks per program
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -185,21 +192,15 @@ def linear_states(
             at = (bh * GROUP + member) * length
             x_tile = load(x + at * F, i, local, f, length, F)  # [C, BF]
             y_tile = load(y + at * DV, i, local, d, length, DV)  # [C, BDv]
-            if z is None:
-                ones = tl.full([CHUNK, COLUMNS], 1.0, dtype)
-                normalizer = dot(tl.trans(x_tile), ones, normalizer, PRECISION)
-                s = dot(tl.trans(x_tile), y_tile.to(dtype), s, PRECISION)  # [BF, BDv]
-            else:
-                per_z = 1.0 / load_vector(z + at, i, local, length, 1.0)[:, None]
-                change = -per_z * load_vector(delta + at, i, local, length, 0.0)[:, None]
-                change = change + tl.zeros([CHUNK, COLUMNS], tl.float32)
+            s = dot(tl.trans(x_tile), y_tile.to(dtype), s, PRECISION)  # [BF, BDv]
+            column = tl.full([CHUNK, COLUMNS], 1.0, tl.float32)
+            if delta is not None:
+                column *= -load_vector(delta + at, i, local, length, 0.0)[:, None]
                 if dtype == tl.bfloat16:
-                    low = (change - upper_half(change)).to(dtype)
-                    normalizer = dot(tl.trans(x_tile), low, normalizer, PRECISION)
-                    change = upper_half(change)
-                normalizer = dot(tl.trans(x_tile), change.to(dtype), normalizer, PRECISION)
-                scaled = (y_tile.to(tl.float32) * per_z).to(dtype)
-                s = dot(tl.trans(x_tile), scaled, s, PRECISION)
+                    rest = (column - upper_half(column)).to(dtype)
+                    normalizer = dot(tl.trans(x_tile), rest, normalizer, PRECISION)
+                    column = upper_half(column)
+            normalizer = dot(tl.trans(x_tile), column.to(dtype), normalizer, PRECISION)
     store_state(last + (bh * spans + part) * state_size(last, F, DV), f, d, s, normalizer, F, DV)
 
 
@@ -249,7 +250,7 @@ def linear_output(
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def linear_dx(
-    y, v, do, states, z, delta, dx, length, chunks,
+    y, v, g, states, delta, dx, length, chunks,
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -263,29 +264,28 @@ def linear_dx(
     if CAUSAL:
         state += chunk.to(tl.int64) * state_size(states, F, DV)
     dtype = dx.dtype.element_ty
-    do_tile = load(do + bh * length * DV, first, local, d, length, DV).to(dtype)  # [C, BDv]
-    per_z = 1.0 / load_vector(z + bh * length, first, local, length, 1.0)[:, None]
+    g_tile = load(g + bh * length * DV, first, local, d, length, DV)  # [C, BDv]
     d_i = load_vector(delta + bh * length, first, local, length, 0.0)[:, None]
     dp = tl.zeros([CHUNK, CHUNK], tl.float32)
     if CAUSAL:
         v_tile = load(v + hk * length * DV, first, local, d, length, DV)  # [C, BDv]
-        dp = dot(do_tile, tl.trans(v_tile.to(dtype)), None, PRECISION) - d_i
+        dp = dot(g_tile, tl.trans(v_tile.to(dtype)), None, PRECISION) - d_i
         dp = tl.where(local[:, None] >= local[None, :], dp, 0.0)
     for start in range(0, F, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
         acc = tl.zeros([CHUNK, BLOCK_F], tl.float32)
-        acc = times_state(acc, do_tile, state, f, d, F, DV, True, PRECISION)  # [C, BF]
+        acc = times_state(acc, g_tile, state, f, d, F, DV, True, PRECISION)  # [C, BF]
         normalizer = tl.sum(load_normalizer(state, f, F, DV).to(tl.float32), 1)
         acc -= d_i * normalizer[None, :]
         if CAUSAL:
             y_tile = load(y + hk * length * F, first, local, f, length, F)  # [C, BF]
             acc = dot(dp.to(dtype), y_tile, acc, PRECISION)
-        store(dx + bh * length * F, first, local, f, length, F, acc * per_z)
+        store(dx + bh * length * F, first, local, f, length, F, acc)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def linear_dv(
-    x, y, do, states, z, dv, length, chunks,  # x, do and z: None unless CAUSAL
+    x, y, g, states, dv, length, chunks,  # x and g: None unless CAUSAL
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -312,16 +312,15 @@ def linear_dv(
                 y_tile = load(y + hk * length * F, first, local, f, length, F)
                 x_tile = load(x + at * F, first, local, f, length, F)
                 a = dot(y_tile, tl.trans(x_tile), a, PRECISION)  # [keys, queries]
-            per_z = 1.0 / load_vector(z + at, first, local, length, 1.0)[None, :]
-            a = tl.where(local[None, :] >= local[:, None], a * per_z, 0.0)
-            do_tile = load(do + at * DV, first, local, d, length, DV)  # [C, BDv]
-            acc = dot(a.to(dtype), do_tile.to(dtype), acc, PRECISION)
+            a = tl.where(local[None, :] >= local[:, None], a, 0.0)
+            g_tile = load(g + at * DV, first, local, d, length, DV)  # [C, BDv]
+            acc = dot(a.to(dtype), g_tile, acc, PRECISION)
     store(dv + hk * length * DV, first, local, d, length, DV, acc)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def linear_dy(
-    x, v, do, states, z, delta, dy, length, chunks,  # x, do, z and delta: None unless CAUSAL
+    x, v, g, states, delta, dy, length, chunks,  # x, g and delta: None unless CAUSAL
     GROUP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -343,11 +342,10 @@ def linear_dy(
     if CAUSAL:
         for member in range(GROUP):
             at = (hk * GROUP + member) * length
-            do_tile = load(do + at * DV, first, local, d, length, DV)  # [C, BDv]
-            per_z = 1.0 / load_vector(z + at, first, local, length, 1.0)[None, :]
+            g_tile = load(g + at * DV, first, local, d, length, DV)  # [C, BDv]
             d_i = load_vector(delta + at, first, local, length, 0.0)[None, :]
-            dp = dot(v_tile, tl.trans(do_tile.to(dtype)), None, PRECISION) - d_i
-            dp = tl.where(local[None, :] >= local[:, None], dp * per_z, 0.0)  # [keys, queries]
+            dp = dot(v_tile, tl.trans(g_tile), None, PRECISION) - d_i
+            dp = tl.where(local[None, :] >= local[:, None], dp, 0.0)  # [keys, queries]
             x_tile = load(x + at * F, first, local, f, length, F)
             acc = dot(dp.to(dtype), x_tile, acc, PRECISION)
     store(dy + hk * length * F, first, local, f, length, F, acc)

@@ -33,7 +33,7 @@ def unpack(state: Tensor, value_dim: int) -> Tensor:
 
 
 def split(state: Tensor, value_dim: int, dtype: torch.dtype) -> Tensor:
-    """Convert a state (…, F, `width`) to the layout of a chunk's state for features of ``dtype``."""
+    """Convert a state (…, F, `width`) to the layout of a chunk's state; ``dtype`` of features."""
     if dtype != torch.bfloat16:
         return state
     values, normalizer = state[..., :value_dim], state[..., -4:-3]
