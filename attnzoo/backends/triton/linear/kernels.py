@@ -64,7 +64,8 @@ def state_size(state, F: tl.constexpr, DV: tl.constexpr):
     """Return the number of entries of a state."""
     if state.dtype.element_ty == tl.float32:
         return F * ((DV + 3) // 4 * 4 + 4)
-    return F * ((DV + 7) // 8 * 16 + COLUMNS)
+    else:
+        return F * ((DV + 7) // 8 * 16 + COLUMNS)
 
 
 @triton.jit
@@ -90,9 +91,10 @@ def load_normalizer(state, f, F: tl.constexpr, DV: tl.constexpr):
     if state.dtype.element_ty == tl.float32:
         RD: tl.constexpr = (DV + 3) // 4 * 4
         return tl.load(state + (f * (RD + 4) + RD), mask=f < F, other=0.0)[:, None]
-    WIDE: tl.constexpr = (DV + 7) // 8 * 16
-    at = f[:, None] * (WIDE + COLUMNS) + (WIDE + tl.arange(0, COLUMNS))[None, :]
-    return tl.load(state + at, mask=(f < F)[:, None], other=0.0)
+    else:
+        WIDE: tl.constexpr = (DV + 7) // 8 * 16
+        at = f[:, None] * (WIDE + COLUMNS) + (WIDE + tl.arange(0, COLUMNS))[None, :]
+        return tl.load(state + at, mask=(f < F)[:, None], other=0.0)
 
 
 @triton.jit
@@ -116,18 +118,21 @@ def times_state(
 
 
 @triton.jit
-def store_state(state, f, d, s, last, F: tl.constexpr, DV: tl.constexpr):
+def store_state(state, f, d, s, last, F: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr):
     """Store a state. Columns of s beyond DV must be 0, because they are written as padding.
 
-    ``last``: the column for v' = 1, [BF, COLUMNS] with equal columns.
+    Each column of ``last`` [BF, COLUMNS] is the column for v' = 1. With HALVES, this is the sum of
+    an even and an odd column.
     """
-    four = tl.arange(0, 4)[None, :]
+    four, column = tl.arange(0, 4)[None, :], tl.arange(0, COLUMNS)[None, :]
+    if not HALVES:
+        last = tl.where(column % 2 == 0, last, 0.0)
     if state.dtype.element_ty == tl.float32:
         RD: tl.constexpr = (DV + 3) // 4 * 4
         at = state + f[:, None] * (RD + 4)
         tl.store(at + d[None, :], s, mask=(f < F)[:, None] & (d < RD)[None, :])
-        column = tl.max(last, 1)[:, None]
-        tl.store(at + RD + four, tl.where(four == 0, column, 0.0), mask=(f < F)[:, None])
+        total = tl.sum(tl.where(column < 2, last, 0.0), 1)[:, None]
+        tl.store(at + RD + four, tl.where(four == 0, total, 0.0), mask=(f < F)[:, None])
     else:
         HALF: tl.constexpr = (DV + 7) // 8 * 8
         inside = (f < F)[:, None] & (d < HALF)[None, :]
@@ -135,9 +140,8 @@ def store_state(state, f, d, s, last, F: tl.constexpr, DV: tl.constexpr):
         high = upper_half(s)
         tl.store(at, high.to(tl.bfloat16), mask=inside)
         tl.store(at + HALF, (s - high).to(tl.bfloat16), mask=inside)
-        column = tl.arange(0, COLUMNS)
-        at = state + (f[:, None] * (2 * HALF + COLUMNS) + (2 * HALF + column)[None, :])
-        tl.store(at, in_parts(last, column[None, :]), mask=(f < F)[:, None])
+        at = state + (f[:, None] * (2 * HALF + COLUMNS) + (2 * HALF + column))
+        tl.store(at, in_parts(last, column // 2), mask=(f < F)[:, None])
 
 
 @triton.jit
@@ -148,12 +152,12 @@ def upper_half(x):
 
 
 @triton.jit
-def in_parts(x, column):
-    """Split x into three bf16 numbers with the sum x, in columns 0, 1 and 2; 0 elsewhere."""
+def in_parts(x, part):
+    """Return the given part, 0 to 2, of three bf16 numbers with the sum x; 0 for other parts."""
     high = upper_half(x)
     middle = upper_half(x - high)
-    found = tl.where(column == 0, high, tl.where(column == 1, middle, x - high - middle))
-    return tl.where(column < 3, found, 0.0).to(tl.bfloat16)
+    found = tl.where(part == 0, high, tl.where(part == 1, middle, x - high - middle))
+    return tl.where(part < 3, found, 0.0).to(tl.bfloat16)
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "spans", "span"])
@@ -175,33 +179,44 @@ def linear_states(
     d, local = tl.arange(0, BLOCK_DV), tl.arange(0, CHUNK)
     dtype = x.dtype.element_ty
     s = tl.zeros([BLOCK_F, BLOCK_DV], tl.float32)
-    normalizer = tl.zeros([BLOCK_F, COLUMNS], tl.float32)  # all columns are equal
+    # With delta, even and odd columns are sums of the upper and lower halves of the mantissas.
+    normalizer = tl.zeros([BLOCK_F, COLUMNS], tl.float32)
+    even = (tl.arange(0, COLUMNS) % 2 == 0)[None, :]
     if first is not None:
         state = first + bh * state_size(first, F, DV)
         s = load_state(state, f, d, F, DV)
         normalizer += load_normalizer(state, f, F, DV)
+        if delta is not None:
+            normalizer = tl.where(even, normalizer, 0.0)
     for step in range(part * span, tl.minimum(part * span + span, chunks)):
         chunk = step
         if REVERSE:
             chunk = chunks - 1 - step
         if states is not None:
             state = states + (bh * chunks + chunk) * state_size(states, F, DV)
-            store_state(state, f, d, s, normalizer, F, DV)
+            store_state(state, f, d, s, normalizer, F, DV, delta is not None)
         i = chunk * CHUNK
         for member in range(GROUP):
             at = (bh * GROUP + member) * length
             x_tile = load(x + at * F, i, local, f, length, F)  # [C, BF]
             y_tile = load(y + at * DV, i, local, d, length, DV)  # [C, BDv]
-            s = dot(tl.trans(x_tile), y_tile.to(dtype), s, PRECISION)  # [BF, BDv]
             column = tl.full([CHUNK, COLUMNS], 1.0, tl.float32)
             if delta is not None:
-                column *= -load_vector(delta + at, i, local, length, 0.0)[:, None]
-                if dtype == tl.bfloat16:
-                    rest = (column - upper_half(column)).to(dtype)
-                    normalizer = dot(tl.trans(x_tile), rest, normalizer, PRECISION)
-                    column = upper_half(column)
+                column = -load_vector(delta + at, i, local, length, 0.0)[:, None]
+                high = upper_half(column) if dtype == tl.bfloat16 else column
+                column = tl.where(even, high, column - high)
             normalizer = dot(tl.trans(x_tile), column.to(dtype), normalizer, PRECISION)
-    store_state(last + (bh * spans + part) * state_size(last, F, DV), f, d, s, normalizer, F, DV)
+            s = dot(tl.trans(x_tile), y_tile.to(dtype), s, PRECISION)  # [BF, BDv]
+    store_state(
+        last + (bh * spans + part) * state_size(last, F, DV),
+        f,
+        d,
+        s,
+        normalizer,
+        F,
+        DV,
+        delta is not None,
+    )
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])

@@ -23,7 +23,7 @@ from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import width
 
 # Chunks per program of `linear_states` if only the final state is needed.
-SPAN = 16
+SPAN = 8
 
 
 class Upstream(NamedTuple):
