@@ -20,9 +20,9 @@ TILE = 64, 32  # queries and keys per tile of the block map: fp32, D = 16
 
 
 def solve(
-    q: Tensor, k: Tensor, gain: Tensor | None, right: int | None, name: str
+    q: Tensor, k: Tensor, gain: Tensor | None, right: int | None, name: str, scale: float = 0.5
 ) -> flash_ops.Threshold:
-    layout = Layout(0.5, None, right, None, None, None, None)
+    layout = Layout(scale, None, right, None, None, None, None)
     return flash_ops.flash_threshold(
         q=q, k=k, v=k, vectors=Vectors(gain=gain), layout=layout,
         form=Form(FUNCTIONS + name, 1.0, True, "threshold"), alpha=ALPHA[name],
@@ -99,3 +99,11 @@ def test_nan_in_a_key_reaches_the_queries_that_see_it(place: int) -> None:
     k[:, :, place] = float("nan")
     found = solve(q, k, None, 0, "entmax15").tau[0, 0]
     assert torch.equal(found.isnan(), torch.arange(150) >= place)
+
+
+def test_a_negative_scale_without_gain_selects_the_smallest_products() -> None:
+    q, k = rand(1, 1, 40, 16).float(), rand(1, 1, 70, 16, seed=1).float()
+    found = solve(q, k, None, None, "entmax15", scale=-0.5)
+    same = solve(q, -k, None, None, "entmax15")
+    assert torch.equal(found.tau, same.tau)
+    assert torch.equal(found.live, same.live)

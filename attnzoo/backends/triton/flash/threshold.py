@@ -50,7 +50,8 @@ def threshold(
     scale, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if shape holds α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, FLIPS: tl.constexpr,  # FLIPS: factors may be negative
+    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, at, start, index, q_side = query_tile(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
@@ -81,13 +82,15 @@ def threshold(
     # 0 for large scores. Where ALiBi or a mask is added to the products, r is the score.
     late = tl.full([BLOCK_M, 1], 1.0, tl.float32)
     if mask is None and alibi is None:
-        sign = tl.where(vectors[0] < 0.0, -1.0, 1.0)
-        # Not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
+        sign = late
+        # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
         late = tl.maximum(tl.abs(vectors[0]), 1e-37, propagate_nan=tl.PropagateNan.ALL)
-        if PART is None:
-            q_tile = (q_side[0].to(tl.float32) * sign).to(q.dtype.element_ty)
-            q_side = (q_tile, q_side[1], q_side[2], q_side[3])
-            sign = tl.full([BLOCK_M, 1], 1.0, tl.float32)  # else the product reads q from memory
+        if FLIPS:
+            sign = tl.where(vectors[0] < 0.0, -1.0, 1.0)
+            if PART is None:  # otherwise the product reads q from memory
+                q_tile = (q_side[0].to(tl.float32) * sign).to(q.dtype.element_ty)
+                q_side = (q_tile, q_side[1], q_side[2], q_side[3])
+                sign = tl.full([BLOCK_M, 1], 1.0, tl.float32)
         vectors = (sign, vectors[1], vectors[2], vectors[3])
     tiles = (q_side, i, k_matrix, vectors, segment, where, size)
 
