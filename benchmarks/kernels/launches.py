@@ -110,13 +110,13 @@ def describe_linear(spec: Specialization) -> Any:
     dtype, arch = DTYPES[spec.dtype], arch_of(spec)
     x = torch.empty(1, 2, 1024, FEATURES, dtype=dtype, device="meta")
     do = x.new_empty(1, 2, 1024, spec.head_dim, dtype=dtype)
-    z = x.new_empty(1, 2, 1024, dtype=torch.float32)
-    y, v, rows = x[:, :1], do[:, :1], (z, z)
+    y, v = x[:, :1], do[:, :1]
+    upstream = launch.Upstream(do, x.new_empty(1, 2, 1024, dtype=torch.float32))
     states, kept, _ = launch.describe_states(y, v, None, None, 1, True, arch)
-    back = launch.describe_states(x, do, None, rows, 1, True, arch)[0]
+    back = launch.describe_states(x, do, None, upstream.delta, 1, True, arch)[0]
     output = launch.describe_output(x, y, v, kept, spec.head_dim, dtype, arch)[0]
-    dx = launch.describe_dx(x, y, v, do, kept, rows, arch)[0]
-    (dy, dv), *_ = launch.describe_dy_dv(x, y, v, do, kept, rows, arch)
+    dx = launch.describe_dx(x, y, v, upstream, kept, arch)[0]
+    (dy, dv), *_ = launch.describe_dy_dv(x, y, v, upstream, kept, arch)
     launches = {"states back": back, "output": output, "dx": dx, "dy": dy, "dv": dv}
     return {"states": states, **launches}[spec.kernel.removeprefix("linear ")]
 

@@ -269,6 +269,17 @@ def test_triton_implementations_agree_with_their_activations(
         assert bool((error <= accuracy * (want.abs() + size)[:-1]).all())
 
 
+def test_sigmoid_of_large_scores_is_exactly_0_or_1_and_keeps_nan() -> None:
+    x = torch.tensor([-1e30, -300.0, 300.0, 1e30, float("inf"), float("-inf"), float("nan"), 0.0])
+    phi, slope = torch.empty_like(x), torch.empty_like(x)
+    act = Form(str(activations.SIGMOID.triton), 1.0, True, "none").act
+    evaluate[(1,)](x, None, phi, slope, ACT=act, BLOCK=8)
+    assert phi.tolist()[:6] == [0, 0, 1, 1, 1, 0]
+    assert phi[7] == 0.5
+    assert slope.tolist()[:6] == [0] * 6
+    assert bool(phi[6].isnan())
+
+
 @pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax"])
 def test_the_lowest_fp32_number_in_a_float_mask_is_visible(variant: str) -> None:
     """This number is a common fill value. Its product with log2 e must not overflow to −∞."""

@@ -17,6 +17,7 @@ import attnzoo
 from attnzoo.backends import linear
 from attnzoo.backends.triton.linear import backend as flash_linear
 from attnzoo.backends.triton.linear import operators as linear_ops
+from attnzoo.backends.triton.linear.state import pack, split, unpack, width
 from attnzoo.functional.prepare import prepare
 from helpers.agreement import by_backend, disagreements, make
 from helpers.cases import params_of, rand
@@ -234,3 +235,29 @@ def test_double_backward_raises(causal: bool) -> None:
     assert dv.requires_grad
     with pytest.raises(RuntimeError, match="eager"):
         torch.autograd.grad(dv.square().sum(), k)
+
+
+@pytest.mark.parametrize("value_dim", [5, 16])
+def test_states_of_bf16_features_keep_16_bits(value_dim: int) -> None:
+    """A state is stored as two bf16 numbers per value, and three per normalizer."""
+    n, size, chunk = 100, 16, 32
+    x, y = (rand(1, 1, n, size, seed=i).bfloat16() for i in range(2))
+    v = rand(1, 1, n, value_dim, seed=2).bfloat16()
+    kept = linear_ops.linear_causal(x=x, y=y, v=v, first=None).kept[0, 0].double()
+    values = (value_dim + 7) // 8 * 8
+    found = kept[..., :value_dim] + kept[..., values : values + value_dim]
+    for c in range(kept.shape[0]):
+        before = y[0, 0, : c * chunk].double()
+        exact = before.T @ v[0, 0, : c * chunk].double()
+        assert bool(((found[c] - exact).abs() <= 2**-15 * exact.abs() + 1e-5).all())
+        normalizer = kept[c, :, 2 * values :].sum(-1)
+        assert torch.allclose(normalizer, before.sum(0), rtol=0, atol=1e-5)
+
+
+def test_a_split_state_adds_up_to_the_state() -> None:
+    state = pack(rand(2, 3, 8, 6), value_dim=5).float()
+    parts = split(state, 5, torch.bfloat16).double()
+    assert parts.shape[-1] == width(5, torch.bfloat16)
+    found = torch.cat([parts[..., :5] + parts[..., 8:13], parts[..., 16:].sum(-1, True)], dim=-1)
+    assert torch.allclose(found, unpack(state, 5).double(), rtol=2**-16, atol=0)
+    assert split(state, 5, torch.float32) is state

@@ -12,6 +12,8 @@ or φ' if it is not used.
 import triton
 import triton.language as tl
 
+from attnzoo.backends.triton.common.tile import INTERPRETED
+
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -22,8 +24,18 @@ def exp(x, shape):
 
 
 @triton.jit
+def reciprocal(x):
+    """Return 1/x for x ≥ 1e-30, to 1 ulp, in one instruction. Above 2^126 the result is 0."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def sigmoid(x, shape):
-    phi = 1.0 / (1.0 + tl.exp2(-x))
+    phi = reciprocal(1.0 + tl.exp2(-x))
     return phi, phi * (1.0 - phi)
 
 
@@ -46,13 +58,13 @@ def q_exp(x, shape):
     y = tl.maximum(a * x, -1.0)
     # Near u = 1, log u is computed by a series. The hardware logarithm has an absolute error there,
     # and the division by a would amplify this error.
-    t = y / (2.0 + y)
+    t = y * reciprocal(2.0 + y)
     t2 = t * t
     series = 2.0 * t * (1.0 + t2 * (1.0 / 3.0 + t2 * (1.0 / 5.0 + t2 * (1.0 / 7.0))))
     u = tl.maximum(1.0 + y, 1e-30)  # the result for u = 0 is replaced below
     log_u = tl.where(tl.abs(y) < 0.125, series, LN2 * tl.log2(u))
     phi = tl.where(y > -1.0, tl.exp2(log_u * (1.0 / (a * LN2))), 0.0)
-    return phi, phi / u
+    return phi, phi * reciprocal(u)
 
 
 @triton.jit

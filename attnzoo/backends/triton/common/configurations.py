@@ -131,8 +131,13 @@ def of_dim(configs: ByHeadDim, head_dim: int) -> Config:
     return configs[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
 
 
+def known(arch: int) -> int:
+    """The architecture whose entries are used for ``arch``."""
+    return arch // 10 * 10 if arch // 10 in (9, 10) else 80
+
+
 def find(kernel: str, arch: int, bits: int, feature: str) -> ByHeadDim:
-    table = TABLE[arch // 10 * 10 if arch // 10 in (9, 10) else 80, bits]
+    table = TABLE[known(arch), bits]
     configs = table.get(f"{kernel} {feature}")
     if configs is None and feature == "unaligned":
         configs = table.get(f"{kernel} several")
@@ -161,20 +166,26 @@ def map_tile(head_dim: int, bits: int, several: bool) -> tuple[int, int]:
     return config.block_m, config.block_n
 
 
-# Kernels of linear forms, by bits of a feature. block_m: tokens per chunk, equal for all kernels of
-# a call. block_n: features per block. Chunks of fp32 are shorter: a tf32x3 product keeps its left
-# operand twice, and the weights of a longer chunk would not fit in registers.
+# Kernels of linear forms, by architecture and bits of a feature. block_m: tokens per chunk, equal
+# for all kernels of a call. block_n: features per block. The longer the chunks, the fewer states
+# are written and read, which is most of the memory traffic. Chunks of fp32 are shorter: a tf32x3
+# product keeps its left operand twice, and the weights of a longer chunk do not fit in registers.
 LINEAR_KERNELS = ("states", "states back", "output", "dx", "dy", "dv")
-LINEAR_CHUNK = {16: 64, 32: 32}
+LINEAR_CHUNK = {16: 128, 32: 32}
 INTERPRETED_CHUNK = 32
 # Largest number of columns of values per pass. Each pass recomputes the denominators.
 LINEAR_WIDEST = {16: 128, 32: 64}
-LINEAR: dict[int, dict[str, Config]] = {
-    16: {**dict.fromkeys(LINEAR_KERNELS, Config(64, 64, 8, 2)), "states": full(64, 64, 8, 2)},
-    32: {
-        **dict.fromkeys(LINEAR_KERNELS, Config(32, 32, 8, 1)),
-        **dict.fromkeys(("output", "dx", "dy"), Config(32, 16, 8, 1)),
-        "states back": full(32, 32, 8, 1),
+LINEAR_FP32 = {
+    **dict.fromkeys(LINEAR_KERNELS, Config(32, 32, 8, 1)),
+    **dict.fromkeys(("output", "dx", "dy"), Config(32, 16, 8, 1)),
+    "states back": full(32, 32, 8, 1),
+}
+LINEAR: dict[tuple[int, int], dict[str, Config]] = {
+    **{(arch, 32): LINEAR_FP32 for arch in SHARED},
+    **{(arch, 16): dict.fromkeys(LINEAR_KERNELS, full(128, 64, 8, 2)) for arch in SHARED},
+    (80, 16): {
+        **dict.fromkeys(LINEAR_KERNELS, full(128, 32, 8, 2)),
+        "output": full(128, 16, 8, 2),
     },
 }
 
@@ -182,7 +193,7 @@ LINEAR: dict[int, dict[str, Config]] = {
 def linear_config(kernel: str, arch: int, bits: int) -> Config:
     if arch == 0:
         return Config(INTERPRETED_CHUNK, 16, 1, 1)
-    return LINEAR[bits][kernel]
+    return LINEAR[known(arch), bits][kernel]
 
 
 # Kernels of `decode`, by bits of an element. Reading the keys takes most of the time, so several

@@ -213,6 +213,7 @@ def describe_threshold(
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
         "tau": tau, "blocks": blocks, "counts": counts, "live": live,
         "gain": vectors.gain, "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha,
+        "SPLIT": config.split, "FLIPS": vectors.gain is not None or layout.scale < 0.0,
         "ALIGN": align,
     }  # fmt: skip
     launch = Launch(threshold, _programs(q, config.block_m), args, config)

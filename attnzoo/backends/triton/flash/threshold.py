@@ -8,7 +8,8 @@ The solver is Newton's method for Z^{α−1} = 1 with Z = Σφ: τ += (Z − Z^{
 at the maximum of each query's scores and increases monotonically. For equal scores one step is
 exact. A score at or below τ − 1/(α−1) has weight 0, also in later steps, because τ only grows. Each
 step drops the key blocks that have only such scores. Forward and backward read only the blocks that
-are left.
+are left. The list is ascending, so the blocks that all queries of the tile see come first; loops
+over these have no bounds checks.
 
 All steps run in one launch, so that the host does not wait for the result of each step.
 """
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
+    INTERPRETED,
     key_blocks,
     load_block,
     load_segments,
@@ -48,6 +50,7 @@ def threshold(
     scale, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the vector shape holds α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, FLIPS: tl.constexpr,  # FLIPS: factors may be negative
     PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, at, start, index, q_side = query_tile(
@@ -63,7 +66,6 @@ def threshold(
     map_row = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
     blocks += map_row * tl.cdiv(keys, BLOCK_N)
     live += map_row * tl.cdiv(keys, BLOCK_N)
-    d, local = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     k_matrix = (k, k_n * ALIGN, keys, None, b, h // group)
     vectors = load_vectors(i, at, scale, gain, None, shape, alibi, queries, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
@@ -74,56 +76,137 @@ def threshold(
     else:
         a = tl.full([BLOCK_M], ALPHA - 1.0, tl.float32)
 
-    low, _, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    # Find the maximum m. List the blocks that can have nonzero weights, given the running maximum.
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    kept, has_nan = 0, tl.zeros([BLOCK_M], tl.int32)
-    for n in range(low, high):
-        first = n * BLOCK_N
-        j = first + local
-        k_tile = load_block(k_matrix, first, local, d, D, True)
-        product = times(q_side, (k_tile, k_matrix, first, local), D, PART, PRECISION)
-        s = scores(product, i, j[None, :], vectors, segment, where, size, 1.0, True, True)[0]
-        peak = tl.max(s, 1)
-        m = tl.maximum(m, peak)
-        has_nan = tl.maximum(has_nan, tl.max((s != s).to(tl.int32), 1))
-        # s − m is compared with −1/(α−1), because m − 1/(α−1) may round to m for a large m.
-        alive = tl.max((s - m[:, None] > (-1.0 / a)[:, None]).to(tl.int32))
-        tl.store(blocks + kept, n, mask=alive > 0)
-        kept += alive
-    base = tl.where(m == float("-inf"), 0.0, m)
+    # Loops use r = score / late, with late > 0: queries with a negative factor flip q's sign. The
+    # factor is then applied to r − m, which is exactly 0 for each of several equal maxima. If the
+    # factor came first, the compiler could fuse it with the subtraction, which then would not give
+    # 0 for large scores. Where ALiBi or a mask is added to the products, r is the score.
+    late = tl.full([BLOCK_M, 1], 1.0, tl.float32)
+    if mask is None and alibi is None:
+        sign = late
+        # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
+        late = tl.maximum(tl.abs(vectors[0]), 1e-37, propagate_nan=tl.PropagateNan.ALL)
+        if FLIPS:
+            sign = tl.where(vectors[0] < 0.0, -1.0, 1.0)
+            if PART is None:  # otherwise the product reads q from memory
+                q_tile = (q_side[0].to(tl.float32) * sign).to(q.dtype.element_ty)
+                q_side = (q_tile, q_side[1], q_side[2], q_side[3])
+                sign = tl.full([BLOCK_M, 1], 1.0, tl.float32)
+        vectors = (sign, vectors[1], vectors[2], vectors[3])
+    tiles = (q_side, i, k_matrix, vectors, segment, where, size)
 
-    t = tl.zeros([BLOCK_M], tl.float32)  # τ − base
+    low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    if not SPLIT:
+        full = low
+    # Find the maximum m of r. List the blocks that can have nonzero weights, given the running
+    # maximum. The list is ascending: blocks that all queries see are its first ``whole`` entries.
+    # For rows beyond the last query m is ∞, so that no block counts for them.
+    m = tl.where(index < queries, float("-inf"), float("inf"))
+    reach = -1.0 / a  # x at or below it has weight 0
+    kept = 0
+    if SPLIT:
+        m, kept = find_peaks(
+            m, kept, low, full, tiles, late, reach, blocks, D, BLOCK_N, PART, False, PRECISION
+        )
+    whole = kept
+    m, kept = find_peaks(
+        m, kept, full, high, tiles, late, reach, blocks, D, BLOCK_N, PART, True, PRECISION
+    )
+    # NaN if a score of the query is NaN. Then τ is NaN, and no weight counts.
+    top = tl.where(m == float("-inf"), 0.0, m)
+    t = tl.zeros([BLOCK_M], tl.float32)  # τ − maximum score
     unsolved, step = kept > 0, 0
     while unsolved:
         tl.debug_barrier()  # one thread writes the list, all threads read it
         z, slopes = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-        count, kept = kept, 0
-        for n in range(count):
-            block = tl.load(blocks + n)
-            first = block * BLOCK_N
-            j = first + local
-            k_tile = load_block(k_matrix, first, local, d, D, True)
-            product = times(q_side, (k_tile, k_matrix, first, local), D, PART, PRECISION)
-            s = scores(product, i, j[None, :], vectors, segment, where, size, 1.0, True, True)[0]
-            x = s - base[:, None] - t[:, None]
-            phi, slope = ACT(x, vectors[2])
-            z += tl.sum(phi, 1)
-            slopes += tl.sum(slope, 1)
-            alive = tl.max((x > (-1.0 / a)[:, None]).to(tl.int32))
-            # Overwriting the list is safe: kept is at most n, and entry n has been read.
-            tl.store(blocks + kept, block, mask=alive > 0)
-            kept += alive
+        count, edge, kept = kept, whole, 0
+        if SPLIT:
+            z, slopes, kept = add_weights(
+                z, slopes, kept, 0, edge, tiles, late, top, t, blocks,
+                ACT, D, BLOCK_N, PART, False, PRECISION,
+            )  # fmt: skip
+        whole = kept
+        z, slopes, kept = add_weights(
+            z, slopes, kept, edge, count, tiles, late, top, t, blocks,
+            ACT, D, BLOCK_N, PART, True, PRECISION,
+        )  # fmt: skip
         t, unsolved_queries = newton(t, z, slopes, a)
         step += 1
         unsolved = (tl.max(unsolved_queries.to(tl.int32), 0) > 0) & (step < MAX_STEPS)
-    # tl.max ignores NaN, so τ is set to NaN for queries with NaN among their scores.
-    found = tl.where(has_nan > 0, float("nan"), round_tau(base, t, a))
-    tl.store(tau + at + index, found, mask=index < queries)
+    # Here 0 again for a query without keys, even if its gain is NaN.
+    base = tl.where(m == float("-inf"), 0.0, m * tl.reshape(late, [BLOCK_M]))
+    tl.store(tau + at + index, round_tau(base, t, a), mask=index < queries)
     tl.store(counts + map_row, kept)
     tl.debug_barrier()
     for n in range(kept):
         tl.store(live + tl.load(blocks + n), 1)
+
+
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_peaks(r):
+    """Return the maximum of each row, NaN if an entry is NaN."""
+    if INTERPRETED:  # it runs functions given to tl.reduce entry by entry
+        has_nan = tl.max((r != r).to(tl.int32), 1) > 0
+        return tl.where(has_nan, float("nan"), tl.max(r, 1))
+    return tl.reduce(r, 1, larger)
+
+
+@triton.jit
+def find_peaks(
+    m, kept, low, high, tiles, late, reach, blocks,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the maximum of m and the blocks [low, high), and the new length of the list."""
+    late = tl.reshape(late, m.shape)
+    for block in range(low, high):
+        r = block_scores(tiles, block, D, BLOCK_N, PART, EDGE, PRECISION)
+        peak = row_peaks(r)
+        m = larger(m, peak)
+        # r − m is compared with −1/(α−1), because m − 1/(α−1) may round to m for a large m.
+        alive = tl.max(((peak - m) * late > reach).to(tl.int32))
+        tl.store(blocks + kept, block, mask=alive > 0)
+        kept += alive
+    return m, kept
+
+
+@triton.jit
+def add_weights(
+    z, slopes, kept, low, high, tiles, late, top, t, blocks,
+    ACT: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add Σφ and Σφ' of the list's entries [low, high). Keep the entries with nonzero weights."""
+    for n in range(low, high):
+        block = tl.load(blocks + n)
+        r = block_scores(tiles, block, D, BLOCK_N, PART, EDGE, PRECISION)
+        phi, slope = ACT((r - top[:, None]) * late - t[:, None], tiles[3][2])
+        part = tl.sum(phi, 1)
+        z += part
+        slopes += tl.sum(slope, 1)
+        alive = tl.max((part > 0.0).to(tl.int32))
+        # Overwriting the list is safe: kept is at most n, and entry n has been read.
+        tl.store(blocks + kept, block, mask=alive > 0)
+        kept += alive
+    return z, slopes, kept
+
+
+@triton.jit
+def block_scores(
+    tiles, block, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return r [BM, BN] of a block of keys, −∞ for hidden keys."""
+    q_side, i, k, vectors, segment, where, size = tiles
+    local, first = tl.arange(0, BLOCK_N), tl.full([], BLOCK_N, tl.int32) * block
+    k_tile = load_block(k, first, local, tl.arange(0, q_side[0].shape[1]), D, EDGE)  # [BN, D]
+    product = times(q_side, (k_tile, k, first, local), D, PART, PRECISION)
+    j = (first + local)[None, :]
+    return scores(product, i, j, vectors, segment, where, size, 1.0, EDGE, EDGE)[0]
 
 
 @triton.jit

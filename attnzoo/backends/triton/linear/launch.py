@@ -6,7 +6,7 @@ states (B, Hkv, F, WIDTH) as in `linear.kernels`. All tensors are contiguous.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,9 +23,14 @@ from attnzoo.backends.triton.linear import kernels
 from attnzoo.backends.triton.linear.state import width
 
 # Chunks per program of `linear_states` if only the final state is needed.
-SPAN = 16
+SPAN = 8
 
-Stats = tuple[Tensor, Tensor]  # per-query vectors Z and δ
+
+class Upstream(NamedTuple):
+    """G = dO/Z (B, H, N, Dv) in the dtype of the features, and the per-query vector δ = G·o."""
+
+    g: Tensor
+    delta: Tensor
 
 
 def _common(kernel: str, x: Tensor, dim: int, arch: int) -> tuple[dict[str, Any], Config]:
@@ -52,26 +57,28 @@ def _blocks(x: Tensor, config: Config) -> tuple[int, int]:
 
 
 def describe_states(
-    x: Tensor, y: Tensor, first: Tensor | None, stats: Stats | None, kv_heads: int, keep: bool,
+    x: Tensor, y: Tensor, first: Tensor | None, delta: Tensor | None, kv_heads: int, keep: bool,
     arch: int,
 ) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
     """Return the launch, the states before each chunk, and the sums over each span of chunks.
 
     x are features (B, H, N, F), y values (B, H, N, Dv). The states are (B, Hkv, chunks, F, WIDTH),
-    or empty without ``keep``. The sums are (B, Hkv, spans, F, WIDTH) and add up to the final state.
-    With ``stats`` the states are R of the backward, summed from the last chunk to the first.
+    see `state`, or empty without ``keep``. The sums are (B, Hkv, spans, F, WIDTH) in fp32 and add
+    up to the final state.
+    With ``delta`` the states are R of the backward, summed from the last chunk to the first.
     """
-    args, config = _common("states back" if stats else "states", x, y.shape[3], arch)
+    args, config = _common("states" if delta is None else "states back", x, y.shape[3], arch)
     (chunks, features), batch = _blocks(x, config), x.shape[0]
     span = chunks if keep or first is not None else SPAN
     spans = max(1, triton.cdiv(chunks, max(1, span)))
-    state = x.shape[3], width(y.shape[3])
-    kept = x.new_empty((batch, kv_heads, chunks, *state) if keep else 0, dtype=torch.float32)
-    last = x.new_empty(batch, kv_heads, spans, *state, dtype=torch.float32)
+    kept_shape = batch, kv_heads, chunks, x.shape[3], width(y.shape[3], x.dtype)
+    kept = x.new_empty(kept_shape if keep else 0)
+    shape = batch, kv_heads, spans, x.shape[3], width(y.shape[3])
+    last = x.new_empty(shape, dtype=torch.float32)
     args |= {
         "x": x, "y": y, "first": first, "states": kept if keep else None, "last": last,
-        "z": stats and stats[0], "delta": stats and stats[1], "chunks": chunks, "spans": spans,
-        "span": span, "GROUP": x.shape[1] // kv_heads, "REVERSE": stats is not None,
+        "delta": delta, "chunks": chunks, "spans": spans,
+        "span": span, "GROUP": x.shape[1] // kv_heads, "REVERSE": delta is not None,
     }  # fmt: skip
     launch = Launch(kernels.linear_states, batch * kv_heads * spans * features, args, config)
     return launch, kept, last
@@ -95,13 +102,12 @@ def describe_output(
 
 
 def describe_dx(
-    x: Tensor, y: Tensor | None, v: Tensor | None, do: Tensor, kept: Tensor, stats: Stats,
-    arch: int,
+    x: Tensor, y: Tensor | None, v: Tensor | None, upstream: Upstream, kept: Tensor, arch: int,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
     dx = torch.empty_like(x)
-    args, config = _common("dx", x, do.shape[3], arch)
+    args, config = _common("dx", x, upstream.g.shape[3], arch)
     args |= {
-        "y": y, "v": v, "do": do, "states": kept, "z": stats[0], "delta": stats[1], "dx": dx,
+        "y": y, "v": v, "g": upstream.g, "states": kept, "delta": upstream.delta, "dx": dx,
         "chunks": kept.shape[2], "GROUP": x.shape[1] // kept.shape[1], "CAUSAL": y is not None,
     }  # fmt: skip
     programs = x.shape[0] * x.shape[1] * _blocks(x, config)[0]
@@ -109,16 +115,15 @@ def describe_dx(
 
 
 def describe_dy_dv(
-    x: Tensor | None, y: Tensor, v: Tensor, do: Tensor | None, kept: Tensor, stats: Stats | None,
-    arch: int,
+    x: Tensor | None, y: Tensor, v: Tensor, upstream: Upstream | None, kept: Tensor, arch: int,
 ) -> tuple[tuple[Launch, Launch], Tensor, Tensor]:  # fmt: skip
     """Return the launches, dy and dv. ``kept``: R of each chunk, or a single R if x is None.
 
-    x, do and stats are None in the backward of `linear_state`, where only R contributes.
+    x and upstream are None in the backward of `linear_state`, where only R contributes.
     """
     dy, dv = torch.empty_like(y), torch.empty_like(v)
     given = {
-        "x": x, "do": do, "states": kept, "chunks": kept.shape[2], "z": stats and stats[0],
+        "x": x, "g": upstream and upstream.g, "states": kept, "chunks": kept.shape[2],
         "GROUP": 1 if x is None else x.shape[1] // y.shape[1], "CAUSAL": x is not None,
     }  # fmt: skip
     args, config = _common("dv", y, v.shape[3], arch)
@@ -126,7 +131,7 @@ def describe_dy_dv(
     programs = y.shape[0] * y.shape[1] * chunks
     of_v = Launch(kernels.linear_dv, programs, {**args, **given, "y": y, "dv": dv}, config)
     args, config = _common("dy", y, v.shape[3], arch)
-    given |= {"v": v, "dy": dy, "delta": stats and stats[1]}
+    given |= {"v": v, "dy": dy, "delta": upstream and upstream.delta}
     programs *= _blocks(y, config)[1]
     of_y = Launch(kernels.linear_dy, programs, {**args, **given}, config)
     return (of_y, of_v), dy, dv

@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.operator import operator
-from attnzoo.backends.triton.linear.state import width
+from attnzoo.backends.triton.linear.state import split, width
 
 
-def _new_state(y: Tensor, v: Tensor, *chunks: int) -> Tensor:
-    shape = (*y.shape[:2], *chunks, y.shape[3], width(v.shape[3]))
+def _new_state(y: Tensor, v: Tensor) -> Tensor:
+    shape = (*y.shape[:2], y.shape[3], width(v.shape[3]))
     return y.new_empty(shape, dtype=torch.float32)
 
 
-def _delta(do: Tensor, out: Tensor) -> Tensor:
-    return (do.float() * out.float()).sum(-1)
+def _upstream(do: Tensor, out: Tensor, z: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Return G = dO/Z and δ = G·o, see `launch.Upstream`.
+
+    δ is computed from G after rounding, so that all gradients are those of the same dO.
+    """
+    g = (do / z[..., None]).to(features.dtype).contiguous()
+    return g, (g.float() * out.float()).sum(-1)
 
 
 @operator
@@ -52,9 +57,8 @@ def linear_state_backward(
     from attnzoo.backends.triton.linear import launch
 
     dout = dout.contiguous()
-    launches, dy, dv = launch.describe_dy_dv(
-        None, y, v, None, dout[:, :, None], None, architecture(y.device)
-    )
+    state = split(dout, v.shape[3], y.dtype)[:, :, None]
+    launches, dy, dv = launch.describe_dy_dv(None, y, v, None, state, architecture(y.device))
     for work in launches:
         run(work)
     return {"y": dy, "v": dv, "first": dout.clone()}
@@ -71,8 +75,9 @@ def linear_read(*, x: Tensor, state: Tensor, value_dim: int, dtype: torch.dtype)
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
+    kept = split(state, value_dim, x.dtype)[:, :, None]
     work, out, z = launch.describe_output(
-        x, None, None, state[:, :, None], value_dim, dtype, architecture(x.device)
+        x, None, None, kept, value_dim, dtype, architecture(x.device)
     )
     run(work)
     return Read(out, z)
@@ -91,10 +96,12 @@ def linear_read_backward(
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
-    dout = dout.contiguous()
-    arch, stats = architecture(x.device), (z, _delta(dout, out))
-    of_x, dx = launch.describe_dx(x, None, None, dout, state[:, :, None], stats, arch)
-    of_state, _, dstate = launch.describe_states(x, dout, None, stats, state.shape[1], False, arch)
+    arch, upstream = architecture(x.device), launch.Upstream(*_upstream(dout, out, z, x))
+    kept = split(state, out.shape[3], x.dtype)[:, :, None]
+    of_x, dx = launch.describe_dx(x, None, None, upstream, kept, arch)
+    of_state, _, dstate = launch.describe_states(
+        x, upstream.g, None, upstream.delta, state.shape[1], False, arch
+    )
     run(of_x)
     run(of_state)
     return {"x": dx, "state": dstate.sum(2)}
@@ -128,7 +135,8 @@ def _(*, x: Tensor, y: Tensor, v: Tensor) -> Scanned:
     from attnzoo.backends.triton.linear.launch import chunk_length
 
     chunk = chunk_length(y)
-    kept = _new_state(y, v, (y.shape[2] + chunk - 1) // chunk)
+    chunks = (y.shape[2] + chunk - 1) // chunk
+    kept = y.new_empty(*y.shape[:2], chunks, y.shape[3], width(v.shape[3], y.dtype))
     out = v.new_empty(*x.shape[:3], v.shape[3])
     return Scanned(out, x.new_empty(x.shape[:3], dtype=torch.float32), kept, _new_state(y, v))
 
@@ -141,12 +149,13 @@ def linear_causal_backward(
     from attnzoo.backends.triton.common.launch import architecture, run
     from attnzoo.backends.triton.linear import launch
 
-    dout = dout.contiguous()
     dlast = None if dlast is None else dlast.contiguous()
-    arch, stats = architecture(x.device), (z, _delta(dout, out))
-    of_x, dx = launch.describe_dx(x, y, v, dout, kept, stats, arch)
-    back, after, dfirst = launch.describe_states(x, dout, dlast, stats, y.shape[1], True, arch)
-    others, dy, dv = launch.describe_dy_dv(x, y, v, dout, after, stats, arch)
+    arch, upstream = architecture(x.device), launch.Upstream(*_upstream(dout, out, z, x))
+    of_x, dx = launch.describe_dx(x, y, v, upstream, kept, arch)
+    back, after, dfirst = launch.describe_states(
+        x, upstream.g, dlast, upstream.delta, y.shape[1], True, arch
+    )
+    others, dy, dv = launch.describe_dy_dv(x, y, v, upstream, after, arch)
     for work in (of_x, back, *others):
         run(work)
     return {"x": dx, "y": dy, "v": dv, "first": dfirst.sum(2)}
