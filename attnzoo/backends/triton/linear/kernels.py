@@ -40,7 +40,7 @@ def load(base, first, local, columns, count, WIDTH: tl.constexpr):
     at = base + first.to(tl.int64) * WIDTH + (local[:, None] * WIDTH + columns[None, :])
     inside = (local < count - first)[:, None]
     # Columns begin at a multiple of their number, so without a remainder none are outside.
-    if tl.constexpr(WIDTH) % columns.shape[0] != 0:
+    if tl.constexpr(WIDTH) == 0 or tl.constexpr(WIDTH) % columns.shape[0] != 0:
         inside = inside & (columns < WIDTH)[None, :]
     return tl.load(at, mask=inside, other=0.0)
 
@@ -54,7 +54,7 @@ def load_vector(base, first, local, count, other):
 def store(base, first, local, columns, count, WIDTH: tl.constexpr, value):
     at = base + first.to(tl.int64) * WIDTH + (local[:, None] * WIDTH + columns[None, :])
     inside = (local < count - first)[:, None]
-    if tl.constexpr(WIDTH) % columns.shape[0] != 0:
+    if tl.constexpr(WIDTH) == 0 or tl.constexpr(WIDTH) % columns.shape[0] != 0:
         inside = inside & (columns < WIDTH)[None, :]
     tl.store(at, value.to(base.dtype.element_ty), mask=inside)
 
