@@ -58,5 +58,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
 
 def _train(q: Tensor, k: Tensor, v: Tensor, case: Case) -> None:
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        _attend(*leaves, case).backward(v)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        _attend(q, k, v, case).backward(v.detach())

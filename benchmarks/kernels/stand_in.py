@@ -53,6 +53,7 @@ def install(launched: Launcher = lambda *args: None) -> None:
     from attnzoo.backends.triton.common import launch
     from attnzoo.backends.triton.flash import backend
 
-    driver.set_active(Driver(launched))
+    stand_in: Any = Driver(launched)
+    driver.set_active(stand_in)
     launch.architecture = lambda device: ARCHITECTURE
     backend.unsupported_here = lambda call, other: None
