@@ -17,16 +17,51 @@ import triton.language as tl
 from attnzoo.backends.triton.common.tile import (
     activate,
     dot,
+    hide,
     load_block,
     out_of_unit,
     scores,
     times,
 )
 
+# Instead of a factor 0, where keys are hidden: 0 · (−∞) would be NaN. The smallest normal number,
+# so that |s| · SMALLEST < 1e-8 if |s| < 1e30.
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def factor_out(q_side, vectors, LATE: tl.constexpr):
+    """Return (q_side, factor [BM]): score = product · factor with factor ≥ 0.
+
+    max(factor · s) is factor · max(s) then, so the maximum is taken of the products, and the factor
+    is applied in the same instruction (FMA) as the subtraction of the maximum.
+
+    LATE: "flip" or "keep". With "flip" q changes its sign where the factor is negative. With "keep"
+    no factor may be negative: on sm_90 a changed q is read from registers instead of shared memory.
+    """
+    q_tile, matrix, first, local = q_side
+    factor = vectors[0]
+    if LATE == "flip":
+        sign = tl.where(factor < 0.0, -1.0, 1.0)
+        # The product with ±1 is exact. It is in fp32, because the interpreter lacks bf16.
+        q_tile = (q_tile.to(tl.float32) * sign).to(q_tile.dtype)
+        factor *= sign
+    return (q_tile, matrix, first, local), tl.reshape(factor, [factor.shape[0]])
+
+
+@triton.jit
+def factored(product, factor, i, j, segment, where, size, UNIT: tl.constexpr,
+             EDGE: tl.constexpr, HIDES: tl.constexpr):  # fmt: skip
+    """Return (s, factor): the products, −∞ for hidden keys, and the factor from `factor_out`."""
+    if HIDES:
+        product = hide(product, i, j, segment, where, size, UNIT, EDGE)[0]
+        factor = tl.where(factor == 0.0, SMALLEST, factor)
+    return product, factor
+
 
 @triton.jit
 def walk(
-    acc, m, z, low, high, q_side, i, tiles_kv, size, vectors, segment, where, blocks,
+    acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, ONLINE: tl.constexpr,
     SUM: tl.constexpr, PEAKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -35,6 +70,7 @@ def walk(
 
     If ``blocks`` is given, the loop runs over the block indices in its entries [low, high). If k is
     None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with key 0.
+    ``factor``: from `factor_out`, or None.
     """
     k, v, d, dv = tiles_kv
     local = tl.arange(0, BLOCK_N)
@@ -50,13 +86,21 @@ def walk(
         else:
             k_tile = load_block(k, first, local, d, D, EDGE)  # [BN, D]
             product = times(q_side, (k_tile, k, first, local), D, PART, PRECISION)  # [BM, BN]
-        s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)
+        if factor is None:
+            s, seen = scores(
+                product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES
+            )
+            scaled = tl.full(m.shape, 1.0, tl.float32)
+        else:
+            s, scaled = factored(
+                product, factor, i, j[None, :], segment, where, size, UNIT, EDGE, HIDES
+            )
         if ONLINE:
-            m_new = tl.maximum(m, tl.max(s, 1))
+            m_new = tl.maximum(m, tl.max(s, 1) * scaled)
             base = m_new
             if HIDES:
                 base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - base[:, None])
+            p = tl.exp2(s * scaled[:, None] - base[:, None])
             decay = tl.exp2(m - base)
             z = z * decay + tl.sum(p, 1)
             acc *= decay[:, None]
@@ -95,13 +139,16 @@ def finish(
             acc *= down[:, None]
             z = z * down + tl.exp2(last - top)
             m = top
-        divisor = tl.where(z == 0.0, 1.0, z)
+        # A query without keys has z = 0 and m = −∞. Its saved statistic is finite, so that the
+        # backward needs no guard against −∞ − (−∞) in its loops: hidden scores give 2^−∞ = 0.
+        empty = z == 0.0
+        divisor = tl.where(empty, 1.0, z)
         acc /= divisor[:, None]
         if weight_sum is not None:
-            tl.store(stat + at + index, m, mask=inside)
+            tl.store(stat + at + index, tl.where(empty, 0.0, m), mask=inside)
             tl.store(weight_sum + at + index, divisor, mask=inside)
         elif stat is not None:
-            tl.store(stat + at + index, m + tl.log2(z), mask=inside)
+            tl.store(stat + at + index, tl.where(empty, 0.0, m + tl.log2(z)), mask=inside)
     elif SUM:
         if sink is not None:
             last = tl.load(sink + at + index, mask=inside, other=0.0)[:, None] * UNIT

@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.tile import load_tile
+
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Launch(NamedTuple):
@@ -70,6 +74,39 @@ def align_of(*tensors: Tensor) -> int:
         if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
         else 1
     )
+
+
+# Architectures (divided by 10) whose kernels load tiles by TMA; 0 is the interpreter.
+TMA = (0, 9, 10)
+
+
+def descriptors(rows: int, arch: int, **tensors: Tensor) -> dict[str, Any]:
+    """Return TMA descriptors for tiles of ``rows`` rows, or None for each tensor if one has none.
+
+    TMA needs 16-byte aligned rows. A head dimension that is padded would not match its tile.
+    """
+    usable = arch // 10 in TMA and all(map(_fits_tma, tensors.values()))
+    return {name: _descriptor(x, rows) if usable else None for name, x in tensors.items()}
+
+
+def _fits_tma(x: Tensor) -> bool:
+    size, rows = x.element_size(), list(zip(x.shape[:3], x.stride()))
+    return (
+        size == 2
+        and padded(x.shape[3]) == x.shape[3]
+        and x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and all(s > 0 and s * size % 16 == 0 for n, s in rows if n > 1)
+    )
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    block = [1, 1, rows, x.shape[3]]
+    if x.device.type == "meta":  # the type is all that a compilation needs
+        return f"tensordesc<{DTYPES[x.dtype]}{block}>"
+    # Any stride will do for a dimension of size 1, but it must be a multiple of 16 bytes.
+    stride = [s if n > 1 else x.shape[3] for n, s in zip(x.shape[:3], x.stride())]
+    return TensorDescriptor(x, list(x.shape), [*stride, 1], block)
 
 
 def readable(do: Tensor, out: Tensor) -> bool:

@@ -42,7 +42,8 @@ def load_block(matrix, first, local, columns, DIM: tl.constexpr, EDGE: tl.conste
     """
     base, stride, count, descriptor, b, h = matrix
     if descriptor is not None:
-        tile = descriptor.load([b, h, first, 0])
+        # TMA: a hardware unit computes the addresses, and writes 0 outside the tensor.
+        tile = descriptor.load([b.to(tl.int32), h.to(tl.int32), first, 0])
         return tile.reshape([local.shape[0], columns.shape[0]])
     pointers = base + first.to(tl.int64) * stride
     pointers = pointers + (local.to(tl.int64)[:, None] * stride + columns[None, :])
@@ -143,6 +144,7 @@ def load_vectors(
     """Return gain · scale, τ, shape and ALiBi slope of the queries i, each shaped as i.
 
     ``at`` is the offset of the head. gain · scale and slope are multiplied by UNIT, τ by TAU_UNIT.
+    TAU_UNIT is None for a τ that the forward has saved: it is finite and already in the unit.
     If τ, shape or alibi is None, 0 is returned, and the compiler removes the operations with 0.
     """
     factor = tl.full(i.shape, 1.0, tl.float32) * (scale * UNIT)
@@ -152,8 +154,9 @@ def load_vectors(
         factor *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if tau is not None:
         tau_i = tl.load(tau + at + i, mask=i < queries, other=0.0)
-        # A query without keys has τ = log 0 = −∞. Hidden scores (−∞) minus this τ would be NaN.
-        tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i) * TAU_UNIT
+        if TAU_UNIT is not None:
+            # A given τ may be log 0 = −∞. Hidden scores (−∞) minus this τ would be NaN.
+            tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i) * TAU_UNIT
     if shape is not None:
         shape_i = tl.load(shape + at + i, mask=i < queries, other=1.5)
     if alibi is not None:

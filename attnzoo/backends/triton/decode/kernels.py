@@ -110,7 +110,7 @@ def decode_products(
         if z is None:
             m_i = tl.maximum(m_i, tl.max(s, 1))
         else:
-            m_i, z_i, t_i = add_scores(m_i, z_i, t_i, s)
+            m_i, z_i, t_i = add_scores(m_i, z_i, t_i, s, tl.full([BLOCK_M], 1.0, tl.float32), True)
     part = (bh * splits + split) * rows_here + lane
     tl.store(m + part, m_i, mask=lane < rows_here)
     if z is not None:
@@ -160,7 +160,7 @@ def decode(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     low = first + split * span
     acc, m_i, z_i = walk(
-        acc, m_i, z_i, low, tl.minimum(low + span, last), q_side, i, tiles_kv, size, vectors,
+        acc, m_i, z_i, low, tl.minimum(low + span, last), q_side, None, i, tiles_kv, size, vectors,
         segment, where, None,
         ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip

@@ -8,7 +8,7 @@ block of o and, if wanted, its part of lse and of the per-query vectors for the 
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.fold import finish, walk
+from attnzoo.backends.triton.common.fold import factor_out, finish, walk
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
     load_segments,
@@ -28,15 +28,17 @@ RUNTIME = (
 def flash_forward(
     # stat, weight_sum and lse are outputs: per-query vectors or None. With SUM, stat is Z. With
     # ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and weight_sum, stat is the largest
-    # score m and weight_sum is Σ 2^{s−m}. stat and weight_sum include the sink, lse does not.
-    q, k, v, o, stat, weight_sum, lse,
+    # score m and weight_sum is Σ 2^{s−m}. stat and weight_sum include the sink, lse does not. Of a
+    # query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
+    q, k, v, k_tma, v_tma,  # k_tma, v_tma: TMA descriptors, or both None
+    o, stat, weight_sum, lse,
     gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
     blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
+    ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr, LATE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     PART: tl.constexpr, MAP_M: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -60,9 +62,12 @@ def flash_forward(
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
-    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
+    k_matrix = (k, k_n * ALIGN, keys, k_tma, b, hk)
+    v_matrix = (v, v_n * ALIGN, keys, v_tma, b, hk)
     tiles_kv = (k_matrix, v_matrix, d, dv)
+    factor = None
+    if LATE is not None:
+        q_side, factor = factor_out(q_side, vectors, LATE)
 
     # m is the running maximum of the scores (ONLINE), or of 1 and φ (PEAKED).
     m = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
@@ -75,16 +80,16 @@ def flash_forward(
         low, high = 0, tl.load(counts + map_row)
     if blocks is not None or not SPLIT:
         acc, m, z = walk(
-            acc, m, z, low, high, q_side, i, tiles_kv, size, vectors, segment, where, blocks,
+            acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
             ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     else:
         acc, m, z = walk(
-            acc, m, z, low, full, q_side, i, tiles_kv, size, vectors, segment, where, None,
+            acc, m, z, low, full, q_side, factor, i, tiles_kv, size, vectors, segment, where, None,
             ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         acc, m, z = walk(
-            acc, m, z, full, high, q_side, i, tiles_kv, size, vectors, segment, where, None,
+            acc, m, z, full, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, None,
             ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
 

@@ -25,6 +25,7 @@ from attnzoo.backends.triton.common.launch import (
     common,
     count_extras,
     dense_mask,
+    descriptors,
     padded,
     strides,
     values,
@@ -85,6 +86,18 @@ def _programs(x: Tensor, block: int) -> int:
     return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
 
 
+def _late(layout: Layout, gain: Tensor | None, config: Config) -> str | None:
+    """How the loops of a softmax take the factor out of the maximum; see `factor_out`.
+
+    None if scores are not multiples of the products, or products are computed in parts: these read
+    q from memory, where its sign cannot be changed.
+    """
+    added = layout.mask is not None and layout.mask.is_floating_point()
+    if added or layout.alibi is not None or config.part is not None:
+        return None
+    return "keep" if gain is None and layout.scale >= 0 else "flip"
+
+
 def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, maps: Maps,
     want_lse: bool, arch: int,
@@ -101,12 +114,13 @@ def describe_forward(
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors), "q": q, "k": k, "v": v, "o": out,
+        **descriptors(config.block_n, arch, k_tma=k, v_tma=v),
         "stat": stat[0] if two_vectors and stat is not None else stat,
         "weight_sum": stat[1] if two_vectors and stat is not None else None, "lse": lse,
         "blocks": maps.blocks, "counts": maps.counts,
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "ONLINE": form.normalize == "online", "SUM": form.normalize in ("sum", "threshold"),
-        "PEAKED": peaked,
+        "PEAKED": peaked, "LATE": _late(layout, vectors.gain, config) if form.normalize == "online" else None,
         "SPLIT": config.split, "MAP_M": _map_tile(q, k, v, layout)[0], "ALIGN": align,
     }  # fmt: skip
     launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
@@ -183,7 +197,9 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
     lse, entropy = new_vector(q), new_vector(q)
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
-        "q": q, "k": k, "lse": lse, "entropy": entropy, "SPLIT": config.split, "ALIGN": align,
+        **descriptors(config.block_n, arch, k_tma=k), "q": q, "k": k, "lse": lse,
+        "entropy": entropy, "LATE": _late(layout, None, config), "SPLIT": config.split,
+        "ALIGN": align,
     }  # fmt: skip
     launch = Launch(row_stats, _programs(q, config.block_m), args, config)
     return launch, Statistics(lse, entropy)

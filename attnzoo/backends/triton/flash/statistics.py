@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.activations import LN2
+from attnzoo.backends.triton.common.fold import factor_out, factored
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
     load_block,
@@ -29,11 +30,11 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def row_stats(
-    q, k, lse, entropy, alibi, mask, q_segments, k_segments,
+    q, k, k_tma, lse, entropy, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    LATE: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     UNIT: tl.constexpr = 1.0 / LN2
     b, h, at, start, index, q_side = query_tile(
@@ -51,18 +52,21 @@ def row_stats(
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    k_matrix = (k, k_n * ALIGN, keys, None, b, h // group)
+    k_matrix = (k, k_n * ALIGN, keys, k_tma, b, h // group)
+    factor = None
+    if LATE is not None:
+        q_side, factor = factor_out(q_side, vectors, LATE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z, t = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     if SPLIT:
         m, z, t = _add_keys(
-            m, z, t, low, full, q_side, i, k_matrix, d, size, vectors, segment, where,
+            m, z, t, low, full, q_side, factor, i, k_matrix, d, size, vectors, segment, where,
             UNIT, D, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     m, z, t = _add_keys(
-        m, z, t, low, high, q_side, i, k_matrix, d, size, vectors, segment, where,
+        m, z, t, low, high, q_side, factor, i, k_matrix, d, size, vectors, segment, where,
         UNIT, D, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     store_statistics(m, z, t, lse + at + index, entropy + at + index, index < queries)
@@ -70,7 +74,7 @@ def row_stats(
 
 @triton.jit
 def _add_keys(
-    m, z, t, low, high, q_side, i, k_matrix, d, size, vectors, segment, where,
+    m, z, t, low, high, q_side, factor, i, k_matrix, d, size, vectors, segment, where,
     UNIT: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -82,20 +86,33 @@ def _add_keys(
         k_tile = load_block(k_matrix, first, local, d, D, EDGE)  # [BN, D]
         k_side = (k_tile, k_matrix, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
-        s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)[0]
-        m, z, t = add_scores(m, z, t, s)
+        if factor is None:
+            s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)[0]
+            scaled = tl.full(m.shape, 1.0, tl.float32)
+        else:
+            s, scaled = factored(
+                product, factor, i, j[None, :], segment, where, size, UNIT, EDGE, HIDES
+            )
+        m, z, t = add_scores(m, z, t, s, scaled, HIDES)
     return m, z, t
 
 
 @triton.jit
-def add_scores(m, z, t, s):
-    """Return m, Z and T [BM], updated with scores s [BM, BN] that are −∞ for hidden keys."""
-    m_new = tl.maximum(m, tl.max(s, 1))
-    # base is 0 for a query that has not seen a key yet: −∞ − (−∞) would be NaN.
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+def add_scores(m, z, t, s, factor, HIDES: tl.constexpr):
+    """Return m, Z and T [BM], updated with the scores s · factor, where factor [BM] ≥ 0.
+
+    Without HIDES, no score may be −∞.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1) * factor)
+    base = m_new
+    if HIDES:
+        # base is 0 for a query that has not seen a key yet: −∞ − (−∞) would be NaN.
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
     shift = tl.where(m == float("-inf"), 0.0, m - base)
-    # exp2(−200) is 0 in fp32. The clamp avoids x · p = −∞ · 0, which is NaN.
-    x = tl.maximum(s - base[:, None], -200.0)
+    x = s * factor[:, None] - base[:, None]
+    if HIDES:
+        # exp2(−200) is 0 in fp32. The clamp avoids x · p = −∞ · 0, which is NaN.
+        x = tl.maximum(x, -200.0)
     p = tl.exp2(x)
     decay = tl.exp2(shift)
     t = decay * (t + shift * z) + tl.sum(x * p, 1)
