@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config
@@ -62,6 +63,24 @@ def align_of(*tensors: Tensor) -> int:
         if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
         else 1
     )
+
+
+def descriptor(x: Tensor, block: int) -> TensorDescriptor | str | None:
+    """Return a descriptor with which TMA loads blocks of ``block`` rows of x, or None.
+
+    None: x is in fp32, or its shape, strides or address are not what TMA needs. For a meta tensor,
+    the descriptor's type is returned, which is what a compilation needs.
+    """
+    dim, bits = x.shape[3], 8 * x.element_size()
+    # The stride of a dimension of size 1 is never used, and may be anything.
+    steps = [s if n > 1 else dim for n, s in zip(x.shape[:3], x.stride())]
+    fits = x.stride(3) == 1 and all(s > 0 and s * bits % 128 == 0 for s in steps)
+    if bits == 32 or dim != padded(dim) or not fits or x.numel() == 0 or x.data_ptr() % 16:
+        return None
+    shape = [1, 1, block, dim]
+    if x.is_meta:
+        return f"tensordesc<{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}{shape}>"
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], shape)
 
 
 def readable(do: Tensor, out: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import triton
@@ -25,11 +26,13 @@ from attnzoo.backends.triton.common.launch import (
     common,
     count_extras,
     dense_mask,
+    descriptor,
     padded,
     strides,
     values,
 )
-from attnzoo.backends.triton.flash.backward import flash_dkdv, flash_dq
+from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
+from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.forward import flash_forward
 from attnzoo.backends.triton.flash.statistics import row_stats
 from attnzoo.backends.triton.flash.threshold import list_columns, threshold
@@ -140,6 +143,7 @@ def describe_backward(
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": _map_tile(q, k, v, layout)[0],
+        **_descriptors(config, arch, config.block_n, k=k, v=v),
         **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]), "o": out, "dq": grads["q"],
         "dgain": grads.get("gain"), "dtau": grads.get("offset"), "dsink": grads.get("sink"),
         "dalibi": grads.get("alibi"), "sink": vectors.sink,
@@ -149,13 +153,27 @@ def describe_backward(
     launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config), *listing]
     config = _config("dkdv", arch, q, k, v, layout, maps.blocks is not None, *config_args)
     dkdv_args = {
-        **shared, **blocks_of(config), "ALIGN": align,
+        **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
+        **_descriptors(config, arch, config.block_m, q=q, do=do),
         **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "dk": grads["k"], "dv": grads["v"], "blocks": columns.blocks, "counts": columns.counts,
         **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, layout))),
     }  # fmt: skip
     launches.append(Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config))
     return launches, grads
+
+
+def _descriptors(config: Config, arch: int, rows: int, **tensors: Tensor) -> dict[str, Any]:
+    """Return the TMA descriptors of both tensors for blocks of ``rows`` rows, or None for each.
+
+    sm_80 has no TMA. With ``part``, tiles are loaded in parts, for which there is no descriptor.
+    """
+    made = [None] * len(tensors)
+    if config.part is None and (arch == 0 or arch >= 90):
+        made = [descriptor(x, rows) for x in tensors.values()]
+    # Half of a block by TMA and half by pointers would need both kinds of barriers.
+    made = [None] * len(tensors) if None in made else made
+    return {f"{name}_descriptor": x for name, x in zip(tensors, made)}
 
 
 def _describe_columns(maps: Maps, group: int) -> tuple[Maps, list[Launch]]:

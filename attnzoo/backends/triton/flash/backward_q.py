@@ -25,7 +25,6 @@ from attnzoo.backends.triton.common.tile import (
     load_segments,
     load_tile,
     load_vectors,
-    query_blocks,
     query_tile,
     scores,
     store_tile,
@@ -39,6 +38,7 @@ RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv
 @triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dk", "dv")])
 def flash_dq(
     q, k, v, o, do, dq,
+    k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
     delta, dgain, dtau, dsink, dalibi,  # vectors to write, or None
     gain, tau, z, shape, sink, alibi, lse, dlse,  # vectors or None
     mask, q_segments, k_segments, blocks, counts,
@@ -74,8 +74,9 @@ def flash_dq(
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
-    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
+    b_now, h_now = b.to(tl.int32), hk.to(tl.int32)
+    k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b_now, h_now)
+    v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b_now, h_now)
     tiles_kv = (k_matrix, v_matrix, d, dv)
     per_z = tl.full([BLOCK_M, 1], 1.0, tl.float32)
     lse_i, dlse_i = per_z, per_z
@@ -212,97 +213,3 @@ def _sum_over_keys(
             dist += tl.sum(ds * tl.abs(i + (size[1] - size[0]) - j[None, :]), 1)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
     return acc, total, dist
-
-
-@triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dq", "o_")])
-def flash_dkdv(
-    q, k, v, do, dk, dv,
-    gain, tau, z, shape, alibi, lse, dlse, delta,  # vectors or None
-    mask, q_segments, k_segments,
-    blocks, counts,  # query tiles with nonzero weights, per tile of MAP_N keys; or None
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dk_b, dk_h, dk_n,
-    dv_b, dv_h, dv_n, mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAP_M: tl.constexpr, MAP_N: tl.constexpr,
-    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write dk and dv for a block of keys."""
-    tiles = tl.cdiv(keys, BLOCK_N)
-    tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)  # batch · Hkv + key/value head
-    kv_heads = heads // group
-    b, hk = bh // kv_heads, bh % kv_heads
-    k += (b * k_b + hk * k_h) * ALIGN
-    v += (b * v_b + hk * v_h) * ALIGN
-    dk += (b * dk_b + hk * dk_h) * ALIGN
-    dv += (b * dv_b + hk * dv_h) * ALIGN
-    start, j_local = tile * BLOCK_N, tl.arange(0, BLOCK_N)
-    j = start + j_local  # [BN]
-    if k_segments is not None:
-        k_segments += b * keys
-    size = (queries, keys, left, right)
-    d, d_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
-    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
-    k_tile = load_block(k_matrix, start, j_local, d, D, True)  # [BN, D]
-    v_tile = load_block(v_matrix, start, j_local, d_v, DV, True)  # [BN, DV]
-    k_side, v_side = (k_tile, k_matrix, start, j_local), (v_tile, v_matrix, start, j_local)
-    local = tl.arange(0, BLOCK_M)
-    low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    tiles_m = high - low
-    steps = group * tiles_m
-    if blocks is not None:
-        tiles_m = tl.cdiv(queries, MAP_M)
-        map_row = bh * tl.cdiv(keys, MAP_N) + start // MAP_N
-        steps = tl.load(counts + map_row) * (MAP_M // BLOCK_M)
-        blocks += map_row * group * tiles_m
-    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    # A single loop runs over the heads of the group and their blocks of queries, because nested
-    # loops need twice as many registers.
-    for step in range(steps):
-        if blocks is not None:
-            PARTS: tl.constexpr = MAP_M // BLOCK_M
-            entry = tl.load(blocks + step // PARTS)
-            h = hk * group + entry // tiles_m
-            begin = entry % tiles_m * MAP_M + step % PARTS * BLOCK_M
-        else:
-            h = hk * group + step // tiles_m
-            begin = (low + step % tiles_m) * BLOCK_M
-        index = begin + local  # [BM]
-        i, at = index[None, :], (b * heads + h) * queries
-        q_at, do_at = (b * q_b + h * q_h) * ALIGN, (b * do_b + h * do_h) * ALIGN
-        q_matrix = (q + q_at, q_n * ALIGN, queries, None, b, h)
-        do_matrix = (do + do_at, do_n * ALIGN, queries, None, b, h)
-        q_tile = load_block(q_matrix, begin, local, d, D, True)  # [BM, D]
-        do_tile = load_block(do_matrix, begin, local, d_v, DV, True)  # [BM, DV]
-        vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
-        segment = load_segments(q_segments, b * queries, i, queries)
-        mask_at = h * 0
-        if mask is not None:
-            mask_at = b * mask_b + h * mask_h
-        where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
-        q_side = (q_tile, q_matrix, begin, local)
-        do_side = (do_tile, do_matrix, begin, local)
-        product = times(k_side, q_side, D, PART, PRECISION)  # [BN, BM]
-        s, seen = scores(product, i, j[:, None], vectors, segment, where, size, UNIT, True, True)
-        p, slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)
-        if z is not None:
-            per_z = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
-            p, slope = p * per_z, slope * per_z
-        acc_v = dot(p.to(do_tile.dtype), do_tile, acc_v, PRECISION)  # [BN, DV]
-        dp = times(v_side, do_side, DV, PART, PRECISION)  # [BN, BM]
-        if delta is not None:
-            dp -= tl.load(delta + at + i, mask=i < queries, other=0.0)
-        ds = slope * dp
-        if dlse is not None:
-            lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
-            lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
-            ds += tl.exp2(s - lse_i) * tl.load(dlse + at + i, mask=i < queries, other=0.0)
-        if gain is not None:
-            ds *= tl.load(gain + at + i, mask=i < queries, other=0.0)
-        acc_k = dot(ds.to(q_tile.dtype), q_tile, acc_k, PRECISION)  # [BN, D]
-    store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k * scale)
-    store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
