@@ -22,14 +22,54 @@ from attnzoo.backends.triton.common.tile import (
 )
 from attnzoo.backends.triton.flash.backward_q import RUNTIME
 
+# An entry of `list_queries` is head · TILES + tile, with the index of the head in its group. The
+# number is a power of two, so that no step divides.
+TILES = tl.constexpr(1 << 20)
+
+
+@triton.jit(do_not_specialize=["group", "queries", "keys", "left", "right"])
+def list_queries(
+    live, blocks, counts, group, queries, keys, left, right,
+    MAP_M: tl.constexpr, MAP_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """For each tile of keys, list the tiles of queries with nonzero weights for these keys.
+
+    Grid: one program per (batch, key/value head, tile of keys). The first counts[0] entries are
+    tiles that need masks. With SPLIT, the last counts[1] are tiles whose queries see all keys.
+    """
+    tiles_m, tiles_n = tl.cdiv(queries, MAP_M), tl.cdiv(keys, MAP_N)
+    map_row = tl.program_id(0).to(tl.int64)
+    bh, column = map_row // tiles_n, map_row % tiles_n
+    first, last = _full_blocks(
+        column.to(tl.int32) * MAP_N, 0, tiles_m, (queries, keys, left, right), MAP_M, MAP_N
+    )
+    edges, full, most = 0, 0, group * tiles_m
+    blocks += map_row * most
+    for low in range(0, most, CHUNK):
+        index = low + tl.arange(0, CHUNK)
+        head, tile = index // tiles_m, index % tiles_m
+        # The heads of a group are adjacent in ``live``, [B·H, tiles_m, tiles_n].
+        flag = live + (bh * most + index) * tiles_n + column
+        flag = tl.load(flag, mask=index < most, other=0).to(tl.int32)
+        entry, whole = head * TILES + tile, flag * 0
+        if SPLIT:
+            whole = flag * ((tile >= first) & (tile < last)).to(tl.int32)
+            tl.store(blocks + most - full - tl.cumsum(whole, 0), entry, mask=whole > 0)
+            full += tl.sum(whole, 0)
+        edge = flag - whole
+        tl.store(blocks + edges + tl.cumsum(edge, 0) - 1, entry, mask=edge > 0)
+        edges += tl.sum(edge, 0)
+    tl.store(counts + 2 * map_row, edges)
+    tl.store(counts + 2 * map_row + 1, full)
+
 
 @triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dq", "o_")])
 def flash_dkdv(
     q, k, v, do, dk, dv,
     q_descriptor, do_descriptor,  # for TMA, with blocks of BLOCK_M rows; or None
-    gain, tau, z, shape, alibi, lse, dlse, delta,  # vectors or None
+    gain, tau, per_z, shape, alibi, lse, dlse, delta,  # vectors or None
     mask, q_segments, k_segments,
-    blocks, counts,  # query tiles with nonzero weights, per tile of MAP_N keys; or None
+    blocks, counts,  # from `list_queries`, per tile of MAP_N keys; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dk_b, dk_h, dk_n,
     dv_b, dv_h, dv_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
@@ -71,39 +111,47 @@ def flash_dkdv(
     q_side = (q, q_h * ALIGN, q_n * ALIGN, q_descriptor, d)
     do_side = (do, do_h * ALIGN, do_n * ALIGN, do_descriptor, d_v)
     head = (b, h, at, mask_at, group)
-    vectors = (gain, tau, z, shape, alibi, lse, dlse, delta, scale)
+    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale)
     where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     if blocks is not None:
-        tiles_m = tl.cdiv(queries, MAP_M)
+        PARTS: tl.constexpr = MAP_M // BLOCK_M
         map_row = bh * tl.cdiv(keys, MAP_N) + start // MAP_N
-        steps = tl.load(counts + map_row) * (MAP_M // BLOCK_M)
-        blocks += map_row * group * tiles_m
+        most = group * tl.cdiv(queries, MAP_M)
+        blocks += map_row * most
+        edges = tl.load(counts + 2 * map_row) * PARTS
         acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, (0, 0, 0, 0), steps, k_side, v_side, q_side, do_side, j, head, vectors,
-            where, size, blocks, tiles_m,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, MAP_M, PART, True, PRECISION,
+            acc_k, acc_v, (0, 0, 0, 0), edges, k_side, v_side, q_side, do_side, j, head, vectors,
+            where, size, blocks,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, True, PRECISION,
         )  # fmt: skip
+        if SPLIT:
+            full = tl.load(counts + 2 * map_row + 1)
+            acc_k, acc_v = _sum_over_queries(
+                acc_k, acc_v, (0, 0, 0, 0), full * PARTS, k_side, v_side, q_side, do_side, j, head,
+                vectors, where, size, blocks + most - full,
+                ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, False, PRECISION,
+            )  # fmt: skip
     elif SPLIT:
         first, last = _full_blocks(start, low, high, size, BLOCK_M, BLOCK_N)
         steps = (first - low + high - last) * group
         acc_k, acc_v = _sum_over_queries(
             acc_k, acc_v, (low, first, last, high), steps, k_side, v_side, q_side, do_side, j,
-            head, vectors, where, size, None, 0,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, MAP_M, PART, True, PRECISION,
+            head, vectors, where, size, None,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
         )  # fmt: skip
         acc_k, acc_v = _sum_over_queries(
             acc_k, acc_v, (first, last, last, last), (last - first) * group, k_side, v_side,
-            q_side, do_side, j, head, vectors, where, size, None, 0,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, MAP_M, PART, False, PRECISION,
+            q_side, do_side, j, head, vectors, where, size, None,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, False, PRECISION,
         )  # fmt: skip
     else:
         acc_k, acc_v = _sum_over_queries(
             acc_k, acc_v, (low, high, high, high), (high - low) * group, k_side, v_side,
-            q_side, do_side, j, head, vectors, where, size, None, 0,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, MAP_M, PART, True, PRECISION,
+            q_side, do_side, j, head, vectors, where, size, None,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
         )  # fmt: skip
     store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k * scale)
     store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
@@ -138,25 +186,24 @@ def _load_vector(vector, at, local, rest, other, EDGE: tl.constexpr):
 @triton.jit
 def _sum_over_queries(
     acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, j, head, vectors, where, size,
-    blocks, tiles_m,
+    blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, MAP_M: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
     PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add blocks of queries of all heads to dk / scale [BN, D] and dv [BN, DV].
 
     ``span`` (low, first, last, high): the blocks [low, first) and [last, high) of each head.
-    With ``blocks``, a list of tiles, ``span`` is not used.
+    With ``blocks``, a list of tiles of PARTS blocks (see `list_queries`), ``span`` is not used.
     """
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
     b, h, at, mask_at, group = head
-    gain, tau, z, shape, alibi, lse, dlse, delta, scale = vectors
+    gain, tau, per_z, shape, alibi, lse, dlse, delta, scale = vectors
     mask, mask_h, mask_m, mask_n, k_segments, q_segments = where
     queries, keys = size[0], size[1]
     low, first, last, high = span
     HIDES: tl.constexpr = EDGE or mask is not None or k_segments is not None
-    PARTS: tl.constexpr = MAP_M // BLOCK_M
     local = tl.arange(0, BLOCK_M)
     if blocks is None:
         start = tl.where(low == first, last, low)
@@ -166,8 +213,7 @@ def _sum_over_queries(
     for step in range(steps):
         if blocks is not None:
             entry = tl.load(blocks + step // PARTS)
-            turn = entry // tiles_m
-            block = entry % tiles_m * PARTS + step % PARTS
+            turn, block = entry // TILES, entry % TILES * PARTS + step % PARTS
         begin = block * BLOCK_M
         index = begin + local  # [BM]
         i, row, rest = index[None, :], at + turn.to(tl.int64) * queries + begin, queries - begin
@@ -205,17 +251,15 @@ def _sum_over_queries(
             (mask, mask_now, mask_m, mask_n, k_segments, alibi), size, UNIT, EDGE, HIDES,
         )  # fmt: skip
         p, slope = activate(ACT, s - tau_i, shape_i, seen, HIDES and not VANISHES)
-        # dS and its factors: gain / Z (dO·v − δ).
-        if z is not None:
-            per_z = 1.0 / _load_vector(z, row, local, rest, 1.0, EDGE)
-            p *= per_z
-            gain_z = gain_i * per_z
-        else:
-            gain_z = gain_i
+        factor_z = gain_i
+        if per_z is not None:
+            per_z_i = _load_vector(per_z, row, local, rest, 1.0, EDGE)
+            p *= per_z_i
+            factor_z *= per_z_i
         acc_v = dot(p.to(do_tile.dtype), do_tile, acc_v, PRECISION)  # [BN, DV]
-        dp = times(v_side, do_now, DV, PART, PRECISION) * gain_z  # [BN, BM]
+        dp = times(v_side, do_now, DV, PART, PRECISION) * factor_z  # [BN, BM]
         if delta is not None:
-            dp -= _load_vector(delta, row, local, rest, 0.0, EDGE) * gain_z
+            dp -= _load_vector(delta, row, local, rest, 0.0, EDGE) * factor_z
         ds = slope * dp
         if dlse is not None:
             lse_i = _load_vector(lse, row, local, rest, float("-inf"), EDGE)

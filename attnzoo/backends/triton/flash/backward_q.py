@@ -39,7 +39,7 @@ RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv
 def flash_dq(
     q, k, v, o, do, dq,
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
-    delta, dgain, dtau, dsink, dalibi,  # vectors to write, or None
+    delta, per_z, dgain, dtau, dsink, dalibi,  # vectors to write, or None
     gain, tau, z, shape, sink, alibi, lse, dlse,  # vectors or None
     mask, q_segments, k_segments, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
@@ -78,10 +78,11 @@ def flash_dq(
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b_now, h_now)
     v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b_now, h_now)
     tiles_kv = (k_matrix, v_matrix, d, dv)
-    per_z = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    lse_i, dlse_i = per_z, per_z
+    per_z_i = tl.full([BLOCK_M, 1], 1.0, tl.float32)
+    lse_i, dlse_i = per_z_i, per_z_i
     if z is not None:
-        per_z = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
+        per_z_i = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
+        tl.store(per_z + at + i, per_z_i, mask=i < queries)
     if dlse is not None:
         lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
         lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
@@ -109,8 +110,9 @@ def flash_dq(
         last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT
         last -= vectors[1]
         last = ACT(last, vectors[2])[1]
-        tl.store(dsink + at + i, -last * mean * per_z, mask=i < queries)
+        tl.store(dsink + at + i, -last * mean * per_z_i, mask=i < queries)
 
+    mean *= per_z_i
     # acc: Σ dS k, total: Σ dS, dist: Σ dS |i − j|
     TOTAL: tl.constexpr = dtau is not None
     DISTANCE: tl.constexpr = dalibi is not None
@@ -119,18 +121,18 @@ def flash_dq(
     if blocks is not None or not SPLIT:
         acc, total, dist = _sum_over_keys(
             acc, total, dist, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
-            per_z, mean, lse_i, dlse_i, dlse, where, blocks,
+            per_z_i, mean, lse_i, dlse_i, dlse, where, blocks,
             ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     else:
         acc, total, dist = _sum_over_keys(
             acc, total, dist, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment,
-            per_z, mean, lse_i, dlse_i, dlse, where, None,
+            per_z_i, mean, lse_i, dlse_i, dlse, where, None,
             ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         acc, total, dist = _sum_over_keys(
             acc, total, dist, full, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
-            per_z, mean, lse_i, dlse_i, dlse, where, None,
+            per_z_i, mean, lse_i, dlse_i, dlse, where, None,
             ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     acc *= scale
@@ -181,7 +183,7 @@ def _threshold_mean(
 @triton.jit
 def _sum_over_keys(
     acc, total, dist, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
-    per_z, mean, lse_i, dlse_i, dlse, where, blocks,
+    per_z_i, mean, lse_i, dlse_i, dlse, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, TOTAL: tl.constexpr,
     DISTANCE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -203,7 +205,7 @@ def _sum_over_keys(
         s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)
         slope = activate(ACT, s - vectors[1], vectors[2], seen, HIDES and not VANISHES)[1]
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
-        ds = slope * (dp - mean) * per_z
+        ds = slope * (dp * per_z_i - mean)
         if dlse is not None:
             # φ(s − τ) cannot be used here: τ includes the sink, lse does not.
             ds += tl.exp2(s - lse_i) * dlse_i
