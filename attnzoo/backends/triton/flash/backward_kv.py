@@ -259,7 +259,7 @@ def _sum_over_queries(
         acc_v = dot(p.to(do_tile.dtype), do_tile, acc_v, PRECISION)  # [BN, DV]
         dp = times(v_side, do_now, DV, PART, PRECISION) * factor_z  # [BN, BM]
         if delta is not None:
-            dp -= _load_vector(delta, row, local, rest, 0.0, EDGE) * factor_z
+            dp -= _load_vector(delta, row, local, rest, 0.0, EDGE)
         ds = slope * dp
         if dlse is not None:
             lse_i = _load_vector(lse, row, local, rest, float("-inf"), EDGE)

@@ -103,8 +103,6 @@ def flash_dq(
             low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
             ACT, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
         )[:, None]  # fmt: skip
-    if SUM or THRESHOLD:
-        tl.store(delta + at + i, mean, mask=i < queries)
     if dsink is not None:
         # The sink acts as a key whose value is 0.
         last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT
@@ -113,6 +111,11 @@ def flash_dq(
         tl.store(dsink + at + i, -last * mean * per_z_i, mask=i < queries)
 
     mean *= per_z_i
+    if SUM or THRESHOLD:
+        shift = mean
+        if gain is not None:
+            shift *= tl.load(gain + at + i, mask=i < queries, other=0.0)
+        tl.store(delta + at + i, shift, mask=i < queries)
     # acc: Σ dS k, total: Σ dS, dist: Σ dS |i − j|
     TOTAL: tl.constexpr = dtau is not None
     DISTANCE: tl.constexpr = dalibi is not None
