@@ -91,9 +91,6 @@ def flash_dkdv(
     dv += (b * dv_b + hk * dv_h) * ALIGN
     start, local = tile * BLOCK_N, tl.arange(0, BLOCK_N)
     j = start + local  # [BN]
-    if k_segments is not None:
-        k_segments += b * keys
-    size = (queries, keys, left, right)
     d, d_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
     v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
@@ -107,12 +104,15 @@ def flash_dkdv(
     at = (b * heads + h) * queries
     mask_at = at * 0
     if mask is not None:
-        mask_at = b * mask_b + h * mask_h
+        mask_at = b * mask_b + h * mask_h + start.to(tl.int64) * (1 if mask_n is None else mask_n)
+    if k_segments is not None:
+        k_segments += b * keys + start
     q_side = (q, q_h * ALIGN, q_n * ALIGN, q_descriptor, d)
     do_side = (do, do_h * ALIGN, do_n * ALIGN, do_descriptor, d_v)
     head = (b, h, at, mask_at, group)
     vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale)
     where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments)
+    size = (queries, keys - start, left, right)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -123,34 +123,34 @@ def flash_dkdv(
         blocks += map_row * most
         edges = tl.load(counts + 2 * map_row) * PARTS
         acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, (0, 0, 0, 0), edges, k_side, v_side, q_side, do_side, j, head, vectors,
+            acc_k, acc_v, (0, 0, 0, 0), edges, k_side, v_side, q_side, do_side, head, vectors,
             where, size, blocks,
             ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, True, PRECISION,
         )  # fmt: skip
         if SPLIT:
             full = tl.load(counts + 2 * map_row + 1)
             acc_k, acc_v = _sum_over_queries(
-                acc_k, acc_v, (0, 0, 0, 0), full * PARTS, k_side, v_side, q_side, do_side, j, head,
+                acc_k, acc_v, (0, 0, 0, 0), full * PARTS, k_side, v_side, q_side, do_side, head,
                 vectors, where, size, blocks + most - full,
                 ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, False, PRECISION,
             )  # fmt: skip
     elif SPLIT:
-        first, last = _full_blocks(start, low, high, size, BLOCK_M, BLOCK_N)
+        first, last = _full_blocks(start, low, high, (queries, keys, left, right), BLOCK_M, BLOCK_N)
         steps = (first - low + high - last) * group
         acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, (low, first, last, high), steps, k_side, v_side, q_side, do_side, j,
+            acc_k, acc_v, (low, first, last, high), steps, k_side, v_side, q_side, do_side,
             head, vectors, where, size, None,
             ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
         )  # fmt: skip
         acc_k, acc_v = _sum_over_queries(
             acc_k, acc_v, (first, last, last, last), (last - first) * group, k_side, v_side,
-            q_side, do_side, j, head, vectors, where, size, None,
+            q_side, do_side, head, vectors, where, size, None,
             ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, False, PRECISION,
         )  # fmt: skip
     else:
         acc_k, acc_v = _sum_over_queries(
             acc_k, acc_v, (low, high, high, high), (high - low) * group, k_side, v_side,
-            q_side, do_side, j, head, vectors, where, size, None,
+            q_side, do_side, head, vectors, where, size, None,
             ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
         )  # fmt: skip
     store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k * scale)
@@ -185,7 +185,7 @@ def _load_vector(vector, at, local, rest, other, EDGE: tl.constexpr):
 
 @triton.jit
 def _sum_over_queries(
-    acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, j, head, vectors, where, size,
+    acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
     blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
@@ -201,10 +201,13 @@ def _sum_over_queries(
     b, h, at, mask_at, group = head
     gain, tau, per_z, shape, alibi, lse, dlse, delta, scale = vectors
     mask, mask_h, mask_m, mask_n, k_segments, q_segments = where
-    queries, keys = size[0], size[1]
+    queries, keys, left, right = size
     low, first, last, high = span
-    HIDES: tl.constexpr = EDGE or mask is not None or k_segments is not None
+    MASKED: tl.constexpr = mask is not None or k_segments is not None
+    HIDES: tl.constexpr = EDGE or MASKED
     local = tl.arange(0, BLOCK_M)
+    # Indices in `scores` are relative to the first query and the first key of the block.
+    i, j = local[None, :], k_side[3][:, None]
     if blocks is None:
         start = tl.where(low == first, last, low)
         block, turn = start, tl.to_tensor(0)  # turn: index of the head in its group
@@ -215,8 +218,7 @@ def _sum_over_queries(
             entry = tl.load(blocks + step // PARTS)
             turn, block = entry // TILES, entry % TILES * PARTS + step % PARTS
         begin = block * BLOCK_M
-        index = begin + local  # [BM]
-        i, row, rest = index[None, :], at + turn.to(tl.int64) * queries + begin, queries - begin
+        row, rest = at + turn.to(tl.int64) * queries + begin, queries - begin
         h_now = (h + turn).to(tl.int32)
         q_matrix = (q + turn.to(tl.int64) * q_h, q_n, queries, q_descriptor, b.to(tl.int32), h_now)
         do_matrix = (
@@ -224,6 +226,9 @@ def _sum_over_queries(
         )  # fmt: skip
         q_tile = load_block(q_matrix, begin, local, d, D, EDGE)  # [BM, D]
         do_tile = load_block(do_matrix, begin, local, d_v, DV, EDGE)  # [BM, DV]
+        q_now, do_now = (q_tile, q_matrix, begin, local), (do_tile, do_matrix, begin, local)
+        product = times(k_side, q_now, D, PART, PRECISION)  # [BN, BM]
+        dp = times(v_side, do_now, DV, PART, PRECISION)  # [BN, BM]
         # Per-query vectors [1, BM]: see `load_vectors`.
         one = tl.full([1, BLOCK_M], 1.0, tl.float32)
         factor, tau_i, shape_i, slope_i, gain_i = one * (scale * UNIT), one * 0, one * 0, one * 0, one
@@ -240,24 +245,33 @@ def _sum_over_queries(
             shape_i = _load_vector(shape, row, local, rest, 1.5, EDGE)
         if alibi is not None:
             slope_i = _load_vector(alibi, row, local, rest, 0.0, EDGE) * UNIT
-        segment = load_segments(q_segments, b * queries, i, queries)
+        segment = load_segments(q_segments, b * queries + begin, i, rest)
         mask_now = mask_at
         if mask is not None:
             mask_now += turn.to(tl.int64) * mask_h
-        q_now, do_now = (q_tile, q_matrix, begin, local), (do_tile, do_matrix, begin, local)
-        product = times(k_side, q_now, D, PART, PRECISION)  # [BN, BM]
+            if mask_m is not None:
+                mask_now += begin.to(tl.int64) * mask_m
         s, seen = scores(
-            product, i, j[:, None], (factor, tau_i, shape_i, slope_i), segment,
-            (mask, mask_now, mask_m, mask_n, k_segments, alibi), size, UNIT, EDGE, HIDES,
+            product, i, j, (factor, tau_i, shape_i, slope_i), segment,
+            (mask, mask_now, mask_m, mask_n, k_segments, alibi), (rest, keys, None, None), UNIT, False, MASKED,
         )  # fmt: skip
+        if EDGE:
+            # Keys and queries that do not exist need no comparison: their results are not stored,
+            # or 0.
+            if right is not None:
+                inside = j - (keys - rest + right) <= i
+                seen = seen & inside if MASKED else inside
+            if left is not None:
+                seen = seen & (j >= i + (keys - rest - left))
+            if left is not None or right is not None:
+                s = tl.where(seen, s, float("-inf"))
         p, slope = activate(ACT, s - tau_i, shape_i, seen, HIDES and not VANISHES)
         factor_z = gain_i
         if per_z is not None:
             per_z_i = _load_vector(per_z, row, local, rest, 1.0, EDGE)
             p *= per_z_i
             factor_z *= per_z_i
-        acc_v = dot(p.to(do_tile.dtype), do_tile, acc_v, PRECISION)  # [BN, DV]
-        dp = times(v_side, do_now, DV, PART, PRECISION) * factor_z  # [BN, BM]
+        dp *= factor_z
         if delta is not None:
             dp -= _load_vector(delta, row, local, rest, 0.0, EDGE)
         ds = slope * dp
@@ -266,6 +280,7 @@ def _sum_over_queries(
             lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
             dlse_i = _load_vector(dlse, row, local, rest, 0.0, EDGE)
             ds += tl.exp2(s - lse_i) * (dlse_i * gain_i)
+        acc_v = dot(p.to(do_tile.dtype), do_tile, acc_v, PRECISION)  # [BN, DV]
         acc_k = dot(ds.to(q_tile.dtype), q_tile, acc_k, PRECISION)  # [BN, D]
         if blocks is None:
             block += 1
