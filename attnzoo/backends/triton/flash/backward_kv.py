@@ -177,10 +177,10 @@ def _full_blocks(start, low, high, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def _load_vector(vector, at, local, rest, other, EDGE: tl.constexpr):
-    """Load the entries at + local, of which ``rest`` are left, as [1, BM]."""
+    """Load the entries at + local, of which ``rest`` are left. ``local``: [1, BM] or [BM, 1]."""
     if EDGE:
-        return tl.load(vector + at + local, mask=local < rest, other=other)[None, :]
-    return tl.load(vector + at + local)[None, :]
+        return tl.load(vector + at + local, mask=local < rest, other=other)
+    return tl.load(vector + at + local)
 
 
 @triton.jit
@@ -206,8 +206,12 @@ def _sum_over_queries(
     MASKED: tl.constexpr = mask is not None or k_segments is not None
     HIDES: tl.constexpr = EDGE or MASKED
     local = tl.arange(0, BLOCK_M)
+    # The rows of the tiles of scores are keys, or queries if a block has more queries than keys.
+    # Rows are divided among the warps, 16 for each, and a tile with fewer rows is computed twice.
     # Indices in `scores` are relative to the first query and the first key of the block.
-    i, j = local[None, :], k_side[3][:, None]
+    KEY_ROWS: tl.constexpr = k_side[3].shape[0] >= BLOCK_M
+    i = tl.expand_dims(local, 0 if KEY_ROWS else 1)
+    j = tl.expand_dims(k_side[3], 1 if KEY_ROWS else 0)
     if blocks is None:
         start = tl.where(low == first, last, low)
         block, turn = start, tl.to_tensor(0)  # turn: index of the head in its group
@@ -227,24 +231,28 @@ def _sum_over_queries(
         q_tile = load_block(q_matrix, begin, local, d, D, EDGE)  # [BM, D]
         do_tile = load_block(do_matrix, begin, local, d_v, DV, EDGE)  # [BM, DV]
         q_now, do_now = (q_tile, q_matrix, begin, local), (do_tile, do_matrix, begin, local)
-        product = times(k_side, q_now, D, PART, PRECISION)  # [BN, BM]
-        dp = times(v_side, do_now, DV, PART, PRECISION)  # [BN, BM]
-        # Per-query vectors [1, BM]: see `load_vectors`.
-        one = tl.full([1, BLOCK_M], 1.0, tl.float32)
+        if KEY_ROWS:
+            product = times(k_side, q_now, D, PART, PRECISION)  # [BN, BM]
+            dp = times(v_side, do_now, DV, PART, PRECISION)
+        else:
+            product = times(q_now, k_side, D, PART, PRECISION)  # [BM, BN]
+            dp = times(do_now, v_side, DV, PART, PRECISION)
+        # Per-query vectors, shaped as i: see `load_vectors`.
+        one = tl.full(i.shape, 1.0, tl.float32)
         factor, tau_i, shape_i, slope_i, gain_i = one * (scale * UNIT), one * 0, one * 0, one * 0, one
         if gain is not None:
-            gain_i = _load_vector(gain, row, local, rest, 0.0, EDGE)
+            gain_i = _load_vector(gain, row, i, rest, 0.0, EDGE)
             factor *= gain_i
         if tau is not None:
-            tau_i = _load_vector(tau, row, local, rest, 0.0, EDGE)
+            tau_i = _load_vector(tau, row, i, rest, 0.0, EDGE)
             if HIDES:
                 # A query without keys has τ = log 0 = −∞, and −∞ of hidden keys minus that is NaN.
                 tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i)
             tau_i *= TAU_UNIT
         if shape is not None:
-            shape_i = _load_vector(shape, row, local, rest, 1.5, EDGE)
+            shape_i = _load_vector(shape, row, i, rest, 1.5, EDGE)
         if alibi is not None:
-            slope_i = _load_vector(alibi, row, local, rest, 0.0, EDGE) * UNIT
+            slope_i = _load_vector(alibi, row, i, rest, 0.0, EDGE) * UNIT
         segment = load_segments(q_segments, b * queries + begin, i, rest)
         mask_now = mask_at
         if mask is not None:
@@ -266,22 +274,23 @@ def _sum_over_queries(
             if left is not None or right is not None:
                 s = tl.where(seen, s, float("-inf"))
         p, slope = activate(ACT, s - tau_i, shape_i, seen, HIDES and not VANISHES)
-        factor_z = gain_i
         if per_z is not None:
-            per_z_i = _load_vector(per_z, row, local, rest, 1.0, EDGE)
-            p *= per_z_i
-            factor_z *= per_z_i
-        dp *= factor_z
+            per_z_i = _load_vector(per_z, row, i, rest, 1.0, EDGE)
+            p, slope = p * per_z_i, slope * per_z_i
+        dp *= gain_i
         if delta is not None:
-            dp -= _load_vector(delta, row, local, rest, 0.0, EDGE)
+            dp -= _load_vector(delta, row, i, rest, 0.0, EDGE)
         ds = slope * dp
         if dlse is not None:
-            lse_i = _load_vector(lse, row, local, rest, float("-inf"), EDGE)
+            lse_i = _load_vector(lse, row, i, rest, float("-inf"), EDGE)
             lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
-            dlse_i = _load_vector(dlse, row, local, rest, 0.0, EDGE)
+            dlse_i = _load_vector(dlse, row, i, rest, 0.0, EDGE)
             ds += tl.exp2(s - lse_i) * (dlse_i * gain_i)
-        acc_v = dot(p.to(do_tile.dtype), do_tile, acc_v, PRECISION)  # [BN, DV]
-        acc_k = dot(ds.to(q_tile.dtype), q_tile, acc_k, PRECISION)  # [BN, D]
+        p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
+        if not KEY_ROWS:
+            p, ds = tl.trans(p), tl.trans(ds)
+        acc_v = dot(p, do_tile, acc_v, PRECISION)  # [BN, DV]
+        acc_k = dot(ds, q_tile, acc_k, PRECISION)  # [BN, D]
         if blocks is None:
             block += 1
             block = tl.where(block == first, last, block)

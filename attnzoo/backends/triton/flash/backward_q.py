@@ -23,7 +23,6 @@ from attnzoo.backends.triton.common.tile import (
     key_blocks,
     load_block,
     load_segments,
-    load_tile,
     load_vectors,
     query_tile,
     scores,
@@ -39,7 +38,7 @@ RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv
 def flash_dq(
     q, k, v, o, do, dq,
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
-    delta, per_z, dgain, dtau, dsink, dalibi,  # vectors to write, or None
+    delta, per_z, dgain, dtau, dsink, dalibi,  # vectors to write, or None. delta: gain · δ
     gain, tau, z, shape, sink, alibi, lse, dlse,  # vectors or None
     mask, q_segments, k_segments, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
@@ -96,13 +95,25 @@ def flash_dq(
     mean = tl.zeros([BLOCK_M, 1], tl.float32)
     if SUM:
         o += (b * o_b + h * o_h) * ALIGN
-        o_tile = load_tile(o, index, o_n * ALIGN, queries, dv, DV, True)
-        mean = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)[:, None]
+        o_matrix = (o, o_n * ALIGN, queries, None, b, h)
+        # In slices, because two whole tiles of 256 columns do not fit in registers.
+        SLICE: tl.constexpr = min(BLOCK_DV, 64)
+        for column in range(0, DV, SLICE):
+            columns = column + tl.arange(0, SLICE)
+            do_part = load_block(do_matrix, start, q_side[3], columns, DV, True)
+            o_part = load_block(o_matrix, start, q_side[3], columns, DV, True)
+            mean += tl.sum(do_part.to(tl.float32) * o_part.to(tl.float32), 1)[:, None]
     if THRESHOLD:
         mean = _threshold_mean(
             low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
             ACT, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
         )[:, None]  # fmt: skip
+    if SUM or THRESHOLD:
+        # `flash_dkdv` multiplies the whole of dS by the gain.
+        gained = mean
+        if gain is not None:
+            gained *= tl.load(gain + at + i, mask=i < queries, other=0.0)
+        tl.store(delta + at + i, gained, mask=i < queries)
     if dsink is not None:
         # The sink acts as a key whose value is 0.
         last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT
@@ -111,11 +122,6 @@ def flash_dq(
         tl.store(dsink + at + i, -last * mean * per_z_i, mask=i < queries)
 
     mean *= per_z_i
-    if SUM or THRESHOLD:
-        shift = mean
-        if gain is not None:
-            shift *= tl.load(gain + at + i, mask=i < queries, other=0.0)
-        tl.store(delta + at + i, shift, mask=i < queries)
     # acc: Σ dS k, total: Σ dS, dist: Σ dS |i − j|
     TOTAL: tl.constexpr = dtau is not None
     DISTANCE: tl.constexpr = dalibi is not None
@@ -142,9 +148,8 @@ def flash_dq(
     if dgain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
         # gain is 0, for example log 1.
-        tl.store(
-            dgain + at + index, tl.sum(q_side[0].to(tl.float32) * acc, 1), mask=index < queries
-        )
+        product = _row_products(q_side, acc, 0, D)
+        tl.store(dgain + at + index, product, mask=index < queries)
     if gain is not None:
         acc *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if dtau is not None:
@@ -152,6 +157,27 @@ def flash_dq(
     if dalibi is not None:
         tl.store(dalibi + at + index, -dist, mask=index < queries)
     store_tile(dq, index, dq_n * ALIGN, queries, d, D, acc)
+
+
+@triton.jit
+def _row_products(q_side, x, first, D: tl.constexpr):
+    """Return Σ_d q_id x_id [BM], for the columns of q from ``first`` on.
+
+    q is loaded again, because it would take registers during the loop, and 64 columns at a time,
+    because x takes most registers.
+    """
+    WIDTH: tl.constexpr = x.shape[1]
+    if WIDTH > 64:
+        halves = tl.permute(tl.reshape(x, [x.shape[0], 2, WIDTH // 2]), [0, 2, 1])
+        low, high = tl.split(halves)
+        product = _row_products(q_side, low, first, D)
+        tl.debug_barrier()
+        product += _row_products(q_side, high, first + WIDTH // 2, D)
+    else:
+        columns = first + tl.arange(0, WIDTH)
+        q_part = load_block(q_side[1], q_side[2], q_side[3], columns, D, True)
+        product = tl.sum(q_part.to(tl.float32) * x, 1)
+    return product
 
 
 @triton.jit
