@@ -72,12 +72,13 @@ def descriptor(x: Tensor, block: int) -> TensorDescriptor | str | None:
     the descriptor's type is returned, which is what a compilation needs.
     """
     dim, bits = x.shape[3], 8 * x.element_size()
-    # The stride of a dimension of size 1 is never used, and may be anything.
-    steps = [s if n > 1 else dim for n, s in zip(x.shape[:3], x.stride())]
+    # The stride of a dimension of size 1 is never used, and may be anything. Columns beyond the
+    # tensor are loaded as 0, so the block may be padded.
+    steps = [s if n > 1 else padded(dim) for n, s in zip(x.shape[:3], x.stride())]
     fits = x.stride(3) == 1 and all(s > 0 and s * bits % 128 == 0 for s in steps)
-    if bits == 32 or dim != padded(dim) or not fits or x.numel() == 0 or x.data_ptr() % 16:
+    if bits == 32 or not fits or x.numel() == 0 or x.data_ptr() % 16:
         return None
-    shape = [1, 1, block, dim]
+    shape = [1, 1, block, padded(dim)]
     if x.is_meta:
         return f"tensordesc<{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}{shape}>"
     return TensorDescriptor(x, list(x.shape), [*steps, 1], shape)

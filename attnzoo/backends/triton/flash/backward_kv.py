@@ -271,7 +271,8 @@ def _sum_over_queries(
                 seen = seen & inside if MASKED else inside
             if left is not None:
                 seen = seen & (j >= i + (keys - rest - left))
-            if left is not None or right is not None:
+            # Otherwise `activate` sets the weights of hidden keys to 0.
+            if VANISHES and (left is not None or right is not None):
                 s = tl.where(seen, s, float("-inf"))
         p, slope = activate(ACT, s - tau_i, shape_i, seen, HIDES and not VANISHES)
         if per_z is not None:

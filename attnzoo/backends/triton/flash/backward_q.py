@@ -167,7 +167,7 @@ def _row_products(q_side, x, first, D: tl.constexpr):
     because x takes most registers.
     """
     WIDTH: tl.constexpr = x.shape[1]
-    if WIDTH > 64:
+    if WIDTH > 32:
         halves = tl.permute(tl.reshape(x, [x.shape[0], 2, WIDTH // 2]), [0, 2, 1])
         low, high = tl.split(halves)
         product = _row_products(q_side, low, first, D)
