@@ -19,9 +19,6 @@ from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.tile import load_tile
 
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
 class Launch(NamedTuple):
     kernel: Any
     programs: int
@@ -76,37 +73,41 @@ def align_of(*tensors: Tensor) -> int:
     )
 
 
-# Architectures (divided by 10) whose kernels load tiles by TMA; 0 is the interpreter.
+# Architectures, divided by 10, whose kernels load tiles by TMA. 0 is the interpreter.
 TMA = (0, 9, 10)
 
 
-def descriptors(rows: int, arch: int, **tensors: Tensor) -> dict[str, Any]:
-    """Return TMA descriptors for tiles of ``rows`` rows, or None for each tensor if one has none.
+def descriptors(config: Config, arch: int, rows: int, **tensors: Tensor) -> dict[str, Any]:
+    """Return "name_descriptor" for each tensor: its TMA descriptor, or None for all of them.
 
-    TMA needs 16-byte aligned rows. A head dimension that is padded would not match its tile.
+    Blocks have ``rows`` rows. With ``part``, tiles are loaded in parts, for which there is no
+    descriptor. TMA for some tensors and pointers for others would need both kinds of barriers.
     """
-    usable = arch // 10 in TMA and all(map(_fits_tma, tensors.values()))
-    return {name: _descriptor(x, rows) if usable else None for name, x in tensors.items()}
+    made: list[Any] = [None]
+    if arch // 10 in TMA and config.part is None:
+        made = [descriptor(x, rows) for x in tensors.values()]
+    if any(x is None for x in made):
+        made = [None] * len(tensors)
+    return {f"{name}_descriptor": x for name, x in zip(tensors, made)}
 
 
-def _fits_tma(x: Tensor) -> bool:
-    size, rows = x.element_size(), list(zip(x.shape[:3], x.stride()))
-    return (
-        size == 2
-        and padded(x.shape[3]) == x.shape[3]
-        and x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and all(s > 0 and s * size % 16 == 0 for n, s in rows if n > 1)
-    )
+def descriptor(x: Tensor, block: int) -> TensorDescriptor | str | None:
+    """Return a descriptor with which TMA loads blocks of ``block`` rows of x, or None.
 
-
-def _descriptor(x: Tensor, rows: int) -> Any:
-    block = [1, 1, rows, x.shape[3]]
-    if x.device.type == "meta":  # the type is all that a compilation needs
-        return f"tensordesc<{DTYPES[x.dtype]}{block}>"
-    # Any stride will do for a dimension of size 1, but it must be a multiple of 16 bytes.
-    stride = [s if n > 1 else x.shape[3] for n, s in zip(x.shape[:3], x.stride())]
-    return TensorDescriptor(x, list(x.shape), [*stride, 1], block)
+    None: x is in fp32, or its shape, strides or address are not what TMA needs. For a meta tensor,
+    the descriptor's type is returned, which is what a compilation needs.
+    """
+    dim, bits = x.shape[3], 8 * x.element_size()
+    # The stride of a dimension of size 1 is never used, and may be anything. Columns beyond the
+    # tensor are loaded as 0, so the block may be padded.
+    steps = [s if n > 1 else padded(dim) for n, s in zip(x.shape[:3], x.stride())]
+    fits = x.stride(3) == 1 and all(s > 0 and s * bits % 128 == 0 for s in steps)
+    if bits == 32 or not fits or x.numel() == 0 or x.data_ptr() % 16:
+        return None
+    shape = [1, 1, block, padded(dim)]
+    if x.is_meta:
+        return f"tensordesc<{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}{shape}>"
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], shape)
 
 
 def readable(do: Tensor, out: Tensor) -> bool:

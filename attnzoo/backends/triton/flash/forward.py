@@ -30,7 +30,7 @@ def flash_forward(
     # ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and weight_sum, stat is the largest
     # score m and weight_sum is Σ 2^{s−m}. stat and weight_sum include the sink, lse does not. Of a
     # query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
-    q, k, v, k_tma, v_tma,  # k_tma, v_tma: TMA descriptors, or both None
+    q, k, v, k_descriptor, v_descriptor,  # k_descriptor, v_descriptor: TMA descriptors, or both None
     o, stat, weight_sum, lse,
     gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
@@ -62,8 +62,8 @@ def flash_forward(
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    k_matrix = (k, k_n * ALIGN, keys, k_tma, b, hk)
-    v_matrix = (v, v_n * ALIGN, keys, v_tma, b, hk)
+    k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, hk)
+    v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b, hk)
     tiles_kv = (k_matrix, v_matrix, d, dv)
     factor = None
     if LATE is not None:

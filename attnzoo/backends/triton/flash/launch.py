@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import triton
@@ -30,10 +31,11 @@ from attnzoo.backends.triton.common.launch import (
     strides,
     values,
 )
-from attnzoo.backends.triton.flash.backward import flash_dkdv, flash_dq
+from attnzoo.backends.triton.flash.backward_kv import flash_dkdv, list_queries
+from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.forward import flash_forward
 from attnzoo.backends.triton.flash.statistics import row_stats
-from attnzoo.backends.triton.flash.threshold import list_columns, threshold
+from attnzoo.backends.triton.flash.threshold import threshold
 from attnzoo.core.forms import Statistics
 
 
@@ -114,7 +116,7 @@ def describe_forward(
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors), "q": q, "k": k, "v": v, "o": out,
-        **descriptors(config.block_n, arch, k_tma=k, v_tma=v),
+        **descriptors(config, arch, config.block_n, k=k, v=v),
         "stat": stat[0] if two_vectors and stat is not None else stat,
         "weight_sum": stat[1] if two_vectors and stat is not None else None, "lse": lse,
         "blocks": maps.blocks, "counts": maps.counts,
@@ -142,37 +144,40 @@ def describe_backward(
     shared = {
         **common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": vectors.shape,
-        "tau": tau, "z": z, "lse": None if dlse is None else lse, "dlse": dlse,
+        "tau": tau, "per_z": None if z is None else new_vector(q), "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
     }  # fmt: skip
     align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
     config_args = align, vectors.shape, dlse
-    columns, listing = _describe_columns(maps, shared["group"])
     config = _config("dq", arch, q, k, v, layout, maps.blocks is not None, *config_args)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": _map_tile(q, k, v, layout)[0],
+        **descriptors(config, arch, config.block_n, k=k, v=v),
         **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]), "o": out, "dq": grads["q"],
-        "dgain": grads.get("gain"), "dtau": grads.get("offset"), "dsink": grads.get("sink"),
+        "z": z, "dgain": grads.get("gain"), "dtau": grads.get("offset"), "dsink": grads.get("sink"),
         "dalibi": grads.get("alibi"), "sink": vectors.sink,
         "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
         "blocks": maps.blocks, "counts": maps.counts,
     }  # fmt: skip
-    launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config), *listing]
+    launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
     config = _config("dkdv", arch, q, k, v, layout, maps.blocks is not None, *config_args)
+    map_tile = dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, layout)))
+    columns, listing = _describe_columns(maps, {**shared, **map_tile, "SPLIT": config.split})
     dkdv_args = {
-        **shared, **blocks_of(config), "ALIGN": align,
+        **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
+        **descriptors(config, arch, config.block_m, q=q, do=do),
         **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "dk": grads["k"], "dv": grads["v"], "blocks": columns.blocks, "counts": columns.counts,
-        **dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, layout))),
+        **map_tile,
     }  # fmt: skip
-    launches.append(Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config))
+    launches += [*listing, Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config)]
     return launches, grads
 
 
-def _describe_columns(maps: Maps, group: int) -> tuple[Maps, list[Launch]]:
+def _describe_columns(maps: Maps, given: dict[str, Any]) -> tuple[Maps, list[Launch]]:
     """Return the block map per tile of keys, and a list with the launch that fills the map.
 
     The list is empty if there is no map.
@@ -181,13 +186,13 @@ def _describe_columns(maps: Maps, group: int) -> tuple[Maps, list[Launch]]:
     if live is None:
         return maps, []
     heads, tiles_m, tiles_n = live.shape
+    group = given["group"]
     blocks = live.new_empty(heads // group, tiles_n, group * tiles_m, dtype=torch.int32)
-    counts = live.new_empty(heads // group, tiles_n, dtype=torch.int32)
-    args = {
-        "live": live, "blocks": blocks, "counts": counts,
-        "group": group, "tiles_m": tiles_m, "tiles_n": tiles_n, "CHUNK": 256,
-    }  # fmt: skip
-    launch = Launch(list_columns, counts.numel(), args, Config(1, 256, 4, 1))
+    counts = live.new_empty(heads // group, tiles_n, 2, dtype=torch.int32)
+    names = "group queries keys left right MAP_M MAP_N SPLIT".split()
+    args = {"live": live, "blocks": blocks, "counts": counts, "CHUNK": 256}
+    args |= {name: given[name] for name in names}
+    launch = Launch(list_queries, heads // group * tiles_n, args, Config(1, 256, 4, 1))
     return Maps(blocks, counts), [launch]
 
 
@@ -197,7 +202,7 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
     lse, entropy = new_vector(q), new_vector(q)
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
-        **descriptors(config.block_n, arch, k_tma=k), "q": q, "k": k, "lse": lse,
+        **descriptors(config, arch, config.block_n, k=k), "q": q, "k": k, "lse": lse,
         "entropy": entropy, "LATE": _late(layout, None, config), "SPLIT": config.split,
         "ALIGN": align,
     }  # fmt: skip

@@ -30,7 +30,7 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def row_stats(
-    q, k, k_tma, lse, entropy, alibi, mask, q_segments, k_segments,
+    q, k, k_descriptor, lse, entropy, alibi, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -52,7 +52,7 @@ def row_stats(
     segment = load_segments(q_segments, b * queries, i, queries)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
-    k_matrix = (k, k_n * ALIGN, keys, k_tma, b, h // group)
+    k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, h // group)
     factor = None
     if LATE is not None:
         q_side, factor = factor_out(q_side, vectors, LATE)

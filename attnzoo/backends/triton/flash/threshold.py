@@ -236,23 +236,3 @@ def round_tau(base, t, a):
     found = base + t
     lost = found - base - t > 0.5 * (1.0 / a - t)
     return tl.where(lost, found - tl.abs(found) * 1.2e-7, found)
-
-
-@triton.jit(do_not_specialize=["group", "tiles_m", "tiles_n"])
-def list_columns(live, blocks, counts, group, tiles_m, tiles_n, CHUNK: tl.constexpr):
-    """For each tile of keys, list the tiles of queries with nonzero weights for these keys.
-
-    Grid: one program per (batch, key/value head, tile of keys). An entry is h · tiles_m + tile,
-    with h the index of the head in its group.
-    """
-    map_row = tl.program_id(0).to(tl.int64)
-    bh, column = map_row // tiles_n, map_row % tiles_n
-    kept, most = 0, group * tiles_m
-    for low in range(0, most, CHUNK):
-        entry = low + tl.arange(0, CHUNK)
-        # The heads of a group are adjacent in ``live``, [B·H, tiles_m, tiles_n].
-        flag = live + (bh * most + entry) * tiles_n + column
-        flag = tl.load(flag, mask=entry < most, other=0).to(tl.int32)
-        tl.store(blocks + map_row * most + kept + tl.cumsum(flag, 0) - 1, entry, mask=flag > 0)
-        kept += tl.sum(flag, 0)
-    tl.store(counts + map_row, kept)

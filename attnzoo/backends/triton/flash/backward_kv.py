@@ -1,0 +1,308 @@
+"""dV and dK of every pairwise form. The formulas are in `backward_q`.
+
+`flash_dkdv` is launched after `flash_dq`, which writes δ. It has one program per (batch, key/value
+head, block of keys), which loops over the queries that may see its keys, in all query heads of the
+group. Its tiles of scores are transposed (k qᵀ), so that they can be multiplied with dO and q
+directly.
+"""
+
+import triton
+import triton.language as tl
+
+from attnzoo.backends.triton.common.tile import (
+    activate,
+    dot,
+    in_unit,
+    load_block,
+    load_segments,
+    query_blocks,
+    scores,
+    store_tile,
+    times,
+)
+from attnzoo.backends.triton.flash.backward_q import RUNTIME
+
+# An entry of `list_queries` is head · TILES + tile, with the index of the head in its group. The
+# number is a power of two, so that no step divides.
+TILES = tl.constexpr(1 << 20)
+
+
+@triton.jit(do_not_specialize=["group", "queries", "keys", "left", "right"])
+def list_queries(
+    live, blocks, counts, group, queries, keys, left, right,
+    MAP_M: tl.constexpr, MAP_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """For each tile of keys, list the tiles of queries with nonzero weights for these keys.
+
+    Grid: one program per (batch, key/value head, tile of keys). The first counts[0] entries are
+    tiles that need masks. With SPLIT, the last counts[1] are tiles whose queries see all keys.
+    """
+    tiles_m, tiles_n = tl.cdiv(queries, MAP_M), tl.cdiv(keys, MAP_N)
+    map_row = tl.program_id(0).to(tl.int64)
+    bh, column = map_row // tiles_n, map_row % tiles_n
+    first, last = _full_blocks(
+        column.to(tl.int32) * MAP_N, 0, tiles_m, (queries, keys, left, right), MAP_M, MAP_N
+    )
+    edges, full, most = 0, 0, group * tiles_m
+    blocks += map_row * most
+    for low in range(0, most, CHUNK):
+        index = low + tl.arange(0, CHUNK)
+        head, tile = index // tiles_m, index % tiles_m
+        # The heads of a group are adjacent in ``live``, [B·H, tiles_m, tiles_n].
+        flag = live + (bh * most + index) * tiles_n + column
+        flag = tl.load(flag, mask=index < most, other=0).to(tl.int32)
+        entry, whole = head * TILES + tile, flag * 0
+        if SPLIT:
+            whole = flag * ((tile >= first) & (tile < last)).to(tl.int32)
+            tl.store(blocks + most - full - tl.cumsum(whole, 0), entry, mask=whole > 0)
+            full += tl.sum(whole, 0)
+        edge = flag - whole
+        tl.store(blocks + edges + tl.cumsum(edge, 0) - 1, entry, mask=edge > 0)
+        edges += tl.sum(edge, 0)
+    tl.store(counts + 2 * map_row, edges)
+    tl.store(counts + 2 * map_row + 1, full)
+
+
+@triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dq", "o_")])
+def flash_dkdv(
+    q, k, v, do, dk, dv,
+    q_descriptor, do_descriptor,  # for TMA, with blocks of BLOCK_M rows; or None
+    gain, tau, per_z, shape, alibi, lse, dlse, delta,  # vectors or None
+    mask, q_segments, k_segments,
+    blocks, counts,  # from `list_queries`, per tile of MAP_N keys; or None
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dk_b, dk_h, dk_n,
+    dv_b, dv_h, dv_n, mask_b, mask_h, mask_m, mask_n,
+    scale, heads, group, queries, keys, left, right,
+    ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    MAP_M: tl.constexpr, MAP_N: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv for a block of keys."""
+    tiles = tl.cdiv(keys, BLOCK_N)
+    tile = tl.program_id(0) % tiles
+    bh = (tl.program_id(0) // tiles).to(tl.int64)  # batch · Hkv + key/value head
+    kv_heads = heads // group
+    b, hk = bh // kv_heads, bh % kv_heads
+    k += (b * k_b + hk * k_h) * ALIGN
+    v += (b * v_b + hk * v_h) * ALIGN
+    dk += (b * dk_b + hk * dk_h) * ALIGN
+    dv += (b * dv_b + hk * dv_h) * ALIGN
+    start, local = tile * BLOCK_N, tl.arange(0, BLOCK_N)
+    j = start + local  # [BN]
+    d, d_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
+    v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
+    k_tile = load_block(k_matrix, start, local, d, D, True)  # [BN, D]
+    v_tile = load_block(v_matrix, start, local, d_v, DV, True)  # [BN, DV]
+    k_side, v_side = (k_tile, k_matrix, start, local), (v_tile, v_matrix, start, local)
+    # The first query head of the group.
+    h = hk * group
+    q += (b * q_b + h * q_h) * ALIGN
+    do += (b * do_b + h * do_h) * ALIGN
+    at = (b * heads + h) * queries
+    mask_at = at * 0
+    if mask is not None:
+        mask_at = b * mask_b + h * mask_h + start.to(tl.int64) * (1 if mask_n is None else mask_n)
+    if k_segments is not None:
+        k_segments += b * keys + start
+    q_side = (q, q_h * ALIGN, q_n * ALIGN, q_descriptor, d)
+    do_side = (do, do_h * ALIGN, do_n * ALIGN, do_descriptor, d_v)
+    head = (b, h, at, mask_at, group)
+    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale)
+    where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments)
+    size = (queries, keys - start, left, right)
+    low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if blocks is not None:
+        PARTS: tl.constexpr = MAP_M // BLOCK_M
+        map_row = bh * tl.cdiv(keys, MAP_N) + start // MAP_N
+        most = group * tl.cdiv(queries, MAP_M)
+        blocks += map_row * most
+        edges = tl.load(counts + 2 * map_row) * PARTS
+        acc_k, acc_v = _sum_over_queries(
+            acc_k, acc_v, (0, 0, 0, 0), edges, k_side, v_side, q_side, do_side, head, vectors,
+            where, size, blocks,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, True, PRECISION,
+        )  # fmt: skip
+        if SPLIT:
+            full = tl.load(counts + 2 * map_row + 1)
+            acc_k, acc_v = _sum_over_queries(
+                acc_k, acc_v, (0, 0, 0, 0), full * PARTS, k_side, v_side, q_side, do_side, head,
+                vectors, where, size, blocks + most - full,
+                ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, False, PRECISION,
+            )  # fmt: skip
+    elif SPLIT:
+        first, last = _full_blocks(start, low, high, (queries, keys, left, right), BLOCK_M, BLOCK_N)
+        steps = (first - low + high - last) * group
+        acc_k, acc_v = _sum_over_queries(
+            acc_k, acc_v, (low, first, last, high), steps, k_side, v_side, q_side, do_side,
+            head, vectors, where, size, None,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
+        )  # fmt: skip
+        acc_k, acc_v = _sum_over_queries(
+            acc_k, acc_v, (first, last, last, last), (last - first) * group, k_side, v_side,
+            q_side, do_side, head, vectors, where, size, None,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, False, PRECISION,
+        )  # fmt: skip
+    else:
+        acc_k, acc_v = _sum_over_queries(
+            acc_k, acc_v, (low, high, high, high), (high - low) * group, k_side, v_side,
+            q_side, do_side, head, vectors, where, size, None,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
+        )  # fmt: skip
+    store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k * scale)
+    store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
+
+
+@triton.jit
+def _full_blocks(start, low, high, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (first, last): in the blocks [first, last) all queries exist and see all keys.
+
+    ``low`` and ``high`` are from `query_blocks`. Keys that do not exist need no attention: each
+    key has its own row of the result, and rows beyond the last key are not stored.
+    """
+    queries, keys, left, right = size
+    first, last = low, queries // BLOCK_M
+    if right is not None:
+        last_key = tl.minimum(start + BLOCK_N, keys) - 1
+        first = tl.cdiv(tl.maximum(last_key - right + queries - keys, 0), BLOCK_M)
+    if left is not None:
+        last = tl.minimum(tl.maximum(start + left + 1 + queries - keys, 0) // BLOCK_M, last)
+    first = tl.minimum(tl.maximum(first, low), high)
+    return first, tl.minimum(tl.maximum(last, first), high)
+
+
+@triton.jit
+def _load_vector(vector, at, local, rest, other, EDGE: tl.constexpr):
+    """Load the entries at + local, of which ``rest`` are left. ``local``: [1, BM] or [BM, 1]."""
+    if EDGE:
+        return tl.load(vector + at + local, mask=local < rest, other=other)
+    return tl.load(vector + at + local)
+
+
+@triton.jit
+def _sum_over_queries(
+    acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
+    blocks,
+    ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+    PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add blocks of queries of all heads to dk / scale [BN, D] and dv [BN, DV].
+
+    ``span`` (low, first, last, high): the blocks [low, first) and [last, high) of each head.
+    With ``blocks``, a list of tiles of PARTS blocks (see `list_queries`), ``span`` is not used.
+    """
+    q, q_h, q_n, q_descriptor, d = q_side
+    do, do_h, do_n, do_descriptor, d_v = do_side
+    b, h, at, mask_at, group = head
+    gain, tau, per_z, shape, alibi, lse, dlse, delta, scale = vectors
+    mask, mask_h, mask_m, mask_n, k_segments, q_segments = where
+    queries, keys, left, right = size
+    low, first, last, high = span
+    MASKED: tl.constexpr = mask is not None or k_segments is not None
+    HIDES: tl.constexpr = EDGE or MASKED
+    local = tl.arange(0, BLOCK_M)
+    # The rows of the tiles of scores are keys, or queries if a block has more queries than keys.
+    # Rows are divided among the warps, 16 for each, and a tile with fewer rows is computed twice.
+    # Indices in `scores` are relative to the first query and the first key of the block.
+    KEY_ROWS: tl.constexpr = k_side[3].shape[0] >= BLOCK_M
+    i = tl.expand_dims(local, 0 if KEY_ROWS else 1)
+    j = tl.expand_dims(k_side[3], 1 if KEY_ROWS else 0)
+    if blocks is None:
+        start = tl.where(low == first, last, low)
+        block, turn = start, tl.to_tensor(0)  # turn: index of the head in its group
+    # A single loop runs over the heads of the group and their blocks of queries, because nested
+    # loops need twice as many registers.
+    for step in range(steps):
+        if blocks is not None:
+            entry = tl.load(blocks + step // PARTS)
+            turn, block = entry // TILES, entry % TILES * PARTS + step % PARTS
+        begin = block * BLOCK_M
+        row, rest = at + turn.to(tl.int64) * queries + begin, queries - begin
+        h_now = (h + turn).to(tl.int32)
+        q_matrix = (q + turn.to(tl.int64) * q_h, q_n, queries, q_descriptor, b.to(tl.int32), h_now)
+        do_matrix = (
+            do + turn.to(tl.int64) * do_h, do_n, queries, do_descriptor, b.to(tl.int32), h_now,
+        )  # fmt: skip
+        q_tile = load_block(q_matrix, begin, local, d, D, EDGE)  # [BM, D]
+        do_tile = load_block(do_matrix, begin, local, d_v, DV, EDGE)  # [BM, DV]
+        q_now, do_now = (q_tile, q_matrix, begin, local), (do_tile, do_matrix, begin, local)
+        if KEY_ROWS:
+            product = times(k_side, q_now, D, PART, PRECISION)  # [BN, BM]
+            dp = times(v_side, do_now, DV, PART, PRECISION)
+        else:
+            product = times(q_now, k_side, D, PART, PRECISION)  # [BM, BN]
+            dp = times(do_now, v_side, DV, PART, PRECISION)
+        # Per-query vectors, shaped as i: see `load_vectors`.
+        one = tl.full(i.shape, 1.0, tl.float32)
+        factor, tau_i, shape_i, slope_i, gain_i = (
+            one * (scale * UNIT),
+            one * 0,
+            one * 0,
+            one * 0,
+            one,
+        )
+        if gain is not None:
+            gain_i = _load_vector(gain, row, i, rest, 0.0, EDGE)
+            factor *= gain_i
+        if tau is not None:
+            tau_i = _load_vector(tau, row, i, rest, 0.0, EDGE)
+            if HIDES:
+                # A query without keys has τ = log 0 = −∞, and −∞ of hidden keys minus that is NaN.
+                tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i)
+            tau_i *= TAU_UNIT
+        if shape is not None:
+            shape_i = _load_vector(shape, row, i, rest, 1.5, EDGE)
+        if alibi is not None:
+            slope_i = _load_vector(alibi, row, i, rest, 0.0, EDGE) * UNIT
+        segment = load_segments(q_segments, b * queries + begin, i, rest)
+        mask_now = mask_at
+        if mask is not None:
+            mask_now += turn.to(tl.int64) * mask_h
+            if mask_m is not None:
+                mask_now += begin.to(tl.int64) * mask_m
+        s, seen = scores(
+            product, i, j, (factor, tau_i, shape_i, slope_i), segment,
+            (mask, mask_now, mask_m, mask_n, k_segments, alibi), (rest, keys, None, None), UNIT, False, MASKED,
+        )  # fmt: skip
+        if EDGE:
+            # Keys and queries that do not exist need no comparison: their results are not stored,
+            # or 0.
+            if right is not None:
+                inside = j - (keys - rest + right) <= i
+                seen = seen & inside if MASKED else inside
+            if left is not None:
+                seen = seen & (j >= i + (keys - rest - left))
+            # Otherwise `activate` sets the weights of hidden keys to 0.
+            if VANISHES and (left is not None or right is not None):
+                s = tl.where(seen, s, float("-inf"))
+        p, slope = activate(ACT, s - tau_i, shape_i, seen, HIDES and not VANISHES)
+        if per_z is not None:
+            per_z_i = _load_vector(per_z, row, i, rest, 1.0, EDGE)
+            p, slope = p * per_z_i, slope * per_z_i
+        dp *= gain_i
+        if delta is not None:
+            dp -= _load_vector(delta, row, i, rest, 0.0, EDGE)
+        ds = slope * dp
+        if dlse is not None:
+            lse_i = _load_vector(lse, row, i, rest, float("-inf"), EDGE)
+            lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
+            dlse_i = _load_vector(dlse, row, i, rest, 0.0, EDGE)
+            ds += tl.exp2(s - lse_i) * (dlse_i * gain_i)
+        p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
+        if not KEY_ROWS:
+            p, ds = tl.trans(p), tl.trans(ds)
+        acc_v = dot(p, do_tile, acc_v, PRECISION)  # [BN, DV]
+        acc_k = dot(ds, q_tile, acc_k, PRECISION)  # [BN, D]
+        if blocks is None:
+            block += 1
+            block = tl.where(block == first, last, block)
+            # After the last block of a head comes the first block of the next head.
+            ends = block == high
+            turn += ends.to(tl.int32)
+            block = tl.where(ends, start, block)
+    return acc_k, acc_v
