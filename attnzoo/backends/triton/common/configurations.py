@@ -67,7 +67,7 @@ SAFE: dict[str, ByHeadDim] = {
     "forward unaligned": (Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1, 64)),
     "dq several": (full(32, 64, 8, 1), full(16, 32, 8, 1), full(16, 32, 8, 1, 32)),
     "dq unaligned": (full(16, 32, 8, 1), full(16, 32, 8, 1), Config(16, 16, 4, 1, 16)),
-    "dkdv several": (Config(32, 32, 8, 1), Config(64, 32, 8, 2), Config(32, 16, 8, 1)),
+    "dkdv several": (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
     "stats several": (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
     "threshold several": (full(32, 32, 8, 1),) * 3,
 }
@@ -81,12 +81,12 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward one": (Config(128, 128, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward listed": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
         "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
-        "dq filled": (Config(64, 64, 8, 1), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
+        "dq filled": (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
         "dq one": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
         "dq listed": (Config(128, 64, 8, 2), Config(32, 64, 8, 1), full(16, 32, 8, 1)),
-        "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 16, 4, 1)),
-        "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 16, 4, 1)),
-        "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 16, 4, 1)),
+        "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
+        "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
+        "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(64, 32, 8, 2)),
     },
@@ -97,9 +97,9 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward one": (Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
-        "dq listed": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(16, 32, 8, 1)),
-        "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 16, 4, 1)),
-        "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 16, 4, 1)),
+        "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), full(16, 32, 8, 1)),
+        "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 32, 8, 2)),
+        "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 8, 2)),
         "stats": (Config(128, 128, 8, 2),) * 3,
         "threshold": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
     },
@@ -107,9 +107,9 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         **SAFE,
         "forward": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "dq": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 1)),
-        "dq listed": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(16, 32, 8, 1)),
+        "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), full(16, 32, 8, 1)),
         "dkdv": (full(64, 128, 8, 2), full(64, 128, 8, 2), Config(64, 64, 8, 1)),
-        "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), Config(64, 64, 8, 1)),
+        "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), Config(16, 64, 8, 1)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), full(128, 64, 8, 1), Config(64, 32, 8, 1)),
     },
@@ -121,7 +121,8 @@ INTERPRETED_PART = 64
 INTERPRETED = {
     "forward": Config(64, 32, 1, 1),
     "dq": Config(32, 64, 1, 1),
-    "dkdv": Config(64, 32, 1, 1),
+    "dkdv": Config(32, 64, 1, 1),
+    "dkdv tall": Config(64, 32, 1, 1),
     "stats": Config(64, 64, 1, 1),
     "threshold": Config(128, 64, 1, 1),  # the largest tile of a block map
 }
@@ -153,7 +154,9 @@ def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Conf
     """
     if arch == 0:
         part = INTERPRETED_PART if bits == 32 and head_dim > 128 else None
-        return INTERPRETED[kernel]._replace(part=part)
+        # The shape of a block of dK/dV determines whether its rows are keys or queries.
+        config = INTERPRETED["dkdv tall" if kernel == "dkdv" and bits == 32 else kernel]
+        return config._replace(part=part)
     return of_dim(find(kernel, arch, bits, feature), head_dim)
 
 

@@ -2,7 +2,7 @@
 
 `flash_dkdv` is launched after `flash_dq`, which writes δ. It has one program per (batch, key/value
 head, block of keys), which loops over the queries that may see its keys, in all query heads of the
-group. Its tiles of scores are transposed (k qᵀ), so that they can be multiplied with dO and q
+group. Most tiles of scores are transposed (k qᵀ), so that they can be multiplied with dO and q
 directly.
 """
 
@@ -109,7 +109,7 @@ def flash_dkdv(
         k_segments += b * keys + start
     q_side = (q, q_h * ALIGN, q_n * ALIGN, q_descriptor, d)
     do_side = (do, do_h * ALIGN, do_n * ALIGN, do_descriptor, d_v)
-    head = (b, h, at, mask_at, group)
+    head = (b, h, at, mask_at)
     vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale)
     where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments)
     size = (queries, keys - start, left, right)
@@ -198,7 +198,7 @@ def _sum_over_queries(
     """
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
-    b, h, at, mask_at, group = head
+    b, h, at, mask_at = head
     gain, tau, per_z, shape, alibi, lse, dlse, delta, scale = vectors
     mask, mask_h, mask_m, mask_n, k_segments, q_segments = where
     queries, keys, left, right = size
@@ -267,7 +267,8 @@ def _sum_over_queries(
                 mask_now += begin.to(tl.int64) * mask_m
         s, seen = scores(
             product, i, j, (factor, tau_i, shape_i, slope_i), segment,
-            (mask, mask_now, mask_m, mask_n, k_segments, alibi), (rest, keys, None, None), UNIT, False, MASKED,
+            (mask, mask_now, mask_m, mask_n, k_segments, alibi), (rest, keys, None, None), UNIT,
+            False, MASKED,
         )  # fmt: skip
         if EDGE:
             # Keys and queries that do not exist need no comparison: their results are not stored,

@@ -5,10 +5,8 @@
     δ_i   = dO_i·o_i if SUM;  Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij if THRESHOLD;  otherwise 0
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
-causality and window allow, and writes δ, dq and the gradients of per-query vectors. `flash_dkdv`
-is launched after `flash_dq` and has one program per (batch, key/value head, block of keys). It
-loops over the queries that may see its keys, and writes dk and dv. Its tiles of scores are
-transposed (k qᵀ), so that they can be multiplied with dO and q directly.
+causality and window allow, and writes δ, dq and the gradients of per-query vectors. dv and
+dk are in `backward_kv`.
 
 There are no atomics, so results are deterministic.
 """
@@ -163,7 +161,7 @@ def flash_dq(
 def _row_products(q_side, x, first, D: tl.constexpr):
     """Return Σ_d q_id x_id [BM], for the columns of q from ``first`` on.
 
-    q is loaded again, because it would take registers during the loop, and 64 columns at a time,
+    q is loaded again, because it would take registers during the loop, and 32 columns at a time,
     because x takes most registers.
     """
     WIDTH: tl.constexpr = x.shape[1]

@@ -144,7 +144,8 @@ def describe_backward(
     shared = {
         **common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": vectors.shape,
-        "tau": tau, "per_z": None if z is None else new_vector(q), "lse": None if dlse is None else lse, "dlse": dlse,
+        "tau": tau, "per_z": None if z is None else new_vector(q),
+        "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
