@@ -30,8 +30,8 @@ def flash_forward(
     # ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and weight_sum, stat is the largest
     # score m and weight_sum is Σ 2^{s−m}. stat and weight_sum include the sink, lse does not. Of a
     # query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
-    q, k, v, k_descriptor, v_descriptor,  # k_descriptor, v_descriptor: TMA descriptors, or both None
-    o, stat, weight_sum, lse,
+    q, k, v, o, stat, weight_sum, lse,
+    k_descriptor, v_descriptor,  # for TMA, or both None
     gain, tau, shape, sink, alibi,  # per-query vectors or None
     mask, q_segments, k_segments,
     blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
@@ -80,7 +80,8 @@ def flash_forward(
         low, high = 0, tl.load(counts + map_row)
     if blocks is not None or not SPLIT:
         acc, m, z = walk(
-            acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
+            acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where,
+            blocks,
             ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
     else:

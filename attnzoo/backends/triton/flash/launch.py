@@ -122,7 +122,8 @@ def describe_forward(
         "blocks": maps.blocks, "counts": maps.counts,
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "ONLINE": form.normalize == "online", "SUM": form.normalize in ("sum", "threshold"),
-        "PEAKED": peaked, "LATE": _late(layout, vectors.gain, config) if form.normalize == "online" else None,
+        "PEAKED": peaked,
+        "LATE": _late(layout, vectors.gain, config) if form.normalize == "online" else None,
         "SPLIT": config.split, "MAP_M": _map_tile(q, k, v, layout)[0], "ALIGN": align,
     }  # fmt: skip
     launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
