@@ -53,7 +53,7 @@ FP32: dict[str, ByHeadDim] = {
     "dq": (Config(16, 32, 8, 1), Config(32, 32, 8, 1, 32), Config(16, 32, 8, 1, 32)),
     "dq listed": (Config(16, 32, 4, 1), Config(32, 32, 8, 1, 32), Config(16, 32, 8, 1, 32)),
     "dkdv": (Config(32, 32, 8, 2), Config(32, 32, 8, 1, 32), Config(16, 16, 8, 1, 16)),
-    "dkdv listed": (Config(32, 32, 8, 2), Config(32, 32, 8, 1, 16), Config(16, 16, 8, 1, 16)),
+    "dkdv listed": (Config(32, 32, 8, 1, 32), Config(32, 32, 8, 1, 16), Config(16, 16, 8, 1, 16)),
     "stats": (Config(64, 32, 8, 2), Config(64, 32, 8, 1, 32), Config(64, 32, 8, 1, 32)),
     "threshold": (full(64, 32, 8, 1), full(32, 32, 8, 1, 32), full(16, 32, 8, 1, 32)),
     "forward several": (Config(16, 32, 8, 1, 32),) * 3,
