@@ -100,6 +100,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), full(16, 32, 8, 1)),
         "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 32, 8, 2)),
         "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 8, 2)),
+        "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 8, 2)),
         "stats": (Config(128, 128, 8, 2),) * 3,
         "threshold": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
     },
