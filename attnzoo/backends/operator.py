@@ -255,7 +255,9 @@ def _is_plain(values: list[Any]) -> bool:
         return False
     grad = torch.is_grad_enabled()
     for x in values:
-        if isinstance(x, Tensor) and (type(x) not in PLAIN or (grad and x.requires_grad)):
+        if isinstance(x, Tensor) and (
+            type(x) not in PLAIN or x.is_meta or (grad and x.requires_grad)
+        ):
             return False
     return True
 
