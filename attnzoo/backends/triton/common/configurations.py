@@ -69,6 +69,7 @@ SAFE: dict[str, ByHeadDim] = {
     "dq unaligned": (full(16, 32, 8, 1), full(16, 32, 8, 1), Config(16, 16, 4, 1, 16)),
     "dkdv several": (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
     "stats several": (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
+    "stats unaligned": (Config(128, 16, 8, 1),) * 3,
     "threshold several": (full(32, 32, 8, 1),) * 3,
 }
 # (architecture, bits of an element) -> "kernel" or "kernel feature" -> configurations.
