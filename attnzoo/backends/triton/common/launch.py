@@ -18,7 +18,6 @@ from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config
 from attnzoo.backends.triton.common.tile import load_tile
 
-
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -58,7 +57,7 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def align_of(*tensors: Tensor) -> int:
+def stride_align(*tensors: Tensor) -> int:
     """Return the number of elements in 16 bytes if it divides all strides, else 1."""
     widest = 16 // tensors[0].element_size()
     return (
@@ -66,6 +65,14 @@ def align_of(*tensors: Tensor) -> int:
         if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
         else 1
     )
+
+
+def align_of(*tensors: Tensor) -> int:
+    """As `stride_align`, but 1 also if a tensor does not start at a multiple of 16 bytes.
+
+    A slice of packed projections may start anywhere. Fake tensors have no address.
+    """
+    return stride_align(*tensors) if all(x.data_ptr() % 16 == 0 for x in tensors) else 1
 
 
 # Architectures (divided by 10) whose kernels load tiles by TMA; 0 is the interpreter.
@@ -77,11 +84,12 @@ def descriptors(rows: int, arch: int, **tensors: Tensor) -> dict[str, Any]:
 
     TMA needs 16-byte aligned rows. A head dimension that is padded would not match its tile.
     """
-    usable = arch // 10 in TMA and all(map(_fits_tma, tensors.values()))
+    usable = arch // 10 in TMA and all(map(fits_tma, tensors.values()))
     return {name: _descriptor(x, rows) if usable else None for name, x in tensors.items()}
 
 
-def _fits_tma(x: Tensor) -> bool:
+def fits_tma(x: Tensor) -> bool:
+    """True if x is a 16-bit tensor whose rows TMA can load. Its kernels must be those of `TMA`."""
     size, rows = x.element_size(), list(zip(x.shape[:3], x.stride()))
     return (
         size == 2
