@@ -56,7 +56,7 @@ FP32: dict[str, ByHeadDim] = {
     "dq listed": (Config(16, 32, 4, 1), Config(32, 32, 8, 1, 32), Config(16, 32, 8, 1, 32)),
     "dkdv": (Config(32, 32, 8, 2), Config(32, 32, 8, 1, 32), Config(16, 16, 8, 1, 16)),
     "dkdv listed": (Config(32, 32, 8, 2), Config(32, 32, 8, 1, 16), Config(16, 16, 8, 1, 16)),
-    "stats": (Config(64, 32, 8, 2), Config(64, 32, 8, 1, 32), Config(64, 32, 8, 1, 32)),
+    "stats": (Config(64, 32, 8, 2), full(64, 32, 8, 1, 32), full(64, 32, 8, 1, 32)),
     "threshold": (full(64, 32, 8, 1), full(32, 32, 8, 1, 32), full(16, 32, 8, 1, 32)),
     "forward several": (Config(16, 32, 8, 1, 32),) * 3,
     "dq several": (Config(16, 32, 8, 1, 32), Config(16, 32, 8, 1, 32), full(16, 16, 8, 1, 16)),
@@ -65,7 +65,7 @@ FP32: dict[str, ByHeadDim] = {
     "threshold several": (full(16, 32, 8, 1, 32),) * 3,
 }
 SAFE: dict[str, ByHeadDim] = {
-    "forward several": (Config(64, 64, 8, 2), Config(32, 32, 4, 1), Config(16, 32, 8, 1)),
+    "forward several": (full(64, 64, 8, 2), Config(32, 32, 4, 1), Config(16, 32, 8, 1)),
     "forward unaligned": (Config(64, 16, 4, 1), Config(128, 16, 8, 1), Config(64, 16, 8, 1, 64)),
     "forward listed unaligned": (
         Config(32, 64, 8, 1),
@@ -76,6 +76,7 @@ SAFE: dict[str, ByHeadDim] = {
     "dq unaligned": (full(16, 32, 8, 1), full(16, 32, 8, 1), Config(16, 16, 4, 1, 16)),
     "dkdv several": (Config(32, 32, 8, 1), Config(64, 32, 8, 2), Config(32, 16, 8, 1)),
     "stats several": (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
+    "stats unaligned": (Config(128, 16, 8, 1),) * 3,
     "threshold several": (full(32, 32, 8, 1),) * 3,
 }
 # (architecture, bits of an element) -> "kernel" or "kernel feature" -> configurations.
@@ -111,7 +112,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
     (100, 16): {
         **SAFE,
         "forward": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 2)),
-        "forward one": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
+        "forward one": (Config(128, 64, 4, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "forward filled": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "dq": (full(128, 64, 8, 2), full(128, 64, 8, 2), full(64, 32, 8, 2)),
         "dq listed": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(16, 32, 8, 1)),

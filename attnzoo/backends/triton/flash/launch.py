@@ -92,11 +92,11 @@ def _programs(x: Tensor, block: int) -> int:
     return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
 
 
-def _late(q: Tensor, layout: Layout, gain: Tensor | None, config: Config, arch: int) -> str | None:
+def _late(q: Tensor, layout: Layout, gain: Tensor | None, arch: int) -> str | None:
     """How a softmax applies the factor of q kᵀ after the maximum; None: before. See `factor_out`.
 
-    Possible only if scores are multiples of the products. Products in parts read q from memory,
-    where its sign cannot be changed, and a wide q whose sign changes costs too many registers.
+    Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
+    memory, where its sign cannot be changed, and a changed q costs many registers.
     """
     added = layout.mask is not None and layout.mask.is_floating_point()
     if added or layout.alibi is not None:
@@ -104,7 +104,7 @@ def _late(q: Tensor, layout: Layout, gain: Tensor | None, config: Config, arch: 
     if gain is None and layout.scale >= 0:
         return "keep"
     widest = 64 if arch // 10 == 10 else 128
-    return "flip" if config.part is None and q.shape[3] <= widest else None
+    return "flip" if q.element_size() == 2 and q.shape[3] <= widest else None
 
 
 def describe_forward(
@@ -121,7 +121,7 @@ def describe_forward(
     config_args = align, vectors.shape, q if peaked else None
     config = _config("forward", arch, q, k, v, layout, maps.blocks is not None, *config_args)
     online = form.normalize == "online"
-    late = _late(q, layout, vectors.gain, config, arch) if online else None
+    late = _late(q, layout, vectors.gain, arch) if online else None
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors), "q": q, "k": k, "v": v, "o": out,
@@ -210,7 +210,7 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
         **descriptors(config.block_n, arch, k_tma=k), "q": q, "k": k, "lse": lse,
-        "entropy": entropy, "LATE": _late(q, layout, None, config, arch), "SPLIT": config.split,
+        "entropy": entropy, "LATE": _late(q, layout, None, arch), "SPLIT": config.split,
         "ALIGN": align,
     }  # fmt: skip
     launch = Launch(row_stats, _programs(q, config.block_m), args, config)
