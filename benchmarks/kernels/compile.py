@@ -213,7 +213,9 @@ def build(spec: Specialization, launch: Any) -> Any:
         if param.is_constexpr or value is None:
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[param.name], aligned[n,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+            signature[param.name] = POINTERS[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                aligned[n,] = [["tt.divisibility", 16]]
         elif isinstance(value, str):  # the type of a TMA descriptor
             signature[param.name] = value
         else:

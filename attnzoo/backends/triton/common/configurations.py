@@ -7,16 +7,18 @@ is tuned at run time. Architectures other than sm_90 and sm_100 use the entries 
 A kernel has several entries, chosen by the features of the call:
 
 - "": none of the following;
-- "filled": a head dimension is padded to a power of two;
+- "filled": a head dimension is padded to a power of two; for the forward on sm_90 and sm_100, any
+  call that cannot load keys and values by TMA;
 - "one": one of window, ALiBi, segments and a key mask;
 - "listed": a list of the blocks with nonzero weights, from a threshold, and no feature of "one";
 - "several": at least one of these: a dense mask; two or more features of "one"; a feature of "one"
   with a list of blocks; the per-query vector ``shape``; a gradient of lse; PEAKED (see `fold`);
-- "unaligned": strides that allow no wide loads, with or without the above.
+- "unaligned": strides or addresses that allow no wide loads, with or without the above;
+- "listed unaligned": the same, with a list of blocks.
 
 "several" and "unaligned" are rare. Their entries are the same for all architectures, and have
-blocks small enough for all features at once. A missing "unaligned" is replaced by "several", and
-any other missing entry by "".
+blocks small enough for all features at once. A missing "listed unaligned" is replaced by
+"unaligned", a missing "unaligned" by "several", and any other missing entry by "".
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ FP32: dict[str, ByHeadDim] = {
     "dq listed": (Config(16, 32, 4, 1), Config(32, 32, 8, 1, 32), Config(16, 32, 8, 1, 32)),
     "dkdv": (Config(32, 32, 8, 2), Config(32, 32, 8, 1, 32), Config(16, 16, 8, 1, 16)),
     "dkdv listed": (Config(32, 32, 8, 1, 32), Config(32, 32, 8, 1, 16), Config(16, 16, 8, 1, 16)),
-    "stats": (Config(64, 32, 8, 2), Config(64, 32, 8, 1, 32), Config(64, 32, 8, 1, 32)),
+    "stats": (Config(64, 32, 8, 2), full(64, 32, 8, 1, 32), full(64, 32, 8, 1, 32)),
     "threshold": (full(64, 32, 8, 1), full(32, 32, 8, 1, 32), full(16, 32, 8, 1, 32)),
     "forward several": (Config(16, 32, 8, 1, 32),) * 3,
     "dq several": (Config(16, 32, 8, 1, 32), Config(16, 32, 8, 1, 32), full(16, 16, 8, 1, 16)),
@@ -63,8 +65,13 @@ FP32: dict[str, ByHeadDim] = {
     "threshold several": (full(16, 32, 8, 1, 32),) * 3,
 }
 SAFE: dict[str, ByHeadDim] = {
-    "forward several": (Config(64, 64, 8, 2), Config(32, 32, 4, 1), Config(16, 32, 8, 1)),
-    "forward unaligned": (Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1, 64)),
+    "forward several": (full(64, 64, 8, 2), Config(32, 32, 4, 1), Config(16, 32, 8, 1)),
+    "forward unaligned": (Config(64, 16, 4, 1), Config(128, 16, 8, 1), Config(64, 16, 8, 1, 64)),
+    "forward listed unaligned": (
+        Config(32, 64, 8, 1),
+        Config(32, 64, 4, 1),
+        Config(64, 32, 8, 1, 64),
+    ),
     "dq several": (full(32, 64, 8, 1), full(16, 32, 8, 1), full(16, 32, 8, 1, 32)),
     "dq unaligned": (full(16, 32, 8, 1), full(16, 32, 8, 1), Config(16, 16, 4, 1, 16)),
     "dkdv several": (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
@@ -93,9 +100,8 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
     },
     (90, 16): {
         **SAFE,
-        "forward": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(128, 32, 8, 2)),
+        "forward": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(128, 64, 8, 2)),
         "forward filled": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
-        "forward one": (Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), full(16, 32, 8, 1)),
@@ -107,7 +113,9 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
     },
     (100, 16): {
         **SAFE,
-        "forward": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
+        "forward": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 2)),
+        "forward one": (Config(128, 64, 4, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
+        "forward filled": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "dq": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), full(16, 32, 8, 1)),
         "dkdv": (full(64, 128, 8, 2), full(64, 128, 8, 2), Config(64, 64, 8, 1)),
@@ -143,10 +151,10 @@ def known(arch: int) -> int:
 
 def find(kernel: str, arch: int, bits: int, feature: str) -> ByHeadDim:
     table = TABLE[known(arch), bits]
-    configs = table.get(f"{kernel} {feature}")
-    if configs is None and feature == "unaligned":
-        configs = table.get(f"{kernel} several")
-    return configs or table[kernel]
+    entries = f"{kernel} {feature}", kernel
+    if feature.endswith("unaligned"):
+        entries = entries[0], f"{kernel} unaligned", f"{kernel} several", kernel
+    return next(table[name] for name in entries if name in table)
 
 
 def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Config:

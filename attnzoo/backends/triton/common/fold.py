@@ -36,8 +36,9 @@ def factor_out(q_side, vectors, LATE: tl.constexpr):
     max(factor · s) is factor · max(s) then, so the maximum is taken of the products, and the factor
     is applied in the same instruction (FMA) as the subtraction of the maximum.
 
-    LATE: "flip" or "keep". With "flip" q changes its sign where the factor is negative. With "keep"
-    no factor may be negative: on sm_90 a changed q is read from registers instead of shared memory.
+    LATE: "flip" or "keep". "flip" changes the sign of q where the factor is negative. On sm_90 a
+    changed q is an operand in registers instead of shared memory, so there is "keep": no factor is
+    negative.
     """
     q_tile, matrix, first, local = q_side
     factor = vectors[0]
@@ -50,8 +51,10 @@ def factor_out(q_side, vectors, LATE: tl.constexpr):
 
 
 @triton.jit
-def factored(product, factor, i, j, segment, where, size, UNIT: tl.constexpr,
-             EDGE: tl.constexpr, HIDES: tl.constexpr):  # fmt: skip
+def factored(
+    product, factor, i, j, segment, where, size, UNIT: tl.constexpr,
+    EDGE: tl.constexpr, HIDES: tl.constexpr,
+):  # fmt: skip
     """Return (s, factor): the products, −∞ for hidden keys, and the factor from `factor_out`."""
     if HIDES:
         product = hide(product, i, j, segment, where, size, UNIT, EDGE)[0]

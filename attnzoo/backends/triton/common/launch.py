@@ -63,7 +63,7 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def align_of(*tensors: Tensor) -> int:
+def stride_align(*tensors: Tensor) -> int:
     """Return the number of elements in 16 bytes if it divides all strides, else 1."""
     widest = 16 // tensors[0].element_size()
     return (
@@ -71,6 +71,14 @@ def align_of(*tensors: Tensor) -> int:
         if all(s % widest == 0 for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n > 1)
         else 1
     )
+
+
+def align_of(*tensors: Tensor) -> int:
+    """As `stride_align`, but 1 also if a tensor does not start at a multiple of 16 bytes.
+
+    A slice of packed projections may start anywhere. Meta tensors have no address.
+    """
+    return stride_align(*tensors) if all(x.data_ptr() % 16 == 0 for x in tensors) else 1
 
 
 # Architectures, divided by 10, whose kernels load tiles by TMA. 0 is the interpreter.
@@ -94,20 +102,27 @@ def descriptors(config: Config, arch: int, rows: int, **tensors: Tensor) -> dict
 def descriptor(x: Tensor, block: int) -> TensorDescriptor | str | None:
     """Return a descriptor with which TMA loads blocks of ``block`` rows of x, or None.
 
-    None: x is in fp32, or its shape, strides or address are not what TMA needs. For a meta tensor,
-    the descriptor's type is returned, which is what a compilation needs.
+    For a meta tensor, the descriptor's type is returned, which is what a compilation needs.
     """
-    dim, bits = x.shape[3], 8 * x.element_size()
-    # The stride of a dimension of size 1 is never used, and may be anything. Columns beyond the
-    # tensor are loaded as 0, so the block may be padded.
-    steps = [s if n > 1 else padded(dim) for n, s in zip(x.shape[:3], x.stride())]
-    fits = x.stride(3) == 1 and all(s > 0 and s * bits % 128 == 0 for s in steps)
-    if bits == 32 or not fits or x.numel() == 0 or x.data_ptr() % 16:
+    if not fits_tma(x):
         return None
-    shape = [1, 1, block, padded(dim)]
+    # Columns beyond the tensor are loaded as 0, so the block may be padded.
+    shape = [1, 1, block, padded(x.shape[3])]
     if x.is_meta:
         return f"tensordesc<{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}{shape}>"
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], shape)
+    return TensorDescriptor(x, list(x.shape), [*_steps(x), 1], shape)
+
+
+def fits_tma(x: Tensor) -> bool:
+    """True if x has 16 bits per element, and a shape, strides and an address that TMA can use."""
+    size = x.element_size()
+    fits = x.stride(3) == 1 and all(s > 0 and s * size % 16 == 0 for s in _steps(x))
+    return size == 2 and fits and x.numel() > 0 and x.data_ptr() % 16 == 0
+
+
+def _steps(x: Tensor) -> list[int]:
+    """The strides of (B, H, N). That of a dimension of size 1 is never used, and may be anything."""
+    return [s if n > 1 else padded(x.shape[3]) for n, s in zip(x.shape[:3], x.stride())]
 
 
 def readable(do: Tensor, out: Tensor) -> bool:

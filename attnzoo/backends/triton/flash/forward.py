@@ -65,7 +65,7 @@ def flash_forward(
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, hk)
     v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b, hk)
     tiles_kv = (k_matrix, v_matrix, d, dv)
-    factor = None
+    factor = None  # scores are computed before the maximum
     if LATE is not None:
         q_side, factor = factor_out(q_side, vectors, LATE)
 
@@ -78,21 +78,16 @@ def flash_forward(
         map_row = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
         blocks += map_row * tl.cdiv(keys, BLOCK_N)
         low, high = 0, tl.load(counts + map_row)
-    if blocks is not None or not SPLIT:
-        acc, m, z = walk(
-            acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where,
-            blocks,
-            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
-        )  # fmt: skip
-    else:
+    if SPLIT and blocks is None:
         acc, m, z = walk(
             acc, m, z, low, full, q_side, factor, i, tiles_kv, size, vectors, segment, where, None,
             ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
-        acc, m, z = walk(
-            acc, m, z, full, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, None,
-            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
-        )  # fmt: skip
+        low = full
+    acc, m, z = walk(
+        acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
+        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
+    )  # fmt: skip
 
     acc = finish(
         acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau,

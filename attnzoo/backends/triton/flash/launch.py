@@ -19,6 +19,7 @@ from attnzoo.backends.triton.common.kernel_operands import (
     stands_apart,
 )
 from attnzoo.backends.triton.common.launch import (
+    TMA,
     Launch,
     align_of,
     arguments,
@@ -27,7 +28,9 @@ from attnzoo.backends.triton.common.launch import (
     count_extras,
     dense_mask,
     descriptors,
+    fits_tma,
     padded,
+    stride_align,
     strides,
     values,
 )
@@ -56,17 +59,20 @@ def _config(
     """
     extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
     several = dense_mask(layout) or extras > 1 or any(x is not None for x in vectors)
+    pointers = kernel == "forward" and arch // 10 in TMA and not (fits_tma(k) and fits_tma(v))
     if align == 1:
-        feature = "unaligned"
+        feature = "listed unaligned" if mapped else "unaligned"
     elif several or (mapped and _small_tiles(q, k, v, layout)):
         feature = "several"
+    elif pointers:
+        feature = "filled"
     elif mapped:
         feature = "listed"
     else:
         filled = any(padded(dim) > dim for dim in dims)
         feature = "one" if extras else "filled" if filled else ""
     config = pick(kernel, arch, 8 * q.element_size(), max(dims), feature)
-    split = not extras and feature not in ("several", "unaligned")
+    split = not extras and align > 1 and feature != "several"
     config = config._replace(split=split)
     if not mapped:
         return config
@@ -76,7 +82,7 @@ def _config(
 
 
 def _small_tiles(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:
-    return count_extras(layout) > 0 or align_of(q, k, v) == 1
+    return count_extras(layout) > 0 or stride_align(q, k, v) == 1
 
 
 def _map_tile(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[int, int]:
@@ -88,16 +94,19 @@ def _programs(x: Tensor, block: int) -> int:
     return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
 
 
-def _late(layout: Layout, gain: Tensor | None, config: Config) -> str | None:
-    """How the loops of a softmax take the factor out of the maximum; see `factor_out`.
+def _late(q: Tensor, layout: Layout, gain: Tensor | None, arch: int) -> str | None:
+    """How a softmax applies the factor of q kᵀ after the maximum; None: before. See `factor_out`.
 
-    None if scores are not multiples of the products, or products are computed in parts: these read
-    q from memory, where its sign cannot be changed.
+    Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
+    memory, where its sign cannot be changed, and a changed q costs many registers.
     """
     added = layout.mask is not None and layout.mask.is_floating_point()
-    if added or layout.alibi is not None or config.part is not None:
+    if added or layout.alibi is not None:
         return None
-    return "keep" if gain is None and layout.scale >= 0 else "flip"
+    if gain is None and layout.scale >= 0:
+        return "keep"
+    widest = 64 if arch // 10 == 10 else 128
+    return "flip" if q.element_size() == 2 and q.shape[3] <= widest else None
 
 
 def describe_forward(
@@ -113,6 +122,8 @@ def describe_forward(
     peaked = form.normalize == "sum" and v.dtype == torch.float16
     config_args = align, vectors.shape, q if peaked else None
     config = _config("forward", arch, q, k, v, layout, maps.blocks is not None, *config_args)
+    online = form.normalize == "online"
+    late = _late(q, layout, vectors.gain, arch) if online else None
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors), "q": q, "k": k, "v": v, "o": out,
@@ -121,9 +132,8 @@ def describe_forward(
         "weight_sum": stat[1] if two_vectors and stat is not None else None, "lse": lse,
         "blocks": maps.blocks, "counts": maps.counts,
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
-        "ONLINE": form.normalize == "online", "SUM": form.normalize in ("sum", "threshold"),
-        "PEAKED": peaked,
-        "LATE": _late(layout, vectors.gain, config) if form.normalize == "online" else None,
+        "ONLINE": online, "SUM": form.normalize in ("sum", "threshold"),
+        "PEAKED": peaked, "LATE": late,
         "SPLIT": config.split, "MAP_M": _map_tile(q, k, v, layout)[0], "ALIGN": align,
     }  # fmt: skip
     launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
@@ -205,7 +215,7 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
         **descriptors(config, arch, config.block_n, k=k), "q": q, "k": k, "lse": lse,
-        "entropy": entropy, "LATE": _late(layout, None, config), "SPLIT": config.split,
+        "entropy": entropy, "LATE": _late(q, layout, None, arch), "SPLIT": config.split,
         "ALIGN": align,
     }  # fmt: skip
     launch = Launch(row_stats, _programs(q, config.block_m), args, config)
@@ -228,7 +238,7 @@ def describe_threshold(
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Return the launch, τ and the block map. Only gain and shape of ``vectors`` are read."""
     align = align_of(q, k)
-    config = _config("threshold", arch, q, k, v, layout, True, align)
+    config = _config("threshold", arch, q, k, v, layout, True, stride_align(q, k))
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == _map_tile(q, k, v, layout)

@@ -34,7 +34,7 @@ def row_stats(
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LATE: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
+    SPLIT: tl.constexpr, LATE: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     UNIT: tl.constexpr = 1.0 / LN2

@@ -1,0 +1,172 @@
+"""How flash loads tiles (by TMA or by pointers), and how its softmax applies the factor of q·k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.triton.common import launch
+from attnzoo.backends.triton.common.kernel_operands import Form, Maps
+from attnzoo.backends.triton.flash import operators as flash_ops
+from attnzoo.backends.triton.flash.launch import describe_forward, describe_stats
+from helpers.cases import rand
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
+
+
+CAUSAL = Layout(0.25, None, 0, None, None, None, None)
+EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634, True, "online")
+
+
+def arguments(q: Tensor, k: Tensor, v: Tensor, arch: int) -> dict[str, Any]:
+    return describe_forward(q, k, v, CAUSAL, EXP, Vectors(), Maps(), False, arch)[0].args
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+# ---- TMA --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_kernels_for_sm_90_and_sm_100_load_aligned_keys_and_values_by_tma(arch: int) -> None:
+    q = meta(1, 2, 300, 64)
+    args = arguments(q, q, q, arch)
+    wanted = f"tensordesc<bf16[1, 1, {args['BLOCK_N']}, 64]>" if arch in (90, 100) else None
+    assert args["k_descriptor"] == args["v_descriptor"] == wanted
+    assert (describe_stats(q, q, CAUSAL, arch)[0].args["k_descriptor"] is None) == (wanted is None)
+
+
+@pytest.mark.parametrize(
+    ("case", "k"),
+    [
+        ("rows of 40 numbers", meta(1, 2, 50, 40)),
+        ("fp32", meta(1, 2, 50, 64, dtype=torch.float32)),
+        ("rows 66 numbers apart", meta(1, 2, 50, 66)[..., :64]),
+        ("8 bytes after an aligned address", meta(1, 2, 50, 128)[..., 4:68]),
+        ("expanded heads", meta(1, 1, 50, 64).expand(1, 2, 50, 64)),
+        ("no keys", meta(1, 2, 0, 64)),
+    ],
+)
+def test_other_keys_and_values_are_loaded_by_pointers(case: str, k: Tensor) -> None:
+    q = meta(*k.shape, dtype=k.dtype)
+    args = arguments(q, k, q, 90)
+    assert args["k_descriptor"] is args["v_descriptor"] is None, case
+    narrow = "apart" in case or "after" in case
+    assert args["ALIGN"] == (1 if narrow else 16 // k.element_size())
+
+
+@pytest.mark.parametrize("variant", ["softmax", "ssmax", "entmax", "adaptive_temperature"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_tma_and_pointers_give_equal_results(
+    variant: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """70 queries, 90 keys, 4 and 2 heads: full blocks, the diagonal, and a block beyond the end."""
+    q, k, v = (rand(2, h, n, 32, seed=h + n).bfloat16() for h, n in ((4, 70), (2, 90), (2, 91)))
+    v = v[:, :, 1:]
+    if layout == "bnhd":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    found, used = [], []
+    run = launch.run
+
+    def spy(work: launch.Launch) -> None:
+        used.append(work.args.get("k_descriptor") is not None)
+        run(work)
+
+    monkeypatch.setattr(launch, "run", spy)
+    for archs in (launch.TMA, ()):
+        monkeypatch.setattr(launch, "TMA", archs)
+        out = attnzoo.attention(q, k, v, variant, is_causal=True, enable_gqa=True, backend="flash")
+        found.append(out)
+        assert any(used) == bool(archs)
+        used.clear()
+    assert torch.equal(*found)
+
+
+# ---- addresses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax", "adaptive_temperature"])
+def test_slices_that_start_anywhere_give_the_same_results(variant: str) -> None:
+    """q, k and v are slices of packed projections, 6 bytes after an aligned address."""
+    packed = rand(1, 2, 150, 96, seed=1).bfloat16()
+    found = []
+    for start in (3, 0):
+        leaf = torch.zeros(1, 2, 150, 104, dtype=torch.bfloat16)
+        leaf[..., start : start + 96] = packed
+        leaf.requires_grad_()
+        q, k, v = leaf[..., start : start + 96].split(32, -1)
+        assert (q.data_ptr() % 16 == 0) == (start == 0)
+        out = attnzoo.attention(q, k, v, variant, is_causal=True, backend="flash")
+        (gradient,) = torch.autograd.grad(out.float().square().sum(), leaf)
+        found.append((out, gradient[..., start : start + 96]))
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have.float(), want.float(), rtol=2e-2, atol=2e-2)
+
+
+# ---- the factor -------------------------------------------------------------------------------
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, gain: Tensor, scale: float, visible: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of softmax with a gain per query, in fp64."""
+    s = gain.double()[..., None] * scale * (q.double() @ k.double().mT)
+    s = s.masked_fill(~visible, float("-inf"))
+    empty = ~visible.any(-1, keepdim=True)
+    return s.softmax(-1).masked_fill(empty, 0.0) @ v.double(), s.logsumexp(-1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("gains", ["none", "normal", "zero"])
+@pytest.mark.parametrize("scale", [0.25, -0.25, 0.0])
+def test_factors_of_any_sign_agree_with_the_definition(
+    scale: float, gains: str, dtype: torch.dtype, masked: bool
+) -> None:
+    """The maximum is taken before the factor, so its sign matters, and 0 · (−∞) must not occur.
+
+    The first 20 of 100 queries see no key.
+    """
+    q, k, v = (rand(1, 2, n, 16, seed=n).to(dtype) for n in (100, 80, 81))
+    v = v[:, :, 1:]
+    visible = torch.ones(100, 80).tril(-20).bool()
+    mask = None
+    if masked:
+        visible[:, 7] = visible[60] = False
+        mask = visible.clone()[None, None].view(torch.uint8)
+    ones = torch.ones(1, 2, 100)
+    gain = {"none": ones, "zero": 0.0 * ones, "normal": rand(1, 2, 100, seed=4).float()}[gains]
+    layout = Layout(scale, None, 0, mask, None, None, None)
+    found = flash_ops.flash_forward(
+        q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), maps=Maps(),
+        layout=layout, form=EXP, want_lse=True,
+    )  # fmt: skip
+    out, lse = definition(q, k, v, gain, scale, visible)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    assert torch.allclose(found.out.double(), out, atol=tolerance)
+    assert found.lse is not None
+    assert torch.allclose(found.lse.double(), lse, atol=1e-5)
+    assert found.stat is not None
+    assert bool(found.stat.isfinite().all()), "also of queries without keys"
+
+
+def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> None:
+    q, k, v = (rand(1, 1, 70, 16, seed=n).float() for n in range(3))
+    gain = torch.ones(1, 1, 70)
+    gain[..., 5], gain[..., 40:] = float("nan"), 0.0
+    q[..., 50, :], k[..., 3, :] = 1e30, 1e30
+    found = flash_ops.flash_forward(
+        q=q, k=k, v=v, vectors=Vectors(gain), maps=Maps(),
+        layout=CAUSAL, form=EXP, want_lse=False,
+    )  # fmt: skip
+    nan = found.out[0, 0].isnan().all(-1)
+    assert nan[5]
+    assert nan[50]
+    assert not nan[[0, 1, 2, 40, 60]].any()
