@@ -40,6 +40,15 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def same_number_of_threads() -> Iterator[None]:
+    """Benchmarks set the number of threads. Two workers with two threads each slow each other."""
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
 def interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ignores numpy's warnings about exp2 overflow and log2(0) in interpreted kernels."""
     if request.node.get_closest_marker("interpreter") is None:
