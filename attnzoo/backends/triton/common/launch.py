@@ -121,7 +121,7 @@ def fits_tma(x: Tensor) -> bool:
 
 
 def _steps(x: Tensor) -> list[int]:
-    """The strides of (B, H, N). That of a dimension of size 1 is never used, and may be anything."""
+    """The strides of (B, H, N). Those of dimensions of size 1 are never used: any will do."""
     return [s if n > 1 else padded(x.shape[3]) for n, s in zip(x.shape[:3], x.stride())]
 
 
