@@ -87,8 +87,6 @@ def flash_dkdv(
     b, hk = bh // kv_heads, bh % kv_heads
     k += (b * k_b + hk * k_h) * ALIGN
     v += (b * v_b + hk * v_h) * ALIGN
-    dk += (b * dk_b + hk * dk_h) * ALIGN
-    dv += (b * dv_b + hk * dv_h) * ALIGN
     start, local = tile * BLOCK_N, tl.arange(0, BLOCK_N)
     j = start + local  # [BN]
     d, d_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -153,6 +151,8 @@ def flash_dkdv(
             q_side, do_side, head, vectors, where, size, None,
             ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
         )  # fmt: skip
+    dk += (b * dk_b + hk * dk_h) * ALIGN
+    dv += (b * dv_b + hk * dv_h) * ALIGN
     store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k * scale)
     store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
 
@@ -273,11 +273,14 @@ def _sum_over_queries(
         if EDGE:
             # Keys and queries that do not exist need no comparison: their results are not stored,
             # or 0.
+            # One limit per row needs fewer registers than one per column.
+            ahead = keys - rest  # an index of queries plus this is the index of the same position
             if right is not None:
-                inside = j - (keys - rest + right) <= i
+                inside = (j - (ahead + right) <= i) if KEY_ROWS else (j <= i + (ahead + right))
                 seen = seen & inside if MASKED else inside
             if left is not None:
-                seen = seen & (j >= i + (keys - rest - left))
+                inside = (j - (ahead - left) >= i) if KEY_ROWS else (j >= i + (ahead - left))
+                seen = seen & inside
             # Otherwise `activate` sets the weights of hidden keys to 0.
             if VANISHES and (left is not None or right is not None):
                 s = tl.where(seen, s, float("-inf"))

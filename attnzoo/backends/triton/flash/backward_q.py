@@ -120,34 +120,36 @@ def flash_dq(
         tl.store(dsink + at + i, -last * mean * per_z_i, mask=i < queries)
 
     mean *= per_z_i
-    # acc: Σ dS k, total: Σ dS, dist: Σ dS |i − j|
     TOTAL: tl.constexpr = dtau is not None
     DISTANCE: tl.constexpr = dalibi is not None
+    # dgain is q·Σ dS k, but a wide q does not fit in registers after the loop.
+    PRODUCTS: tl.constexpr = dgain is not None and BLOCK_D > 128 and PART is None
+    # acc: Σ dS k. sums: Σ dS, Σ dS |i − j| and Σ dS q·k.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total, dist = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    if blocks is not None or not SPLIT:
-        acc, total, dist = _sum_over_keys(
-            acc, total, dist, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
-            per_z_i, mean, lse_i, dlse_i, dlse, where, blocks,
-            ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, True, PRECISION,
+    nothing = tl.zeros([BLOCK_M], tl.float32)
+    sums = (nothing, nothing, nothing)
+    if SPLIT and blocks is None:
+        acc, sums = _sum_over_keys(
+            acc, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
+            mean, lse_i, dlse_i, dlse, where, None,
+            ACT, UNIT, VANISHES, TOTAL, DISTANCE, PRODUCTS, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
-    else:
-        acc, total, dist = _sum_over_keys(
-            acc, total, dist, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment,
-            per_z_i, mean, lse_i, dlse_i, dlse, where, None,
-            ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, False, PRECISION,
-        )  # fmt: skip
-        acc, total, dist = _sum_over_keys(
-            acc, total, dist, full, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
-            per_z_i, mean, lse_i, dlse_i, dlse, where, None,
-            ACT, UNIT, VANISHES, TOTAL, DISTANCE, D, DV, BLOCK_N, PART, True, PRECISION,
-        )  # fmt: skip
+        low = full
+    acc, sums = _sum_over_keys(
+        acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
+        mean, lse_i, dlse_i, dlse, where, blocks,
+        ACT, UNIT, VANISHES, TOTAL, DISTANCE, PRODUCTS, D, DV, BLOCK_N, PART, True, PRECISION,
+    )  # fmt: skip
+    total, dist, products = sums
     acc *= scale
     if dgain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
         # gain is 0, for example log 1.
-        product = _row_products(q_side, acc, 0, D)
-        tl.store(dgain + at + index, product, mask=index < queries)
+        if not PRODUCTS:
+            products = _row_products(q_side, acc, 0, D)
+        else:
+            products *= scale
+        tl.store(dgain + at + index, products, mask=index < queries)
     if gain is not None:
         acc *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if dtau is not None:
@@ -209,14 +211,15 @@ def _threshold_mean(
 
 @triton.jit
 def _sum_over_keys(
-    acc, total, dist, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment,
-    per_z_i, mean, lse_i, dlse_i, dlse, where, blocks,
+    acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
+    mean, lse_i, dlse_i, dlse, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, TOTAL: tl.constexpr,
-    DISTANCE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    DISTANCE: tl.constexpr, PRODUCTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks of keys [low, high) to Σ dS k, Σ dS and Σ dS |i − j|."""
+    """Add the blocks of keys [low, high) to Σ dS k, and to Σ dS, Σ dS |i − j| and Σ dS q·k."""
     k, v, d, dv = tiles_kv
+    total, dist, products = sums
     local = tl.arange(0, BLOCK_N)
     HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
     for n in range(low, high):
@@ -240,5 +243,7 @@ def _sum_over_keys(
             total += tl.sum(ds, 1)
         if DISTANCE:
             dist += tl.sum(ds * tl.abs(i + (size[1] - size[0]) - j[None, :]), 1)
+        if PRODUCTS:
+            products += tl.sum(ds * product, 1)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
-    return acc, total, dist
+    return acc, (total, dist, products)
