@@ -22,6 +22,9 @@ from benchmarks.kernels.rates import RATES
 from benchmarks.kernels.specializations import (
     ARCHITECTURES,
     BARE,
+    EXTRAS,
+    FLASH,
+    PASSES,
     POWERS,
     Group,
     Specialization,
@@ -33,12 +36,10 @@ from commandline.table import aligned
 
 # Decoding is left out: it takes as long as reading the keys, whatever the threads compute.
 KERNELS = ("forward", "dq", "dkdv", "threshold", "stats", "linear")
-PASSES = ("forward", "dq", "dkdv")
+# Causality and gain change the loops of all activations alike: only softmax has all four pairs.
 CELLS = (
-    Group(PASSES, "online none threshold family", "bf16", POWERS, ("", *BARE)),
-    Group(PASSES, "online", "bf16", POWERS, ("window", "alibi", "segments", "keys")),
-    Group(("threshold",), "threshold family", "bf16", POWERS, ("", "full no gain")),
-    Group(("stats",), "online", "bf16", POWERS, ("", "full no gain")),
+    Group(PASSES, "online", "bf16", POWERS, ("", *BARE, *EXTRAS)),
+    Group(FLASH, "online none threshold family", "bf16", POWERS, ("", "full no gain")),
 )
 COLUMNS = (
     "loop", "total", "fp32", "mufu", "conv", "mask", "max", "int", "uniform", "shared", "global",
