@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.harness import report
 from benchmarks.kernels import criteria
 from benchmarks.kernels.anchors import Anchor, check_tutorial, count, tasks
-from benchmarks.kernels.compile import chosen, processes, require_compiler
+from benchmarks.kernels.compile import common_options, processes, require_compiler
 from benchmarks.kernels.counts import LoopCount, Profile, profile
 from benchmarks.kernels.rates import RATES
 from benchmarks.kernels.specializations import (
@@ -132,13 +132,9 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
     Raises:
         UsageError: an option is invalid.
     """
-    if args.jobs < 1:
-        raise UsageError(f"--jobs must be an int >= 1, got {args.jobs}")
-    report.check_target("--json", args.json)
+    archs, kernels = common_options(args, KERNELS)
     if args.tutorial is not None:
         check_tutorial(args.tutorial)
-    archs = chosen("--arch", args.arch, ARCHITECTURES)
-    kernels = chosen("--kernels", args.kernels, KERNELS)
     if args.cubins:
         try:
             Path(args.cubins).mkdir(parents=True, exist_ok=True)

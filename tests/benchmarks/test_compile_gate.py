@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 from itertools import product
@@ -17,7 +18,7 @@ from attnzoo.backends.triton.common import configurations as configs
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.flash import launch
 from benchmarks.kernels.activations import activations
-from benchmarks.kernels.compile import Compiled
+from benchmarks.kernels.compile import Compiled, selected
 from benchmarks.kernels.launches import describe
 from benchmarks.kernels.specializations import (
     ARCHITECTURES,
@@ -97,6 +98,15 @@ def test_invalid_options_exit_with_status_2(
     option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in error_of(capsys, "compile", option, value)
+
+
+def test_quick_with_a_plugin_is_an_error() -> None:
+    args = argparse.Namespace(
+        jobs=1, json=None, arch="sm_90", kernels="dq", quick=True, head_dims=None,
+        plugin=Path("own.py"),
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="--quick cannot be combined with --plugin"):
+        selected(args)
 
 
 def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
