@@ -71,6 +71,7 @@ CASES = (
     Case("causal, the first query sees two blocks less a key", 66, 128, None, 0, GQA),
     Case("causal, the first query sees a block", 66, 97, None, 0),
     Case("causal, the first query sees two blocks and a key", 40, 104, None, 0),
+    Case("causal, the second block of queries sees a block less a key", 130, 96, None, 0, GQA),
     Case("causal, a block of queries without keys", 100, 36, None, 0),
     Case("causal, one row without keys less, and one more", 99, 36, None, 0, GQA, quick=True),
     Case("causal, fp16", 200, 193, None, 0, GQA, FP16),
