@@ -48,6 +48,8 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         "exp D=64 fp32",
         "exp D=64 bf16 all",
         "exp D=64 bf16 all unaligned",
+        "exp D=64 bf16 offset",
+        "exp D=64 fp32 offset",
     ]
     for row in rows:
         assert set(row) == {
