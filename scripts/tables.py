@@ -34,7 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--check", action="store_true", help="write nothing; exit with 1 if a page is outdated"
     )
     args = parser.parse_args(arguments)
-    outdated = {path: new for path in pages() if (new := rendered(path)) != path.read_text()}
+    try:
+        outdated = {path: new for path in pages() if (new := rendered(path)) != path.read_text()}
+    except UsageError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
     for path, new in outdated.items():
         if args.check:
             print(f"{path.relative_to(ROOT)} is outdated: run `make tables`", file=sys.stderr)

@@ -51,6 +51,21 @@ def test_wrong_blocks_raise(tmp_path: Path, text: str, message: str) -> None:
         tables.rendered(page(tmp_path, text))
 
 
+def test_a_wrong_block_is_one_line_and_no_page_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outdated = tmp_path / "a.md"
+    outdated.write_text("<!-- tasks: begin -->\n<!-- tasks: end -->\n")
+    wrong = page(tmp_path, "<!-- tasks: begin -->\n")
+    monkeypatch.setattr(tables, "pages", lambda: [outdated, wrong])
+    before = outdated.read_text()
+    assert tables.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"python -m scripts.tables: {wrong}: each `begin` needs an `end`")
+    assert error.count("\n") == 1
+    assert outdated.read_text() == before
+
+
 def test_docstring_examples_of_variant_facts_run() -> None:
     found = doctest.testmod(variant_facts)
     assert (found.failed, found.attempted) == (0, 2)

@@ -141,13 +141,11 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
     Raises:
         UsageError: an option is invalid.
     """
-    if args.jobs < 1:
-        raise UsageError(f"--jobs must be an int >= 1, got {args.jobs}")
-    report.check_target("--json", args.json)
-    archs = chosen("--arch", args.arch, ARCHITECTURES)
-    kernels = chosen("--kernels", args.kernels, KERNELS)
+    archs, kernels = common_options(args, KERNELS)
     if args.quick and args.head_dims is not None:
         raise UsageError("--head-dims cannot be combined with --quick, which sets 64 and 128")
+    if args.quick and args.plugin is not None:
+        raise UsageError("--quick cannot be combined with --plugin; use --head-dims or --kernels")
     texts = _DIMS if args.head_dims is None else args.head_dims
     dims = [int(text) if text.isdecimal() else 0 for text in texts.split(",")]
     if not all(1 <= d <= 256 for d in dims):
@@ -159,6 +157,19 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
         ]
     table = quick_specializations(archs) if args.quick else specializations(archs, dims)
     return [spec for spec in table if spec.family in kernels]
+
+
+def common_options(args: argparse.Namespace, known: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The architectures and kernels that the options select. Also checks --jobs and --json.
+
+    Raises:
+        UsageError: an option is invalid.
+    """
+    if args.jobs < 1:
+        raise UsageError(f"--jobs must be an int >= 1, got {args.jobs}")
+    report.check_target("--json", args.json)
+    archs = chosen("--arch", args.arch, ARCHITECTURES)
+    return archs, chosen("--kernels", args.kernels, known)
 
 
 def chosen(option: str, text: str, known: tuple[str, ...]) -> list[str]:

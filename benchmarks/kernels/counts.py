@@ -20,6 +20,9 @@ from benchmarks.kernels.specializations import Specialization
 # The kernels of linear forms compute no scores.
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "threshold": 1, "stats": 1}
 CONVERTED = {"forward": 1, "dq": 1, "dkdv": 2}
+# An iteration of a linear form's loop takes as many tokens as a chunk has (block_m). Chunks differ
+# between kernels, so their instructions are also counted per this number of tokens.
+TOKENS = 64
 # Shorter loops only issue products or copies, for other warps.
 SHORTEST = 40
 # A loop of a pass has this many mask instructions more per element if it treats edges.
@@ -41,6 +44,8 @@ class LoopCount:
         element_factor: conversions to 16 bits, divided by those needed.
         barriers: number of barriers and fences in the loop.
         narrow_copies: asynchronous copies of less than 16 bytes.
+        per_64_tokens: instructions per warp and TOKENS tokens, in kernels of linear forms. How many
+            warps and features share the work is not part of the unit.
     """
 
     name: str
@@ -54,6 +59,7 @@ class LoopCount:
     barriers: int
     narrow_copies: int
     prediction: Prediction | None
+    per_64_tokens: float | None = None
 
     def share(self, *opcodes: str) -> float:
         return sum(self.opcodes.get(name, 0.0) for name in opcodes)
@@ -165,6 +171,7 @@ def count_loops(
                 loop.number(*sass.BARRIERS),
                 sum(x.name == "LDGSTS" and "128" not in x.opcode.split(".") for x in loop.code),
                 prediction,
+                len(loop.code) * TOKENS / tile[0] if kernel == "linear" else None,
             )
         )  # fmt: skip
     return tuple(counts)

@@ -18,11 +18,15 @@ TENSOR_CORE = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 ROUNDING = 0.005
 
 
+# Attributes of a loop that a limit may name, and their units
+UNITS = {"total": " per element", "per_64_tokens": " instructions of a warp", "narrow_copies": ""}
+
+
 class Limit(NamedTuple):
     """The largest value of a figure in the full-block loops of these kernels.
 
-    figure: "total", "instructions", "narrow_copies", the name of an instruction class, or names of
-    opcodes joined by "+".
+    figure: one of UNITS, the name of an instruction class, or names of opcodes joined by "+".
+    Classes and opcodes are per score element.
     part: the pass of a threshold kernel; otherwise empty.
     """
 
@@ -50,9 +54,9 @@ LIMITS = (
     Limit("dkdv", "entmax15", 128, "total", 27.5),
     Limit("threshold", "entmax15", 128, "total", 9.5, "maximum"),
     Limit("threshold", "entmax15", 128, "total", 15.0, "step"),
-    # fla's kernels have 128 and 177 instructions.
-    Limit("linear output", "", 128, "instructions", 1.2 * 128),
-    Limit("linear states", "", 128, "instructions", 1.2 * 177),
+    # The loops of fla's kernels have 128 and 177 instructions and take 64 tokens per iteration.
+    Limit("linear output", "", 128, "per_64_tokens", 1.2 * 128),
+    Limit("linear states", "", 128, "per_64_tokens", 1.2 * 177),
     *(
         Limit(kernel, "", dim, "narrow_copies", 0)
         for kernel in ("linear output", "linear states") for dim in (64, 128)
@@ -102,7 +106,7 @@ def structural(row: Profile) -> Iterator[str]:
 
 
 def figure(loop: LoopCount, name: str) -> float:
-    if name in ("total", "instructions", "narrow_copies"):
+    if name in UNITS:
         return float(getattr(loop, name))
     return loop.classes[name] if name in loop.classes else loop.share(*name.split("+"))
 
@@ -122,7 +126,7 @@ def exceeded(row: Profile) -> Iterator[str]:
         for loop in loops:
             value = figure(loop, limit.figure)
             if value > limit.most + ROUNDING:
-                unit = "" if limit.figure in ("instructions", "narrow_copies") else " per element"
+                unit = UNITS.get(limit.figure, UNITS["total"])
                 yield (
                     f"{title(row)}, loop {loop.name}: {limit.figure} {value:.2f}{unit}, "
                     f"at most {limit.most:g}"

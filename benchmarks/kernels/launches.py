@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.activations import activations
-from benchmarks.kernels.specializations import BARE, DTYPES, EXTRAS, Specialization
+from benchmarks.kernels.specializations import DTYPES, EXTRAS, Specialization
 
 # Features per token in linear calls. taylor has 153 at D = 16, padded to a multiple of 8.
 FEATURES = 160
@@ -36,7 +37,19 @@ def arch_of(spec: Specialization) -> int:
 
 
 def extras_of(spec: Specialization) -> tuple[str, ...]:
-    return EXTRAS if spec.extra.startswith("all") else (spec.extra,)
+    return EXTRAS if spec.extra.startswith("all") else tuple(spec.extra.split())
+
+
+def empty(spec: Specialization, *shape: int) -> Tensor:
+    """A tensor (…, head_dim) with the strides and the address that the specialization asks for."""
+    dtype, dim = DTYPES[spec.dtype], spec.head_dim
+    if spec.extra == "offset":
+        # The address of a meta tensor is its offset in its storage.
+        first = 8 // dtype.itemsize
+        whole = torch.empty(first + math.prod(shape) * dim, dtype=dtype, device="meta")
+        return whole[first:].view(*shape, dim)
+    odd = spec.extra.endswith("unaligned")
+    return torch.empty(*shape, dim + odd, dtype=dtype, device="meta")[..., :dim]
 
 
 def described(spec: Specialization, q: Tensor, keys: int) -> Described:
@@ -46,25 +59,27 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
 
     use, extras = activations()[spec.activation], extras_of(spec)
     activation, kind, vector = use.form.activation, use.kind, new_vector(q)
-    bare, queries = spec.extra if spec.extra in BARE else "", q.shape[2]
+    queries = q.shape[2]
     of_q, of_k = (
         q.new_empty(1, n, dtype=torch.int64) if "segments" in extras else None
         for n in (queries, keys)
     )
     mask = None
-    if "mask" in extras:
+    if "bool" in extras:
+        mask = q.new_empty(1, 1, queries, keys, dtype=torch.uint8)
+    elif "mask" in extras:
         mask = q.new_empty(1, 1, queries, keys)
     elif "keys" in extras or "heads" in extras:
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)
     lse = spec.extra.startswith("all") and kind == "online"
     vectors = Vectors(
-        gain=None if "no gain" in bare else vector,
+        gain=None if spec.extra.endswith("no gain") else vector,
         offset=vector if kind in ("none", "threshold", "family") else None,
         shape=vector if kind == "family" else None,
         sink=vector if lse else None,
     )
-    left, right = 256 if "window" in extras else None, None if "full" in bare else 0
+    left, right = 256 if "window" in extras else None, None if "full" in extras else 0
     alibi = vector if "alibi" in extras else None
     layout = Layout(0.1, left, right, mask, of_q, of_k, alibi)
     normalize = "threshold" if kind == "family" else kind
@@ -77,10 +92,10 @@ def describe_flash(spec: Specialization) -> Any:
     from attnzoo.backends.triton.common.kernel_operands import Maps, new_vector, stands_apart
     from attnzoo.backends.triton.flash import launch
 
-    shape = (1, 2, 1024, spec.head_dim + spec.extra.endswith("unaligned"))
-    q = torch.empty(shape, dtype=DTYPES[spec.dtype], device="meta")[..., : spec.head_dim]
+    q = empty(spec, 1, 2, 1024)
+    do = out = q.new_empty(q.shape)
     vector, arch = new_vector(q), arch_of(spec)
-    layout, form, vectors, alpha, lse = described(spec, q, shape[2])
+    layout, form, vectors, alpha, lse = described(spec, q, q.shape[2])
     normalize = form.normalize
     maps = Maps(*launch.empty_maps(q, q, q, layout)) if normalize == "threshold" else Maps()
     if spec.kernel == "forward":
@@ -97,8 +112,8 @@ def describe_flash(spec: Specialization) -> Any:
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
     launches, _ = launch.describe_backward(
-        q, vector if lse else None, q, q, q, q, stat, vector, layout, form, vectors, maps, wanted,
-        arch,
+        do, vector if lse else None, q, q, q, out, stat, vector, layout, form, vectors, maps,
+        wanted, arch,
     )  # fmt: skip
     return launches[0] if spec.kernel == "dq" else launches[-1]
 
@@ -135,9 +150,7 @@ def describe_decode(spec: Specialization) -> Any:
     """The launch of a decode call with eight query heads per key/value head."""
     from attnzoo.backends.triton.decode import launch
 
-    dim = spec.head_dim + spec.extra.endswith("unaligned")
-    q = torch.empty(1, 8, few_queries(spec), dim, dtype=DTYPES[spec.dtype], device="meta")
-    q, k = (x[..., : spec.head_dim] for x in (q, q.new_empty(1, 1, KEYS, dim)))
+    q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, KEYS)
     layout, form, vectors, alpha, lse = described(spec, q, KEYS)
     machine = arch_of(spec), PROCESSORS
     solves, stage = form.normalize == "threshold", spec.kernel.removeprefix("decode").strip()

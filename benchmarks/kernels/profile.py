@@ -16,12 +16,15 @@ from typing import Any
 from benchmarks.harness import report
 from benchmarks.kernels import criteria
 from benchmarks.kernels.anchors import Anchor, check_tutorial, count, tasks
-from benchmarks.kernels.compile import chosen, processes, require_compiler
+from benchmarks.kernels.compile import common_options, processes, require_compiler
 from benchmarks.kernels.counts import LoopCount, Profile, profile
 from benchmarks.kernels.rates import RATES
 from benchmarks.kernels.specializations import (
     ARCHITECTURES,
     BARE,
+    EXTRAS,
+    FLASH,
+    PASSES,
     POWERS,
     Group,
     Specialization,
@@ -33,12 +36,10 @@ from commandline.table import aligned
 
 # Decoding is left out: it takes as long as reading the keys, whatever the threads compute.
 KERNELS = ("forward", "dq", "dkdv", "threshold", "stats", "linear")
-PASSES = ("forward", "dq", "dkdv")
+# Causality and gain change the loops of all activations alike: only softmax has all four pairs.
 CELLS = (
-    Group(PASSES, "online none threshold family", "bf16", POWERS, ("", *BARE)),
-    Group(PASSES, "online", "bf16", POWERS, ("window", "alibi", "segments", "keys")),
-    Group(("threshold",), "threshold family", "bf16", POWERS, ("", "full no gain")),
-    Group(("stats",), "online", "bf16", POWERS, ("", "full no gain")),
+    Group(PASSES, "online", "bf16", POWERS, ("", *BARE, *EXTRAS)),
+    Group(FLASH, "online none threshold family", "bf16", POWERS, ("", "full no gain")),
 )
 COLUMNS = (
     "loop", "total", "fp32", "mufu", "conv", "mask", "max", "int", "uniform", "shared", "global",
@@ -131,13 +132,9 @@ def selected(args: argparse.Namespace) -> list[Specialization]:
     Raises:
         UsageError: an option is invalid.
     """
-    if args.jobs < 1:
-        raise UsageError(f"--jobs must be an int >= 1, got {args.jobs}")
-    report.check_target("--json", args.json)
+    archs, kernels = common_options(args, KERNELS)
     if args.tutorial is not None:
         check_tutorial(args.tutorial)
-    archs = chosen("--arch", args.arch, ARCHITECTURES)
-    kernels = chosen("--kernels", args.kernels, KERNELS)
     if args.cubins:
         try:
             Path(args.cubins).mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
 # "full" calls are not causal. "no gain" calls have no per-query gain.
 BARE = ("full", "no gain", "full no gain")
+# Calls of converted models and of modules with torch's interface: a padding mask over keys, and a
+# dense boolean mask, such as of a sliding window. The causal padding mask is "keys". Transposed,
+# packed and grouped heads only change strides, which are arguments at run time.
+MODELS = ("full keys no gain", "full bool no gain")
 # Launches of `decode` that do not depend on both the activation and the head dimension. The solver
 # depends only on the activation, the merge only on the head dimension, the statistics on neither.
 STAGES = ("decode statistics", "decode solver", "decode merge")
@@ -28,8 +32,9 @@ class Specialization(NamedTuple):
     """One kernel and the settings that its compilation depends on.
 
     kernel: one of KERNELS. "linear" and "decode" may be followed by a space and a launch's name.
-    extra: one of EXTRAS or BARE; "heads" (a key mask per head); or "all" (all of EXTRAS, a sink
-    and the gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
+    extra: one of EXTRAS, BARE or MODELS; "heads" (a key mask per head); "offset" (q, k and v start
+    8 bytes after a multiple of 16); or "all" (all of EXTRAS, a sink and the gradient of lse),
+    optionally with "unaligned" (strides that rule out wide loads).
     """
 
     kernel: str
@@ -52,7 +57,7 @@ class Group(NamedTuple):
     """All combinations of these kernels, kinds, dtypes, head dimensions, extras and architectures.
 
     ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind` or "linear".
-    Calls are causal with a per-query gain, except those of BARE.
+    Calls are causal with a per-query gain, unless the extra says "full" or "no gain".
     """
 
     kernels: tuple[str, ...]
@@ -85,6 +90,10 @@ GROUPS = (
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(PASSES, "online", "bf16", POWERS, ("segments",)),
     Group(PASSES, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
+    Group(PASSES, "online none threshold", "bf16", (128,), ("keys",)),
+    Group(PASSES, "online", "bf16", (128,), MODELS),
+    Group(FLASH, "online threshold", "bf16", POWERS, ("offset",)),
+    Group(FLASH, "online", "fp32", (64,), ("offset",)),
     # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.
     Group(
         ("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all", "all unaligned")
@@ -93,6 +102,7 @@ GROUPS = (
     Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("all",)),
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
+    Group(("decode",), "online", "bf16", (128,), ("offset",)),
     Group(("decode products",), "threshold", "bf16 fp32", DECODE_DIMS, DECODE_EXTRAS),
     Group(("decode products",), "online", "bf16 fp32", DECODE_DIMS, ("all",)),
     Group(("decode statistics",), "online", "fp32", (64,)),

@@ -15,6 +15,7 @@ from attnzoo.backends.triton.common.kernel_operands import Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.backends.triton.flash.launch import describe_forward, describe_stats
 from helpers.cases import rand
+from helpers.packed import CALLS, PackedCall
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -97,22 +98,34 @@ def test_tma_and_pointers_give_equal_results(
 # ---- addresses --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["softmax", "sigmoid", "entmax", "adaptive_temperature"])
-def test_slices_that_start_anywhere_give_the_same_results(variant: str) -> None:
-    """q, k and v are slices of packed projections, 6 bytes after an aligned address."""
-    packed = rand(1, 2, 150, 96, seed=1).bfloat16()
-    found = []
-    for start in (3, 0):
-        leaf = torch.zeros(1, 2, 150, 104, dtype=torch.bfloat16)
-        leaf[..., start : start + 96] = packed
-        leaf.requires_grad_()
-        q, k, v = leaf[..., start : start + 96].split(32, -1)
-        assert (q.data_ptr() % 16 == 0) == (start == 0)
-        out = attnzoo.attention(q, k, v, variant, is_causal=True, backend="flash")
-        (gradient,) = torch.autograd.grad(out.float().square().sum(), leaf)
-        found.append((out, gradient[..., start : start + 96]))
-    for have, want in zip(*found, strict=True):
-        assert torch.allclose(have.float(), want.float(), rtol=2e-2, atol=2e-2)
+def calls(*slow: str) -> list[Any]:
+    """All calls. Those of the variants ``slow`` are marked so."""
+    marks = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(*call, marks=marks[call[0] in slow]) for call in CALLS]
+
+
+@pytest.mark.parametrize(("variant", "backend"), calls("ssmax", "cosformer"))
+def test_slices_that_start_anywhere_give_the_same_results(variant: str, backend: str) -> None:
+    """q, k and v are slices of a packed projection, 8 and 6 bytes after an aligned address."""
+    aligned, *others = (PackedCall(variant, backend, start) for start in (0, 4, 3))
+    assert [x.slices()[1].data_ptr() % 16 for x in (aligned, *others)] == [0, 8, 6]
+    for other in others:
+        for have, want in zip(other.run(), aligned.run(), strict=True):
+            assert torch.allclose(have.float(), want.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "backend"), calls("ssmax", "cosformer", "sigmoid", "entmax", "adaptive_temperature")
+)
+def test_a_call_reads_new_values_in_the_same_memory(variant: str, backend: str) -> None:
+    """Nothing of the inputs' values is kept. A captured CUDA graph relies on that."""
+    call = PackedCall(variant, backend)
+    first = call.run()
+    call.fill(seed=1)
+    second = call.run()
+    assert not any(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    call.fill(seed=0)
+    assert all(torch.equal(x, y) for x, y in zip(first, call.run(), strict=True))
 
 
 # ---- the factor -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ every case compiles its own kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import attnzoo
 from helpers.agreement import Inputs, by_backend, disagreements, make, outputs
 from helpers.cases import CASES, NO_LSE, NO_SCORE, params_of
 from helpers.coverage_table import CONSTANT_PARAMETERS, FLASH, RUNS, VARIANT_BACKENDS
+from helpers.packed import CALLS, PackedCall
 
 pytestmark = pytest.mark.gpu
 
@@ -168,3 +169,56 @@ def test_a_new_length_does_not_recompile(backend: str) -> None:
         if n == 128:
             once = compiled()
     assert compiled() == once
+
+
+# ---- devices, addresses and graphs ------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(("variant", "backend"), CALLS)
+def test_a_device_that_is_not_the_current_one_gives_the_same_results(
+    variant: str, backend: str
+) -> None:
+    with torch.cuda.device(0):
+        first, second = (PackedCall(variant, backend, device=f"cuda:{n}").run() for n in (0, 1))
+        for want, have in zip(first, second, strict=True):
+            assert have.device == torch.device("cuda:1")
+            assert torch.allclose(have.cpu().float(), want.cpu().float(), rtol=2e-2, atol=2e-2)
+        assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("start", [4, 3])
+@pytest.mark.parametrize(("variant", "backend"), CALLS)
+def test_unaligned_addresses_give_the_same_results(variant: str, backend: str, start: int) -> None:
+    """q, k and v start 8 or 6 bytes after a multiple of 16."""
+    call = PackedCall(variant, backend, start, "cuda")
+    assert call.slices()[0].data_ptr() % 16 == 2 * start
+    aligned = PackedCall(variant, backend, device="cuda").run()
+    for have, want in zip(call.run(), aligned, strict=True):
+        assert torch.allclose(have.float(), want.float(), rtol=2e-2, atol=2e-2)
+
+
+def captured(work: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of ``work`` and the tensors it writes, after three runs on another stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+    return graph, results
+
+
+@pytest.mark.parametrize(("variant", "backend"), CALLS)
+def test_a_captured_graph_equals_eager_calls_for_new_values(variant: str, backend: str) -> None:
+    """Forward and backward are captured once, and replayed for other values of q, k and v."""
+    call = PackedCall(variant, backend, device="cuda")
+    graph, results = captured(call.run)
+    for seed in (1, 2):
+        call.fill(seed)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(results, call.run(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 from itertools import product
@@ -17,12 +18,13 @@ from attnzoo.backends.triton.common import configurations as configs
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.flash import launch
 from benchmarks.kernels.activations import activations
-from benchmarks.kernels.compile import Compiled
+from benchmarks.kernels.compile import Compiled, selected
 from benchmarks.kernels.launches import describe
 from benchmarks.kernels.specializations import (
     ARCHITECTURES,
     HEAD_DIMS,
     KERNELS,
+    MODELS,
     STAGES,
     Specialization,
     quick_specializations,
@@ -46,6 +48,8 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         "exp D=64 fp32",
         "exp D=64 bf16 all",
         "exp D=64 bf16 all unaligned",
+        "exp D=64 bf16 offset",
+        "exp D=64 fp32 offset",
     ]
     for row in rows:
         assert set(row) == {
@@ -98,6 +102,15 @@ def test_invalid_options_exit_with_status_2(
     assert message in error_of(capsys, "compile", option, value)
 
 
+def test_quick_with_a_plugin_is_an_error() -> None:
+    args = argparse.Namespace(
+        jobs=1, json=None, arch="sm_90", kernels="dq", quick=True, head_dims=None,
+        plugin=Path("own.py"),
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="--quick cannot be combined with --plugin"):
+        selected(args)
+
+
 def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     used, of_decode = set(), set()
 
@@ -124,6 +137,13 @@ def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.Monkey
     assert used == {(id(rows), config) for rows in listed for config in rows}
 
 
+def kind_of(value: Any) -> Any:
+    """What the compiled code knows of an argument: of a pointer its type and alignment."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return type(value)
+
+
 def key(spec: Specialization) -> tuple:
     """The kernel, architecture, arguments and options that determine the compiled code."""
     launch, kinds = describe(spec), []
@@ -132,7 +152,7 @@ def key(spec: Specialization) -> tuple:
         if parameter.annotation is tl.constexpr or value is None:
             kinds.append((name, repr(value)))
         else:
-            kinds.append((name, value.dtype if isinstance(value, torch.Tensor) else type(value)))
+            kinds.append((name, kind_of(value)))
     return launch.kernel, spec.arch, *kinds, repr(launch.options)
 
 
@@ -166,6 +186,31 @@ def test_every_kernel_architecture_and_activation_is_compiled() -> None:
         flash = [c for c in found if c.family not in ("linear", "decode")]
         names = {c.activation for c in flash if (c.arch, c.head_dim) == (arch, dim)}
         assert names == filled.get(dim, every)
+
+
+@pytest.mark.parametrize(("kernel", "names"), [("dq", "qkv"), ("dkdv", "qkv"), ("decode", "qk")])
+def test_unaligned_addresses_are_compiled_without_wide_loads(kernel: str, names: str) -> None:
+    """Only q, k and v are slices of a user's tensors."""
+    for dtype in ("bf16", "fp32"):
+        spec = Specialization(kernel, "sm_90", dtype, 64, "exp", "offset")
+        args = describe(spec).args
+        assert {args[name].data_ptr() % 16 for name in names} == {8}
+        assert args["ALIGN"] == 1
+        others = [x for name, x in args.items() if name not in "qkv" and torch.is_tensor(x)]
+        assert all(x.data_ptr() % 16 == 0 for x in others)
+
+
+def test_calls_of_models_are_compiled() -> None:
+    """Padding masks, and dense boolean masks of calls that are not causal."""
+    found = set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
+    for arch, kernel in product(ARCHITECTURES, ("forward", "dq", "dkdv")):
+        for extra, dense in (("keys", False), *((e, "bool" in e) for e in MODELS)):
+            spec = Specialization(kernel, arch, "bf16", 128, "exp", extra)
+            assert spec in found
+            args = describe(spec).args
+            assert args["mask"].dtype == torch.uint8
+            assert (args["mask_m"] is not None) == dense
+            assert (args["right"] is None, args["gain"] is None) == 2 * (extra != "keys",)
 
 
 def test_two_activations_with_one_name_raise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,13 @@ from benchmarks.kernels import anchors, criteria, rates, sass
 from benchmarks.kernels.activations import kinds
 from benchmarks.kernels.counts import LoopCount, Profile, count_loops, names_of
 from benchmarks.kernels.profile import CELLS, comparison, cubin_name, heading
-from benchmarks.kernels.specializations import ARCHITECTURES, Specialization, of_groups
+from benchmarks.kernels.specializations import (
+    ARCHITECTURES,
+    BARE,
+    EXTRAS,
+    Specialization,
+    of_groups,
+)
 from helpers.commands import benchmarks, error_of
 
 
@@ -52,6 +58,17 @@ def test_counts_are_per_score_element_and_loops_are_named_by_their_work() -> Non
     # Half of the tile: everything is done twice.
     twice = count_loops(code, "forward", "sm_90", (32, 16), 4, 64)[0]
     assert (twice.tensor_factor, twice.element_factor) == (2.0, 2.0)
+
+
+def test_linear_kernels_are_counted_per_64_tokens_whatever_the_length_of_a_chunk() -> None:
+    """An iteration takes a chunk of tokens. That of the kernels compared with takes 64."""
+    text = loop_text(0, ("HGMMA.64x64x16.F32.BF16", 4), ("FFMA", 219)) + "  /*2000*/ EXIT ;\n"
+    for chunk, wanted in ((128, 112.0), (64, 224.0)):
+        (found,) = count_loops(sass.instructions(text), "linear", "sm_90", (chunk, 64), 8, 128)
+        assert (found.instructions, found.per_64_tokens) == (224, wanted)
+    assert loop().per_64_tokens is None
+    row = profile("linear states", replace(found, per_64_tokens=112.0), activation="", extra="")
+    assert not any("per_64_tokens" in text for text in criteria.violations([row]))
 
 
 @pytest.mark.parametrize(
@@ -164,8 +181,8 @@ def test_kernels_within_all_limits_violate_nothing() -> None:
             "no loop maximum over full blocks",
         ),
         (
-            profile("linear states", loop(instructions=213), activation="", extra=""),
-            "instructions 213.00, at most 212.4",
+            profile("linear states", loop(per_64_tokens=213.0), activation="", extra=""),
+            "per_64_tokens 213.00 instructions of a warp, at most 212.4",
         ),
         (
             profile("linear output", loop(narrow_copies=2), activation="", extra="", head_dim=64),
@@ -219,6 +236,19 @@ def test_every_limit_belongs_to_a_profiled_kernel() -> None:
         if not limit.kernel.startswith("linear"):
             assert limit.activation in known
             assert (limit.kernel, limit.activation, limit.head_dim, limit.arch) in cells
+
+
+def test_cells_are_few_and_hold_every_mask_of_a_softmax() -> None:
+    cells = list(of_groups(CELLS, ["sm_90"], [64, 128, 256]))
+    extras: dict[tuple, set[str]] = {}
+    for spec in cells:
+        extras.setdefault((spec.kernel, spec.activation, spec.head_dim), set()).add(spec.extra)
+    passes = ("forward", "dq", "dkdv")
+    for (kernel, activation, _), found in extras.items():
+        softmax = activation == "exp" and kernel in passes
+        assert found == {"", "full no gain"} | ({*BARE, *EXTRAS} if softmax else set())
+    assert {kernel for kernel, *_ in extras} == {*passes, "stats", "threshold"}
+    assert len(cells) <= 160
 
 
 # ---- the command ------------------------------------------------------------------------------
