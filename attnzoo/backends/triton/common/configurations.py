@@ -10,15 +10,16 @@ A kernel has several entries, chosen by the features of the call:
 - "filled": a head dimension is padded to a power of two; for the forward on sm_90 and sm_100, any
   call that cannot load keys and values by TMA;
 - "one": one of window, ALiBi, segments and a key mask;
-- "listed": a list of the blocks with nonzero weights, from a threshold, and no feature of "one";
-- "several": at least one of these: a dense mask; two or more features of "one"; a feature of "one"
-  with a list of blocks; the per-query vector ``shape``; a gradient of lse; PEAKED (see `fold`);
+- "listed": a list of the blocks with nonzero weights, from a threshold; at most one feature of
+  "one";
+- "shaped": as "listed", with the per-query vector ``shape``;
+- "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
+  PEAKED (see `fold`);
 - "unaligned": strides or addresses that allow no wide loads, with or without the above;
 - "listed unaligned": the same, with a list of blocks.
 
 "several" and "unaligned" are rare. Their entries are the same for all architectures, and have
-blocks small enough for all features at once. A missing "listed unaligned" is replaced by
-"unaligned", a missing "unaligned" by "several", and any other missing entry by "".
+blocks small enough for all features at once. A missing entry is replaced: see `REPLACED`.
 """
 
 from __future__ import annotations
@@ -87,14 +88,17 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward": (Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward filled": (full(64, 64, 8, 2), full(64, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward one": (Config(128, 128, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
-        "forward listed": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
-        "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
-        "dq filled": (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
-        "dq one": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
-        "dq listed": (Config(128, 64, 8, 2), Config(32, 64, 8, 1), full(16, 32, 8, 1)),
+        "forward listed": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1)),
+        "forward shaped": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 32, 4, 1)),
+        "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
+        "dq filled": (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
+        "dq one": (Config(64, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
+        "dq listed": (Config(128, 64, 8, 2), full(32, 64, 8, 1), full(16, 32, 8, 1)),
+        "dq shaped": (Config(64, 64, 4, 2), full(16, 64, 8, 1), full(16, 32, 8, 1)),
         "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
         "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
         "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
+        "dkdv shaped": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), Config(32, 32, 8, 1)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(64, 32, 8, 2)),
     },
@@ -102,12 +106,16 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         **SAFE,
         "forward": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(128, 64, 8, 2)),
         "forward filled": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
-        "dq": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 64, 8, 1)),
-        "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
-        "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), full(16, 32, 8, 1)),
-        "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 32, 8, 2)),
-        "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 8, 2)),
-        "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 8, 2)),
+        "forward listed": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 1)),
+        "forward shaped": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+        "dq": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 1)),
+        "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 4, 1)),
+        "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
+        "dq shaped": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+        "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 32, 4, 1)),
+        "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 2)),
+        "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
+        "dkdv shaped": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), Config(32, 32, 4, 1)),
         "stats": (Config(128, 128, 8, 2),) * 3,
         "threshold": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
     },
@@ -117,12 +125,23 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward one": (Config(128, 64, 4, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "forward filled": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "dq": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 1)),
-        "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), full(16, 32, 8, 1)),
+        "forward listed": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 1)),
+        "forward shaped": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+        "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
+        "dq shaped": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         "dkdv": (full(64, 128, 8, 2), full(64, 128, 8, 2), Config(64, 64, 8, 1)),
-        "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), Config(16, 64, 8, 1)),
+        "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), Config(32, 32, 4, 1)),
+        "dkdv shaped": (Config(32, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), full(128, 64, 8, 1), Config(64, 32, 8, 1)),
     },
+}
+
+# The features whose entries replace a missing one, before that of "".
+REPLACED = {
+    "listed unaligned": ("unaligned", "several"),
+    "unaligned": ("several",),
+    "shaped": ("listed",),
 }
 
 # For the interpreter: small blocks, so that a short sequence has several blocks. Products in fp32
@@ -151,10 +170,8 @@ def known(arch: int) -> int:
 
 def find(kernel: str, arch: int, bits: int, feature: str) -> ByHeadDim:
     table = TABLE[known(arch), bits]
-    entries = f"{kernel} {feature}", kernel
-    if feature.endswith("unaligned"):
-        entries = entries[0], f"{kernel} unaligned", f"{kernel} several", kernel
-    return next(table[name] for name in entries if name in table)
+    features = feature, *REPLACED.get(feature, ()), ""
+    return next(table[x] for x in (f"{kernel} {name}".strip() for name in features) if x in table)
 
 
 def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Config:

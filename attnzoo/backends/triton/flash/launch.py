@@ -51,19 +51,22 @@ def _config(
     layout: Layout,
     mapped: bool,
     align: int,
-    *vectors: Tensor | None,
+    shape: Tensor | None = None,
+    rare: bool = False,
 ) -> Config:
     """Return the configuration for the features of a call; see `configurations`.
 
-    ``vectors``: if any is a tensor, the entry is "several", or "unaligned" if align is 1.
+    ``rare``: the call has a feature of "several" that its layout does not show.
     """
     extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
-    several = dense_mask(layout) or extras > 1 or any(x is not None for x in vectors)
+    several = rare or dense_mask(layout) or extras > 1
     pointers = kernel == "forward" and arch // 10 in TMA and not (fits_tma(k) and fits_tma(v))
     if align == 1:
         feature = "listed unaligned" if mapped else "unaligned"
     elif several or (mapped and _small_tiles(q, k, v, layout)):
         feature = "several"
+    elif shape is not None:
+        feature = "shaped"
     elif pointers:
         feature = "filled"
     elif mapped:
@@ -82,7 +85,7 @@ def _config(
 
 
 def _small_tiles(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:
-    return count_extras(layout) > 0 or stride_align(q, k, v) == 1
+    return dense_mask(layout) or count_extras(layout) > 1 or stride_align(q, k, v) == 1
 
 
 def _map_tile(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[int, int]:
@@ -120,8 +123,8 @@ def describe_forward(
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = form.normalize == "sum" and v.dtype == torch.float16
-    config_args = align, vectors.shape, q if peaked else None
-    config = _config("forward", arch, q, k, v, layout, maps.blocks is not None, *config_args)
+    features = maps.blocks is not None, align, vectors.shape, peaked
+    config = _config("forward", arch, q, k, v, layout, *features)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, arch) if online else None
     args = {
@@ -162,8 +165,8 @@ def describe_backward(
         "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
     }  # fmt: skip
     align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
-    config_args = align, vectors.shape, dlse
-    config = _config("dq", arch, q, k, v, layout, maps.blocks is not None, *config_args)
+    features = maps.blocks is not None, align, vectors.shape, dlse is not None
+    config = _config("dq", arch, q, k, v, layout, *features)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": _map_tile(q, k, v, layout)[0],
@@ -175,7 +178,7 @@ def describe_backward(
         "blocks": maps.blocks, "counts": maps.counts,
     }  # fmt: skip
     launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
-    config = _config("dkdv", arch, q, k, v, layout, maps.blocks is not None, *config_args)
+    config = _config("dkdv", arch, q, k, v, layout, *features)
     map_tile = dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, layout)))
     columns, listing = _describe_columns(maps, {**shared, **map_tile, "SPLIT": config.split})
     dkdv_args = {
