@@ -78,13 +78,17 @@ class Operator(Generic[P, R]):
         self._function, self._no_gradient = function, no_gradient
         self.name = function.__name__
         named = {name: hint for name, hint in hints.items() if name != "return"}
-        self._result, self._names = hints["return"], tuple(named)
+        self._result = hints["return"]
         self._groups: dict[str, Any] = {
             name: hint if _is_group(hint) else None for name, hint in named.items()
         }
         self._operands = _flat_types(named)
         self._outputs = _flat_types({"out": self._result})
         self._optional = tuple(hint == Tensor | None for hint in self._outputs.values())
+        kinds = list(self._operands.values())
+        self._tensors = [n for n, hint in enumerate(kinds) if hint in (Tensor, Tensor | None)]
+        # Whether gradients can be recorded without torch's dispatcher, see `_recorded`.
+        self._direct = list[Tensor] not in (*kinds, *self._outputs.values())
         self._gradient: Operator[Any, list[Tensor]] | None = None
         self._differentiable: tuple[str, ...] = ()
         self._keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None
@@ -101,16 +105,20 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **operands: P.kwargs) -> R:
         values = self.flat(*args, **operands)
-        if _is_plain(values):
-            return self._function(**operands)  # type: ignore[call-arg]
+        if self._is_plain(values):
+            if not self._needs_grad(values):
+                return self._function(**operands)  # type: ignore[call-arg]
+            if self._direct:
+                outputs = self._recorded.apply(*values)
+                return self._result(*outputs) if isinstance(outputs, tuple) else outputs
         outputs = self.overload(*values)
         return self._result(*self._or_none(outputs)) if isinstance(outputs, tuple) else outputs
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
         """Return the positional arguments of ``overload``: groups are replaced by their fields."""
-        if args or len(operands) != len(self._names) or any(x not in operands for x in self._names):
+        if args or operands.keys() != self._groups.keys():
             raise TypeError(
-                f"{self.name} takes the keyword arguments {', '.join(self._names)}, got "
+                f"{self.name} takes the keyword arguments {', '.join(self._groups)}, got "
                 f"{', '.join(operands) or 'none'} and {len(args)} positional"
             )
         values: list[Any] = []
@@ -193,6 +201,27 @@ class Operator(Generic[P, R]):
     def _run(self, *values: Any) -> Any:
         return _tensors_only(values[0], self._function(**self._named(values)))  # type: ignore[call-arg]
 
+    def _is_plain(self, values: list[Any]) -> bool:
+        """Whether a call can skip torch's dispatcher, which takes longer than a small kernel."""
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._get_tracing_state() is not None
+        ):
+            return False
+        for n in self._tensors:
+            x = values[n]
+            if x is not None and (type(x) not in PLAIN or x.is_meta):
+                return False
+        return True
+
+    def _needs_grad(self, values: list[Any]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (values[n] for n in self._tensors)
+        return any(x is not None and x.requires_grad for x in tensors)
+
     @cached_property
     def _run_uncompiled(self) -> Callable[..., Any]:
         return torch.compiler.disable(self._run)
@@ -203,12 +232,37 @@ class Operator(Generic[P, R]):
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 
+    @cached_property
+    def _recorded(self) -> Any:
+        """The function as an autograd function, which does what torch.library's would do.
+
+        The one of torch.library looks up the default of each operand in the schema, which takes
+        longer than all the rest of a call.
+        """
+
+        def forward(ctx: Any, *values: Any) -> Any:
+            # As in torch.library. With no_grad alone, an output that is a view of a new tensor
+            # could not be changed in place.
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = self._function(**self._named(values))  # type: ignore[call-arg]
+            self._save_for_backward(ctx, values, outputs)
+            return tuple(outputs) if isinstance(outputs, tuple) else outputs
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(self._backward)}
+        return type(self.name, (torch.autograd.Function,), methods)
+
     def _save(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        self._save_for_backward(
+            ctx, inputs, self._or_none(output) if isinstance(output, tuple) else output
+        )
+
+    def _save_for_backward(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        """Save what the backward needs. Outputs that were not requested are None."""
         ctx.set_materialize_grads(False)
         if self._gradient is None:
             return
         operands = dict(zip(self._operands, inputs))
-        outputs = self._or_none(output if isinstance(output, tuple) else (output,))
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
         ctx.requested = [x is not None for x in outputs]
         known = {**operands, **dict(zip(self._outputs, outputs))}
         known = {name: known[name] for name in self._gradient._operands if name in known}
@@ -233,7 +287,10 @@ class Operator(Generic[P, R]):
         needs = zip(self._operands, ctx.needs_input_grad)
         wanted = [name for name, needed in needs if needed and name in self._differentiable]
         given["wanted"] = wanted
-        found = gradient.overload(*(given[name] for name in gradient._operands)) if wanted else ()
+        values = [given[name] for name in gradient._operands] if wanted else []
+        plain = wanted and gradient._is_plain(values) and not gradient._needs_grad(values)
+        run = gradient._run if plain else gradient.overload
+        found = run(*values) if wanted else ()
         by_name = dict(zip(wanted, found))
         return tuple(by_name.get(name) for name in self._operands)
 
@@ -242,24 +299,6 @@ def operator(function: Callable[P, R]) -> Operator[P, R]:
     """Declare an operator by the signature of the function that computes it."""
     hints = get_type_hints(function)
     return Operator(function, hints, f"attnzoo::{function.__name__} is not differentiable")
-
-
-def _is_plain(values: list[Any]) -> bool:
-    """Whether a call can skip torch's dispatcher, which takes longer than a small kernel."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-    ):
-        return False
-    grad = torch.is_grad_enabled()
-    for x in values:
-        if isinstance(x, Tensor) and (
-            type(x) not in PLAIN or x.is_meta or (grad and x.requires_grad)
-        ):
-            return False
-    return True
 
 
 def _is_group(hint: Any) -> bool:

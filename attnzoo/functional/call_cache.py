@@ -31,7 +31,6 @@ from attnzoo.core.registry import get_variant
 from attnzoo.functional.prepare import Prepared, definition_of
 
 MAX_ENTRIES = 4096
-SMALL_SCORES = 2**10  # up to this many queries × keys, n_i and visible keys are cached too
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (type(None), bool, int, float, str)
@@ -157,10 +156,8 @@ def remember(
     layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
     if layout:
         call = replace(call, mask=None, alibi=None, segments=None)
-    elif call.device.type == "cpu" and call.queries * call.keys <= SMALL_SCORES:
-        # GPU tensors are not cached: a captured CUDA graph would keep the address of a tensor
-        # that is freed when its entry leaves the cache.
-        call = call.caching()
+    else:
+        call = call.keeping()
     own = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_CACHE) >= MAX_ENTRIES:
         oldest = list(_CACHE)[0]  # noqa: RUF015 (an iterator fails if another thread writes)

@@ -46,9 +46,7 @@ def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
 
     Autograd then sums the gradient over the expanded dimensions.
     """
-    if value is None:
-        return None
-    return call.per_query(value).expand(call.batch, call.heads, call.queries).contiguous()
+    return None if value is None else call.expanded(value)
 
 
 def vectors_of(
