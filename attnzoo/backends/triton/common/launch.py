@@ -7,6 +7,7 @@ a GPU. To do so, pass tensors on the device "meta" to the ``describe`` functions
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Launch(NamedTuple):
     programs: int
     args: dict[str, Any]
     config: Config
+    zeroed: tuple[str, ...] = ()  # names of the new tensors that must be 0 before the launch
 
     @property
     def options(self) -> dict[str, Any]:
@@ -32,6 +34,7 @@ class Launch(NamedTuple):
         return {**options, "enable_fp_fusion": True, "maxnreg": self.config.registers}
 
 
+@cache
 def architecture(device: torch.device) -> int:
     if interpreted():
         return 0
@@ -45,6 +48,8 @@ def interpreted() -> bool:
 
 def run(launch: Launch) -> Any:
     """Launch the kernel. Return the compiled kernel, or None in the interpreter."""
+    for name in launch.zeroed:
+        launch.args[name].zero_()
     if launch.programs == 0:
         return None
     device = next(x.device for x in launch.args.values() if isinstance(x, Tensor))

@@ -9,7 +9,6 @@ in pointers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
@@ -30,9 +29,10 @@ def launch(describe: Callable[..., tuple[Launch | list[Launch], R]], *operands: 
 
     ``describe`` must not read or initialize tensors.
     """
-    given = _leaves(operands, [])
-    inputs = [x for x in given if isinstance(x, Tensor)]
-    key = (describe, *_key(given))
+    inputs: list[Tensor] = []
+    parts: list[Hashable] = [describe]
+    _read(operands, parts, inputs, {})
+    key = tuple(parts)
     ready = _prepared.get(key)
     if ready is not None:
         return ready.run(inputs)
@@ -54,26 +54,24 @@ def clear() -> None:
     _prepared.clear()
 
 
-def _leaves(values: Iterable[Any], found: list[Any]) -> list[Any]:
+def _read(
+    values: Iterable[Any], key: list[Hashable], inputs: list[Tensor], numbers: dict[int, int]
+) -> None:
+    """Add everything that a launch depends on to ``key``, except the addresses of tensors.
+
+    ``inputs`` receives the tensors. ``numbers`` counts them: two operands may be the same tensor.
+    """
     for x in values:
-        if isinstance(x, (tuple, list)):
-            _leaves(x, found)
-        else:
-            found.append(x)
-    return found
-
-
-def _key(given: list[Any]) -> list[Hashable]:
-    """Everything that a launch depends on, except the addresses of tensors."""
-    key: list[Hashable] = []
-    names: dict[int, int] = {}  # two operands may be the same tensor
-    for x in given:
         if isinstance(x, Tensor):
-            key.append(names.setdefault(id(x), len(names)))
-            key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+            inputs.append(x)
+            key += (
+                numbers.setdefault(id(x), len(numbers)), x.shape, x.stride(), x.dtype, x.device,
+                x.data_ptr() % 16,
+            )  # fmt: skip
+        elif isinstance(x, (tuple, list)):
+            _read(x, key, inputs, numbers)
         else:
             key.append(x)
-    return key
 
 
 def _has_views(launches: list[Launch], inputs: list[Tensor]) -> bool:
@@ -88,11 +86,13 @@ def _has_views(launches: list[Launch], inputs: list[Tensor]) -> bool:
 class Slot:
     """The properties of a tensor that a call allocates."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, zeroed: bool) -> None:
         self.size, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
+        self.zeroed = zeroed
 
     def make(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return made.zero_() if self.zeroed else made
 
 
 class Prepared:
@@ -104,6 +104,9 @@ class Prepared:
         self.device = inputs[0].device
         self.made: list[Slot] = []
         known = list(inputs)
+        zeroed = [each.args[name] for each in launches for name in each.zeroed]
+        for x in zeroed:
+            self._place(x, known, zeroed=True)
         self.results = _replaced(results, lambda x: self._place(x, known))
         self.calls: list[tuple[Any, list[Any], list[tuple[int, int]]]] = []
         for each, kernel in zip(launches, kernels):
@@ -115,16 +118,15 @@ class Prepared:
                     values[n] = None
                 elif hasattr(x, "base"):  # a TMA descriptor
                     tensors.append((n, self._place(x.base, known)))
-                    values[n] = copy.copy(x)
-                    values[n].base = None
+                    values[n] = _descriptor_of(x, None)
             self.calls.append((kernel[each.programs, 1, 1], values, tensors))
 
-    def _place(self, x: Tensor, known: list[Tensor]) -> int:
+    def _place(self, x: Tensor, known: list[Tensor], zeroed: bool = False) -> int:
         """The index of x in the list of inputs and made tensors; x is added if it is new."""
         for n, other in enumerate(known):
             if other is x:
                 return n
-        self.made.append(Slot(x))
+        self.made.append(Slot(x, zeroed))
         known.append(x)
         return len(known) - 1
 
@@ -138,10 +140,16 @@ class Prepared:
                     if described is None:
                         arguments[n] = tensors[place]
                     else:
-                        arguments[n] = copy.copy(described)
-                        arguments[n].base = tensors[place]
+                        arguments[n] = _descriptor_of(described, tensors[place])
                 kernel(*arguments)
         return _filled(self.results, tensors)
+
+
+def _descriptor_of(described: Any, base: Tensor | None) -> Any:
+    """A copy of a TMA descriptor for another tensor. Four times as fast as `copy.copy`."""
+    made = object.__new__(type(described))
+    made.__dict__.update(described.__dict__, base=base)
+    return made
 
 
 class _Place(int):

@@ -50,14 +50,12 @@ def flash_threshold(
     alpha: float | None,
 ) -> Threshold:  # fmt: skip
     """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.flash import launch
+    from attnzoo.backends.triton.common.launch import architecture
+    from attnzoo.backends.triton.common.prepared import launch
+    from attnzoo.backends.triton.flash.launch import describe_threshold
 
-    work, results = launch.describe_threshold(
-        q, k, v, layout, form, vectors, alpha, architecture(q.device)
-    )
-    run(work)
-    return Threshold(*results)
+    operands = q, k, v, layout, form, vectors, alpha, architecture(q.device)
+    return Threshold(*launch(describe_threshold, *operands))
 
 
 @flash_threshold.fake
