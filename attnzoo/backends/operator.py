@@ -91,7 +91,10 @@ class Operator(Generic[P, R]):
         self._direct = list[Tensor] not in (*kinds, *self._outputs.values())
         self._gradient: Operator[Any, list[Tensor]] | None = None
         self._differentiable: tuple[str, ...] = ()
-        self._keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None
+        self._keep_alive: Callable[[dict[str, Any]], object] | None = None
+        # Operands and outputs that the gradient reads, by name: indices into (*operands, *outputs).
+        self._saved: dict[str, int] = {}  # tensors
+        self._others: dict[str, int] = {}
         # Equivalent to torch.library.custom_op, whose first call would import the compiler and
         # Triton.
         qualified = f"attnzoo::{self.name}"
@@ -116,20 +119,24 @@ class Operator(Generic[P, R]):
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
         """Return the positional arguments of ``overload``: groups are replaced by their fields."""
-        if args or operands.keys() != self._groups.keys():
+        values: list[Any] = []
+        try:
+            for name, group in self._groups.items():
+                value: Any = operands[name]
+                if group is None:
+                    values.append(value)
+                elif isinstance(value, group):
+                    values += value
+                else:
+                    expected = f"{name} must be {group.__name__}, got {type(value)}"
+                    raise TypeError(f"{self.name}: {expected}")
+        except KeyError:
+            pass  # raises below, because a name is missing
+        if args or len(operands) != len(self._groups) or len(values) != len(self._operands):
             raise TypeError(
                 f"{self.name} takes the keyword arguments {', '.join(self._groups)}, got "
                 f"{', '.join(operands) or 'none'} and {len(args)} positional"
             )
-        values: list[Any] = []
-        for name, group in self._groups.items():
-            value: Any = operands[name]
-            if group is None:
-                values.append(value)
-            elif isinstance(value, group):
-                values.extend(value)
-            else:
-                raise TypeError(f"{self.name}: {name} must be {group.__name__}, got {type(value)}")
         return values
 
     def fake(self, function: Callable[..., R]) -> None:
@@ -146,7 +153,7 @@ class Operator(Generic[P, R]):
         self,
         *differentiable: str,
         like: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
-        keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None,
+        keep_alive: Callable[[dict[str, Any]], object] | None = None,
         no_double: str = NO_DOUBLE,
     ) -> Callable[[Callable[..., Mapping[str, Tensor]]], Operator[..., list[Tensor]]]:
         """Register the gradients of the operands ``differentiable``.
@@ -178,6 +185,11 @@ class Operator(Generic[P, R]):
                 assert not required or output in gradient._operands, output
             torch.library.register_fake(f"attnzoo::{gradient.name}", of_values)
             self._gradient, self._differentiable = gradient, differentiable
+            assert not self._operands.keys() & self._outputs.keys()
+            for n, (name, hint) in enumerate((self._operands | self._outputs).items()):
+                if name in gradient._operands:
+                    kept = self._saved if hint in (Tensor, Tensor | None) else self._others
+                    kept[name] = n
             self._keep_alive = keep_alive
             return gradient
 
@@ -261,16 +273,13 @@ class Operator(Generic[P, R]):
         ctx.set_materialize_grads(False)
         if self._gradient is None:
             return
-        operands = dict(zip(self._operands, inputs))
         outputs = output if isinstance(output, (tuple, list)) else (output,)
+        known = (*inputs, *outputs)
+        ctx.save_for_backward(*[known[n] for n in self._saved.values()])
+        ctx.others = [known[n] for n in self._others.values()]
         ctx.requested = [x is not None for x in outputs]
-        known = {**operands, **dict(zip(self._outputs, outputs))}
-        known = {name: known[name] for name in self._gradient._operands if name in known}
-        tensors = {name: x for name, x in known.items() if isinstance(x, Tensor)}
-        ctx.save_for_backward(*tensors.values())
-        ctx.tensors = tuple(tensors)
-        ctx.known = {name: x for name, x in known.items() if name not in tensors}
-        ctx.keep_alive = self._keep_alive(operands)
+        if self._keep_alive is not None:
+            ctx.keep_alive = self._keep_alive(dict(zip(self._operands, inputs)))
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gradient = self._gradient
@@ -279,20 +288,22 @@ class Operator(Generic[P, R]):
         if all(grad is None for grad in grads):
             return (None,) * len(self._operands)
         # saved_tensors can be read only once, because a checkpoint discards recomputed tensors.
-        given = {**ctx.known, **dict(zip(ctx.tensors, ctx.saved_tensors))}
+        given = dict(zip(self._saved, ctx.saved_tensors))
+        given.update(zip(self._others, ctx.others))
         for output, requested, grad in zip(self._outputs, ctx.requested, grads):
             missing = grad is None and gradient._operands.get(f"d{output}") is Tensor
             grad = torch.zeros_like(given[output]) if missing else grad
             given[f"d{output}"] = grad if requested else None
         needs = zip(self._operands, ctx.needs_input_grad)
         wanted = [name for name, needed in needs if needed and name in self._differentiable]
+        if not wanted:
+            return (None,) * len(self._operands)
         given["wanted"] = wanted
-        values = [given[name] for name in gradient._operands] if wanted else []
-        plain = wanted and gradient._is_plain(values) and not gradient._needs_grad(values)
-        run = gradient._run if plain else gradient.overload
-        found = run(*values) if wanted else ()
+        values = [given[name] for name in gradient._operands]
+        plain = gradient._is_plain(values) and not gradient._needs_grad(values)
+        found = gradient._run(*values) if plain else gradient.overload(*values)
         by_name = dict(zip(wanted, found))
-        return tuple(by_name.get(name) for name in self._operands)
+        return tuple([by_name.get(name) for name in self._operands])
 
 
 def operator(function: Callable[P, R]) -> Operator[P, R]:

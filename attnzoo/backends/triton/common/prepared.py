@@ -10,6 +10,7 @@ in pointers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 from attnzoo.backends.triton.common.launch import Launch, on_device, run
 
 MOST = 1024  # number of different calls that are remembered
+
+# Types of most operands. `isinstance` with Tensor takes longer than this look-up.
+PLAIN = frozenset((type(None), bool, int, float, str))
 
 R = TypeVar("R")
 _prepared: dict[Hashable, Prepared] = {}
@@ -62,7 +66,10 @@ def _read(
     ``inputs`` receives the tensors. ``numbers`` counts them: two operands may be the same tensor.
     """
     for x in values:
-        if isinstance(x, Tensor):
+        kind = type(x)
+        if kind in PLAIN:
+            key.append(x)
+        elif isinstance(x, Tensor):
             inputs.append(x)
             key += (
                 numbers.setdefault(id(x), len(numbers)), x.shape, x.stride(), x.dtype, x.device,
@@ -107,19 +114,20 @@ class Prepared:
         zeroed = [each.args[name] for each in launches for name in each.zeroed]
         for x in zeroed:
             self._place(x, known, zeroed=True)
-        self.results = _replaced(results, lambda x: self._place(x, known))
-        self.calls: list[tuple[Any, list[Any], list[tuple[int, int]]]] = []
+        self.results = _maker(results, lambda x: self._place(x, known))
+        # kernel, arguments, places of tensors, places of the tensors of TMA descriptors
+        self.calls: list[tuple[Any, list[Any], list[tuple[int, int]], list[tuple[int, int]]]] = []
         for each, kernel in zip(launches, kernels):
             values = [each.args[param.name] for param in each.kernel.params]
-            tensors = []
+            places, descriptors = [], []
             for n, x in enumerate(values):
                 if isinstance(x, Tensor):
-                    tensors.append((n, self._place(x, known)))
+                    places.append((n, self._place(x, known)))
                     values[n] = None
                 elif hasattr(x, "base"):  # a TMA descriptor
-                    tensors.append((n, self._place(x.base, known)))
+                    descriptors.append((n, self._place(x.base, known)))
                     values[n] = _descriptor_of(x, None)
-            self.calls.append((kernel[each.programs, 1, 1], values, tensors))
+            self.calls.append((kernel[each.programs, 1, 1], values, places, descriptors))
 
     def _place(self, x: Tensor, known: list[Tensor], zeroed: bool = False) -> int:
         """The index of x in the list of inputs and made tensors; x is added if it is new."""
@@ -133,16 +141,14 @@ class Prepared:
     def run(self, inputs: list[Tensor]) -> Any:
         tensors = inputs + [slot.make() for slot in self.made]
         with on_device(self.device):
-            for kernel, values, places in self.calls:
+            for kernel, values, places, descriptors in self.calls:
                 arguments = values.copy()
                 for n, place in places:
-                    described = values[n]
-                    if described is None:
-                        arguments[n] = tensors[place]
-                    else:
-                        arguments[n] = _descriptor_of(described, tensors[place])
+                    arguments[n] = tensors[place]
+                for n, place in descriptors:
+                    arguments[n] = _descriptor_of(values[n], tensors[place])
                 kernel(*arguments)
-        return _filled(self.results, tensors)
+        return self.results(tensors)
 
 
 def _descriptor_of(described: Any, base: Tensor | None) -> Any:
@@ -152,26 +158,15 @@ def _descriptor_of(described: Any, base: Tensor | None) -> Any:
     return made
 
 
-class _Place(int):
-    """The index of a tensor, in a structure of results."""
-
-
-def _replaced(value: Any, place: Callable[[Tensor], int]) -> Any:
+def _maker(value: Any, place: Callable[[Tensor], int]) -> Callable[[list[Tensor]], Any]:
+    """A function from the list of tensors to a structure like ``value`` with these tensors."""
     if isinstance(value, Tensor):
-        return _Place(place(value))
-    return _mapped(value, lambda x: _replaced(x, place))
-
-
-def _filled(value: Any, tensors: list[Tensor]) -> Any:
-    if type(value) is _Place:
-        return tensors[value]
-    return _mapped(value, lambda x: _filled(x, tensors))
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+        return itemgetter(place(value))
     if isinstance(value, dict):
-        return {name: function(x) for name, x in value.items()}
+        names, make = list(value), _maker(tuple(value.values()), place)
+        return lambda tensors: dict(zip(names, make(tensors)))
     if isinstance(value, tuple):
-        items = [function(x) for x in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
+        makers = [_maker(x, place) for x in value]
+        kind: Callable[[list[Any]], Any] = getattr(value, "_make", tuple)
+        return lambda tensors: kind([make(tensors) for make in makers])
+    return lambda tensors: value
