@@ -253,8 +253,7 @@ class Operator(Generic[P, R]):
         """
 
         def forward(ctx: Any, *values: Any) -> Any:
-            # As in torch.library. With no_grad alone, an output that is a view of a new tensor
-            # could not be changed in place.
+            # Without this, a function that enables gradients would record its operations.
             with torch._C._AutoDispatchBelowAutograd():
                 outputs = self._function(**self._named(values))  # type: ignore[call-arg]
             self._save_for_backward(ctx, values, outputs)
