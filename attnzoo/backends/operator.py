@@ -78,16 +78,23 @@ class Operator(Generic[P, R]):
         self._function, self._no_gradient = function, no_gradient
         self.name = function.__name__
         named = {name: hint for name, hint in hints.items() if name != "return"}
-        self._result, self._names = hints["return"], tuple(named)
+        self._result = hints["return"]
         self._groups: dict[str, Any] = {
             name: hint if _is_group(hint) else None for name, hint in named.items()
         }
         self._operands = _flat_types(named)
         self._outputs = _flat_types({"out": self._result})
         self._optional = tuple(hint == Tensor | None for hint in self._outputs.values())
+        kinds = list(self._operands.values())
+        self._tensors = [n for n, hint in enumerate(kinds) if hint in (Tensor, Tensor | None)]
+        # Whether gradients can be recorded without torch's dispatcher, see `_recorded`.
+        self._direct = list[Tensor] not in (*kinds, *self._outputs.values())
         self._gradient: Operator[Any, list[Tensor]] | None = None
         self._differentiable: tuple[str, ...] = ()
-        self._keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None
+        self._keep_alive: Callable[[dict[str, Any]], object] | None = None
+        # Operands and outputs that the gradient reads, by name: indices into (*operands, *outputs).
+        self._saved: dict[str, int] = {}  # tensors
+        self._others: dict[str, int] = {}
         # Equivalent to torch.library.custom_op, whose first call would import the compiler and
         # Triton.
         qualified = f"attnzoo::{self.name}"
@@ -101,27 +108,35 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **operands: P.kwargs) -> R:
         values = self.flat(*args, **operands)
-        if _is_plain(values):
-            return self._function(**operands)  # type: ignore[call-arg]
+        if self._is_plain(values):
+            if not self._needs_grad(values):
+                return self._function(**operands)  # type: ignore[call-arg]
+            if self._direct:
+                outputs = self._recorded.apply(*values)
+                return self._result(*outputs) if isinstance(outputs, tuple) else outputs
         outputs = self.overload(*values)
         return self._result(*self._or_none(outputs)) if isinstance(outputs, tuple) else outputs
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
         """Return the positional arguments of ``overload``: groups are replaced by their fields."""
-        if args or len(operands) != len(self._names) or any(x not in operands for x in self._names):
+        values: list[Any] = []
+        try:
+            for name, group in self._groups.items():
+                value: Any = operands[name]
+                if group is None:
+                    values.append(value)
+                elif isinstance(value, group):
+                    values += value
+                else:
+                    expected = f"{name} must be {group.__name__}, got {type(value)}"
+                    raise TypeError(f"{self.name}: {expected}")
+        except KeyError:
+            pass  # raises below, because a name is missing
+        if args or len(operands) != len(self._groups) or len(values) != len(self._operands):
             raise TypeError(
-                f"{self.name} takes the keyword arguments {', '.join(self._names)}, got "
+                f"{self.name} takes the keyword arguments {', '.join(self._groups)}, got "
                 f"{', '.join(operands) or 'none'} and {len(args)} positional"
             )
-        values: list[Any] = []
-        for name, group in self._groups.items():
-            value: Any = operands[name]
-            if group is None:
-                values.append(value)
-            elif isinstance(value, group):
-                values.extend(value)
-            else:
-                raise TypeError(f"{self.name}: {name} must be {group.__name__}, got {type(value)}")
         return values
 
     def fake(self, function: Callable[..., R]) -> None:
@@ -138,7 +153,7 @@ class Operator(Generic[P, R]):
         self,
         *differentiable: str,
         like: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
-        keep_alive: Callable[[dict[str, Any]], object] = lambda operands: None,
+        keep_alive: Callable[[dict[str, Any]], object] | None = None,
         no_double: str = NO_DOUBLE,
     ) -> Callable[[Callable[..., Mapping[str, Tensor]]], Operator[..., list[Tensor]]]:
         """Register the gradients of the operands ``differentiable``.
@@ -170,6 +185,11 @@ class Operator(Generic[P, R]):
                 assert not required or output in gradient._operands, output
             torch.library.register_fake(f"attnzoo::{gradient.name}", of_values)
             self._gradient, self._differentiable = gradient, differentiable
+            assert not self._operands.keys() & self._outputs.keys()
+            for n, (name, hint) in enumerate((self._operands | self._outputs).items()):
+                if name in gradient._operands:
+                    kept = self._saved if hint in (Tensor, Tensor | None) else self._others
+                    kept[name] = n
             self._keep_alive = keep_alive
             return gradient
 
@@ -193,6 +213,27 @@ class Operator(Generic[P, R]):
     def _run(self, *values: Any) -> Any:
         return _tensors_only(values[0], self._function(**self._named(values)))  # type: ignore[call-arg]
 
+    def _is_plain(self, values: list[Any]) -> bool:
+        """Whether a call can skip torch's dispatcher, which takes longer than a small kernel."""
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._get_tracing_state() is not None
+        ):
+            return False
+        for n in self._tensors:
+            x = values[n]
+            if x is not None and (type(x) not in PLAIN or x.is_meta):
+                return False
+        return True
+
+    def _needs_grad(self, values: list[Any]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (values[n] for n in self._tensors)
+        return any(x is not None and x.requires_grad for x in tensors)
+
     @cached_property
     def _run_uncompiled(self) -> Callable[..., Any]:
         return torch.compiler.disable(self._run)
@@ -203,20 +244,41 @@ class Operator(Generic[P, R]):
         run = self._run_uncompiled if "torch._dynamo" in sys.modules else self._run
         return run(*values)
 
+    @cached_property
+    def _recorded(self) -> Any:
+        """The function as an autograd function, which does what torch.library's would do.
+
+        The one of torch.library looks up the default of each operand in the schema, which takes
+        longer than all the rest of a call.
+        """
+
+        def forward(ctx: Any, *values: Any) -> Any:
+            # Without this, a function that enables gradients would record its operations.
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = self._function(**self._named(values))  # type: ignore[call-arg]
+            self._save_for_backward(ctx, values, outputs)
+            return tuple(outputs) if isinstance(outputs, tuple) else outputs
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(self._backward)}
+        return type(self.name, (torch.autograd.Function,), methods)
+
     def _save(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        self._save_for_backward(
+            ctx, inputs, self._or_none(output) if isinstance(output, tuple) else output
+        )
+
+    def _save_for_backward(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        """Save what the backward needs. Outputs that were not requested are None."""
         ctx.set_materialize_grads(False)
         if self._gradient is None:
             return
-        operands = dict(zip(self._operands, inputs))
-        outputs = self._or_none(output if isinstance(output, tuple) else (output,))
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        known = (*inputs, *outputs)
+        ctx.save_for_backward(*[known[n] for n in self._saved.values()])
+        ctx.others = [known[n] for n in self._others.values()]
         ctx.requested = [x is not None for x in outputs]
-        known = {**operands, **dict(zip(self._outputs, outputs))}
-        known = {name: known[name] for name in self._gradient._operands if name in known}
-        tensors = {name: x for name, x in known.items() if isinstance(x, Tensor)}
-        ctx.save_for_backward(*tensors.values())
-        ctx.tensors = tuple(tensors)
-        ctx.known = {name: x for name, x in known.items() if name not in tensors}
-        ctx.keep_alive = self._keep_alive(operands)
+        if self._keep_alive is not None:
+            ctx.keep_alive = self._keep_alive(dict(zip(self._operands, inputs)))
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gradient = self._gradient
@@ -225,41 +287,28 @@ class Operator(Generic[P, R]):
         if all(grad is None for grad in grads):
             return (None,) * len(self._operands)
         # saved_tensors can be read only once, because a checkpoint discards recomputed tensors.
-        given = {**ctx.known, **dict(zip(ctx.tensors, ctx.saved_tensors))}
+        given = dict(zip(self._saved, ctx.saved_tensors))
+        given.update(zip(self._others, ctx.others))
         for output, requested, grad in zip(self._outputs, ctx.requested, grads):
             missing = grad is None and gradient._operands.get(f"d{output}") is Tensor
             grad = torch.zeros_like(given[output]) if missing else grad
             given[f"d{output}"] = grad if requested else None
         needs = zip(self._operands, ctx.needs_input_grad)
         wanted = [name for name, needed in needs if needed and name in self._differentiable]
+        if not wanted:
+            return (None,) * len(self._operands)
         given["wanted"] = wanted
-        found = gradient.overload(*(given[name] for name in gradient._operands)) if wanted else ()
+        values = [given[name] for name in gradient._operands]
+        plain = gradient._is_plain(values) and not gradient._needs_grad(values)
+        found = gradient._run(*values) if plain else gradient.overload(*values)
         by_name = dict(zip(wanted, found))
-        return tuple(by_name.get(name) for name in self._operands)
+        return tuple([by_name.get(name) for name in self._operands])
 
 
 def operator(function: Callable[P, R]) -> Operator[P, R]:
     """Declare an operator by the signature of the function that computes it."""
     hints = get_type_hints(function)
     return Operator(function, hints, f"attnzoo::{function.__name__} is not differentiable")
-
-
-def _is_plain(values: list[Any]) -> bool:
-    """Whether a call can skip torch's dispatcher, which takes longer than a small kernel."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-    ):
-        return False
-    grad = torch.is_grad_enabled()
-    for x in values:
-        if isinstance(x, Tensor) and (
-            type(x) not in PLAIN or x.is_meta or (grad and x.requires_grad)
-        ):
-            return False
-    return True
 
 
 def _is_group(hint: Any) -> bool:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 
 def uses_transforms(*tensors: Tensor | None) -> bool:
     """Whether a torch.func transform is active or one of the tensors has a tangent."""
-    dual = any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
-    return dual or torch._C._are_functorch_transforms_active()
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if forward_ad._current_level < 0:  # no tensor has a tangent
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def reject_transforms(backend: str, *tensors: Tensor | None) -> None:

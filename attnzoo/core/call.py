@@ -129,6 +129,23 @@ class Call(Visibility):
             return value
         return torch.full((1, 1, 1), value, dtype=self.dtype, device=self.device)
 
+    def expanded(self, value: Tensor | float) -> Tensor:
+        """A per-query vector as a contiguous tensor (B, H, Nq). Do not modify."""
+        shape = self.batch, self.heads, self.queries
+        if not isinstance(value, Tensor):
+
+            def make() -> Tensor:
+                return torch.full(shape, value, dtype=self.dtype, device=self.device)
+
+            return make() if self.kept is None else self.kept.get(("full", value), make)
+
+        def expand() -> Tensor:
+            return value.expand(shape).contiguous()
+
+        if self.kept is None or not self.kept.holds(value, "log_n"):
+            return expand()
+        return self.kept.get("expanded log_n", expand, source=value)
+
     # ---- for backends ---------------------------------------------------------------------
 
     @property

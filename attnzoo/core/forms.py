@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PerQuery = Tensor | float
 Normalize = Literal["none", "sum", "threshold", "select"]
+# The field that only one kind of normalization may have.
+_EXTRA = {"none": "offset", "sum": "sink", "threshold": "", "select": "keep"}
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
 
 
@@ -95,28 +97,27 @@ class Pairwise:
     def __post_init__(self) -> None:
         if not isinstance(self.activation, Activation):
             raise TypeError(f"activation must be an Activation, got {shown(self.activation)}")
-        how = self.normalize
-        extra = {"none": "offset", "sum": "sink", "threshold": "", "select": "keep"}
+        how, extra = self.normalize, _EXTRA
         if not isinstance(how, str) or how not in extra:
             raise ValueError(f"normalize must be one of {', '.join(extra)}, got {shown(how)}")
-        if not isinstance(self.gain, (Tensor, float, int, FromStatistics)):
+        # Numbers come first, because isinstance is slow for the class Tensor.
+        if not isinstance(self.gain, (float, int, Tensor, FromStatistics)):
             raise TypeError(
                 f"gain must be a float, a tensor or FromStatistics, got {shown(self.gain)}"
             )
-        for field in ("offset", "shape", "sink"):
-            vector = getattr(self, field)
-            if vector is not None and not isinstance(vector, (Tensor, float, int)):
+        given = {"offset": self.offset, "shape": self.shape, "sink": self.sink}
+        for field, vector in given.items():
+            if vector is not None and not isinstance(vector, (float, int, Tensor)):
                 raise TypeError(f"{field} must be a float, a tensor or None, got {shown(vector)}")
         if self.keep is not None and not (is_int(self.keep) and self.keep >= 1):
             raise ValueError(f"keep must be an int of at least 1, got {shown(self.keep)}")
-        for field in ("offset", "sink", "keep"):
-            given = getattr(self, field)
-            if given is not None and extra[how] != field:
+        for field, value in (("offset", self.offset), ("sink", self.sink), ("keep", self.keep)):
+            if value is not None and extra[how] != field:
                 hint = ""
                 if field == "offset" and how == "sum":
                     hint = "; pass it as shape of an activation with shape_slope"
                 raise ValueError(
-                    f"{field} must be None with normalize={how!r}, got {shown(given)}{hint}"
+                    f"{field} must be None with normalize={how!r}, got {shown(value)}{hint}"
                 )
         if (how == "none" and self.offset is None) or (how == "select" and self.keep is None):
             raise ValueError(f"{extra[how]} must be given with normalize={how!r}, got None")

@@ -14,6 +14,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from attnzoo.core.kept import Kept
+
+SMALL_SCORES = 2**10  # up to this many queries × keys, visible keys and distances are kept too
 _ROWS = 256  # number of rows of a dense mask to count at once
 
 
@@ -44,7 +47,7 @@ class Visibility:
     mask: Tensor | None = None  # [B|1, H|1, Nq|1, Nk], bool or float
     segments: tuple[Tensor, Tensor] | None = None  # int64 [B, Nq], [B, Nk]
     whole_counts: Tensor | None = None  # set in a block: n_i over all keys of the call
-    cache: dict[str, tuple[Tensor, int]] | None = field(default=None, init=False)  # see `caching`
+    kept: Kept | None = field(default=None, init=False)  # see `keeping`
 
     @property
     def counts(self) -> Tensor:
@@ -54,12 +57,12 @@ class Visibility:
         """
         if self.whole_counts is not None:
             return self.whole_counts
-        return self._cached("counts", lambda: _count_visible(self))
+        return self._kept("counts", lambda: _count_visible(self))
 
     @property
     def log_n(self) -> Tensor:
         """log max(n_i, 1), in the shape of ``counts``. Do not modify."""
-        return self._cached("log_n", lambda: self.counts.clamp(min=1).log())
+        return self._kept("log_n", lambda: self.counts.clamp(min=1).log())
 
     @property
     def sees_all(self) -> bool:
@@ -77,7 +80,7 @@ class Visibility:
     @property
     def visible(self) -> Tensor:
         """True where query i may see key j; bool, broadcasts to (B, H, Nq, Nk)."""
-        return self._cached("visible", self._visible)
+        return self._kept("visible", self._visible, dense=True)
 
     def _visible(self) -> Tensor:
         distance = self.distance
@@ -107,7 +110,10 @@ class Visibility:
     @property
     def distance(self) -> Tensor:
         """Position of query i minus position of key j, (Nq, Nk)."""
-        return self._cached("distance", lambda: self.query_positions[:, None] - self.key_positions)
+        return self._kept("distance", self._distance, dense=True)
+
+    def _distance(self) -> Tensor:
+        return self.query_positions[:, None] - self.key_positions
 
     @property
     def key_mask(self) -> bool:
@@ -167,25 +173,20 @@ class Visibility:
             **changes,
         )
 
-    def caching(self) -> Self:
-        """A copy that caches counts, log_n, visible and distance. The call must have no mask, ALiBi
-        or segments. ``dataclasses.replace`` of the copy gives an object without the cache.
-        """
-        kept = replace(self)
-        object.__setattr__(kept, "cache", {})
-        return kept
+    def keeping(self) -> Self:
+        """A copy that keeps counts and log_n, and in small calls visible and distance.
 
-    def _cached(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        if self.cache is None:
+        The call must have no mask, ALiBi or segments. ``dataclasses.replace`` of the copy gives an
+        object that keeps nothing.
+        """
+        copy = replace(self)
+        object.__setattr__(copy, "kept", Kept(self.device))
+        return copy
+
+    def _kept(self, name: str, make: Callable[[], Tensor], dense: bool = False) -> Tensor:
+        if self.kept is None or (dense and self.queries * self.keys > SMALL_SCORES):
             return make()
-        found = self.cache.get(name)
-        # A tensor's version changes when a caller writes into it. A changed tensor is replaced.
-        if found is not None and found[0]._version == found[1]:
-            return found[0]
-        with torch.inference_mode(False):
-            made = make()
-        self.cache[name] = made, made._version
-        return made
+        return self.kept.get(name, make)
 
 
 def _count_visible(call: Visibility) -> Tensor:
@@ -194,6 +195,8 @@ def _count_visible(call: Visibility) -> Tensor:
         return torch.zeros(1, 1, 0, dtype=call.dtype, device=call.device)
     if call.mask is not None and call.mask.shape[2] > 1:
         return _count_dense(call)
+    if call.mask is None and call.segments is None and call.left is None:
+        return _count_before(call)
     first, last = _bounds(call)
     seen = None if call.mask is None else visible_entries(call.mask)[:, :, 0]  # [B|1, H|1, Nk]
     if call.segments is not None:
@@ -204,6 +207,16 @@ def _count_visible(call: Visibility) -> Tensor:
     else:
         counts = (last - first).view(1, 1, -1)
     return counts.to(call.dtype)
+
+
+def _count_before(call: Visibility) -> Tensor:
+    """n_i if at most causality hides keys. Needs fewer operations than the general case."""
+    shape = 1, 1, call.queries
+    if call.right is None:
+        return torch.full(shape, call.keys, dtype=call.dtype, device=call.device)
+    start = call.query_origin - call.key_origin + call.right + 1
+    last = torch.arange(start, start + call.queries, device=call.device).view(shape)
+    return last.clamp_(0, call.keys).to(call.dtype)
 
 
 def _bounds(call: Visibility) -> tuple[Tensor, Tensor]:

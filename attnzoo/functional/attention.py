@@ -176,7 +176,8 @@ def attention(
             chosen, form = choose(variant, (*forms, ready.definition), call, backend)
             remember(key, ready, forms, chosen, form, params)
             out, lse = chosen.run(q, k, v, call, form)
-    out = out.to(call.input_dtype)
+    if out.dtype != call.input_dtype:
+        out = out.to(call.input_dtype)
     if not return_lse:
         return out
     assert lse is not None

@@ -31,7 +31,6 @@ from attnzoo.core.registry import get_variant
 from attnzoo.functional.prepare import Prepared, definition_of
 
 MAX_ENTRIES = 4096
-SMALL_SCORES = 2**10  # up to this many queries × keys, n_i and visible keys are cached too
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (type(None), bool, int, float, str)
@@ -108,20 +107,32 @@ def key_of(
         if type(x) not in _PLAIN or x.is_nested:
             return None
         key += (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if torch._C._is_any_autocast_enabled():
         return None
-    for group in (arguments, params):
-        for name, x in group.items():
-            if type(x) in _NUMBERS:
-                key += (name, type(x), x)  # includes the type, because 1 == 1.0 == True
-            elif type(x) is tuple and all(type(item) is int for item in x):
-                key += (name, x)
-            elif isinstance(x, Tensor) and type(x) in _PLAIN and not x.is_nested:
-                key += (name, x.shape, x.dtype, x.device, x.layout, x.requires_grad)
-            else:
-                return None
+    for x in arguments.values():  # always the same arguments, in the same order
+        if x is None or x is False:
+            key.append(x)
+        elif not _add(key, x):
+            return None
+    for name, x in params.items():
+        key.append(name)
+        if not _add(key, x):
+            return None
     return tuple(key)
+
+
+def _add(key: list[Hashable], x: Any) -> bool:
+    """Add an argument to a key. False if a call with this argument must not be cached."""
+    kind = type(x)
+    if kind in _NUMBERS:
+        key += (kind, x)  # includes the type, because 1 == 1.0 == True
+    elif kind in _PLAIN and not x.is_nested:
+        key += (kind, x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+    elif kind is tuple and all(type(item) is int for item in x):
+        key += (kind, x)
+    else:
+        return False
+    return True
 
 
 def find(
@@ -155,12 +166,7 @@ def remember(
         (f"{ready.variant.name}'s {p.name}", p) for p in ready.variant.params if p.name in tensors
     )
     layout = any(x is not None for x in (call.mask, call.alibi, call.segments))
-    if layout:
-        call = replace(call, mask=None, alibi=None, segments=None)
-    elif call.device.type == "cpu" and call.queries * call.keys <= SMALL_SCORES:
-        # GPU tensors are not cached: a captured CUDA graph would keep the address of a tensor
-        # that is freed when its entry leaves the cache.
-        call = call.caching()
+    call = replace(call, mask=None, alibi=None, segments=None) if layout else call.keeping()
     own = {name: x for name, x in ready.params.items() if name not in tensors}
     if len(_CACHE) >= MAX_ENTRIES:
         oldest = list(_CACHE)[0]  # noqa: RUF015 (an iterator fails if another thread writes)
@@ -182,11 +188,14 @@ def _outline(form: Form) -> Hashable:
     """The properties of a form that may change which backend is chosen."""
     if isinstance(form, Pairwise):
         vectors = (form.gain, form.offset, form.shape, form.sink)
-        return form.activation, form.normalize, form.keep, *map(type, vectors), *map(_kind, vectors)
+        return form.activation, form.normalize, form.keep, *map(_kind, vectors)
     return (form.kind, form.cancels) if isinstance(form, Linear) else form.kind
 
 
 def _kind(vector: Any) -> Hashable:
+    kind = type(vector)
+    if kind is float or vector is None:
+        return kind
     if isinstance(vector, Tensor):
-        return vector.shape, vector.dtype, vector.requires_grad
-    return vector.differentiable if isinstance(vector, FromStatistics) else type(vector)
+        return kind, vector.shape, vector.dtype, vector.requires_grad
+    return (kind, vector.differentiable) if isinstance(vector, FromStatistics) else kind

@@ -1,5 +1,7 @@
 """Time the host's part of Triton kernel calls, without a GPU: causal bf16 calls of 128 tokens.
 
+Each variant is timed without gradients, forward and backward, and in a decoding step (one query).
+
 A stand-in replaces the GPU driver. Kernels are compiled for sm_90 and bound, but not launched. The
 time covers validation, planning, allocation of the outputs and Triton's binding of arguments. The
 driver's own launch is missing. From the third call with equal shapes and settings on, a call reuses
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """A call of each variant that the kernels support, and the same call with its backward."""
+    """The calls of each variant that the kernels support, by name."""
     q, k, v = torch.randn(3, 1, HEADS, TOKENS, HEAD_DIM).bfloat16()
     made: dict[str, Callable[[], object]] = {}
     for case in (Case.parse(name, TOKENS) for name in attnzoo.list_variants()):
@@ -49,11 +51,12 @@ def calls() -> dict[str, Callable[[], object]]:
         if any(x.backend == "flash" and x.reason is None for x in plan.candidates):
             made[case.spec] = partial(_attend, q, k, v, case)
             made[f"{case.spec}, forward and backward"] = partial(_train, q, k, v, case)
+            made[f"{case.spec}, decoding"] = partial(_attend, q[:, :, -1:], k, v, case, "decode")
     return made
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-    return attnzoo.attention(q, k, v, case.variant, is_causal=True, backend="flash", **case.params)
+def _attend(q: Tensor, k: Tensor, v: Tensor, case: Case, backend: str = "flash") -> Tensor:
+    return attnzoo.attention(q, k, v, case.variant, is_causal=True, backend=backend, **case.params)
 
 
 def _train(q: Tensor, k: Tensor, v: Tensor, case: Case) -> None:

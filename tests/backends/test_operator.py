@@ -105,3 +105,29 @@ def test_unsupported_derivatives_raise() -> None:
         dx.sum().backward()
     with pytest.raises(RuntimeError, match="attnzoo::example_double is not differentiable"):
         example_double(x=given["x"]).sum().backward()
+
+
+def test_calls_with_and_without_the_dispatcher_agree() -> None:
+    found: list[list[Tensor]] = []
+    direct: Any = example_move
+    for call in (direct, lambda **given: example_move.overload(*example_move.flat(**given))):
+        given = operands(gain=torch.full((2, 3), 3.0).requires_grad_())
+        out, total = call(**given)
+        (out.sum() + 10 * total.sum()).backward()
+        found.append([out, total, given["x"].grad, given["vectors"].gain.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_saved_tensors_can_be_packed() -> None:
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x)
+        return x.clone()
+
+    given = operands()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = example_move(**given).out
+    out.sum().backward()
+    assert len(packed) == 2  # x and out
+    assert torch.equal(given["x"].grad, torch.full((2, 3), 2.0))

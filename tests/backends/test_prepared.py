@@ -18,7 +18,7 @@ import torch, attnzoo
 from attnzoo.backends.triton.common import prepared
 from benchmarks.kernels.stand_in import install
 
-launches = []
+launches, dirty = [], []
 
 def seen(x):
     if isinstance(x, torch.Tensor):
@@ -29,12 +29,16 @@ def seen(x):
 
 def record(*args):  # the kernel's arguments follow grid, stream, function, metadata and hooks
     launches.append([seen(x) for x in args[9:]])
+    for x in args[9:]:
+        if isinstance(x, torch.Tensor) and x.dtype == torch.uint8:
+            dirty.append(bool(x.any()))
+            x.fill_(1)  # the next tensor in this memory must be zeroed anew
 
 install(record)
 
-def run(variant, train, options, tensors):
+def run(variant, train, options, tensors, backend="flash"):
     q, k, v = (x.detach().requires_grad_(train) for x in tensors)
-    out = attnzoo.attention(q, k, v, variant, backend="flash", **options)
+    out = attnzoo.attention(q, k, v, variant, backend=backend, **options)
     if train:
         out.backward(torch.ones_like(out))
     return out
@@ -55,14 +59,16 @@ def normal(found, tensors):
         return x
     return [[name(x) for x in each] for each in found]
 
-def check(variant, train, **options):
+def check(variant, train, shape=(1, 4, 50, 32), backend="flash", **options):
     options = dict(enable_gqa=True, is_causal=True, **options)
     calls = []
     for n in range(4):
-        tensors = made()
+        tensors = made(shape)
         launches.clear()
-        out = run(variant, train, options, tensors)
-        assert out.shape == (1, 4, 50, 32), out.shape
+        dirty.clear()
+        out = run(variant, train, options, tensors, backend)
+        assert out.shape == shape, out.shape
+        assert not any(dirty[:1]), variant  # the threshold kernel is the first that gets the map
         calls.append(normal(list(launches), tensors))
     assert all(found == calls[0] for found in calls[1:]), (variant, train)
 
@@ -70,8 +76,17 @@ for variant in ("softmax", "sigmoid", "ssmax", "taylor", "entmax"):
     for train in (False, True):
         check(variant, train)
 check("softmax", True, window=5)
+# Forward, statistics or threshold, and backward of each call.
 count = len(prepared._prepared)
-assert count >= 10, count
+assert count == 13, count
+for variant in ("softmax", "sigmoid", "ssmax", "entmax", "adaptive_temperature"):
+    check(variant, False, (1, 4, 1, 32), "decode")
+assert len(prepared._prepared) == count + 7, len(prepared._prepared) - count
+for keys in range(40, 44):  # a cache that grows
+    q, (k, v) = torch.randn(1, 4, 1, 32).bfloat16(), torch.randn(2, 1, 2, keys, 32).bfloat16()
+    launches.clear()
+    run("ssmax", False, dict(enable_gqa=True, is_causal=True), (q, k, v), "decode")
+    assert launches[0][launches[0].index((k.data_ptr(), k.shape, k.stride(), k.dtype))], keys
 
 # One tensor as q, k and v, and then three tensors of the same shape, must not be mixed up.
 x = torch.randn(1, 2, 40, 32).bfloat16()

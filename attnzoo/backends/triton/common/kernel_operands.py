@@ -41,32 +41,36 @@ class Maps(NamedTuple):
     live: Tensor | None = None  # uint8, shaped as blocks: 1 where a tile has nonzero weights
 
 
-def _vector(value: PerQuery | None, call: Call) -> Tensor | None:
-    """Expand a per-query vector to (B, H, Nq), contiguous.
-
-    Autograd then sums the gradient over the expanded dimensions.
-    """
-    if value is None:
-        return None
-    return call.per_query(value).expand(call.batch, call.heads, call.queries).contiguous()
-
-
 def vectors_of(
     form: Pairwise, gain: PerQuery, layout: Layout, call: Call
 ) -> tuple[Layout, Vectors]:
-    """Return the layout and the per-query vectors. The layout's scale includes a scalar gain."""
-    per_query = isinstance(gain, Tensor)
-    layout = layout if per_query else layout._replace(scale=layout.scale * gain)
-    vectors = (gain if per_query else None, form.offset, form.shape, form.sink)
-    return layout, Vectors(*(_vector(x, call) for x in vectors))
+    """Return the layout and the per-query vectors. The layout's scale includes a scalar gain.
+
+    Vectors are expanded to (B, H, Nq). Autograd then sums their gradients over the expanded
+    dimensions.
+    """
+    if isinstance(gain, Tensor):
+        gain_vector = call.expanded(gain)
+    else:
+        gain_vector = None
+        layout = layout if gain == 1.0 else layout._replace(scale=layout.scale * gain)
+    offset, shape, sink = form.offset, form.shape, form.sink
+    return layout, Vectors(
+        gain_vector,
+        None if offset is None else call.expanded(offset),
+        None if shape is None else call.expanded(shape),
+        None if sink is None else call.expanded(sink),
+    )
 
 
 def layout_of(call: Call) -> Layout:
     """Convert the layout: a bool mask to uint8 (0: hidden), ALiBi slopes to (B, H, Nq)."""
+    if call.mask is call.segments is call.alibi is None:
+        return Layout(call.scale, call.left, call.right, None, None, None, None)
     mask, segments = call.mask, call.segments or (None, None)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
-    alibi = None if call.alibi is None else _vector(call.alibi.to(call.dtype), call)
+    alibi = None if call.alibi is None else call.expanded(call.alibi.to(call.dtype))
     q_segments, k_segments = (x if x is None else x.contiguous() for x in segments)
     return Layout(call.scale, call.left, call.right, mask, q_segments, k_segments, alibi)
 

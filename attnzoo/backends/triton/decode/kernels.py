@@ -150,11 +150,12 @@ def decode(
         q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
     v += (b * v_b + hk * v_h) * ALIGN
     dv = tl.arange(0, BLOCK_DV)
-    k_matrix = None
-    if k is not None:
-        k_matrix = (k, k_n * ALIGN, keys, None, b, hk)
+    d = tl.arange(0, BLOCK_D)
     v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
-    tiles_kv = (k_matrix, v_matrix, tl.arange(0, BLOCK_D), dv)
+    if k is None:  # Triton 3.9 does not compile a tuple with a variable that is None
+        tiles_kv = (None, v_matrix, d, dv)
+    else:
+        tiles_kv = ((k, k_n * ALIGN, keys, None, b, hk), v_matrix, d, dv)
     m_i = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
     z_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

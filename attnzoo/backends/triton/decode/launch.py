@@ -6,6 +6,7 @@ multiprocessor has work. The number of splits affects only the order of summatio
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class Splits(NamedTuple):
     number: int
 
 
+@cache
 def processors(device: torch.device) -> int:
     if interpreted():
         return 4  # so that short sequences have several splits

@@ -6,13 +6,22 @@ Triton is imported by the first call that runs a kernel or needs the size of the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.kernel_operands import Form, like, new_vector
+
+
+def _launch(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
+    from attnzoo.backends.triton.common.launch import architecture
+    from attnzoo.backends.triton.common.prepared import launch
+    from attnzoo.backends.triton.decode.launch import processors
+
+    return launch(describe, q, *operands, architecture(q.device), processors(q.device))
 
 
 class Statistics(NamedTuple):
@@ -25,14 +34,9 @@ class Statistics(NamedTuple):
 
 @operator
 def decode_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.decode import launch
+    from attnzoo.backends.triton.decode.launch import describe_statistics
 
-    device = architecture(q.device), launch.processors(q.device)
-    launches, results = launch.describe_statistics(q, k, layout, *device)
-    for work in launches:
-        run(work)
-    return Statistics(*results)
+    return Statistics(*_launch(describe_statistics, q, k, layout))
 
 
 @decode_statistics.fake
@@ -51,14 +55,9 @@ class Threshold(NamedTuple):
 def decode_threshold(
     *, q: Tensor, k: Tensor, vectors: Vectors, layout: Layout, form: Form, alpha: float | None
 ) -> Threshold:
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.decode import launch
+    from attnzoo.backends.triton.decode.launch import describe_threshold
 
-    device = architecture(q.device), launch.processors(q.device)
-    launches, results = launch.describe_threshold(q, k, layout, form, vectors, alpha, *device)
-    for work in launches:
-        run(work)
-    return Threshold(*results)
+    return Threshold(*_launch(describe_threshold, q, k, layout, form, vectors, alpha))
 
 
 @decode_threshold.fake
@@ -79,16 +78,10 @@ def decode_forward(
     form: Form, want_lse: bool,
 ) -> Attended:  # fmt: skip
     """Compute out and lse. If ``products`` are given, q and k are not read."""
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.decode import launch
+    from attnzoo.backends.triton.decode.launch import describe_decode
 
-    device = architecture(q.device), launch.processors(q.device)
-    launches, results = launch.describe_decode(
-        q, k, v, products, layout, form, vectors, want_lse, *device
-    )
-    for work in launches:
-        run(work)
-    return Attended(*results)
+    operands = products, layout, form, vectors, want_lse
+    return Attended(*_launch(describe_decode, q, k, v, *operands))
 
 
 @decode_forward.fake

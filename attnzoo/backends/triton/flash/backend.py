@@ -123,6 +123,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copy each tensor whose last dimension is not contiguous. The kernels cannot read those."""
+    for x in tensors:
+        if x.stride(-1) != 1:
+            break
+    else:
+        return tensors
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
 
 

@@ -226,13 +226,13 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
 
 
 def empty_maps(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return new tensors for the fields of `Maps`. Only ``live`` is initialized, with 0."""
+    """Return new, uninitialized tensors for the fields of `Maps`."""
     block_m, block_n = _map_tile(q, k, v, layout)
     heads = q.shape[0] * q.shape[1]
     tiles = (q.shape[2] + block_m - 1) // block_m, (k.shape[2] + block_n - 1) // block_n
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
     counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
-    return blocks, counts, q.new_zeros(heads, *tiles, dtype=torch.uint8)
+    return blocks, counts, q.new_empty(heads, *tiles, dtype=torch.uint8)
 
 
 def describe_threshold(
@@ -252,5 +252,5 @@ def describe_threshold(
         "SPLIT": config.split, "FLIPS": vectors.gain is not None or layout.scale < 0.0,
         "ALIGN": align,
     }  # fmt: skip
-    launch = Launch(threshold, _programs(q, config.block_m), args, config)
+    launch = Launch(threshold, _programs(q, config.block_m), args, config, zeroed=("live",))
     return launch, (tau, blocks, counts, live)

@@ -5,7 +5,8 @@ Triton is imported by the first call that runs a kernel or needs the size of a b
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,13 +22,25 @@ from attnzoo.backends.triton.common.kernel_operands import (
 from attnzoo.core.forms import Statistics
 
 
+class Modules(NamedTuple):
+    common: Any
+    prepared: Any
+    flash: Any
+
+
+@cache
+def _modules() -> Modules:
+    """The modules that launch kernels. Importing them once is faster than in every call."""
+    from attnzoo.backends.triton.common import launch, prepared
+    from attnzoo.backends.triton.flash import launch as flash
+
+    return Modules(launch, prepared, flash)
+
+
 @operator
 def flash_statistics(*, q: Tensor, k: Tensor, layout: Layout) -> Statistics:
-    from attnzoo.backends.triton.common.launch import architecture
-    from attnzoo.backends.triton.common.prepared import launch
-    from attnzoo.backends.triton.flash.launch import describe_stats
-
-    return launch(describe_stats, q, k, layout, architecture(q.device))
+    common, prepared, flash = _modules()
+    return prepared.launch(flash.describe_stats, q, k, layout, common.architecture(q.device))
 
 
 @flash_statistics.fake
@@ -50,21 +63,14 @@ def flash_threshold(
     alpha: float | None,
 ) -> Threshold:  # fmt: skip
     """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
-    from attnzoo.backends.triton.common.launch import architecture, run
-    from attnzoo.backends.triton.flash import launch
-
-    work, results = launch.describe_threshold(
-        q, k, v, layout, form, vectors, alpha, architecture(q.device)
-    )
-    run(work)
-    return Threshold(*results)
+    common, prepared, flash = _modules()
+    operands = q, k, v, layout, form, vectors, alpha, common.architecture(q.device)
+    return Threshold(*prepared.launch(flash.describe_threshold, *operands))
 
 
 @flash_threshold.fake
 def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Threshold:
-    from attnzoo.backends.triton.flash import launch
-
-    return Threshold(new_vector(q), *launch.empty_maps(q, k, v, layout))
+    return Threshold(new_vector(q), *_modules().flash.empty_maps(q, k, v, layout))
 
 
 class Attended(NamedTuple):
@@ -80,12 +86,9 @@ def flash_forward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, maps: Maps, layout: Layout, form: Form,
     want_lse: bool,
 ) -> Attended:  # fmt: skip
-    from attnzoo.backends.triton.common.launch import architecture
-    from attnzoo.backends.triton.common.prepared import launch
-    from attnzoo.backends.triton.flash.launch import describe_forward
-
-    operands = q, k, v, layout, form, vectors, maps, want_lse, architecture(q.device)
-    return Attended(*launch(describe_forward, *operands))
+    common, prepared, flash = _modules()
+    operands = q, k, v, layout, form, vectors, maps, want_lse, common.architecture(q.device)
+    return Attended(*prepared.launch(flash.describe_forward, *operands))
 
 
 @flash_forward.fake
@@ -104,17 +107,14 @@ def flash_backward(
     out: Tensor, stat: Tensor | None, lse: Tensor | None, dout: Tensor, dlse: Tensor | None,
     wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    from attnzoo.backends.triton.common.launch import architecture, readable
-    from attnzoo.backends.triton.common.prepared import launch
-    from attnzoo.backends.triton.flash.launch import describe_backward
-
+    common, prepared, flash = _modules()
     # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
-    dout = dout if readable(dout, out) else dout.contiguous()
+    dout = dout if common.readable(dout, out) else dout.contiguous()
     if dlse is not None and lse is not None:
         # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
-    return launch(
-        describe_backward, dout, dlse, q, k, v, out, stat, lse, layout, form, vectors, maps, wanted,
-        architecture(q.device),
+    return prepared.launch(
+        flash.describe_backward, dout, dlse, q, k, v, out, stat, lse, layout, form, vectors, maps,
+        wanted, common.architecture(q.device),
     )  # fmt: skip
