@@ -99,7 +99,7 @@ GROUPS = (
         ("decode",), "online", "bf16 fp32", DECODE_DIMS, (*DECODE_EXTRAS, "all", "all unaligned")
     ),
     Group(("decode",), "none", "bf16 fp32", DECODE_DIMS),
-    Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("all",)),
+    Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("", "all")),
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
     Group(("decode",), "online", "bf16", (128,), ("offset",)),
