@@ -91,7 +91,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward listed": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1)),
         "forward shaped": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 32, 4, 1)),
         "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
-        "dq filled": (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
+        "dq filled": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq one": (Config(64, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq listed": (Config(128, 64, 8, 2), full(32, 64, 8, 1), full(16, 32, 8, 1)),
         "dq shaped": (Config(64, 64, 4, 2), full(16, 64, 8, 1), full(16, 32, 8, 1)),
@@ -234,10 +234,10 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
 DECODE: dict[int, dict[str, ByHeadDim]] = {
     16: {
         "": (Config(16, 128, 4, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 3)),
-        "safe": (Config(64, 64, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 1, 32)),
+        "safe": (Config(64, 64, 8, 2), Config(64, 16, 8, 2), Config(64, 16, 8, 1, 32)),
     },
     32: {
-        "": (Config(16, 64, 4, 2), Config(16, 32, 4, 2), full(16, 16, 4, 2, 32)),
+        "": (full(16, 64, 4, 2), Config(16, 32, 4, 2), full(16, 16, 4, 2, 32)),
         "safe": (full(32, 32, 8, 1, 32), full(32, 16, 8, 1, 32), full(32, 16, 8, 1, 32)),
     },
 }
