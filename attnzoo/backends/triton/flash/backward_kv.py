@@ -114,42 +114,33 @@ def flash_dkdv(
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    PARTS: tl.constexpr = 1 if blocks is None else MAP_M // BLOCK_M
+    # Blocks that need masks are in ``span`` or in a list. With SPLIT, the others follow.
+    span, steps = (low, high, high, high), (high - low) * group
     if blocks is not None:
-        PARTS: tl.constexpr = MAP_M // BLOCK_M
         map_row = bh * tl.cdiv(keys, MAP_N) + start // MAP_N
         most = group * tl.cdiv(queries, MAP_M)
         blocks += map_row * most
-        edges = tl.load(counts + 2 * map_row) * PARTS
-        acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, (0, 0, 0, 0), edges, k_side, v_side, q_side, do_side, head, vectors,
-            where, size, blocks,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, True, PRECISION,
-        )  # fmt: skip
-        if SPLIT:
-            full = tl.load(counts + 2 * map_row + 1)
-            acc_k, acc_v = _sum_over_queries(
-                acc_k, acc_v, (0, 0, 0, 0), full * PARTS, k_side, v_side, q_side, do_side, head,
-                vectors, where, size, blocks + most - full,
-                ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, False, PRECISION,
-            )  # fmt: skip
+        steps = tl.load(counts + 2 * map_row) * PARTS
     elif SPLIT:
         first, last = _full_blocks(start, low, high, (queries, keys, left, right), BLOCK_M, BLOCK_N)
-        steps = (first - low + high - last) * group
+        span, steps = (low, first, last, high), (first - low + high - last) * group
+    acc_k, acc_v = _sum_over_queries(
+        acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
+        blocks,
+        ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, True, PRECISION,
+    )  # fmt: skip
+    if SPLIT:
+        if blocks is not None:
+            full = tl.load(counts + 2 * map_row + 1)
+            blocks += most - full
+            steps = full * PARTS
+        else:
+            span, steps = (first, last, last, last), (last - first) * group
         acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, (low, first, last, high), steps, k_side, v_side, q_side, do_side,
-            head, vectors, where, size, None,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
-        )  # fmt: skip
-        acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, (first, last, last, last), (last - first) * group, k_side, v_side,
-            q_side, do_side, head, vectors, where, size, None,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, False, PRECISION,
-        )  # fmt: skip
-    else:
-        acc_k, acc_v = _sum_over_queries(
-            acc_k, acc_v, (low, high, high, high), (high - low) * group, k_side, v_side,
-            q_side, do_side, head, vectors, where, size, None,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, 1, PART, True, PRECISION,
+            acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
+            blocks,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, False, PRECISION,
         )  # fmt: skip
     dk += (b * dk_b + hk * dk_h) * ALIGN
     dv += (b * dv_b + hk * dv_h) * ALIGN
