@@ -12,7 +12,8 @@ A kernel has several entries, chosen by the features of the call:
 - "one": one of window, ALiBi, segments and a key mask;
 - "listed": a list of the blocks with nonzero weights, from a threshold; at most one feature of
   "one";
-- "shaped": as "listed", with the per-query vector ``shape``;
+- "heavy": at most one feature of "one", and an activation that needs many registers: it has a
+  per-query ``shape`` (with a list of blocks), or is normalized, not exp, and in fp16 (backward);
 - "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
   PEAKED (see `fold`);
 - "unaligned": strides or addresses that allow no wide loads, with or without the above;
@@ -89,16 +90,16 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward filled": (full(64, 64, 8, 2), full(64, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward one": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward listed": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1)),
-        "forward shaped": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 32, 4, 1)),
+        "forward heavy": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 32, 4, 1)),
         "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq filled": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq one": (Config(64, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq listed": (Config(128, 64, 8, 2), full(32, 64, 8, 1), full(16, 32, 8, 1)),
-        "dq shaped": (Config(64, 64, 4, 2), full(16, 64, 8, 1), full(16, 32, 8, 1)),
+        "dq heavy": (Config(64, 64, 4, 2), full(16, 64, 8, 1), full(16, 32, 8, 1)),
         "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
         "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
         "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
-        "dkdv shaped": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), Config(32, 32, 8, 1)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), Config(32, 32, 8, 1)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(64, 32, 8, 2)),
     },
@@ -107,15 +108,15 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(128, 64, 8, 2)),
         "forward filled": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "forward listed": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 1)),
-        "forward shaped": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+        "forward heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         "dq": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 1)),
         "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(128, 32, 8, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
-        "dq shaped": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+        "dq heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 32, 4, 1)),
         "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 2)),
         "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
-        "dkdv shaped": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), Config(32, 32, 4, 1)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), Config(32, 32, 4, 1)),
         "stats": (Config(128, 128, 8, 2),) * 3,
         "threshold": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
     },
@@ -126,12 +127,12 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward filled": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "dq": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward listed": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 1)),
-        "forward shaped": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+        "forward heavy": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
-        "dq shaped": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+        "dq heavy": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         "dkdv": (full(64, 128, 8, 2), full(64, 128, 8, 2), Config(64, 64, 8, 1)),
         "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), Config(32, 32, 4, 1)),
-        "dkdv shaped": (Config(32, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), full(128, 64, 8, 1), Config(64, 32, 8, 1)),
     },
@@ -141,7 +142,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
 REPLACED = {
     "listed unaligned": ("unaligned", "several"),
     "unaligned": ("several",),
-    "shaped": ("listed",),
+    "heavy": ("listed",),
 }
 
 # For the interpreter: small blocks, so that a short sequence has several blocks. Products in fp32

@@ -51,12 +51,13 @@ def _config(
     layout: Layout,
     mapped: bool,
     align: int,
-    shape: Tensor | None = None,
+    heavy: bool = False,
     rare: bool = False,
 ) -> Config:
     """Return the configuration for the features of a call; see `configurations`.
 
-    ``rare``: the call has a feature of "several" that its layout does not show.
+    ``heavy``: the activation needs many registers. ``rare``: the call has a feature of "several"
+    that its layout does not show.
     """
     extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
     several = rare or dense_mask(layout) or extras > 1
@@ -65,8 +66,8 @@ def _config(
         feature = "listed unaligned" if mapped else "unaligned"
     elif several or (mapped and _small_tiles(q, k, v, layout)):
         feature = "several"
-    elif shape is not None:
-        feature = "shaped"
+    elif heavy:
+        feature = "heavy"
     elif pointers:
         feature = "filled"
     elif mapped:
@@ -123,7 +124,7 @@ def describe_forward(
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = form.normalize == "sum" and v.dtype == torch.float16
-    features = maps.blocks is not None, align, vectors.shape, peaked
+    features = maps.blocks is not None, align, vectors.shape is not None, peaked
     config = _config("forward", arch, q, k, v, layout, *features)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, arch) if online else None
@@ -165,7 +166,8 @@ def describe_backward(
         "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
     }  # fmt: skip
     align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
-    features = maps.blocks is not None, align, vectors.shape, dlse is not None
+    heavy = vectors.shape is not None or (form.normalize == "sum" and v.dtype == torch.float16)
+    features = maps.blocks is not None, align, heavy, dlse is not None
     config = _config("dq", arch, q, k, v, layout, *features)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
