@@ -119,24 +119,20 @@ class Operator(Generic[P, R]):
 
     def flat(self, *args: P.args, **operands: P.kwargs) -> list[Any]:
         """Return the positional arguments of ``overload``: groups are replaced by their fields."""
-        values: list[Any] = []
-        try:
-            for name, group in self._groups.items():
-                value: Any = operands[name]
-                if group is None:
-                    values.append(value)
-                elif isinstance(value, group):
-                    values += value
-                else:
-                    expected = f"{name} must be {group.__name__}, got {type(value)}"
-                    raise TypeError(f"{self.name}: {expected}")
-        except KeyError:
-            pass  # raises below, because a name is missing
-        if args or len(operands) != len(self._groups) or len(values) != len(self._operands):
+        if args or operands.keys() != self._groups.keys():
             raise TypeError(
                 f"{self.name} takes the keyword arguments {', '.join(self._groups)}, got "
                 f"{', '.join(operands) or 'none'} and {len(args)} positional"
             )
+        values: list[Any] = []
+        for name, group in self._groups.items():
+            value: Any = operands[name]
+            if group is None:
+                values.append(value)
+            elif isinstance(value, group):
+                values += value
+            else:
+                raise TypeError(f"{self.name}: {name} must be {group.__name__}, got {type(value)}")
         return values
 
     def fake(self, function: Callable[..., R]) -> None:
@@ -224,7 +220,7 @@ class Operator(Generic[P, R]):
             return False
         for n in self._tensors:
             x = values[n]
-            if x is not None and (type(x) not in PLAIN or x.is_meta):
+            if x is not None and (type(x) not in PLAIN or x.is_meta or _is_lazy(x)):
                 return False
         return True
 
@@ -259,7 +255,11 @@ class Operator(Generic[P, R]):
             self._save_for_backward(ctx, values, outputs)
             return tuple(outputs) if isinstance(outputs, tuple) else outputs
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(self._backward)}
+        # Compiled autograd accepts functions only, not bound methods.
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            return self._backward(ctx, *grads)
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         return type(self.name, (torch.autograd.Function,), methods)
 
     def _save(self, ctx: Any, inputs: tuple, output: Any) -> None:
@@ -309,6 +309,13 @@ def operator(function: Callable[P, R]) -> Operator[P, R]:
     """Declare an operator by the signature of the function that computes it."""
     hints = get_type_hints(function)
     return Operator(function, hints, f"attnzoo::{function.__name__} is not differentiable")
+
+
+def _is_lazy(x: Tensor) -> bool:
+    """Whether the dispatcher would replace x: a tensor without storage, or with negated values."""
+    lazy = x.is_neg() or x._is_zerotensor()
+    # Those of torch.autograd.grad(is_grads_batched=True).
+    return lazy or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _is_group(hint: Any) -> bool:

@@ -33,13 +33,14 @@ class Kept:
             return make()
         key = self, name, stream
         found = _tensors.get(key)
-        # A tensor's version changes when a caller writes into it. A changed tensor is replaced.
+        # A tensor's version changes when a caller writes into it, except through `.data` and numpy.
+        # A changed tensor is replaced.
         if found is not None and found[1] is source:
             tensor, _, version, source_version = found
             if tensor._version == version and _version(source) == source_version:
                 return tensor
         # An inference tensor could not be used in a later call with gradients.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             made = make()
         _keep(key, made, source)
         return made
@@ -55,14 +56,17 @@ class Kept:
         A tensor is used only on the stream that wrote it, which needs no synchronization. A CUDA
         graph keeps the addresses of its tensors, so it must not use one that may be dropped.
         """
+        # A mode that a variant opens may return tensors that are useless outside of it.
+        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+            return None
         if self.device.type == "cpu":
             return 0
         if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
-        index = self.device.index
-        return torch._C._cuda_getCurrentRawStream(
-            torch.cuda.current_device() if index is None else index
-        )
+        current = torch.cuda.current_device()
+        if self.device.index not in (None, current):  # its stream may be capturing
+            return None
+        return torch._C._cuda_getCurrentRawStream(current)
 
 
 def clear() -> None:
@@ -75,8 +79,11 @@ def clear() -> None:
 def _keep(key: Hashable, made: Tensor, source: Tensor | None) -> None:
     global _bytes
     size = made.nbytes + OVERHEAD
-    if size > MOST_BYTES // 4 or made.requires_grad:
+    if size > MOST_BYTES // 4 or made.requires_grad or type(made) is not Tensor:
         return
+    replaced = _tensors.pop(key, None)
+    if replaced is not None:
+        _bytes -= replaced[0].nbytes + OVERHEAD
     if _bytes + size > MOST_BYTES:
         clear()
     _bytes += size

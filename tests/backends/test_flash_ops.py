@@ -334,3 +334,21 @@ def test_parameters_of_a_gain_from_statistics_get_gradients(
         found.append(torch.autograd.grad(out.square().sum(), strength)[0])
     assert bool((found[1] != 0).all())
     assert torch.allclose(*found, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "lazy",
+    [
+        lambda grad: torch._efficientzerotensor(grad.shape),
+        lambda grad: torch.complex(0 * grad, -grad).conj().imag,
+    ],
+    ids=["zeros without storage", "negated view"],
+)
+def test_gradients_without_plain_storage(lazy: Any) -> None:
+    q, k, v = (rand(1, 2, 40, 1, seed=n).float().requires_grad_() for n in range(3))
+    found = []
+    for backend in ("flash", "eager"):
+        out = attnzoo.attention(q, k, v, is_causal=True, backend=backend)
+        out.register_hook(lazy)
+        found.append(torch.autograd.grad(out.sum(), (q, k, v)))
+    torch.testing.assert_close(*found)

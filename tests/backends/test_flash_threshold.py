@@ -7,6 +7,7 @@ import torch
 from test_threshold import bisected
 from torch import Tensor
 
+import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.kernel_operands import Form
 from attnzoo.backends.triton.flash import operators as flash_ops
@@ -107,3 +108,19 @@ def test_a_negative_scale_without_gain_selects_the_smallest_products() -> None:
     same = solve(q, -k, None, None, "entmax15")
     assert torch.equal(found.tau, same.tau)
     assert torch.equal(found.live, same.live)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_saved_tensors_may_return_with_other_strides(odd: int) -> None:
+    """The size of the block map's tiles depends on strides, but only when the map is made."""
+    leaf = rand(1, 2, 150, 96 + odd).float().requires_grad_()
+
+    def attend() -> Tensor:
+        q, k, v = leaf[..., :96].split(32, -1)
+        return attnzoo.attention(q, k, v, "entmax", is_causal=True, backend="flash", alpha=1.5)
+
+    (want,) = torch.autograd.grad(attend().square().sum(), leaf)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
+        out = attend()
+    (found,) = torch.autograd.grad(out.square().sum(), leaf)
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)

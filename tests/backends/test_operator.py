@@ -131,3 +131,21 @@ def test_saved_tensors_can_be_packed() -> None:
     out.sum().backward()
     assert len(packed) == 2  # x and out
     assert torch.equal(given["x"].grad, torch.full((2, 3), 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it of saved tensors
+def test_compiled_autograd_gives_the_same_gradients() -> None:
+    given = operands()
+    import torch._dynamo.compiled_autograd
+
+    out = example_move(**given).out
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out.sum().backward()
+    assert torch.equal(given["x"].grad, torch.full((2, 3), 2.0))
+
+
+def test_batched_gradients_raise() -> None:
+    given = operands()
+    out = example_move(**given).out
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.autograd.grad(out, given["x"], torch.ones(4, 2, 3), is_grads_batched=True)

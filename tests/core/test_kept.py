@@ -132,7 +132,8 @@ def test_tensor_with_a_gradient_is_not_kept() -> None:
 def test_gpu_tensors_belong_to_a_stream_and_not_to_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    streams, capturing = {0: 7, 1: 7}, False
+    streams, capturing, device = {0: 7, 1: 7}, False, 1
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.get, raising=False)
     make = counted([1.0, 2.0, 3.0, 4.0])
@@ -152,9 +153,28 @@ def test_gpu_tensors_belong_to_a_stream_and_not_to_a_graph(
     assert layout.get("x", make).item() == 2.0
     streams[1] = 7
     assert layout.get("x", make) is first
+    device = 0  # whether a graph captures the stream of another device is not known
+    assert layout.get("x", make).item() == 4.0
 
 
 def test_a_device_without_streams_keeps_nothing() -> None:
     layout = Kept(torch.device("meta"))
     layout.get("x", lambda: torch.zeros(1))
     assert not kept._tensors
+
+
+def test_nothing_is_kept_under_a_mode_or_transform() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    layout = Kept(torch.device("cpu"))
+    with FakeTensorMode():
+        layout.get("x", lambda: torch.zeros(1))
+    torch.func.grad(lambda x: (x * layout.get("x", lambda: torch.zeros(1))).sum())(torch.ones(1))
+    assert not kept._tensors
+
+
+def test_replaced_tensors_do_not_count() -> None:
+    layout = Kept(torch.device("cpu"))
+    for _ in range(3):
+        layout.get("x", lambda: torch.zeros(100)).add_(1)
+    assert kept._bytes == 400 + kept.OVERHEAD

@@ -264,13 +264,15 @@ def _sum_over_queries(
         if EDGE:
             # Keys and queries that do not exist need no comparison: their results are not stored,
             # or 0.
-            # One limit per row needs fewer registers than one per column.
-            ahead = keys - rest  # an index of queries plus this is the index of the same position
+
+            # One limit per row needs fewer registers than one per column. Query index + offset is
+            # the index of the key at the same position.
+            offset = keys - rest
             if right is not None:
-                inside = (j - (ahead + right) <= i) if KEY_ROWS else (j <= i + (ahead + right))
+                inside = (j - (offset + right) <= i) if KEY_ROWS else (j <= i + (offset + right))
                 seen = seen & inside if MASKED else inside
             if left is not None:
-                inside = (j - (ahead - left) >= i) if KEY_ROWS else (j >= i + (ahead - left))
+                inside = (j - (offset - left) >= i) if KEY_ROWS else (j >= i + (offset - left))
                 seen = seen & inside
             # Otherwise `activate` sets the weights of hidden keys to 0.
             if VANISHES and (left is not None or right is not None):

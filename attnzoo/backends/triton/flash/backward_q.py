@@ -145,10 +145,10 @@ def flash_dq(
     if dgain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
         # gain is 0, for example log 1.
-        if not PRODUCTS:
-            products = _row_products(q_side, acc, 0, D)
-        else:
+        if PRODUCTS:
             products *= scale
+        else:
+            products = _row_products(q_side, acc, 0, D)
         tl.store(dgain + at + index, products, mask=index < queries)
     if gain is not None:
         acc *= tl.load(gain + at + i, mask=i < queries, other=0.0)

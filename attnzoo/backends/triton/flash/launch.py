@@ -49,22 +49,24 @@ def _config(
     k: Tensor,
     v: Tensor,
     layout: Layout,
-    mapped: bool,
+    tile: tuple[int, int] | None,
     align: int,
     heavy: bool = False,
     rare: bool = False,
 ) -> Config:
     """Return the configuration for the features of a call; see `configurations`.
 
-    ``heavy``: the activation needs many registers. ``rare``: the call has a feature of "several"
-    that its layout does not show.
+    ``tile``: the tile of the block map, if there is one. ``heavy``: the activation needs many
+    registers. ``rare``: the call has a feature of "several" that its layout does not show.
     """
-    extras, dims = count_extras(layout), (q.shape[3], v.shape[3])
+    extras, dims, bits = count_extras(layout), (q.shape[3], v.shape[3]), 8 * q.element_size()
+    mapped = tile is not None
     several = rare or dense_mask(layout) or extras > 1
+    several |= mapped and tile == map_tile(max(dims), bits, True)
     pointers = kernel == "forward" and arch // 10 in TMA and not (fits_tma(k) and fits_tma(v))
     if align == 1:
         feature = "listed unaligned" if mapped else "unaligned"
-    elif several or (mapped and _small_tiles(q, k, v, layout)):
+    elif several:
         feature = "several"
     elif heavy:
         feature = "heavy"
@@ -75,23 +77,39 @@ def _config(
     else:
         filled = any(padded(dim) > dim for dim in dims)
         feature = "one" if extras else "filled" if filled else ""
-    config = pick(kernel, arch, 8 * q.element_size(), max(dims), feature)
+    config = pick(kernel, arch, bits, max(dims), feature)
     split = not extras and align > 1 and feature != "several"
     config = config._replace(split=split)
-    if not mapped:
+    if tile is None:
         return config
-    map_m, map_n = _map_tile(q, k, v, layout)
+    map_m, map_n = tile
     block_n = min(map_n, config.block_n) if kernel == "dkdv" else map_n
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
 
-def _small_tiles(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> bool:
-    return dense_mask(layout) or count_extras(layout) > 1 or stride_align(q, k, v) == 1
-
-
-def _map_tile(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[int, int]:
-    dim, small = max(q.shape[3], v.shape[3]), _small_tiles(q, k, v, layout)
+def _new_tile(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[int, int]:
+    """The tile of a block map that is to be made."""
+    dim = max(q.shape[3], v.shape[3])
+    small = dense_mask(layout) or count_extras(layout) > 1 or stride_align(q, k, v) == 1
     return map_tile(dim, 8 * q.element_size(), small)
+
+
+def _tile(maps: Maps, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int] | None:
+    """The tile of a block map, from its shape; None if there is no map.
+
+    Strides do not determine the tile, because saved tensors may return with other strides. If both
+    tiles give the same shape, each covers the whole matrix in the dimensions where they differ.
+    """
+    if maps.blocks is None:
+        return None
+    dim, bits = max(q.shape[3], v.shape[3]), 8 * q.element_size()
+    large, small = map_tile(dim, bits, False), map_tile(dim, bits, True)
+    return large if _tiles(large, q, k) == maps.blocks.shape[1:] else small
+
+
+def _tiles(tile: tuple[int, int], q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Number of tiles along the queries and the keys, as Python ints for lengths without values."""
+    return (q.shape[2] + tile[0] - 1) // tile[0], (k.shape[2] + tile[1] - 1) // tile[1]
 
 
 def _programs(x: Tensor, block: int) -> int:
@@ -124,7 +142,8 @@ def describe_forward(
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = form.normalize == "sum" and v.dtype == torch.float16
-    features = maps.blocks is not None, align, vectors.shape is not None, peaked
+    tile = _tile(maps, q, k, v)
+    features = tile, align, vectors.shape is not None, peaked
     config = _config("forward", arch, q, k, v, layout, *features)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, arch) if online else None
@@ -138,7 +157,7 @@ def describe_forward(
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "ONLINE": online, "SUM": form.normalize in ("sum", "threshold"),
         "PEAKED": peaked, "LATE": late,
-        "SPLIT": config.split, "MAP_M": _map_tile(q, k, v, layout)[0], "ALIGN": align,
+        "SPLIT": config.split, "MAP_M": 0 if tile is None else tile[0], "ALIGN": align,
     }  # fmt: skip
     launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
     return launch, (out, stat, lse)
@@ -167,11 +186,13 @@ def describe_backward(
     }  # fmt: skip
     align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
     heavy = vectors.shape is not None or (form.normalize == "sum" and v.dtype == torch.float16)
-    features = maps.blocks is not None, align, heavy, dlse is not None
+    tile = _tile(maps, q, k, v)
+    map_args = dict(zip(("MAP_M", "MAP_N"), tile or (0, 0)))
+    features = tile, align, heavy, dlse is not None
     config = _config("dq", arch, q, k, v, layout, *features)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
-        "MAP_M": _map_tile(q, k, v, layout)[0],
+        "MAP_M": map_args["MAP_M"],
         **descriptors(config, arch, config.block_n, k=k, v=v),
         **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]), "o": out, "dq": grads["q"],
         "z": z, "dgain": grads.get("gain"), "dtau": grads.get("offset"), "dsink": grads.get("sink"),
@@ -181,14 +202,13 @@ def describe_backward(
     }  # fmt: skip
     launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
     config = _config("dkdv", arch, q, k, v, layout, *features)
-    map_tile = dict(zip(("MAP_M", "MAP_N"), _map_tile(q, k, v, layout)))
-    columns, listing = _describe_columns(maps, {**shared, **map_tile, "SPLIT": config.split})
+    columns, listing = _describe_columns(maps, {**shared, **map_args, "SPLIT": config.split})
     dkdv_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         **descriptors(config, arch, config.block_m, q=q, do=do),
         **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "dk": grads["k"], "dv": grads["v"], "blocks": columns.blocks, "counts": columns.counts,
-        **map_tile,
+        **map_args,
     }  # fmt: skip
     launches += [*listing, Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config)]
     return launches, grads
@@ -215,7 +235,7 @@ def _describe_columns(maps: Maps, given: dict[str, Any]) -> tuple[Maps, list[Lau
 
 def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Launch, Statistics]:
     align = align_of(q, k)
-    config = _config("stats", arch, q, k, q, layout, False, align)
+    config = _config("stats", arch, q, k, q, layout, None, align)
     lse, entropy = new_vector(q), new_vector(q)
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
@@ -229,9 +249,7 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
 
 def empty_maps(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Return new, uninitialized tensors for the fields of `Maps`."""
-    block_m, block_n = _map_tile(q, k, v, layout)
-    heads = q.shape[0] * q.shape[1]
-    tiles = (q.shape[2] + block_m - 1) // block_m, (k.shape[2] + block_n - 1) // block_n
+    heads, tiles = q.shape[0] * q.shape[1], _tiles(_new_tile(q, k, v, layout), q, k)
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
     counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
     return blocks, counts, q.new_empty(heads, *tiles, dtype=torch.uint8)
@@ -243,10 +261,11 @@ def describe_threshold(
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Return the launch, τ and the block map. Only gain and shape of ``vectors`` are read."""
     align = align_of(q, k)
-    config = _config("threshold", arch, q, k, v, layout, True, stride_align(q, k))
+    tile = _new_tile(q, k, v, layout)
+    config = _config("threshold", arch, q, k, v, layout, tile, stride_align(q, k))
     tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
-    assert (config.block_m, config.block_n) == _map_tile(q, k, v, layout)
+    assert (config.block_m, config.block_n) == tile
     args = {
         **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
         "tau": tau, "blocks": blocks, "counts": counts, "live": live,
