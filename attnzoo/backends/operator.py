@@ -44,6 +44,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 NO_DOUBLE = (
     "attnzoo: this backend supports first derivatives only; for second derivatives, pass "
@@ -315,7 +316,7 @@ def _is_lazy(x: Tensor) -> bool:
     """Whether the dispatcher would replace x: a tensor without storage, or with negated values."""
     lazy = x.is_neg() or x._is_zerotensor()
     # Those of torch.autograd.grad(is_grads_batched=True).
-    return lazy or torch._C._functorch.is_legacy_batchedtensor(x)
+    return lazy or is_legacy_batchedtensor(x)
 
 
 def _is_group(hint: Any) -> bool:

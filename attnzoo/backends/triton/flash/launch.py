@@ -62,7 +62,7 @@ def _config(
     extras, dims, bits = count_extras(layout), (q.shape[3], v.shape[3]), 8 * q.element_size()
     mapped = tile is not None
     several = rare or dense_mask(layout) or extras > 1
-    several |= mapped and tile == map_tile(max(dims), bits, True)
+    several |= mapped and tile != map_tile(max(dims), bits, False)
     pointers = kernel == "forward" and arch // 10 in TMA and not (fits_tma(k) and fits_tma(v))
     if align == 1:
         feature = "listed unaligned" if mapped else "unaligned"
