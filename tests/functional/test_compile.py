@@ -198,6 +198,7 @@ def test_blocks_are_not_unrolled_into_the_graph() -> None:
     assert nodes(900) == nodes(10)
 
 
+@pytest.mark.slow
 def test_linear_variant_compiles_at_a_second_length() -> None:
     """At the second length the sizes are symbolic, and the backend is chosen by size."""
     attend = Attention("cosformer", 1, max_length=4096)

@@ -54,7 +54,8 @@ def propagated(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
     logging.set_verbosity_error()
 
 
-@pytest.mark.parametrize("shards", [pytest.param("1GB", marks=pytest.mark.slow), "20KB"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
 def test_model_loaded_in_another_process_generates_the_same(tmp_path: Path, shards: str) -> None:
     model = convert(llama(), "ssmax", layers=[0])
     convert(model, "asentmax", layers=[1], delta=0.9).train()
