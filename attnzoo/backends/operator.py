@@ -46,6 +46,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
+from attnzoo.core.checks import runs_eagerly
+
 NO_DOUBLE = (
     "attnzoo: this backend supports first derivatives only; for second derivatives, pass "
     "backend='eager'"
@@ -212,12 +214,7 @@ class Operator(Generic[P, R]):
 
     def _is_plain(self, values: list[Any]) -> bool:
         """Whether a call can skip torch's dispatcher, which takes longer than a small kernel."""
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._get_tracing_state() is not None
-        ):
+        if not runs_eagerly():
             return False
         for n in self._tensors:
             x = values[n]

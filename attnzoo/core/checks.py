@@ -43,6 +43,16 @@ def is_readable(x: Tensor) -> bool:
     )
 
 
+def runs_eagerly() -> bool:
+    """Whether operations run at once on the given tensors: no tracing, mode or transform."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def check_dense(what: str, x: Any) -> None:
     """Raise unless x is a tensor that is neither nested nor sparse."""
     if not isinstance(x, Tensor):

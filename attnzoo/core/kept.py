@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from attnzoo.core.checks import runs_eagerly
+
 MOST_BYTES = 2**25  # all kept tensors are dropped when they exceed this
 OVERHEAD = 2**10  # bytes added per tensor, so that the number of small tensors is bounded too
 
@@ -57,7 +59,7 @@ class Kept:
         graph keeps the addresses of its tensors, so it must not use one that may be dropped.
         """
         # A mode that a variant opens may return tensors that are useless outside of it.
-        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        if not runs_eagerly():
             return None
         if self.device.type == "cpu":
             return 0

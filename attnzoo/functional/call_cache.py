@@ -17,6 +17,7 @@ from attnzoo.backends import BACKENDS
 from attnzoo.backends.base import Backend
 from attnzoo.core.arguments import layout_tensors
 from attnzoo.core.call import Call
+from attnzoo.core.checks import runs_eagerly
 from attnzoo.core.forms import (
     Definition,
     Form,
@@ -93,12 +94,7 @@ def key_of(
     Calls are not cached under tracing, transforms or autocast, or if an argument has a type other
     than a tensor, a Python scalar or a tuple of ints.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-    ):
+    if not runs_eagerly():
         return None
     if type(variant) is not str or type(backend) not in (str, type(None)):
         return None
