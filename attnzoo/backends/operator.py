@@ -63,6 +63,7 @@ TYPES: dict[Any, str] = {
     float: "float",
     float | None: "float?",
     str: "str",
+    str | None: "str?",
     list[str]: "str[]",
     torch.dtype: "ScalarType",
     list[Tensor]: "Tensor[]",

@@ -39,6 +39,9 @@ class Activation:
         triton: The Triton implementation as "module:name", imported when a kernel needs it: a
             ``@triton.jit`` function of (x, shape) that returns (φ, φ') for x = ``unit`` · s. If
             ``vanishes``, both must be 0 at x = −∞. None: the kernels do not support φ.
+        triton_shape_slope: The Triton implementation of ∂φ/∂shape, a function of (x, shape), named
+            like ``triton``. If ``vanishes``, it must be 0 at x = −∞. None: the kernels compute no
+            gradient for ``shape``.
         unit: Factor of the scores that the Triton implementation expects.
         exponential: Whether φ = exp. The form is then a softmax with a log-sum-exp, backends may
             subtract a maximum or call torch's fused softmax, and ``unit`` must be log2(e).
@@ -72,6 +75,7 @@ class Activation:
     shape_slope: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     vanishes: bool = True
     triton: str | None = None
+    triton_shape_slope: str | None = None
     unit: float = 1.0
     exponential: bool = False
     alpha: float | Literal["shape"] | None = None
@@ -212,6 +216,7 @@ Q_EXP = Activation(
     _q_exp_slope,
     _q_exp_shape_slope,
     triton=TRITON + "q_exp",
+    triton_shape_slope=TRITON + "q_exp_shape_slope",
     alpha="shape",
     increasing=True,
 )

@@ -68,7 +68,8 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     if "bool" in extras:
         mask = q.new_empty(1, 1, queries, keys, dtype=torch.uint8)
     elif "mask" in extras:
-        mask = q.new_empty(1, 1, queries, keys)
+        dtype = torch.float32 if "fp32" in extras else q.dtype
+        mask = q.new_empty(1, 1, queries, keys + ("narrow" in extras), dtype=dtype)[..., :keys]
     elif "keys" in extras or "heads" in extras:
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)
@@ -84,7 +85,8 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     layout = Layout(0.1, left, right, mask, of_q, of_k, alibi)
     normalize = "threshold" if kind == "family" else kind
     function = str(activation.triton)
-    form = Form(function, activation.unit, activation.vanishes, normalize)
+    slope = activation.triton_shape_slope
+    form = Form(function, activation.unit, activation.vanishes, normalize, slope)
     return Described(layout, form, vectors, alpha_of(use.form), lse)
 
 
@@ -97,7 +99,11 @@ def describe_flash(spec: Specialization) -> Any:
     vector, arch = new_vector(q), arch_of(spec)
     layout, form, vectors, alpha, lse = described(spec, q, q.shape[2])
     normalize = form.normalize
-    maps = Maps(*launch.empty_maps(q, q, q, layout)) if normalize == "threshold" else Maps()
+    maps = (
+        Maps(*launch.empty_maps(q, q, q, layout, vectors.shape))
+        if normalize == "threshold"
+        else Maps()
+    )
     if spec.kernel == "forward":
         return launch.describe_forward(q, q, q, layout, form, vectors, maps, lse, arch)[0]
     if spec.kernel == "stats":
@@ -108,7 +114,7 @@ def describe_flash(spec: Specialization) -> Any:
     stat = None if normalize == "none" else new_vector(q, apart)
     given = {
         "gain": vectors.gain is not None, "offset": normalize == "none", "sink": lse,
-        "alibi": layout.alibi is not None,
+        "alibi": layout.alibi is not None, "shape": vectors.shape is not None,
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
     launches, _ = launch.describe_backward(

@@ -24,6 +24,7 @@ from benchmarks.kernels.specializations import (
     BARE,
     EXTRAS,
     FLASH,
+    PADDED,
     PASSES,
     POWERS,
     Group,
@@ -38,7 +39,7 @@ from commandline.table import aligned
 KERNELS = ("forward", "dq", "dkdv", "threshold", "stats", "linear")
 # Causality and gain change the loops of all activations alike: only softmax has all four pairs.
 CELLS = (
-    Group(PASSES, "online", "bf16", POWERS, ("", *BARE, *EXTRAS)),
+    Group(PASSES, "online", "bf16", POWERS, ("", *BARE, *EXTRAS, *PADDED)),
     Group(FLASH, "online none threshold family", "bf16", POWERS, ("", "full no gain")),
 )
 COLUMNS = (

@@ -23,6 +23,8 @@ BARE = ("full", "no gain", "full no gain")
 # dense boolean mask, such as of a sliding window. The causal padding mask is "keys". Transposed,
 # packed and grouped heads only change strides, which are arguments at run time.
 MODELS = ("full keys no gain", "full bool no gain")
+# A padded batch of a model with a window or ALiBi
+PADDED = ("window keys", "alibi keys")
 # Launches of `decode` that do not depend on both the activation and the head dimension. The solver
 # depends only on the activation, the merge only on the head dimension, the statistics on neither.
 STAGES = ("decode statistics", "decode solver", "decode merge")
@@ -32,9 +34,10 @@ class Specialization(NamedTuple):
     """One kernel and the settings that its compilation depends on.
 
     kernel: one of KERNELS. "linear" and "decode" may be followed by a space and a launch's name.
-    extra: one of EXTRAS, BARE or MODELS; "heads" (a key mask per head); "offset" (q, k and v start
-    8 bytes after a multiple of 16); or "all" (all of EXTRAS, a sink and the gradient of lse),
-    optionally with "unaligned" (strides that rule out wide loads).
+    extra: one of EXTRAS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset" (q, k and
+    v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide loads of the
+    mask); "fp32 mask" (as under autocast); or "all" (all of EXTRAS, a sink and the gradient of
+    lse), optionally with "unaligned" (strides that rule out wide loads).
     """
 
     kernel: str
@@ -88,10 +91,13 @@ GROUPS = (
     Group(FLASH, "online", "fp32", (256,), ("all unaligned",)),
     Group(PASSES, "online", "bf16", QUICK_DIMS, BARE),
     Group(FLASH, "none threshold", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(PASSES, "online", "bf16", POWERS, ("segments",)),
-    Group(PASSES, "online", "bf16", (128,), EXTRAS, ("sm_90",)),
-    Group(PASSES, "online none threshold", "bf16", (128,), ("keys",)),
-    Group(PASSES, "online", "bf16", (128,), MODELS),
+    Group(PASSES, "online", "bf16", POWERS, (*EXTRAS, *PADDED, *MODELS)),
+    Group(FLASH, "none threshold", "bf16", POWERS, ("mask", "keys", *PADDED)),
+    Group(("stats",), "online", "bf16", POWERS, ("mask",)),
+    Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("fp32 mask",)),
+    Group(FLASH, "threshold", "bf16", POWERS, ("all",)),
+    Group(PASSES, "sum", "fp16", POWERS, ("mask", "keys")),
+    Group(FLASH, "online threshold", "bf16", POWERS, ("narrow mask",)),
     Group(FLASH, "online threshold", "bf16", POWERS, ("offset",)),
     Group(FLASH, "online", "fp32", (64,), ("offset",)),
     # These extras and dtypes cover each possible number of rows in a tile; see `few_queries`.

@@ -57,7 +57,8 @@ class Tile(NamedTuple):
     def __str__(self) -> str:
         c = self.config
         part = "" if c.part is None else f", part={c.part}"
-        shown = f"Config({c.block_m}, {c.block_n}, {c.warps}, {c.stages}{part})"
+        maker = "turned" if c.turned else "Config"
+        shown = f"{maker}({c.block_m}, {c.block_n}, {c.warps}, {c.stages}{part})"
         return shown if self.map is None else f"{shown} map {self.map[0]}x{self.map[1]}"
 
 
@@ -176,10 +177,12 @@ def candidates(args: argparse.Namespace, spec: Specialization) -> list[Tile]:
     mapped = not few and activations()[spec.activation].form.normalize == "threshold"
     heights = [max(16, 8 * few_queries(spec))] if few else args.blocks
     sizes = product(heights, args.blocks, args.warps, args.stages)
+    orientations = (False, True) if spec.kernel == "dkdv" else (False,)
     return [
-        Tile(Config(m, n, *rest, part=part), (m, n) if mapped else None)
+        Tile(Config(m, n, *rest, part=part, turned=turned), (m, n) if mapped else None)
         for m, n, *rest in sizes
         for part in (None, *args.parts)
+        for turned in orientations
     ]
 
 

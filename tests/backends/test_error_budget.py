@@ -21,16 +21,19 @@ from helpers import agreement
 from helpers.agreement import Inputs, bounds, by_backend, disagreements, make, outputs, reference
 from helpers.approx import Approx
 from helpers.cases import rand
-from helpers.coverage_table import FORWARD_ONLY, KERNELS
+from helpers.coverage_table import FORWARD_ONLY, KERNELS, marked
 
-every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(name, marks=[pytest.mark.interpreter] if name in KERNELS else [])
-        for name in BACKENDS
-    ],
-)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+def cases() -> Iterator[Any]:
+    for name in BACKENDS:
+        for dtype in (torch.float32, torch.bfloat16):
+            marks = [pytest.mark.interpreter] if name in KERNELS else []
+            # The interpreter computes bf16 in fp32, so one dtype is enough for the quick tests.
+            marks += [pytest.mark.slow] if name in KERNELS and dtype == torch.bfloat16 else []
+            yield pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
+
+
+every_case = pytest.mark.parametrize(("backend", "dtype"), list(cases()))
 CASE: dict[str, Any] = {
     "span": "full", "mask": "keys", "mask_gradient": False, "heads": "2 heads",
     "params": "default", "dims": (16, 16), "alibi": False, "segments": False, "dropout": False,
@@ -53,8 +56,7 @@ def exceeded(backend: str, dtype: torch.dtype) -> list[str]:
     return disagreements(variant, backend, inputs, gradients=backend not in FORWARD_ONLY)
 
 
-@every_dtype
-@every_backend
+@every_case
 def test_without_a_bug_results_are_within_the_budget(backend: str, dtype: torch.dtype) -> None:
     assert exceeded(backend, dtype) == []
 
@@ -69,8 +71,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, backend: str, change: Change) -> Non
     monkeypatch.setitem(BACKENDS, backend, replace(real, run=run))
 
 
-@every_dtype
-@every_backend
+@every_case
 def test_a_dropped_factor_is_caught(
     backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,9 +86,8 @@ def test_a_dropped_factor_is_caught(
     assert exceeded(backend, dtype) != []
 
 
-@every_dtype
 @pytest.mark.parametrize("off", [-1, 1])
-@every_backend
+@every_case
 def test_a_mask_that_is_off_by_one_is_caught(
     backend: str, off: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +144,7 @@ def half_accumulators(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield
 
 
-@every_backend
+@pytest.mark.parametrize("backend", [marked(name) for name in BACKENDS])
 def test_a_half_precision_accumulator_is_caught(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from helpers.agreement import disagreements, make
 from helpers.cases import NO_LSE
-from helpers.coverage_table import CONSTANT_PARAMETERS, FLASH, levels_of
+from helpers.coverage_table import FLASH, levels_of
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows
 
@@ -57,8 +57,7 @@ def allowed(case: dict[str, Any]) -> bool:
 
 
 def factors(variant: str) -> tuple[tuple[str, tuple], ...]:
-    learned = "per_head" if (variant, "flash") in CONSTANT_PARAMETERS else "learned"
-    return tuple(levels_of(variant, FACTORS, variant not in FIXED, learned).items())
+    return tuple(levels_of(variant, FACTORS, variant not in FIXED).items())
 
 
 def levels() -> list[Level]:

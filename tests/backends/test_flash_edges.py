@@ -269,6 +269,36 @@ def test_triton_implementations_agree_with_their_activations(
         assert bool((error <= accuracy * (want.abs() + size)[:-1]).all())
 
 
+@triton.jit
+def evaluate_shape_slope(x, shape, slope, SHAPE_SLOPE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(slope + at, SHAPE_SLOPE(tl.load(x + at), tl.load(shape + at)))
+
+
+@pytest.mark.parametrize("alpha", [1.000001, 1.001, 1.1, 1.5, 1.9, 2.0])
+def test_the_slope_of_alpha_agrees_with_its_formula(alpha: float) -> None:
+    """∂φ/∂α = φ · (y/u − log u) / a² with a = α − 1, y = ax and u = 1 + y; 0 if u ≤ 0."""
+    s = torch.cat([torch.linspace(-12, 12, 511), torch.tensor([float("-inf")])])
+    shape, slope = torch.full_like(s, alpha), torch.empty_like(s)
+    form = Form("", 1.0, True, "threshold", activations.Q_EXP.triton_shape_slope)
+    evaluate_shape_slope[(1,)](s, shape, slope, SHAPE_SLOPE=form.shape_act, BLOCK=512)
+    a = shape.double() - 1
+    y = a * s.double()
+    inside = y > -1
+    y = y.clamp_min(-1 + 1e-9)
+    u, log_u = 1 + y, y.log1p()
+    phi = (log_u / a).exp()
+    # The formula has no digits left if y is small. There the terms are −φx²/2 · (1 − 4y/3 + …).
+    series = -(s.double() ** 2) / 2 * (1 - 4 * y / 3 + 3 * y**2 / 2 - 8 * y**3 / 5)
+    want = phi * torch.where(y.abs() < 1e-4, series, (y / u - log_u) / a**2)
+    # The rounding of y changes u by eps, and φ = u^{1/a} by a share of eps/(au). The rounding of
+    # y/u and log u counts where they cancel.
+    size = torch.where(y.abs() < 0.03, 0.0, phi * ((y / u).abs() + log_u.abs()) / a**2)
+    error = (slope.double() - want).abs()
+    assert bool((error <= (2e-5 + 1.2e-7 / (a * u)) * want.abs() + 1e-6 * size)[inside].all())
+    assert not slope[~inside].any()
+
+
 def test_sigmoid_of_large_scores_is_exactly_0_or_1_and_keeps_nan() -> None:
     x = torch.tensor([-1e30, -300.0, 300.0, 1e30, float("inf"), float("-inf"), float("nan"), 0.0])
     phi, slope = torch.empty_like(x), torch.empty_like(x)

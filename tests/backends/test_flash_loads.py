@@ -13,7 +13,12 @@ from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import launch, prepared
 from attnzoo.backends.triton.common.kernel_operands import Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
-from attnzoo.backends.triton.flash.launch import describe_forward, describe_stats
+from attnzoo.backends.triton.flash.launch import (
+    describe_backward,
+    describe_forward,
+    describe_stats,
+    describe_threshold,
+)
 from helpers.cases import rand
 from helpers.packed import CALLS, PackedCall
 
@@ -188,3 +193,58 @@ def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> Non
     assert nan[5]
     assert nan[50]
     assert not nan[[0, 1, 2, 40, 60]].any()
+
+
+# ---- dense masks ------------------------------------------------------------------------------
+
+
+def bool_mask(kind: str) -> Tensor:
+    """A mask (1, 1, 256, 256) whose rows start at multiples of 16 bytes, or not."""
+    width = 257 if kind == "rows of 257 bytes" else 272
+    first = 1 if kind == "one byte after an aligned address" else 0
+    return torch.ones(1, 1, 256, width, dtype=torch.uint8)[..., first : first + 256]
+
+
+@pytest.mark.parametrize(
+    "kind", ["aligned", "rows of 257 bytes", "one byte after an aligned address"]
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str) -> None:
+    """The tile depends on strides only, blocks on addresses too: a fake tensor has no address."""
+    mask = bool_mask(kind)
+    layout = CAUSAL._replace(mask=mask)
+    form = EXP._replace(activation=EXP.activation.replace("exp", "entmax15"), normalize="threshold")
+    q = torch.ones(1, 2, 256, dim, dtype=torch.bfloat16)
+    vectors = Vectors(offset=torch.ones(1, 2, 256))
+    solver, (_, *found) = describe_threshold(q, q, q, layout, form, vectors, 1.5, arch)
+    tile = solver.args["BLOCK_M"], solver.args["BLOCK_N"]
+    assert found[0].shape[1:] == (256 // tile[0], 256 // tile[1])
+    maps = Maps(*found)
+    forward, (out, stat, _) = describe_forward(q, q, q, layout, form, vectors, maps, False, arch)
+    backward, _ = describe_backward(
+        out, None, q, q, q, out, stat, None, layout, form, vectors, maps, [], arch
+    )
+    dq, dkdv = backward[0], backward[-1]
+    for launched in (forward, dq):
+        assert launched.args["BLOCK_N"] == tile[1]
+        assert tile[0] % launched.args["BLOCK_M"] == 0
+    assert tile[0] % dkdv.args["BLOCK_M"] == tile[1] % dkdv.args["BLOCK_N"] == 0
+    assert (dkdv.args["MAP_M"], dkdv.args["MAP_N"]) == tile
+
+
+@pytest.mark.slow
+def test_heads_of_a_mask_may_be_more_than_2_31_entries_apart() -> None:
+    """As in a mask (1, 2, 65536, 65536). Memory between the entries is never touched."""
+    n, far = 64, 2**32
+    torch.use_deterministic_algorithms(False)  # torch.empty would fill the memory
+    mask = torch.empty(far + n * n, dtype=torch.bool).as_strided((1, 2, n, n), (2 * far, far, n, 1))
+    mask[:, 0] = True
+    mask[:, 1] = rand(n, n) < -0.5
+    q, k, v = (rand(1, h, n, 16, seed=h).float().requires_grad_() for h in (2, 1, 1))
+    found = []
+    for backend in ("flash", "eager"):
+        out = attnzoo.attention(q, k, v, attn_mask=mask, enable_gqa=True, backend=backend)
+        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have, want, atol=1e-4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +151,10 @@ def test_double_backward_raises(variant: str) -> None:
         torch.autograd.grad(dq.square().sum(), k)
 
 
-@pytest.mark.parametrize("name", ["alpha", "attn_mask"])
-def test_learned_parameters_run_without_gradients(name: str) -> None:
+def test_a_learned_mask_runs_without_gradients() -> None:
     """Under no_grad, requires_grad of a parameter is still True, but no gradient is needed."""
     q, k, v = qkv()
-    given = {"alpha": torch.tensor([1.3, 1.6]), "attn_mask": rand(9, 9, seed=3).float()}[name]
-    options = {name: torch.nn.Parameter(given)}
+    options = {"attn_mask": torch.nn.Parameter(rand(9, 9, seed=3).float())}
     with pytest.raises(ValueError, match="does not support a gradient"):
         attnzoo.attention(q, k, v, "entmax", enable_gqa=True, backend="flash", **options)
     with torch.no_grad():
@@ -226,6 +226,42 @@ def test_a_third_party_activation_runs(relu2: str) -> None:
     for have, want in zip(*found, strict=True):
         assert float((have - want).abs().max()) <= 2e-5 * float(want.abs().max())
     del sys.modules["their_kernels"]
+
+
+@pytest.mark.parametrize(
+    ("normalize", "named", "reason"),
+    [
+        ("sum", True, "supports a gradient for the shape only with a threshold"),
+        ("threshold", False, "does not support a gradient for the shape of q_exp"),
+        ("threshold", True, None),
+    ],
+)
+def test_a_learned_shape_needs_a_threshold_and_a_function_for_its_slope(
+    normalize: str, named: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
+    slope = activations.Q_EXP.triton_shape_slope if named else None
+    phi = replace(activations.Q_EXP, triton_shape_slope=slope)
+
+    def weights(q: Tensor, k: Tensor, call: Any, alpha: Any) -> Tensor:
+        raise AssertionError
+
+    def forms(call: Any, alpha: Any) -> tuple:
+        return (attnzoo.Pairwise(phi, normalize, shape=call.per_query(alpha)),)
+
+    attnzoo.register_variant(
+        attnzoo.Variant("curved", "-", "-", weights, forms=forms,
+                        params=(attnzoo.Param("alpha", 1.5),))
+    )  # fmt: skip
+    alpha = torch.tensor([1.3, 1.7], requires_grad=True)
+    call = partial(attnzoo.attention, *qkv(), "curved", alpha=alpha, enable_gqa=True)
+    (want,) = torch.autograd.grad(call(backend="tiled").square().sum(), alpha)
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            call(backend="flash")
+        return
+    (found,) = torch.autograd.grad(call(backend="flash").square().sum(), alpha)
+    assert torch.allclose(found, want, rtol=1e-4)
 
 
 THEIRS = """

@@ -1,8 +1,9 @@
 """The kernels of flash split their loops: full blocks need no mask, edge blocks do.
 
-A block is full if its keys and queries exist and all queries see all keys. Each case below puts a
-boundary (the last key, the last query, the diagonal, an end of a window) before, at or after the
-border of a block. Results are compared with a definition in fp64, written here from the formulas.
+A block is full if its keys and queries exist and, but for a mask, all queries see all keys. Each
+case below puts a boundary (the last key, the last query, the diagonal, an end of a window) before,
+at or after the border of a block. Results are compared with a definition in fp64, written here from
+the formulas.
 
 Blocks of queries x keys in the interpreter, in fp32: forward 64 x 32, statistics 64 x 64, dq
 32 x 64, dK/dV 64 x 32; with a threshold 64 x 32, in dq 32 x 32. In fp16 dK/dV has 32 x 64 and tiles
@@ -11,6 +12,7 @@ are loaded by TMA; with a threshold the tiles are 128 x 64.
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout
@@ -44,6 +47,7 @@ class Case(NamedTuple):
     heads: tuple[int, int] = (1, 1)
     dtype: torch.dtype = torch.float32
     quick: bool = False
+    mask: str = ""  # see `mask_of`
 
     @property
     def visible(self) -> Tensor:
@@ -83,6 +87,16 @@ CASES = (
     Case("no bound on the left, rows without keys", 130, 60, 10**6, 3, GQA),
     Case("wider than the sequence on both sides", 70, 90, 10**6, 10**6),
     Case("no bound on the left, fp16", 131, 140, 10**6, 52, GQA, FP16),
+    # Masks. Full blocks load them without bounds, so the last key and query are edges.
+    Case("a mask, one more of both", 65, 97, mask="bool", quick=True),
+    Case("a mask, one less of both", 63, 63, mask="float"),
+    Case("a mask, whole blocks", 64, 64, heads=GQA, mask="bool"),
+    Case("a mask and the diagonal, GQA", 130, 131, None, 0, GQA, mask="float", quick=True),
+    Case("a mask in rows of an odd length", 65, 97, None, 0, mask="bool, odd", quick=True),
+    Case("a transposed mask", 65, 97, None, 0, GQA, mask="float, transposed"),
+    Case("a mask of keys", 65, 97, None, 0, GQA, mask="keys"),
+    Case("a mask and a window", 97, 130, 34, 0, mask="bool"),
+    Case("a mask, fp16", 129, 193, None, 0, GQA, FP16, mask="float", quick=True),
 )  # fmt: skip
 FORMS = ("softmax", "sigmoid", "entmax")
 HEAD_DIM, BIAS, PAD = 16, -1.5, 128
@@ -109,6 +123,31 @@ def inputs(case: Case) -> list[Tensor]:
         x.copy_(rand(*x.shape, seed=seed))
         found.append(x)
     return found
+
+
+def mask_of(case: Case) -> Tensor | None:
+    """A mask (1, H, Nq, Nk) or (1, 1, 1, Nk), by its kind:
+
+    - "float" or "bool"; or "keys": bool, equal for all queries;
+    - ", odd": rows that allow no wide loads; ", transposed": contiguous columns instead of rows.
+
+    True or NaN stands around the mask in memory. Every seventh query sees no key.
+    """
+    if not case.mask:
+        return None
+    heads, count = (1, 1) if case.mask == "keys" else (case.heads[0], case.queries)
+    width = 2 * PAD + -(-case.keys // 16) * 16 + ("odd" in case.mask)
+    added = case.mask.startswith("float")
+    stored = torch.full((1, heads, count + 2 * PAD, width), float("nan") if added else 1.0)
+    stored = stored if added else stored.bool()
+    if "transposed" in case.mask:
+        stored = stored.mT.contiguous().mT
+    mask = stored[:, :, PAD : PAD + count, PAD : PAD + case.keys]
+    noise = rand(*mask.shape, seed=9)
+    mask.copy_(noise.masked_fill(noise < -0.5, float("-inf")) if added else noise > -0.5)
+    if case.mask != "keys":
+        mask[:, :, 3::7] = float("-inf") if added else False
+    return mask
 
 
 # ---- the definition ---------------------------------------------------------------------------
@@ -152,9 +191,12 @@ def differentiated(out: Tensor, leaves: list[Tensor], do: Tensor) -> dict[str, T
 
 
 def scores(q: Tensor, k: Tensor, case: Case) -> Tensor:
-    """q kᵀ / √D, −∞ for hidden keys."""
+    """q kᵀ / √D plus the float mask, −∞ for hidden keys."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return (q @ k.mT / HEAD_DIM**0.5).masked_fill(~case.visible, float("-inf"))
+    s, mask = (q @ k.mT / HEAD_DIM**0.5).masked_fill(~case.visible, float("-inf")), mask_of(case)
+    if mask is None:
+        return s
+    return s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask
 
 
 def definition(form: str, case: Case) -> dict[str, Tensor]:
@@ -180,6 +222,8 @@ def by_flash(form: str, case: Case) -> dict[str, Tensor]:
         options |= {"is_causal": True, "window": window}
     elif case.right is not None:
         options["window"] = case.left, case.right
+    if case.mask:
+        options["attn_mask"] = mask_of(case)
     out = attnzoo.attention(*leaves[:3], form, backend="flash", enable_gqa=True, **options)
     return differentiated(out, leaves, do)
 
@@ -190,7 +234,7 @@ def ids(case: Case) -> str:
 
 def rows() -> list[Any]:
     """Each quick case with one form, the others with all forms."""
-    found, quick = [], iter(2 * FORMS)
+    found, quick = [], cycle(FORMS)
     for case in CASES:
         chosen = next(quick) if case.quick else ""
         for form in FORMS:
@@ -216,14 +260,57 @@ def test_results_agree_with_the_definition(form: str, case: Case) -> None:
 def test_statistics_agree_with_the_definition(case: Case) -> None:
     """lse = log Σ e^s, and the entropy of the softmax."""
     q, k = inputs(case)[:2]
-    layout = Layout(HEAD_DIM**-0.5, case.left, case.right, None, None, None, None)
+    mask = mask_of(case)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    layout = Layout(HEAD_DIM**-0.5, case.left, case.right, mask, None, None, None)
     found = flash_ops.flash_statistics(q=q, k=k, layout=layout)
     s = scores(q.double(), k.double(), case)
     p = softmax(s, torch.empty(0))
     assert torch.allclose(found.lse.double(), s.logsumexp(-1), atol=1e-5)
-    seen = case.visible.any(-1)
+    seen = (s > float("-inf")).any(-1)
     entropy = -torch.xlogy(p, p).sum(-1)
     assert torch.allclose(found.entropy.double()[..., seen], entropy[..., seen], atol=1e-5)
+
+
+# ---- entries of a mask ------------------------------------------------------------------------
+
+
+class Reads:
+    """Stands for the interpreter's access to memory, and records the addresses that it reads."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.addresses = memory, set[int]()
+
+    def load(self, pointers: Any, mask: Any, *rest: Any) -> Any:
+        self.addresses |= set(pointers[mask].tolist())
+        return self.memory.load(pointers, mask, *rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.memory, name)
+
+
+@pytest.mark.parametrize("form", ["softmax", "entmax"])
+@pytest.mark.parametrize("kind", ["bool", "keys"])
+@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+def test_no_entry_outside_of_a_mask_is_read(
+    form: str, kind: str, right: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full blocks load masks without bounds. A wrong read would not change the results."""
+    case = Case("", 65, 97, None, right, GQA, mask=kind)
+    mask = mask_of(case)
+    assert mask is not None
+    monkeypatch.setitem(globals(), "mask_of", lambda _: mask)
+    reads = Reads(interpreter._interpreter)
+    monkeypatch.setattr(interpreter, "_interpreter", reads)
+    by_flash(form, case)
+    stored = mask.untyped_storage()
+    near = {x - stored.data_ptr() for x in reads.addresses} & set(range(stored.nbytes()))
+    places = torch.arange(stored.nbytes()).as_strided(
+        mask.shape, mask.stride(), mask.storage_offset()
+    )
+    assert near
+    assert near <= set(places.flatten().tolist())
 
 
 # ---- ranges of blocks -------------------------------------------------------------------------
@@ -241,7 +328,7 @@ def ranges(out, sizes, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     tl.store(out + 7 * at + 2, high)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     size = (queries, keys, left, right)
-    first, last = _full_blocks(start, low, high, size, BLOCK_M, BLOCK_N)
+    first, last = _full_blocks(start, low, high, size, BLOCK_M, BLOCK_N, False)
     tl.store(out + 7 * at + 3, low)
     tl.store(out + 7 * at + 4, first)
     tl.store(out + 7 * at + 5, last)

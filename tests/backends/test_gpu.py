@@ -17,7 +17,7 @@ from torch import Tensor
 import attnzoo
 from helpers.agreement import Inputs, by_backend, disagreements, make, outputs
 from helpers.cases import CASES, NO_LSE, NO_SCORE, params_of
-from helpers.coverage_table import CONSTANT_PARAMETERS, FLASH, RUNS, VARIANT_BACKENDS
+from helpers.coverage_table import FLASH, RUNS, VARIANT_BACKENDS
 from helpers.packed import CALLS, PackedCall
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,8 @@ SETTINGS = {
         "shape": (333, 333), "dtype": torch.float32, "span": "window", "dims": (40, 24),
         "alibi": True, "segments": True,
     },
+    "causal, bf16, 256": {"shape": (300, 300), "dims": (256, 256)},
+    "masked, bf16, 128": {"shape": (300, 384), "mask": "bool"},
     "masked, bf16, 256": {
         "shape": (130, 257), "mask": "float", "dims": (256, 256), "heads": "2 heads", "lse": True,
     },
@@ -65,7 +67,7 @@ def cases() -> Iterator[Any]:
     for variant in FLASH:
         for seed, (name, changes) in enumerate(SETTINGS.items()):
             case = {**PLAIN, **changes}
-            if CASES[variant].learned and (variant, "flash") not in CONSTANT_PARAMETERS:
+            if CASES[variant].learned:
                 case["params"] = "learned"
             if variant in NO_SCORE:
                 case.update(alibi=False, mask=case["mask"].replace("float", "bool"))

@@ -17,6 +17,7 @@ from benchmarks.kernels.specializations import (
     ARCHITECTURES,
     BARE,
     EXTRAS,
+    PADDED,
     Specialization,
     of_groups,
 )
@@ -246,9 +247,9 @@ def test_cells_are_few_and_hold_every_mask_of_a_softmax() -> None:
     passes = ("forward", "dq", "dkdv")
     for (kernel, activation, _), found in extras.items():
         softmax = activation == "exp" and kernel in passes
-        assert found == {"", "full no gain"} | ({*BARE, *EXTRAS} if softmax else set())
+        assert found == {"", "full no gain"} | ({*BARE, *EXTRAS, *PADDED} if softmax else set())
     assert {kernel for kernel, *_ in extras} == {*passes, "stats", "threshold"}
-    assert len(cells) <= 160
+    assert len(cells) <= 180
 
 
 # ---- the command ------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from attnzoo.backends.triton.common.configurations import Config
@@ -9,7 +11,7 @@ from attnzoo.backends.triton.flash import launch
 from benchmarks.harness.timing import Calls, Spread, WallClock, interleave
 from benchmarks.kernels.compile import Compiled
 from benchmarks.kernels.specializations import Specialization
-from benchmarks.kernels.tune import Tile, Timed, table, timings, with_tile
+from benchmarks.kernels.tune import Tile, Timed, candidates, table, timings, with_tile
 from helpers.commands import benchmarks, error_of
 
 
@@ -22,6 +24,13 @@ def test_tune_without_a_gpu_prints_configurations_within_limits() -> None:
     assert rows[0] == "Config(64, 64, 4, 1)"
     assert set(rows) == {f"Config({m}, {n}, 4, 1)" for m in (32, 64) for n in (32, 64)}
     assert "not timed: torch sees no CUDA device" in done.stdout
+
+
+def test_both_orientations_of_dkdv_are_tried() -> None:
+    sizes = dict(blocks=[32], warps=[4], stages=[1], parts=[])
+    spec = Specialization("dkdv", "sm_90", "bf16", 64, "exp")
+    found = candidates(argparse.Namespace(**sizes), spec)
+    assert [str(tile) for tile in found] == ["Config(32, 32, 4, 1)", "turned(32, 32, 4, 1)"]
 
 
 @pytest.mark.parametrize(

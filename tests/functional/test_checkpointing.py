@@ -17,7 +17,7 @@ from attnzoo.backends.tiled import blocks
 from attnzoo.core import registry
 from attnzoo.integrations.transformers import convert
 from helpers.cases import CASES, learned, params_of, rand
-from helpers.coverage_table import CONSTANT_PARAMETERS, TRAINED, marked, precise
+from helpers.coverage_table import TRAINED, marked, precise
 from helpers.hf_models import llama, quiet
 
 Function = Callable[..., Tensor]
@@ -27,8 +27,7 @@ def call(variant: str, backend: str, **options: Any) -> tuple[Function, list[Ten
     """Return a function that runs attention, and its inputs: q, k, v and learned parameters."""
     dtype = precise(backend)
     leaves = [rand(1, 2, 9, 8, seed=i, dtype=dtype) for i in range(3)]
-    constant = (variant, backend) in CONSTANT_PARAMETERS
-    named = {} if constant else {n: x.to(dtype) for n, x in learned(variant, 2).items()}
+    named = {n: x.to(dtype) for n, x in learned(variant, 2).items()}
     options = {"is_causal": True, "backend": backend, **params_of(variant), **options}
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:

@@ -96,15 +96,6 @@ def pair(variant: str, backend: str) -> Any:
 PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
-# flash computes no gradient for the shape parameter of an activation, such as the α of entmax.
-# CONSTANT_PARAMETERS: the pairs (variant, "flash") whose variant can learn its shape parameter.
-CONSTANT_PARAMETERS = tuple(
-    (name, "flash")
-    for name, reasons in VARIANT_BACKENDS.items()
-    if reasons["flash"] is RUNS and CASES[name].learned
-    if "shape" in path_of(Level(name, "learned")).learned
-)
-
 
 def precise(backend: str) -> torch.dtype:
     """The input dtype with which a backend is most accurate."""
@@ -216,19 +207,17 @@ PARAMETER_BACKENDS: dict[str, tuple[str, dict, str, str | None]] = {
         "entmax",
         {"alpha": torch.full((2,), 1.3, requires_grad=True)},
         "flash",
-        "does not support a gradient for the shape",
+        RUNS,
     ),
     "constant alpha per head": ("entmax", {"alpha": torch.full((2,), 1.3)}, "flash", RUNS),
 }
 
 
-def levels_of(
-    variant: str, factors: dict[str, tuple], settings: bool = True, learned: str = "learned"
-) -> dict[str, tuple]:
+def levels_of(variant: str, factors: dict[str, tuple], settings: bool = True) -> dict[str, tuple]:
     """The factors of a covering array, with only those levels that the variant supports."""
     case, levels = CASES[variant], dict(factors)
     params = ["default", *range(len(case.settings) if settings else 0)]
-    params += [learned] if case.learned else []
+    params += ["learned"] if case.learned else []
     params += ["per_token"] if case.per_token else []
     levels["params"] = tuple(params)
     if variant in NO_SCORE:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attnzoo
 from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, learned, params_of, rand
-from helpers.coverage_table import CONSTANT_PARAMETERS, PAIRS, TRAINED, VARIANT_BACKENDS, precise
+from helpers.coverage_table import PAIRS, TRAINED, VARIANT_BACKENDS, precise
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -35,10 +35,9 @@ def qkv(queries: int = 7, keys: int = 7, seed: int = 0, dtype: Any = torch.float
     return [rand(2, 2, n, 6, seed=seed + i, dtype=dtype) for i, n in enumerate(shapes)]
 
 
-def leaves_of(variant: str, backend: str) -> dict[str, Tensor]:
-    """Return learned parameters that require a gradient if the backend supports this."""
-    gradient = (variant, backend) not in CONSTANT_PARAMETERS
-    return {name: x.requires_grad_(gradient) for name, x in learned(variant, 2).items()}
+def leaves_of(variant: str) -> dict[str, Tensor]:
+    """Return learned parameters that require a gradient."""
+    return {name: x.requires_grad_() for name, x in learned(variant, 2).items()}
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -47,7 +46,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def gradients_of(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])
+    return torch.autograd.grad(loss, leaves)
 
 
 # ---- documentation ----------------------------------------------------------------------------
@@ -241,7 +240,7 @@ def test_rows_without_keys_are_zero_with_zero_gradient(variant: str, backend: st
     mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
     mask[1] = False  # no row of the second batch element sees a key
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    params = leaves_of(variant, backend)
+    params = leaves_of(variant)
     out = attnzoo.attention(
         q, k, v, variant, attn_mask=mask, backend=backend, **{**params_of(variant), **params}
     )
@@ -302,7 +301,7 @@ def test_empty_row_does_not_change_the_others(variant: str, float_mask: bool, ba
 def test_row_with_one_key_has_weight_one_and_finite_gradients(variant: str, backend: str) -> None:
     """Only normalized variants must have weight 1. At n = 1, gains proportional to log n are 0."""
     q, k, v = (x.abs().requires_grad_() for x in qkv(dtype=torch.float32))
-    params = leaves_of(variant, backend)
+    params = leaves_of(variant)
     options = {"is_causal": True, "backend": backend, **params_of(variant)}
     out = attnzoo.attention(q, k, v, variant, **options, **params)
     if attnzoo.get_variant(variant).normalized:
@@ -334,7 +333,7 @@ def test_extreme_scores_stay_finite(variant: str, backend: str, kind: str) -> No
     q, k = z, torch.eye(9).expand(1, 2, 9, 9)
     v = rand(1, 2, 9, 9, seed=4, dtype=torch.float32)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    params = leaves_of(variant, backend)
+    params = leaves_of(variant)
     options = {"scale": 1.0, "backend": backend, **params_of(variant)}
     with_lse = variant not in NO_LSE and backend != "sdpa"
     result = attnzoo.attention(*leaves, variant, return_lse=with_lse, **options, **params)

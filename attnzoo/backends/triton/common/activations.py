@@ -54,7 +54,25 @@ def entmax15(x, shape):
 @triton.jit
 def q_exp(x, shape):
     """φ = u^{1/a} and φ' = φ/u with u = [1 + ax]_+, a = α − 1."""
+    phi, u, _, _ = _q_exp(x, shape - 1.0)
+    return phi, phi * reciprocal(u)
+
+
+@triton.jit
+def q_exp_shape_slope(x, shape):
+    """∂φ/∂α = φ · (y/u − log u) / a² with y = ax."""
     a = shape - 1.0
+    phi, u, y, log_u = _q_exp(x, a)
+    # Near y = 0 the two terms cancel. They are x² Σ_k (−1)^{k−1} (k−1)/k y^{k−2} with k from 2 on.
+    series = -1.0 / 2.0 + y * (2.0 / 3.0 + y * (-3.0 / 4.0 + y * (4.0 / 5.0 + y * (-5.0 / 6.0))))
+    closed = (y * reciprocal(u) - log_u) / (a * a)
+    slope = tl.where(tl.abs(y) < 0.03, x * x * series, closed)
+    return tl.where(phi > 0.0, phi * slope, 0.0)
+
+
+@triton.jit
+def _q_exp(x, a):
+    """Return φ, u, y = ax (at least −1), and log u."""
     y = tl.maximum(a * x, -1.0)
     # Near u = 1, log u is computed by a series. The hardware logarithm has an absolute error there,
     # and the division by a would amplify this error.
@@ -64,7 +82,7 @@ def q_exp(x, shape):
     u = tl.maximum(1.0 + y, 1e-30)  # the result for u = 0 is replaced below
     log_u = tl.where(tl.abs(y) < 0.125, series, LN2 * tl.log2(u))
     phi = tl.where(y > -1.0, tl.exp2(log_u * (1.0 / (a * LN2))), 0.0)
-    return phi, phi * reciprocal(u)
+    return phi, u, y, log_u
 
 
 @triton.jit

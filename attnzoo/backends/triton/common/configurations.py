@@ -16,11 +16,14 @@ A kernel has several entries, chosen by the features of the call:
   per-query ``shape`` (with a list of blocks), or is normalized, not exp, and in fp16 (backward);
 - "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
   PEAKED (see `fold`);
+- "listed several": the same, with a list of blocks, or with an activation as in "heavy";
+- "narrow": as "several", but the mask allows no wide loads, or the keys cannot be loaded by TMA
+  (forward), or the list is of small blocks;
 - "unaligned": strides or addresses that allow no wide loads, with or without the above;
 - "listed unaligned": the same, with a list of blocks.
 
-"several" and "unaligned" are rare. Their entries are the same for all architectures, and have
-blocks small enough for all features at once. A missing entry is replaced: see `REPLACED`.
+"narrow" and "unaligned" are rare. Their entries are the same for all architectures, and have blocks
+small enough for all features at once. A missing entry is replaced: see `REPLACED`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Config(NamedTuple):
     stages: int
     part: int | None = None  # head dimensions per partial product of q kᵀ and dO vᵀ; None: all
     registers: int | None = None  # largest number per thread; None: ptxas decides
+    turned: bool = False  # orientation of the tiles of dK/dV, see `backward_kv`
     split: bool = True  # loop over fully visible blocks of keys separately, without bounds checks
 
 
@@ -43,6 +47,7 @@ class Config(NamedTuple):
 # that more blocks run at once.
 ALL = 255
 full = partial(Config, registers=ALL)
+turned = partial(Config, turned=True)
 
 # Limit of shared memory in bytes. sm_80 also stands for consumer cards (sm_86, sm_89, sm_120), so
 # their limit applies.
@@ -62,24 +67,24 @@ FP32: dict[str, ByHeadDim] = {
     "threshold": (full(64, 32, 8, 1), full(32, 32, 8, 1, 32), full(16, 32, 8, 1, 32)),
     "forward several": (Config(16, 32, 8, 1, 32),) * 3,
     "dq several": (Config(16, 32, 8, 1, 32), Config(16, 32, 8, 1, 32), full(16, 16, 8, 1, 16)),
-    "dkdv several": (Config(16, 32, 8, 1, 32), Config(16, 32, 8, 1, 32), Config(16, 32, 8, 1, 16)),
+    "dkdv several": (Config(16, 32, 8, 1, 32), Config(16, 32, 8, 1, 32), Config(16, 16, 8, 1, 16)),
     "stats several": (Config(64, 32, 8, 1, 32),) * 3,
     "threshold several": (full(16, 32, 8, 1, 32),) * 3,
 }
 SAFE: dict[str, ByHeadDim] = {
-    "forward several": (full(64, 64, 8, 2), Config(32, 32, 4, 1), Config(16, 32, 8, 1)),
+    "forward narrow": (full(64, 64, 8, 2), full(16, 32, 4, 1), Config(16, 32, 4, 1)),
     "forward unaligned": (Config(64, 16, 4, 1), Config(128, 16, 8, 1), Config(64, 16, 8, 1, 64)),
     "forward listed unaligned": (
         Config(32, 64, 8, 1),
         Config(32, 64, 4, 1),
         Config(64, 32, 8, 1, 64),
     ),
-    "dq several": (full(32, 64, 8, 1), full(16, 32, 8, 1), full(16, 32, 8, 1, 32)),
-    "dq unaligned": (full(16, 32, 8, 1), full(16, 32, 8, 1), Config(16, 16, 4, 1, 16)),
-    "dkdv several": (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
+    "dq narrow": (full(32, 64, 8, 1), full(16, 32, 8, 1), full(16, 32, 8, 1, 32)),
+    "dq unaligned": (full(16, 32, 8, 1), full(16, 32, 8, 1), full(16, 16, 4, 1, 16)),
+    "dkdv narrow": (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
     "stats several": (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
     "stats unaligned": (Config(128, 16, 8, 1),) * 3,
-    "threshold several": (full(32, 32, 8, 1),) * 3,
+    "threshold narrow": (full(32, 32, 8, 1),) * 3,
 }
 # (architecture, bits of an element) -> "kernel" or "kernel feature" -> configurations.
 TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
@@ -93,15 +98,24 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward heavy": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(32, 32, 4, 1)),
         "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
         "dq filled": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
-        "dq one": (Config(64, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
-        "dq listed": (Config(128, 64, 8, 2), full(32, 64, 8, 1), full(16, 32, 8, 1)),
-        "dq heavy": (Config(64, 64, 4, 2), full(16, 64, 8, 1), full(16, 32, 8, 1)),
-        "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
-        "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
-        "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
-        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), Config(32, 32, 8, 1)),
+        "dq one": (full(64, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
+        "dq listed": (Config(128, 64, 8, 2), full(32, 64, 8, 1), Config(16, 32, 4, 1)),
+        "dq heavy": (Config(32, 64, 4, 2), full(16, 64, 8, 1), Config(16, 32, 4, 1)),
+        "dkdv": (full(64, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
+        "dkdv one": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
+        "dkdv listed": (Config(32, 64, 4, 2), Config(64, 64, 8, 2), full(64, 16, 8, 2)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), full(64, 16, 8, 2)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
-        "threshold": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(64, 32, 8, 2)),
+        "threshold": (full(128, 64, 8, 1), Config(128, 64, 8, 1), full(128, 32, 8, 2)),
+        "forward several": (Config(128, 32, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
+        "dq several": (full(64, 32, 4, 1), Config(32, 64, 8, 1), Config(32, 64, 8, 1)),
+        "dkdv several": (Config(32, 64, 4, 1), Config(64, 32, 8, 2), full(64, 16, 8, 2)),
+        "forward listed several": (
+            Config(128, 64, 8, 2),
+            Config(64, 64, 8, 2),
+            Config(16, 32, 4, 1),
+        ),
+        "dq listed several": (Config(32, 64, 4, 1), Config(32, 64, 8, 1), Config(16, 32, 4, 1)),
     },
     (90, 16): {
         **SAFE,
@@ -110,20 +124,24 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward listed": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 1)),
         "forward heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         "dq": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 1)),
+        "dq one": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq filled": (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(128, 32, 8, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
-        "dq heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
-        "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 32, 4, 1)),
-        "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 2)),
-        "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
-        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), Config(32, 32, 4, 1)),
+        "dq heavy": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 1)),
+        "dkdv": (Config(64, 64, 4, 2), Config(64, 64, 4, 2), turned(128, 32, 8, 1)),
+        "dkdv one": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), turned(128, 32, 8, 1)),
+        "dkdv listed": (Config(64, 64, 4, 2), Config(32, 64, 4, 2), turned(128, 32, 8, 1)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 1), turned(128, 32, 8, 1)),
         "stats": (Config(128, 128, 8, 2),) * 3,
-        "threshold": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
+        "threshold": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), full(128, 32, 8, 1)),
+        "forward several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
+        "dq several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
+        "dkdv several": (Config(32, 64, 4, 2), turned(128, 32, 8, 2), turned(128, 16, 8, 1)),
     },
     (100, 16): {
         **SAFE,
         "forward": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 2)),
-        "forward one": (Config(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
+        "forward one": (Config(64, 64, 4, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "forward filled": (Config(128, 128, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
         "dq": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 1)),
         "forward listed": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 1)),
@@ -131,18 +149,27 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
         "dq heavy": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         "dkdv": (full(64, 128, 8, 2), full(64, 128, 8, 2), Config(64, 64, 8, 1)),
-        "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), Config(32, 32, 4, 1)),
-        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
+        "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), turned(64, 16, 4, 1)),
+        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 2), turned(64, 16, 4, 1)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
-        "threshold": (full(128, 64, 8, 1), full(128, 64, 8, 1), Config(64, 32, 8, 1)),
+        "threshold": (full(128, 64, 8, 1), full(128, 64, 8, 1), full(128, 32, 8, 1)),
+        "forward several": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),
+        "dq several": (full(128, 64, 8, 1), Config(128, 64, 8, 2), Config(64, 64, 8, 1)),
+        "dkdv several": (
+            full(64, 64, 4, 2, turned=True),
+            full(32, 64, 4, 2),
+            turned(64, 32, 8, 1),
+        ),
     },
 }
 
-# The features whose entries replace a missing one, before that of "".
+# The features whose entries replace a missing one, before that of "". fp32 has no "narrow".
 REPLACED = {
-    "listed unaligned": ("unaligned", "several"),
-    "unaligned": ("several",),
     "heavy": ("listed",),
+    "listed several": ("several",),
+    "narrow": ("several",),
+    "unaligned": ("narrow", "several"),
+    "listed unaligned": ("unaligned", "narrow", "several"),
 }
 
 # For the interpreter: small blocks, so that a short sequence has several blocks. Products in fp32
@@ -152,7 +179,7 @@ INTERPRETED = {
     "forward": Config(64, 32, 1, 1),
     "dq": Config(32, 64, 1, 1),
     "dkdv": Config(32, 64, 1, 1),
-    "dkdv tall": Config(64, 32, 1, 1),
+    "dkdv turned": Config(64, 32, 1, 1, turned=True),
     "stats": Config(64, 64, 1, 1),
     "threshold": Config(128, 64, 1, 1),  # the largest tile of a block map
 }
@@ -182,20 +209,20 @@ def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Conf
     """
     if arch == 0:
         part = INTERPRETED_PART if bits == 32 and head_dim > 128 else None
-        # The shape of a block of dK/dV determines whether its rows are keys or queries.
-        config = INTERPRETED["dkdv tall" if kernel == "dkdv" and bits == 32 else kernel]
+        # Both orientations of dK/dV are tested.
+        config = INTERPRETED["dkdv turned" if kernel == "dkdv" and bits == 32 else kernel]
         return config._replace(part=part)
     return of_dim(find(kernel, arch, bits, feature), head_dim)
 
 
-def map_tile(head_dim: int, bits: int, several: bool) -> tuple[int, int]:
+def map_tile(head_dim: int, bits: int, small: bool) -> tuple[int, int]:
     """Return the numbers of queries and keys in one tile of the block map.
 
     The block map lists the tiles with nonzero weights of a threshold form. The tile determines the
     size of the map, so the tile must not depend on the device. The tile size is the block size of
     the "threshold" entries, which is the same on all architectures.
     """
-    config = of_dim(TABLE[80, bits]["threshold several" if several else "threshold"], head_dim)
+    config = of_dim(find("threshold", 80, bits, "narrow" if small else ""), head_dim)
     return config.block_m, config.block_n
 
 
@@ -234,8 +261,8 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
 # heads, two or more features of "one", strides that allow no wide loads, and tiles of many rows.
 DECODE: dict[int, dict[str, ByHeadDim]] = {
     16: {
-        "": (Config(16, 128, 4, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 3)),
-        "safe": (Config(64, 64, 8, 2), Config(64, 16, 8, 2), Config(64, 16, 8, 1, 32)),
+        "": (full(16, 128, 8, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 3)),
+        "safe": (Config(64, 64, 8, 2), full(64, 16, 8, 2), Config(64, 16, 8, 1, 32)),
     },
     32: {
         "": (full(16, 64, 4, 2), Config(16, 32, 4, 2), full(16, 16, 4, 2, 32)),

@@ -20,17 +20,27 @@ class Form(NamedTuple):
     unit: float  # factor of the scores that the activation expects
     vanishes: bool  # φ(−∞) = 0
     normalize: str
+    shape_slope: str | None = None  # "module:name" of the function for ∂φ/∂shape
 
     @property
     def act(self) -> Any:
-        module, _, name = self.activation.partition(":")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"Activation.triton must name a function as 'module:name', got "
-                f"{self.activation!r}: {error}"
-            ) from error
+        return _function("triton", self.activation)
+
+    @property
+    def shape_act(self) -> Any:
+        """The Triton function for ∂φ/∂shape, or None."""
+        name = self.shape_slope
+        return None if name is None else _function("triton_shape_slope", name)
+
+
+def _function(field: str, path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"Activation.{field} must name a function as 'module:name', got {path!r}: {error}"
+        ) from error
 
 
 class Maps(NamedTuple):

@@ -146,12 +146,22 @@ def strides(align: int, **tensors: Tensor) -> dict[str, int]:
     }
 
 
-def common(q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
-    """The arguments shared by all kernels that read q and k."""
+def mask_align(mask: Tensor | None) -> int:
+    """Return the number of entries in 16 bytes if the mask's strides allow wide loads, else 1."""
+    if mask is None or mask.stride(3) != 1:
+        return 1
+    return stride_align(mask)
+
+
+def common(q: Tensor, k: Tensor, layout: Layout, unit: int = 1) -> dict[str, Any]:
+    """The arguments shared by all kernels that read q and k.
+
+    The strides of the mask are in units of ``unit`` entries.
+    """
     heads, mask = q.shape[1], layout.mask
     stride = [None] * 4 if mask is None else [mask.stride(n) for n in range(4)]
     if mask is not None:
-        stride = [s if n > 1 else 0 for s, n in zip(stride, mask.shape)]
+        stride = [s // unit if n > 1 else 0 for s, n in zip(stride, mask.shape)]
         stride[2] = None if mask.shape[2] == 1 else stride[2]
         stride[3] = None if mask.stride(3) == 1 else mask.stride(3)
     return {

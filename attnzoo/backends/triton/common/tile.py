@@ -165,6 +165,23 @@ def load_vectors(
 
 
 @triton.jit
+def place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN: tl.constexpr):
+    """Return the offset of the mask of a head, and the stride of its queries.
+
+    The strides are in units of MASK_ALIGN, so that the compiler uses wide loads. ``mask_h`` None:
+    all heads share the mask, and the offset has no head dimension. ``mask_m`` None: a key mask.
+    """
+    at = b * 0 if mask_h is None else h * 0
+    if mask is not None:
+        at += b * mask_b * MASK_ALIGN
+        if mask_h is not None:
+            at += h * mask_h * MASK_ALIGN
+        if mask_m is not None:
+            mask_m = mask_m.to(tl.int64) * MASK_ALIGN
+    return at, mask_m
+
+
+@triton.jit
 def load_segments(segments, at, i, count):
     """Load the segments of the queries i. Without ``segments``, return an unused placeholder."""
     found = i
@@ -211,7 +228,8 @@ def out_of_unit(x, UNIT: tl.constexpr):
 def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
     mask, mask_at, mask_m, mask_n, k_segments, _ = where
     queries, keys, left, right = size
-    seen = j < keys
+    exists = j < keys if EDGE else tl.full(j.shape, True, tl.int1)
+    seen = exists
     if EDGE:
         # One comparison per entry. Rows beyond the last query need none: they are loaded as 0, and
         # their results are not stored.
@@ -223,9 +241,10 @@ def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
         entries = mask + mask_at + j  # None: contiguous
         if mask_n is not None:
             entries = mask + mask_at + j.to(tl.int64) * mask_n
-        inside = j < keys
+        inside = exists
         if mask_m is not None:  # None: a key mask, one entry for all queries
             entries = entries + i.to(tl.int64) * mask_m
+            # One comparison per row, also in full blocks: the last block may have too many rows.
             inside = inside & (i < queries)
         if mask.dtype.element_ty == tl.uint8:
             seen = seen & (tl.load(entries, mask=inside, other=0) != 0)
@@ -234,7 +253,7 @@ def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
             seen = seen & (added != float("-inf"))
             s = s + in_unit(added, UNIT)
     if k_segments is not None:
-        seen = seen & (segment == tl.load(k_segments + j, mask=j < keys, other=0))
+        seen = seen & (segment == tl.load(k_segments + j, mask=exists, other=0))
     return tl.where(seen, s, float("-inf")), seen
 
 

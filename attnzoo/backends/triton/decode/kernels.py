@@ -20,6 +20,7 @@ from attnzoo.backends.triton.common.tile import (
     load_segments,
     load_tile,
     load_vectors,
+    place_mask,
     scores,
     store_tile,
     times,
@@ -60,16 +61,6 @@ def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.const
     return load_block(matrix, b * 0, at, tl.arange(0, BLOCK_D), D, False), matrix, b * 0, at
 
 
-@triton.jit
-def mask_start(mask, b, h, mask_b, mask_h):
-    at = b * 0
-    if mask is not None:
-        at = b * mask_b
-        if mask_h is not None:  # None: all heads share the mask and load it once
-            at = at + h * mask_h
-    return at
-
-
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
@@ -91,7 +82,7 @@ def decode_products(
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
-    mask_at = mask_start(mask, b, h, mask_b, mask_h)
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, mask_m, 1)[0]
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     # [BM, 1]. products + j points to the products with key j.
@@ -140,7 +131,7 @@ def decode(
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
-    mask_at = mask_start(mask, b, h, mask_b, mask_h)
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, mask_m, 1)[0]
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     if k is None:
@@ -263,7 +254,7 @@ def decode_threshold(
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
-    mask_at = mask_start(mask, b, h, mask_b, mask_h)
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, mask_m, 1)[0]
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     a = vectors[2] - 1.0  # α − 1, [1, 1]

@@ -51,8 +51,12 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         return f"does not support fp16 for {name}, which is unbounded (tiled does)"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "does not support a gradient through the statistics of the logits (tiled does)"
-    if call.needs_grad and isinstance(form.shape, Tensor) and form.shape.requires_grad:
-        return "does not support a gradient for the shape α (tiled does)"
+    learned = isinstance(form.shape, Tensor) and form.shape.requires_grad
+    if call.needs_grad and learned:
+        if form.activation.triton_shape_slope is None:
+            return f"does not support a gradient for the shape of {name} (tiled does)"
+        if form.normalize != "threshold":
+            return "supports a gradient for the shape only with a threshold (tiled: always)"
     return None
 
 
@@ -146,7 +150,10 @@ def form_of(form: Pairwise) -> ops.Form:
     """Convert the form to `kernel_operands.Form`."""
     activation = form.activation
     assert activation.triton is not None
-    return ops.Form(activation.triton, activation.unit, activation.vanishes, normalize(form))
+    return ops.Form(
+        activation.triton, activation.unit, activation.vanishes, normalize(form),
+        activation.triton_shape_slope,
+    )  # fmt: skip
 
 
 BACKEND = Backend("flash", ("pairwise",), unsupported, run)

@@ -2,8 +2,13 @@
 
 `flash_dkdv` is launched after `flash_dq`, which writes δ. It has one program per (batch, key/value
 head, block of keys), which loops over the queries that may see its keys, in all query heads of the
-group. Most tiles of scores are transposed (k qᵀ), so that they can be multiplied with dO and q
-directly.
+group. The tiles have one of two orientations:
+
+- rows are keys: scores k qᵀ [BN, BM], and dV += p dO [BN, DV];
+- TURNED, rows are queries: scores q kᵀ [BM, BN], and dVᵀ += dOᵀ p [DV, BN].
+
+Tensor cores multiply 16 rows per warp, and on sm_90 and newer 64 rows per four warps. A block of
+few keys is TURNED there, because q and dOᵀ have enough rows.
 """
 
 import triton
@@ -15,6 +20,7 @@ from attnzoo.backends.triton.common.tile import (
     in_unit,
     load_block,
     load_segments,
+    place_mask,
     query_blocks,
     scores,
     store_tile,
@@ -30,7 +36,8 @@ TILES = tl.constexpr(1 << 20)
 @triton.jit(do_not_specialize=["group", "queries", "keys", "left", "right"])
 def list_queries(
     live, blocks, counts, group, queries, keys, left, right,
-    MAP_M: tl.constexpr, MAP_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+    MAP_M: tl.constexpr, MAP_N: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """For each tile of keys, list the tiles of queries with nonzero weights for these keys.
 
@@ -40,8 +47,9 @@ def list_queries(
     tiles_m, tiles_n = tl.cdiv(queries, MAP_M), tl.cdiv(keys, MAP_N)
     map_row = tl.program_id(0).to(tl.int64)
     bh, column = map_row // tiles_n, map_row % tiles_n
+    size = (queries, keys, left, right)
     first, last = _full_blocks(
-        column.to(tl.int32) * MAP_N, 0, tiles_m, (queries, keys, left, right), MAP_M, MAP_N
+        column.to(tl.int32) * MAP_N, 0, tiles_m, size, MAP_M, MAP_N, HAS_MASK
     )
     edges, full, most = 0, 0, group * tiles_m
     blocks += map_row * most
@@ -76,8 +84,8 @@ def flash_dkdv(
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    MAP_M: tl.constexpr, MAP_N: tl.constexpr,
-    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    MAP_M: tl.constexpr, MAP_N: tl.constexpr, TURNED: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv for a block of keys."""
     tiles = tl.cdiv(keys, BLOCK_N)
@@ -100,9 +108,10 @@ def flash_dkdv(
     q += (b * q_b + h * q_h) * ALIGN
     do += (b * do_b + h * do_h) * ALIGN
     at = (b * heads + h) * queries
-    mask_at = at * 0
+    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
     if mask is not None:
-        mask_at = b * mask_b + h * mask_h + start.to(tl.int64) * (1 if mask_n is None else mask_n)
+        mask_at += start.to(tl.int64) * (1 if mask_n is None else mask_n)
+        mask_h = mask_h.to(tl.int64) * MASK_ALIGN
     if k_segments is not None:
         k_segments += b * keys + start
     q_side = (q, q_h * ALIGN, q_n * ALIGN, q_descriptor, d)
@@ -112,8 +121,8 @@ def flash_dkdv(
     where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments)
     size = (queries, keys - start, left, right)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
-    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    acc_k = tl.zeros([BLOCK_D, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_DV, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_DV], tl.float32)
     PARTS: tl.constexpr = 1 if blocks is None else MAP_M // BLOCK_M
     # Blocks that need masks are in ``span`` or in a list. With SPLIT, the others follow.
     span, steps = (low, high, high, high), (high - low) * group
@@ -123,12 +132,15 @@ def flash_dkdv(
         blocks += map_row * most
         steps = tl.load(counts + 2 * map_row) * PARTS
     elif SPLIT:
-        first, last = _full_blocks(start, low, high, (queries, keys, left, right), BLOCK_M, BLOCK_N)
+        HAS_MASK: tl.constexpr = mask is not None
+        first, last = _full_blocks(
+            start, low, high, (queries, keys, left, right), BLOCK_M, BLOCK_N, HAS_MASK
+        )
         span, steps = (low, first, last, high), (first - low + high - last) * group
     acc_k, acc_v = _sum_over_queries(
         acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
         blocks,
-        ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, True, PRECISION,
+        ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, TURNED, True, PRECISION,
     )  # fmt: skip
     if SPLIT:
         if blocks is not None:
@@ -140,20 +152,25 @@ def flash_dkdv(
         acc_k, acc_v = _sum_over_queries(
             acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
             blocks,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, False, PRECISION,
+            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, TURNED, False, PRECISION,
         )  # fmt: skip
     dk += (b * dk_b + hk * dk_h) * ALIGN
     dv += (b * dv_b + hk * dv_h) * ALIGN
+    if TURNED:
+        acc_k, acc_v = tl.trans(acc_k), tl.trans(acc_v)
     store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k * scale)
     store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
 
 
 @triton.jit
-def _full_blocks(start, low, high, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _full_blocks(
+    start, low, high, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr
+):
     """Return (first, last): in the blocks [first, last) all queries exist and see all keys.
 
     ``low`` and ``high`` are from `query_blocks`. Keys that do not exist need no attention: each
-    key has its own row of the result, and rows beyond the last key are not stored.
+    key has its own row of the result, and rows beyond the last key are not stored. But a mask
+    has no entries for them.
     """
     queries, keys, left, right = size
     first, last = low, queries // BLOCK_M
@@ -163,7 +180,10 @@ def _full_blocks(start, low, high, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
     if left is not None:
         last = tl.minimum(tl.maximum(start + left + 1 + queries - keys, 0) // BLOCK_M, last)
     first = tl.minimum(tl.maximum(first, low), high)
-    return first, tl.minimum(tl.maximum(last, first), high)
+    last = tl.minimum(tl.maximum(last, first), high)
+    if HAS_MASK:
+        last = tl.where(start + BLOCK_N <= keys, last, first)
+    return first, last
 
 
 @triton.jit
@@ -175,14 +195,56 @@ def _load_vector(vector, at, local, rest, other, EDGE: tl.constexpr):
 
 
 @triton.jit
+def _load_vectors(
+    vectors, row, i, rest, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, HIDES: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """Return the gain, and what `load_vectors` returns, of the queries row + i."""
+    gain, tau, _, shape, alibi, _, _, _, scale = vectors
+    one = tl.full(i.shape, 1.0, tl.float32)
+    factor, gain_i = one * (scale * UNIT), one
+    tau_i, shape_i, slope_i = one * 0, one * 0, one * 0
+    if gain is not None:
+        gain_i = _load_vector(gain, row, i, rest, 0.0, EDGE)
+        factor *= gain_i
+    if tau is not None:
+        tau_i = _load_vector(tau, row, i, rest, 0.0, EDGE)
+        if HIDES:
+            # A query without keys has τ = log 0 = −∞, and −∞ of hidden keys minus that is NaN.
+            tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i)
+        tau_i *= TAU_UNIT
+    if shape is not None:
+        shape_i = _load_vector(shape, row, i, rest, 1.5, EDGE)
+    if alibi is not None:
+        slope_i = _load_vector(alibi, row, i, rest, 0.0, EDGE) * UNIT
+    return gain_i, (factor, tau_i, shape_i, slope_i)
+
+
+@triton.jit
+def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr, MASKED: tl.constexpr):
+    """Return the keys that causality and window allow, and if MASKED only those in ``seen``.
+
+    Query index + offset is the index of the key at the same position. One limit per row needs fewer
+    registers than one per column.
+    """
+    if right is not None:
+        inside = (j <= i + (offset + right)) if TURNED else (j - (offset + right) <= i)
+        seen = seen & inside if MASKED else inside
+    if left is not None:
+        inside = (j >= i + (offset - left)) if TURNED else (j - (offset - left) >= i)
+        seen = seen & inside
+    return seen
+
+
+@triton.jit
 def _sum_over_queries(
     acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
     blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, TURNED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add blocks of queries of all heads to dk / scale [BN, D] and dv [BN, DV].
+    """Add blocks of queries of all heads to dk / scale [BN, D] and dv [BN, DV], or [D, BN].
 
     ``span`` (low, first, last, high): the blocks [low, first) and [last, high) of each head.
     With ``blocks``, a list of tiles of PARTS blocks (see `list_queries`), ``span`` is not used.
@@ -190,19 +252,16 @@ def _sum_over_queries(
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
     b, h, at, mask_at = head
-    gain, tau, per_z, shape, alibi, lse, dlse, delta, scale = vectors
+    _, _, per_z, _, alibi, lse, dlse, delta, _ = vectors
     mask, mask_h, mask_m, mask_n, k_segments, q_segments = where
     queries, keys, left, right = size
     low, first, last, high = span
     MASKED: tl.constexpr = mask is not None or k_segments is not None
     HIDES: tl.constexpr = EDGE or MASKED
     local = tl.arange(0, BLOCK_M)
-    # The rows of the tiles of scores are keys, or queries if a block has more queries than keys.
-    # Rows are divided among the warps, 16 for each, and a tile with fewer rows is computed twice.
     # Indices in `scores` are relative to the first query and the first key of the block.
-    KEY_ROWS: tl.constexpr = k_side[3].shape[0] >= BLOCK_M
-    i = tl.expand_dims(local, 0 if KEY_ROWS else 1)
-    j = tl.expand_dims(k_side[3], 1 if KEY_ROWS else 0)
+    i = tl.expand_dims(local, 1 if TURNED else 0)
+    j = tl.expand_dims(k_side[3], 0 if TURNED else 1)
     if blocks is None:
         start = tl.where(low == first, last, low)
         block, turn = start, tl.to_tensor(0)  # turn: index of the head in its group
@@ -222,34 +281,13 @@ def _sum_over_queries(
         q_tile = load_block(q_matrix, begin, local, d, D, EDGE)  # [BM, D]
         do_tile = load_block(do_matrix, begin, local, d_v, DV, EDGE)  # [BM, DV]
         q_now, do_now = (q_tile, q_matrix, begin, local), (do_tile, do_matrix, begin, local)
-        if KEY_ROWS:
-            product = times(k_side, q_now, D, PART, PRECISION)  # [BN, BM]
-            dp = times(v_side, do_now, DV, PART, PRECISION)
-        else:
+        if TURNED:
             product = times(q_now, k_side, D, PART, PRECISION)  # [BM, BN]
             dp = times(do_now, v_side, DV, PART, PRECISION)
-        # Per-query vectors, shaped as i: see `load_vectors`.
-        one = tl.full(i.shape, 1.0, tl.float32)
-        factor, tau_i, shape_i, slope_i, gain_i = (
-            one * (scale * UNIT),
-            one * 0,
-            one * 0,
-            one * 0,
-            one,
-        )
-        if gain is not None:
-            gain_i = _load_vector(gain, row, i, rest, 0.0, EDGE)
-            factor *= gain_i
-        if tau is not None:
-            tau_i = _load_vector(tau, row, i, rest, 0.0, EDGE)
-            if HIDES:
-                # A query without keys has τ = log 0 = −∞, and −∞ of hidden keys minus that is NaN.
-                tau_i = tl.where(tau_i == float("-inf"), 0.0, tau_i)
-            tau_i *= TAU_UNIT
-        if shape is not None:
-            shape_i = _load_vector(shape, row, i, rest, 1.5, EDGE)
-        if alibi is not None:
-            slope_i = _load_vector(alibi, row, i, rest, 0.0, EDGE) * UNIT
+        else:
+            product = times(k_side, q_now, D, PART, PRECISION)  # [BN, BM]
+            dp = times(v_side, do_now, DV, PART, PRECISION)
+        gain_i, loaded = _load_vectors(vectors, row, i, rest, UNIT, TAU_UNIT, HIDES, EDGE)
         segment = load_segments(q_segments, b * queries + begin, i, rest)
         mask_now = mask_at
         if mask is not None:
@@ -257,27 +295,18 @@ def _sum_over_queries(
             if mask_m is not None:
                 mask_now += begin.to(tl.int64) * mask_m
         s, seen = scores(
-            product, i, j, (factor, tau_i, shape_i, slope_i), segment,
+            product, i, j, loaded, segment,
             (mask, mask_now, mask_m, mask_n, k_segments, alibi), (rest, keys, None, None), UNIT,
-            False, MASKED,
+            EDGE, MASKED,
         )  # fmt: skip
         if EDGE:
             # Keys and queries that do not exist need no comparison: their results are not stored,
             # or 0.
-
-            # One limit per row needs fewer registers than one per column. Query index + offset is
-            # the index of the key at the same position.
-            offset = keys - rest
-            if right is not None:
-                inside = (j - (offset + right) <= i) if KEY_ROWS else (j <= i + (offset + right))
-                seen = seen & inside if MASKED else inside
-            if left is not None:
-                inside = (j - (offset - left) >= i) if KEY_ROWS else (j >= i + (offset - left))
-                seen = seen & inside
+            seen = _limited(seen, i, j, keys - rest, left, right, TURNED, MASKED)
             # Otherwise `activate` sets the weights of hidden keys to 0.
             if VANISHES and (left is not None or right is not None):
                 s = tl.where(seen, s, float("-inf"))
-        p, slope = activate(ACT, s - tau_i, shape_i, seen, HIDES and not VANISHES)
+        p, slope = activate(ACT, s - loaded[1], loaded[2], seen, HIDES and not VANISHES)
         if per_z is not None:
             per_z_i = _load_vector(per_z, row, i, rest, 1.0, EDGE)
             p, slope = p * per_z_i, slope * per_z_i
@@ -291,10 +320,12 @@ def _sum_over_queries(
             dlse_i = _load_vector(dlse, row, i, rest, 0.0, EDGE)
             ds += tl.exp2(s - lse_i) * (dlse_i * gain_i)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
-        if not KEY_ROWS:
-            p, ds = tl.trans(p), tl.trans(ds)
-        acc_v = dot(p, do_tile, acc_v, PRECISION)  # [BN, DV]
-        acc_k = dot(ds, q_tile, acc_k, PRECISION)  # [BN, D]
+        if TURNED:
+            acc_v = dot(tl.trans(do_tile), p, acc_v, PRECISION)  # [DV, BN]
+            acc_k = dot(tl.trans(q_tile), ds, acc_k, PRECISION)  # [D, BN]
+        else:
+            acc_v = dot(p, do_tile, acc_v, PRECISION)  # [BN, DV]
+            acc_k = dot(ds, q_tile, acc_k, PRECISION)  # [BN, D]
         if blocks is None:
             block += 1
             block = tl.where(block == first, last, block)

@@ -22,6 +22,7 @@ from attnzoo.backends.triton.common.tile import (
     load_block,
     load_segments,
     load_vectors,
+    place_mask,
     query_tile,
     scores,
     store_tile,
@@ -36,17 +37,18 @@ RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv
 def flash_dq(
     q, k, v, o, do, dq,
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
-    delta, per_z, dgain, dtau, dsink, dalibi,  # vectors to write, or None. delta: gain · δ
+    delta, per_z, dgain, dtau, dshape, dsink, dalibi,  # vectors to write, or None. delta: gain · δ
     gain, tau, z, shape, sink, alibi, lse, dlse,  # vectors or None
     mask, q_segments, k_segments, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     mask_b, mask_h, mask_m, mask_n,
     scale, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    SHAPE_SLOPE: tl.constexpr,  # function of (x, shape) that returns ∂φ/∂shape, or None
     SUM: tl.constexpr, THRESHOLD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
-    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dq, δ and the gradients of per-query vectors for a block of queries."""
     b, h, at, start, index, q_side = query_tile(
@@ -58,9 +60,7 @@ def flash_dq(
     v += (b * v_b + hk * v_h) * ALIGN
     do += (b * do_b + h * do_h) * ALIGN
     dq += (b * dq_b + h * dq_h) * ALIGN
-    mask_at = h * 0
-    if mask is not None:
-        mask_at = b * mask_b + h * mask_h
+    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
     if k_segments is not None:
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -94,18 +94,15 @@ def flash_dq(
     if SUM:
         o += (b * o_b + h * o_h) * ALIGN
         o_matrix = (o, o_n * ALIGN, queries, None, b, h)
-        # In slices, because two whole tiles of 256 columns do not fit in registers.
-        SLICE: tl.constexpr = min(BLOCK_DV, 64)
-        for column in range(0, DV, SLICE):
-            columns = column + tl.arange(0, SLICE)
-            do_part = load_block(do_matrix, start, q_side[3], columns, DV, True)
-            o_part = load_block(o_matrix, start, q_side[3], columns, DV, True)
-            mean += tl.sum(do_part.to(tl.float32) * o_part.to(tl.float32), 1)[:, None]
+        mean = _output_products(mean, do_matrix, o_matrix, start, q_side[3], DV, BLOCK_DV)
     if THRESHOLD:
-        mean = _threshold_mean(
+        mean, change = _threshold_mean(
             low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
-            ACT, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
-        )[:, None]  # fmt: skip
+            ACT, SHAPE_SLOPE, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
+        )  # fmt: skip
+        mean = mean[:, None]
+        if dshape is not None:
+            tl.store(dshape + at + index, change, mask=index < queries)
     if SUM or THRESHOLD:
         # `flash_dkdv` multiplies the whole of dS by the gain.
         gained = mean
@@ -160,6 +157,23 @@ def flash_dq(
 
 
 @triton.jit
+def _output_products(
+    total, do_matrix, o_matrix, start, local, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+):
+    """Add dO_i·o_i to the total [BM, 1].
+
+    In slices of the columns, because two whole tiles of 256 columns do not fit in registers.
+    """
+    SLICE: tl.constexpr = min(BLOCK_DV, 64)
+    for column in range(0, DV, SLICE):
+        columns = column + tl.arange(0, SLICE)
+        do_part = load_block(do_matrix, start, local, columns, DV, True)
+        o_part = load_block(o_matrix, start, local, columns, DV, True)
+        total += tl.sum(do_part.to(tl.float32) * o_part.to(tl.float32), 1)[:, None]
+    return total
+
+
+@triton.jit
 def _row_products(q_side, x, first, D: tl.constexpr):
     """Return Σ_d q_id x_id [BM], for the columns of q from ``first`` on.
 
@@ -183,14 +197,17 @@ def _row_products(q_side, x, first, D: tl.constexpr):
 @triton.jit
 def _threshold_mean(
     low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
-    ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ACT: tl.constexpr, SHAPE_SLOPE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij [BM], for threshold forms."""
+    """Return δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij and dshape_i [BM], for threshold forms.
+
+    dshape_i = Σ_j ∂φ_ij/∂shape (dO_i·v_j − δ_i), or 0 without SHAPE_SLOPE. Z_i is 1 up to rounding.
+    """
     k, v, d, dv = tiles_kv
-    local = tl.arange(0, BLOCK_N)
-    change, slope_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    local, nothing = tl.arange(0, BLOCK_N), tl.zeros([BLOCK_M], tl.float32)
+    change, slope_sum, shape_change, shape_sum = nothing, nothing, nothing, nothing
     for n in range(low, high):
         block = n
         if blocks is not None:
@@ -206,7 +223,12 @@ def _threshold_mean(
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         change += tl.sum(slope * dp, 1)
         slope_sum += tl.sum(slope, 1)
-    return change / tl.where(slope_sum == 0.0, 1.0, slope_sum)
+        if SHAPE_SLOPE is not None:
+            shape_slope = SHAPE_SLOPE(s - vectors[1], vectors[2])
+            shape_change += tl.sum(shape_slope * dp, 1)
+            shape_sum += tl.sum(shape_slope, 1)
+    mean = change / tl.where(slope_sum == 0.0, 1.0, slope_sum)
+    return mean, shape_change - mean * shape_sum
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from attnzoo.backends.triton.common.tile import (
     key_blocks,
     load_segments,
     load_vectors,
+    place_mask,
     query_tile,
     store_tile,
 )
@@ -41,7 +42,8 @@ def flash_forward(
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr, LATE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    PART: tl.constexpr, MAP_M: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, MAP_M: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, at, start, index, q_side = query_tile(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
@@ -51,9 +53,7 @@ def flash_forward(
     k += (b * k_b + hk * k_h) * ALIGN
     v += (b * v_b + hk * v_h) * ALIGN
     o += (b * o_b + h * o_h) * ALIGN
-    mask_at = h * 0
-    if mask is not None:
-        mask_at = b * mask_b + h * mask_h
+    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
     if k_segments is not None:
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)

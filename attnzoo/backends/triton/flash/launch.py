@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +29,7 @@ from attnzoo.backends.triton.common.launch import (
     dense_mask,
     descriptors,
     fits_tma,
+    mask_align,
     padded,
     stride_align,
     strides,
@@ -42,32 +43,37 @@ from attnzoo.backends.triton.flash.threshold import threshold
 from attnzoo.core.forms import Statistics
 
 
-def _config(
-    kernel: str,
-    arch: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    tile: tuple[int, int] | None,
-    align: int,
-    heavy: bool = False,
-    rare: bool = False,
-) -> Config:
-    """Return the configuration for the features of a call; see `configurations`.
+class Features(NamedTuple):
+    """What the configuration of a kernel depends on besides its operands and layout.
 
-    ``tile``: the tile of the block map, if there is one. ``heavy``: the activation needs many
-    registers. ``rare``: the call has a feature of "several" that its layout does not show.
+    tile: the tile of the block map, if there is one. heavy: the activation needs many registers.
+    rare: the call has a feature of "several" that its layout does not show. narrow: a dense mask
+    allows no wide loads.
     """
+
+    align: int
+    tile: tuple[int, int] | None = None
+    heavy: bool = False
+    rare: bool = False
+    narrow: bool = False
+
+
+def _config(
+    kernel: str, arch: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features
+) -> Config:
+    """Return the configuration for the features of a call; see `configurations`."""
+    align, tile, heavy, rare, narrow = features
     extras, dims, bits = count_extras(layout), (q.shape[3], v.shape[3]), 8 * q.element_size()
     mapped = tile is not None
     several = rare or dense_mask(layout) or extras > 1
-    several |= mapped and tile != map_tile(max(dims), bits, False)
+    narrow |= mapped and tile != map_tile(max(dims), bits, False)
     pointers = kernel == "forward" and arch // 10 in TMA and not (fits_tma(k) and fits_tma(v))
     if align == 1:
         feature = "listed unaligned" if mapped else "unaligned"
+    elif narrow or (several and pointers):
+        feature = "narrow"
     elif several:
-        feature = "several"
+        feature = "listed several" if mapped or heavy else "several"
     elif heavy:
         feature = "heavy"
     elif pointers:
@@ -78,7 +84,8 @@ def _config(
         filled = any(padded(dim) > dim for dim in dims)
         feature = "one" if extras else "filled" if filled else ""
     config = pick(kernel, arch, bits, max(dims), feature)
-    split = not extras and align > 1 and feature != "several"
+    splits = layout.left is None and layout.k_segments is None
+    split = splits and align > 1 and feature != "narrow"
     config = config._replace(split=split)
     if tile is None:
         return config
@@ -87,11 +94,33 @@ def _config(
     return config._replace(block_m=min(map_m, config.block_m), block_n=block_n)
 
 
-def _new_tile(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[int, int]:
-    """The tile of a block map that is to be made."""
-    dim = max(q.shape[3], v.shape[3])
-    small = dense_mask(layout) or count_extras(layout) > 1 or stride_align(q, k, v) == 1
-    return map_tile(dim, 8 * q.element_size(), small)
+def _common(q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
+    unit = mask_align(layout.mask)
+    return {**common(q, k, layout, unit), "MASK_ALIGN": unit}
+
+
+def _new_tile(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None
+) -> tuple[int, int]:
+    """The tile of a block map that is to be made.
+
+    It does not depend on addresses, because a fake tensor has none.
+    """
+    dim, bits, mask = max(q.shape[3], v.shape[3]), 8 * q.element_size(), layout.mask
+    small, several = stride_align(q, k, v) == 1, count_extras(layout) > 1
+    if bits == 32 or shape is not None:
+        small |= dense_mask(layout) or several
+    elif mask is not None and dense_mask(layout):
+        small |= several or mask_align(mask) == 1 or mask.element_size() > q.element_size()
+    return map_tile(dim, bits, small)
+
+
+def _narrow(layout: Layout) -> bool:
+    """Whether there is a dense mask whose strides or address allow no wide loads."""
+    mask = layout.mask
+    if mask is None or not dense_mask(layout):
+        return False
+    return mask_align(mask) == 1 or mask.data_ptr() % 16 != 0
 
 
 def _tile(maps: Maps, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int] | None:
@@ -143,12 +172,13 @@ def describe_forward(
     align = align_of(q, k, v, out)
     peaked = form.normalize == "sum" and v.dtype == torch.float16
     tile = _tile(maps, q, k, v)
-    features = tile, align, vectors.shape is not None, peaked
-    config = _config("forward", arch, q, k, v, layout, *features)
+    heavy, narrow = vectors.shape is not None, _narrow(layout)
+    features = Features(align, tile, heavy, rare=peaked, narrow=narrow)
+    config = _config("forward", arch, q, k, v, layout, features)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, arch) if online else None
     args = {
-        **common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
+        **_common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors), "q": q, "k": k, "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "stat": stat[0] if two_vectors and stat is not None else stat,
@@ -176,7 +206,7 @@ def describe_backward(
         two_vectors = stands_apart(form.normalize, layout.mask)
         tau, z = stat if two_vectors else (stat, None)
     shared = {
-        **common(q, k, layout), **values(v),
+        **_common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": vectors.shape,
         "tau": tau, "per_z": None if z is None else new_vector(q),
         "lse": None if dlse is None else lse, "dlse": dlse,
@@ -188,23 +218,25 @@ def describe_backward(
     heavy = vectors.shape is not None or (form.normalize == "sum" and v.dtype == torch.float16)
     tile = _tile(maps, q, k, v)
     map_args = dict(zip(("MAP_M", "MAP_N"), tile or (0, 0)))
-    features = tile, align, heavy, dlse is not None
-    config = _config("dq", arch, q, k, v, layout, *features)
+    features = Features(align, tile, heavy, rare=dlse is not None, narrow=_narrow(layout))
+    config = _config("dq", arch, q, k, v, layout, features)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": map_args["MAP_M"],
         **descriptors(config, arch, config.block_n, k=k, v=v),
         **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]), "o": out, "dq": grads["q"],
         "z": z, "dgain": grads.get("gain"), "dtau": grads.get("offset"), "dsink": grads.get("sink"),
-        "dalibi": grads.get("alibi"), "sink": vectors.sink,
+        "dshape": grads.get("shape"), "dalibi": grads.get("alibi"), "sink": vectors.sink,
+        "SHAPE_SLOPE": form.shape_act if "shape" in grads else None,
         "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
         "blocks": maps.blocks, "counts": maps.counts,
     }  # fmt: skip
     launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
-    config = _config("dkdv", arch, q, k, v, layout, *features)
+    config = _config("dkdv", arch, q, k, v, layout, features)
     columns, listing = _describe_columns(maps, {**shared, **map_args, "SPLIT": config.split})
     dkdv_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
+        "TURNED": config.turned,
         **descriptors(config, arch, config.block_m, q=q, do=do),
         **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "dk": grads["k"], "dv": grads["v"], "blocks": columns.blocks, "counts": columns.counts,
@@ -229,16 +261,17 @@ def _describe_columns(maps: Maps, given: dict[str, Any]) -> tuple[Maps, list[Lau
     names = "group queries keys left right MAP_M MAP_N SPLIT".split()
     args = {"live": live, "blocks": blocks, "counts": counts, "CHUNK": 256}
     args |= {name: given[name] for name in names}
+    args["HAS_MASK"] = given["mask"] is not None
     launch = Launch(list_queries, heads // group * tiles_n, args, Config(1, 256, 4, 1))
     return Maps(blocks, counts), [launch]
 
 
 def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Launch, Statistics]:
     align = align_of(q, k)
-    config = _config("stats", arch, q, k, q, layout, None, align)
+    config = _config("stats", arch, q, k, q, layout, Features(align, narrow=_narrow(layout)))
     lse, entropy = new_vector(q), new_vector(q)
     args = {
-        **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
+        **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
         **descriptors(config, arch, config.block_n, k=k), "q": q, "k": k, "lse": lse,
         "entropy": entropy, "LATE": _late(q, layout, None, arch), "SPLIT": config.split,
         "ALIGN": align,
@@ -247,9 +280,11 @@ def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Lau
     return launch, Statistics(lse, entropy)
 
 
-def empty_maps(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def empty_maps(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return new, uninitialized tensors for the fields of `Maps`."""
-    heads, tiles = q.shape[0] * q.shape[1], _tiles(_new_tile(q, k, v, layout), q, k)
+    heads, tiles = q.shape[0] * q.shape[1], _tiles(_new_tile(q, k, v, layout, shape), q, k)
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
     counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
     return blocks, counts, q.new_empty(heads, *tiles, dtype=torch.uint8)
@@ -261,13 +296,13 @@ def describe_threshold(
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Return the launch, τ and the block map. Only gain and shape of ``vectors`` are read."""
     align = align_of(q, k)
-    tile = _new_tile(q, k, v, layout)
-    config = _config("threshold", arch, q, k, v, layout, tile, stride_align(q, k))
-    tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout)
+    tile = _new_tile(q, k, v, layout, vectors.shape)
+    config = _config("threshold", arch, q, k, v, layout, Features(stride_align(q, k), tile))
+    tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout, vectors.shape)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == tile
     args = {
-        **common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
+        **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
         "tau": tau, "blocks": blocks, "counts": counts, "live": live,
         "gain": vectors.gain, "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha,
         "SPLIT": config.split, "FLIPS": vectors.gain is not None or layout.scale < 0.0,

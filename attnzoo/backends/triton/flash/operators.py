@@ -69,8 +69,9 @@ def flash_threshold(
 
 
 @flash_threshold.fake
-def _(*, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Threshold:
-    return Threshold(new_vector(q), *_modules().flash.empty_maps(q, k, v, layout))
+def _(*, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, layout: Layout) -> Threshold:
+    maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape)
+    return Threshold(new_vector(q), *maps)
 
 
 class Attended(NamedTuple):
@@ -99,7 +100,7 @@ def _(*, q: Tensor, v: Tensor, layout: Layout, form: Form, want_lse: bool) -> At
 
 
 @flash_forward.backward(
-    "q", "k", "v", "gain", "offset", "sink", "alibi",
+    "q", "k", "v", "gain", "offset", "shape", "sink", "alibi",
     like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
 )  # fmt: skip
 def flash_backward(

@@ -18,6 +18,7 @@ from attnzoo.backends.triton.common.tile import (
     load_segments,
     load_vectors,
     out_of_unit,
+    place_mask,
     query_tile,
     scores,
     times,
@@ -35,7 +36,7 @@ def row_stats(
     scale, heads, group, queries, keys, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, LATE: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     UNIT: tl.constexpr = 1.0 / LN2
     b, h, at, start, index, q_side = query_tile(
@@ -43,9 +44,7 @@ def row_stats(
     )
     i = index[:, None]
     k += (b * k_b + (h // group) * k_h) * ALIGN
-    mask_at = h * 0
-    if mask is not None:
-        mask_at = b * mask_b + h * mask_h
+    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
     if k_segments is not None:
         k_segments += b * keys
     d = tl.arange(0, BLOCK_D)

@@ -23,6 +23,7 @@ from attnzoo.backends.triton.common.tile import (
     load_block,
     load_segments,
     load_vectors,
+    place_mask,
     query_tile,
     scores,
     times,
@@ -51,16 +52,14 @@ def threshold(
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the vector shape holds α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, FLIPS: tl.constexpr,  # FLIPS: factors may be negative
-    PART: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, at, start, index, q_side = query_tile(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
     )
     i = index[:, None]
     k += (b * k_b + (h // group) * k_h) * ALIGN
-    mask_at = h * 0
-    if mask is not None:
-        mask_at = b * mask_b + h * mask_h
+    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
     if k_segments is not None:
         k_segments += b * keys
     map_row = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
@@ -206,7 +205,8 @@ def block_scores(
     k_tile = load_block(k, first, local, tl.arange(0, q_side[0].shape[1]), D, EDGE)  # [BN, D]
     product = times(q_side, (k_tile, k, first, local), D, PART, PRECISION)
     j = (first + local)[None, :]
-    return scores(product, i, j, vectors, segment, where, size, 1.0, EDGE, EDGE)[0]
+    HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
+    return scores(product, i, j, vectors, segment, where, size, 1.0, EDGE, HIDES)[0]
 
 
 @triton.jit
