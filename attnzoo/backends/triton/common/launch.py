@@ -159,11 +159,11 @@ def common(q: Tensor, k: Tensor, layout: Layout, unit: int = 1) -> dict[str, Any
     The strides of the mask are in units of ``unit`` entries.
     """
     heads, mask = q.shape[1], layout.mask
-    stride = [None] * 4 if mask is None else [mask.stride(n) for n in range(4)]
+    stride: list[int | None] = [None] * 4
     if mask is not None:
-        stride = [s // unit if n > 1 else 0 for s, n in zip(stride, mask.shape)]
-        stride[2] = None if mask.shape[2] == 1 else stride[2]
-        stride[3] = None if mask.stride(3) == 1 else mask.stride(3)
+        b, h, m, n = mask.stride()
+        b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
+        stride = [b, h, None if mask.shape[2] == 1 else m, None if n == 1 else n]
     return {
         "scale": layout.scale,
         "heads": heads,
