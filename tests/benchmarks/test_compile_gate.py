@@ -48,6 +48,9 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         "exp D=64 fp32",
         "exp D=64 bf16 all",
         "exp D=64 bf16 all unaligned",
+        "exp D=64 bf16 mask",
+        "exp D=64 bf16 fp32 mask",
+        "exp D=64 bf16 narrow mask",
         "exp D=64 bf16 offset",
         "exp D=64 fp32 offset",
     ]

@@ -30,8 +30,8 @@ SMALLEST = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
-def factor_out(q_side, vectors, LATE: tl.constexpr):
-    """Return (q_side, factor [BM]): score = product · factor with factor ≥ 0.
+def factor_out(q_tile, vectors, LATE: tl.constexpr):
+    """Return (q_tile, factor [BM]): score = product · factor with factor ≥ 0.
 
     max(factor · s) is factor · max(s) then, so the maximum is taken of the products, and the factor
     is applied in the same instruction (FMA) as the subtraction of the maximum.
@@ -40,14 +40,13 @@ def factor_out(q_side, vectors, LATE: tl.constexpr):
     changed q is an operand in registers instead of shared memory, so there is "keep": no factor is
     negative.
     """
-    q_tile, matrix, first, local = q_side
     factor = vectors[0]
     if LATE == "flip":
         sign = tl.where(factor < 0.0, -1.0, 1.0)
         # The product with ±1 is exact. It is in fp32, because the interpreter lacks bf16.
         q_tile = (q_tile.to(tl.float32) * sign).to(q_tile.dtype)
         factor *= sign
-    return (q_tile, matrix, first, local), tl.reshape(factor, [factor.shape[0]])
+    return q_tile, tl.reshape(factor, [factor.shape[0]])
 
 
 @triton.jit
@@ -71,8 +70,8 @@ def walk(
 ):  # fmt: skip
     """Return the partial result (acc, m, z) after the blocks of keys [low, high).
 
-    If ``blocks`` is given, the loop runs over the block indices in its entries [low, high). If k is
-    None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with key 0.
+    If ``blocks`` is given, the loop runs over the block indices in its entries [low, high). If k and
+    d are None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with key 0.
     ``factor``: from `factor_out`, or None.
     """
     k, v, d, dv = tiles_kv
@@ -84,7 +83,7 @@ def walk(
             block = tl.load(blocks + n)
         first = block * BLOCK_N
         j = first + local  # [BN]
-        if k is None:
+        if d is None:  # Triton 3.6 does not compile "k is None" for a tuple k that contains None
             product = tl.load(q_side + j[None, :])  # [BM, BN]
         else:
             k_tile = load_block(k, first, local, d, D, EDGE)  # [BN, D]

@@ -65,8 +65,9 @@ def query_tile(
     """Load the queries of this program.
 
     Returns batch, head, the offset of the head in per-query vectors, the first query, the indices
-    of the queries [BM], and the queries as an operand of `times`. Strides are in units of ALIGN, so
-    that the compiler knows their divisibility and uses wide loads.
+    of the queries [BM], a pointer to the head, and the queries [BM, D]. Strides are in units of
+    ALIGN, so that the compiler knows their divisibility and uses wide loads. A matrix is not
+    returned, because Triton 3.6 cannot return the None in it.
     """
     tiles = tl.cdiv(queries, BLOCK_M)
     # The last queries are launched first, because under causality they see the most keys.
@@ -77,7 +78,7 @@ def query_tile(
     start, local = tile * BLOCK_M, tl.arange(0, BLOCK_M)
     matrix = (q, q_n * ALIGN, queries, None, b, h)
     q_tile = load_block(matrix, start, local, tl.arange(0, BLOCK_D), D, True)  # [BM, D]
-    return b, h, bh * queries, start, start + local, (q_tile, matrix, start, local)
+    return b, h, bh * queries, start, start + local, q, q_tile
 
 
 @triton.jit
@@ -165,20 +166,18 @@ def load_vectors(
 
 
 @triton.jit
-def place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN: tl.constexpr):
-    """Return the offset of the mask of a head, and the stride of its queries.
+def place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN: tl.constexpr):
+    """Return the offset of the mask of a head.
 
     The strides are in units of MASK_ALIGN, so that the compiler uses wide loads. ``mask_h`` None:
-    all heads share the mask, and the offset has no head dimension. ``mask_m`` None: a key mask.
+    all heads share the mask, and the offset has no head dimension.
     """
     at = b * 0 if mask_h is None else h * 0
     if mask is not None:
         at += b * mask_b * MASK_ALIGN
         if mask_h is not None:
             at += h * mask_h * MASK_ALIGN
-        if mask_m is not None:
-            mask_m = mask_m.to(tl.int64) * MASK_ALIGN
-    return at, mask_m
+    return at
 
 
 @triton.jit

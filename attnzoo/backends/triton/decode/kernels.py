@@ -54,11 +54,11 @@ def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load the queries [BM, D] as an operand of `times`, with one memory offset per row."""
+    """Return the queries [BM, D], a pointer to the batch, and the memory offset of each row."""
     at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
     q += b * q_b
     matrix = (q, 1, 1 << 62, None, b, b)
-    return load_block(matrix, b * 0, at, tl.arange(0, BLOCK_D), D, False), matrix, b * 0, at
+    return load_block(matrix, b * 0, at, tl.arange(0, BLOCK_D), D, False), q, at
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -75,14 +75,15 @@ def decode_products(
     """Write q kᵀ and, per split, the maximum m of each row; for statistics, also Z and T."""
     split, bh, b, lane, r, h, i = packed(heads, group, queries, splits, BLOCK_M)
     rows_here = group * queries
-    q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
+    q_tile, q, q_at = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
+    q_side = (q_tile, (q, 1, 1 << 62, None, b, b), b * 0, q_at)
     k += (b * k_b + bh % (heads // group) * k_h) * ALIGN
     at = bh * rows_here
     vectors = load_vectors(r, at, scale, gain, None, None, alibi, rows_here, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
-    mask_at = place_mask(mask, b, h, mask_b, mask_h, mask_m, 1)[0]
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     # [BM, 1]. products + j points to the products with key j.
@@ -131,20 +132,23 @@ def decode(
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
-    mask_at = place_mask(mask, b, h, mask_b, mask_h, mask_m, 1)[0]
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     if k is None:
         q_side = products + (at + r) * width - first * BLOCK_N  # pointers [BM, 1], to key 0
     else:
         k += (b * k_b + hk * k_h) * ALIGN
-        q_side = packed_queries(q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D)
+        q_tile, q, q_at = packed_queries(
+            q, b, h, i, q_b * ALIGN, q_h * ALIGN, q_n * ALIGN, D, BLOCK_D
+        )
+        q_side = (q_tile, (q, 1, 1 << 62, None, b, b), b * 0, q_at)
     v += (b * v_b + hk * v_h) * ALIGN
     dv = tl.arange(0, BLOCK_DV)
     d = tl.arange(0, BLOCK_D)
     v_matrix = (v, v_n * ALIGN, keys, None, b, hk)
     if k is None:  # Triton 3.9 does not compile a tuple with a variable that is None
-        tiles_kv = (None, v_matrix, d, dv)
+        tiles_kv = (None, v_matrix, None, dv)
     else:
         tiles_kv = ((k, k_n * ALIGN, keys, None, b, hk), v_matrix, d, dv)
     m_i = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
@@ -254,7 +258,7 @@ def decode_threshold(
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
-    mask_at = place_mask(mask, b, h, mask_b, mask_h, mask_m, 1)[0]
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
     size = (queries, keys, left, right)
     a = vectors[2] - 1.0  # α − 1, [1, 1]

@@ -108,7 +108,9 @@ def flash_dkdv(
     q += (b * q_b + h * q_h) * ALIGN
     do += (b * do_b + h * do_h) * ALIGN
     at = (b * heads + h) * queries
-    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
+    if mask_m is not None:
+        mask_m = mask_m.to(tl.int64) * MASK_ALIGN
     if mask is not None:
         mask_at += start.to(tl.int64) * (1 if mask_n is None else mask_n)
         mask_h = mask_h.to(tl.int64) * MASK_ALIGN
@@ -264,7 +266,7 @@ def _sum_over_queries(
     j = tl.expand_dims(k_side[3], 0 if TURNED else 1)
     if blocks is None:
         start = tl.where(low == first, last, low)
-        block, turn = start, tl.to_tensor(0)  # turn: index of the head in its group
+        block, turn = start, tl.full([], 0, tl.int32)  # turn: index of the head in its group
     # A single loop runs over the heads of the group and their blocks of queries, because nested
     # loops need twice as many registers.
     for step in range(steps):

@@ -51,16 +51,19 @@ def flash_dq(
     PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dq, δ and the gradients of per-query vectors for a block of queries."""
-    b, h, at, start, index, q_side = query_tile(
+    b, h, at, start, index, q, q_tile = query_tile(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
     )
+    q_side = (q_tile, (q, q_n * ALIGN, queries, None, b, h), start, tl.arange(0, BLOCK_M))
     i = index[:, None]
     hk = h // group
     k += (b * k_b + hk * k_h) * ALIGN
     v += (b * v_b + hk * v_h) * ALIGN
     do += (b * do_b + h * do_h) * ALIGN
     dq += (b * dq_b + h * dq_h) * ALIGN
-    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
+    if mask_m is not None:
+        mask_m = mask_m.to(tl.int64) * MASK_ALIGN
     if k_segments is not None:
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)

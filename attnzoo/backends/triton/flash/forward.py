@@ -45,15 +45,18 @@ def flash_forward(
     PART: tl.constexpr, MAP_M: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, h, at, start, index, q_side = query_tile(
+    b, h, at, start, index, q, q_tile = query_tile(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
     )
+    q_side = (q_tile, (q, q_n * ALIGN, queries, None, b, h), start, tl.arange(0, BLOCK_M))
     i = index[:, None]
     hk = h // group
     k += (b * k_b + hk * k_h) * ALIGN
     v += (b * v_b + hk * v_h) * ALIGN
     o += (b * o_b + h * o_h) * ALIGN
-    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
+    if mask_m is not None:
+        mask_m = mask_m.to(tl.int64) * MASK_ALIGN
     if k_segments is not None:
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -67,7 +70,8 @@ def flash_forward(
     tiles_kv = (k_matrix, v_matrix, d, dv)
     factor = None  # scores are computed before the maximum
     if LATE is not None:
-        q_side, factor = factor_out(q_side, vectors, LATE)
+        q_tile, factor = factor_out(q_tile, vectors, LATE)
+        q_side = (q_tile, q_side[1], start, q_side[3])
 
     # m is the running maximum of the scores (ONLINE), or of 1 and φ (PEAKED).
     m = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)

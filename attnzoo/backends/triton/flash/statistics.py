@@ -39,12 +39,15 @@ def row_stats(
     MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     UNIT: tl.constexpr = 1.0 / LN2
-    b, h, at, start, index, q_side = query_tile(
+    b, h, at, start, index, q, q_tile = query_tile(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
     )
+    q_side = (q_tile, (q, q_n * ALIGN, queries, None, b, h), start, tl.arange(0, BLOCK_M))
     i = index[:, None]
     k += (b * k_b + (h // group) * k_h) * ALIGN
-    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
+    if mask_m is not None:
+        mask_m = mask_m.to(tl.int64) * MASK_ALIGN
     if k_segments is not None:
         k_segments += b * keys
     d = tl.arange(0, BLOCK_D)
@@ -55,7 +58,8 @@ def row_stats(
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, h // group)
     factor = None
     if LATE is not None:
-        q_side, factor = factor_out(q_side, vectors, LATE)
+        q_tile, factor = factor_out(q_tile, vectors, LATE)
+        q_side = (q_tile, q_side[1], start, q_side[3])
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z, t = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)

@@ -54,12 +54,15 @@ def threshold(
     SPLIT: tl.constexpr, FLIPS: tl.constexpr,  # FLIPS: factors may be negative
     PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, h, at, start, index, q_side = query_tile(
+    b, h, at, start, index, q, q_tile = query_tile(
         q, q_b, q_h, q_n, heads, queries, D, BLOCK_D, BLOCK_M, ALIGN
     )
+    q_side = (q_tile, (q, q_n * ALIGN, queries, None, b, h), start, tl.arange(0, BLOCK_M))
     i = index[:, None]
     k += (b * k_b + (h // group) * k_h) * ALIGN
-    mask_at, mask_m = place_mask(mask, b, h, mask_b, mask_h, mask_m, MASK_ALIGN)
+    mask_at = place_mask(mask, b, h, mask_b, mask_h, MASK_ALIGN)
+    if mask_m is not None:
+        mask_m = mask_m.to(tl.int64) * MASK_ALIGN
     if k_segments is not None:
         k_segments += b * keys
     map_row = (b * heads + h) * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
