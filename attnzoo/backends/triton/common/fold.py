@@ -70,8 +70,9 @@ def walk(
 ):  # fmt: skip
     """Return the partial result (acc, m, z) after the blocks of keys [low, high).
 
-    If ``blocks`` is given, the loop runs over the block indices in its entries [low, high). If k and
-    d are None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with key 0.
+    If ``blocks`` is given, the loop runs over the block indices in its entries [low, high). If k
+    and d are None, an earlier pass has stored q kᵀ, and q_side [BM, 1] points to the products with
+    key 0.
     ``factor``: from `factor_out`, or None.
     """
     k, v, d, dv = tiles_kv
