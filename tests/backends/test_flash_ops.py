@@ -231,7 +231,7 @@ def test_a_third_party_activation_runs(relu2: str) -> None:
 @pytest.mark.parametrize(
     ("normalize", "named", "reason"),
     [
-        ("sum", True, "supports a gradient for the shape only with a threshold"),
+        ("sum", True, "does not support a gradient for the shape without a threshold"),
         ("threshold", False, "does not support a gradient for the shape of q_exp"),
         ("threshold", True, None),
     ],

@@ -56,7 +56,7 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         if form.activation.triton_shape_slope is None:
             return f"does not support a gradient for the shape of {name} (tiled does)"
         if form.normalize != "threshold":
-            return "supports a gradient for the shape only with a threshold (tiled: always)"
+            return "does not support a gradient for the shape without a threshold (tiled does)"
     return None
 
 
