@@ -19,9 +19,10 @@ from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.flash import launch
 from benchmarks.kernels.activations import activations
 from benchmarks.kernels.compile import Compiled, selected
-from benchmarks.kernels.launches import describe
+from benchmarks.kernels.launches import arch_of, describe
 from benchmarks.kernels.specializations import (
     ARCHITECTURES,
+    FLASH,
     HEAD_DIMS,
     KERNELS,
     MODELS,
@@ -127,6 +128,7 @@ def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.Monkey
         of_decode.add(found := configs.decode_config(*args))
         return found
 
+    monkeypatch.setattr(configs, "is_older", lambda: False)
     monkeypatch.setattr(launch, "pick", spy)
     monkeypatch.setattr(launch_decode, "decode_config", spy_on_decode)
     found = list(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
@@ -138,6 +140,52 @@ def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.Monkey
     assert of_decode == {c for table in tables for rows in table.values() for c in rows}
     listed = [rows for table in configs.TABLE.values() for rows in table.values()]
     assert used == {(id(rows), config) for rows in listed for config in rows}
+
+
+def test_triton_before_3_9_uses_entries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate compiles each of them, and the tiles of block maps do not depend on the version."""
+
+    def picked(older: bool) -> dict[Specialization, configs.Config]:
+        found: dict[Specialization, configs.Config] = {}
+
+        def spy(kernel: str, *rest: Any) -> configs.Config:
+            config = pick(kernel, *rest)
+            if kernel == spec.kernel:
+                found[spec] = config
+            return config
+
+        monkeypatch.setattr(configs, "is_older", lambda: older)
+        monkeypatch.setattr(launch, "pick", spy)
+        for spec in every:
+            describe(spec)
+        return found
+
+    pick = launch.pick
+    every = [s for s in specializations(list(ARCHITECTURES), list(HEAD_DIMS)) if s.family in FLASH]
+    new, old = picked(older=False), picked(older=True)
+    changed = {
+        (arch_of(spec), config, old[spec]) for spec, config in new.items() if config != old[spec]
+    }
+    replaced = {
+        (arch, configs.of_dim(configs.TABLE[arch, bits][name], limit), config)
+        for (arch, bits), entries in configs.OLDER.items()
+        for name, by_limit in entries.items()
+        for limit, config in by_limit.items()
+    }
+    assert changed == replaced
+    for spec in every:
+        if spec.kernel == "threshold":
+            assert new[spec][:2] == old[spec][:2], spec
+
+
+@pytest.mark.parametrize(
+    ("version", "older"), [("3.6.0", True), ("3.8.1+git12", True), ("3.9.0", False), ("4.0", False)]
+)
+def test_the_version_of_triton_selects_the_entries(
+    version: str, older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    assert configs.is_older.__wrapped__() == older
 
 
 def kind_of(value: Any) -> Any:

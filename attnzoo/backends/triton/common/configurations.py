@@ -24,11 +24,13 @@ A kernel has several entries, chosen by the features of the call:
 
 "narrow" and "unaligned" are rare. Their entries are the same for all architectures, and have blocks
 small enough for all features at once. A missing entry is replaced: see `REPLACED`.
+
+Triton before 3.9 needs more registers. With it, the entries in `OLDER` replace those of the table.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 
@@ -53,7 +55,8 @@ turned = partial(Config, turned=True)
 # their limit applies.
 SHARED = {80: 101_376, 90: 232_448, 100: 232_448}
 
-# Configurations for head dimensions up to 64, 128 and 256.
+# Configurations for head dimensions up to each limit.
+LIMITS = (64, 128, 256)
 ByHeadDim = tuple[Config, ...]
 # A tf32x3 product keeps its left operand in registers twice. Above a head dimension of 64 the
 # product must be computed in parts.
@@ -163,6 +166,61 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
     },
 }
 
+# Entries for Triton before SINCE: (architecture, bits) -> "kernel feature" -> limit of the head
+# dimension -> configuration. With the entry of TABLE, a kernel would spill registers. Both entries
+# of a "threshold" kernel have the same tile.
+SINCE = (3, 9)
+OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
+    (80, 32): {"dq several": {128: Config(32, 32, 8, 1, 32)}},
+    (90, 32): {"forward several": {128: full(16, 32, 8, 1, 32)}},
+    (100, 32): {
+        "forward several": {128: full(16, 32, 8, 1, 32)},
+        "dq listed": {64: full(16, 32, 4, 1)},
+    },
+    (80, 16): {
+        "dq several": {
+            64: full(64, 16, 4, 2),
+            128: Config(32, 64, 8, 2),
+            256: Config(16, 32, 4, 2),
+        },
+        "dq narrow": {64: full(16, 64, 4, 2)},
+        "dq unaligned": {128: full(16, 32, 8, 1, 32)},
+        "dkdv one": {128: Config(64, 64, 8, 1)},
+        "threshold": {128: full(128, 64, 16, 1), 256: full(128, 32, 16, 1)},
+    },
+    (90, 16): {
+        "dq": {256: Config(128, 16, 8, 2)},
+        "dq one": {256: Config(128, 16, 8, 2)},
+        "dq filled": {256: Config(128, 16, 8, 2)},
+        "dq listed": {256: Config(64, 32, 8, 2)},
+        "dq heavy": {256: Config(64, 32, 8, 2)},
+        "dq several": {
+            64: Config(128, 32, 8, 2),
+            128: Config(128, 32, 8, 2),
+            256: Config(64, 32, 8, 2),
+        },
+        "dq narrow": {64: Config(32, 64, 8, 2)},
+        "dq unaligned": {128: Config(16, 32, 8, 1)},
+        "dkdv": {128: turned(128, 64, 8, 2)},
+        "dkdv narrow": {256: full(64, 16, 8, 1)},
+    },
+    (100, 16): {
+        "forward one": {256: full(64, 64, 8, 1)},
+        "forward filled": {256: full(64, 64, 8, 2)},
+        "forward several": {256: full(64, 64, 8, 1)},
+        "dq listed": {256: full(64, 32, 4, 1)},
+        "dq several": {
+            64: Config(128, 32, 8, 2),
+            128: Config(128, 32, 8, 2),
+            256: full(64, 32, 8, 2),
+        },
+        "dq unaligned": {128: Config(16, 32, 8, 2)},
+        "dkdv listed": {64: Config(64, 64, 4, 1), 128: Config(32, 64, 4, 2)},
+        "dkdv heavy": {128: full(32, 64, 4, 1)},
+        "dkdv several": {128: turned(64, 64, 4, 2)},
+    },
+}
+
 # The features whose entries replace a missing one, before that of "". fp32 has no "narrow".
 REPLACED = {
     "heavy": ("listed",),
@@ -186,9 +244,9 @@ INTERPRETED = {
 
 
 def of_dim(configs: ByHeadDim, head_dim: int) -> Config:
-    if head_dim > 256:
-        raise ValueError(f"head dimension must be at most 256, got {head_dim}")
-    return configs[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+    if head_dim > LIMITS[-1]:
+        raise ValueError(f"head dimension must be at most {LIMITS[-1]}, got {head_dim}")
+    return next(config for config, limit in zip(configs, LIMITS) if head_dim <= limit)
 
 
 def known(arch: int) -> int:
@@ -196,10 +254,22 @@ def known(arch: int) -> int:
     return arch // 10 * 10 if arch // 10 in (9, 10) else 80
 
 
+@cache
+def is_older() -> bool:
+    """Whether the installed Triton needs the entries in `OLDER`."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) < SINCE
+
+
 def find(kernel: str, arch: int, bits: int, feature: str) -> ByHeadDim:
-    table = TABLE[known(arch), bits]
-    features = feature, *REPLACED.get(feature, ()), ""
-    return next(table[x] for x in (f"{kernel} {name}".strip() for name in features) if x in table)
+    machine = known(arch), bits
+    table, features = TABLE[machine], (feature, *REPLACED.get(feature, ()), "")
+    name = next(x for x in (f"{kernel} {name}".strip() for name in features) if x in table)
+    older = OLDER.get(machine, {}).get(name) if is_older() else None
+    if older is None:
+        return table[name]
+    return tuple(older.get(limit, config) for limit, config in zip(LIMITS, table[name]))
 
 
 def pick(kernel: str, arch: int, bits: int, head_dim: int, feature: str) -> Config:
@@ -262,7 +332,7 @@ def linear_config(kernel: str, arch: int, bits: int) -> Config:
 DECODE: dict[int, dict[str, ByHeadDim]] = {
     16: {
         "": (full(16, 128, 8, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 3)),
-        "safe": (Config(64, 64, 8, 2), full(64, 16, 8, 2), Config(64, 16, 8, 1, 32)),
+        "safe": (Config(64, 64, 8, 2), full(64, 16, 8, 2), full(64, 16, 8, 1, 32)),
     },
     32: {
         "": (full(16, 64, 4, 2), Config(16, 32, 4, 2), full(16, 16, 4, 2, 32)),
