@@ -203,6 +203,7 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dq unaligned": {128: Config(16, 32, 8, 1)},
         "dkdv": {128: turned(128, 64, 8, 2)},
         "dkdv narrow": {256: full(64, 16, 8, 1)},
+        "threshold": {256: full(128, 32, 16, 1)},
     },
     (100, 16): {
         "forward one": {256: full(64, 64, 8, 1)},
