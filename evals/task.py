@@ -21,21 +21,73 @@ MAX_SETTING, MAX_LENGTH = 2**31, 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of training and evaluation that all tasks share.
+class Schedule:
+    """The settings of any training: AdamW with a one-cycle cosine schedule.
+
+    Attributes:
+        steps: training steps.
+        batch: sequences or images per training step.
+        learning_rate: peak of the one-cycle schedule.
+        weight_decay: weight decay of AdamW; learned parameters of a variant are not decayed.
+        warmup: share of the steps in which the learning rate rises.
+        width: width of the model.
+    """
+
+    steps: int
+    batch: int
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-3
+    warmup: float = 0.3
+    width: int = 128
+
+    def __post_init__(self) -> None:
+        """Check the numbers; raises ValueError."""
+        for name, value in vars(self).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                most = MAX_LENGTH if name in ("train_shortest", "train_longest") else MAX_SETTING
+                if not 1 <= value <= most:
+                    bound = ">= 1" if value < 1 else f"<= {most}"
+                    raise ValueError(f"{name} must be {bound}, got {value}")
+        for name, most in (("warmup", 1.0), ("weight_decay", math.inf)):
+            self._check_share(name, most)
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be finite and > 0, got {self.learning_rate}")
+
+    def _check_share(self, name: str, most: float) -> None:
+        value = getattr(self, name)
+        if not 0 <= value <= most or math.isinf(value):
+            bound = "[0, inf)" if math.isinf(most) else f"[0, {most}]"
+            raise ValueError(f"{name} must be in {bound}, got {value}")
+
+    @property
+    def schedule(self) -> str:
+        """The training schedule in words, stored with every result."""
+        return (
+            f"one-cycle cosine, {self.steps} steps, peak {self.learning_rate:g}, "
+            f"{self.warmup:.0%} warm-up"
+        )
+
+    def identity(self) -> dict[str, object]:
+        """The settings that affect training; they are part of the training key.
+
+        A subclass leaves out a setting that was added after results had been published, if it has
+        its default value. The keys of the published results therefore stay valid.
+        """
+        mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
+        return {**mine, "dtype": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Schedule):
+    """The settings of training and evaluation that all tasks share, besides the schedule.
 
     A family of tasks adds its own settings in a subclass.
 
     Fields that begin with ``test_`` affect only the evaluation. Changing them needs no retraining.
 
     Attributes:
-        steps: training steps.
         batch: sequences per training step. If ``fill`` is true, this number applies to steps with
             sequences of length ``train_longest``.
-        learning_rate: peak of the one-cycle schedule.
-        weight_decay: weight decay of AdamW; learned parameters of a variant are not decayed.
-        warmup: share of the steps in which the learning rate rises.
-        width: width of the model.
         train_shortest, train_longest, train_stride: the lengths trained on. All sequences of a
             step have the same length. ``train_longest`` is the train length of the results.
         fill: if true, steps with shorter sequences have more sequences, so that all steps have
@@ -48,12 +100,6 @@ class Settings:
             bounds above.
     """
 
-    steps: int
-    batch: int
-    learning_rate: float = 1e-3
-    weight_decay: float = 1e-3
-    warmup: float = 0.3
-    width: int = 128
     train_shortest: int
     train_longest: int
     train_stride: int = 1
@@ -65,19 +111,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the numbers; raises ValueError."""
-        for name, value in vars(self).items():
-            if isinstance(value, int) and not isinstance(value, bool):
-                most = MAX_LENGTH if name in ("train_shortest", "train_longest") else MAX_SETTING
-                if not 1 <= value <= most:
-                    bound = ">= 1" if value < 1 else f"<= {most}"
-                    raise ValueError(f"{name} must be {bound}, got {value}")
-        for name, most in (("curriculum", 1.0), ("warmup", 1.0), ("weight_decay", math.inf)):
-            value = getattr(self, name)
-            if not 0 <= value <= most or math.isinf(value):
-                bound = "[0, inf)" if math.isinf(most) else f"[0, {most}]"
-                raise ValueError(f"{name} must be in {bound}, got {value}")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be finite and > 0, got {self.learning_rate}")
+        super().__post_init__()
+        self._check_share("curriculum", 1.0)
         if self.train_longest < (least := max(2, self.train_shortest)):
             raise ValueError(f"train_longest must be >= {least}, got {self.train_longest}")
         if (room := self.train_longest - self.train_shortest) % self.train_stride:
@@ -98,10 +133,7 @@ class Settings:
     def schedule(self) -> str:
         """The training schedule in words, stored with every result."""
         grows = f", lengths grow over the first {self.curriculum:.0%}" if self.curriculum else ""
-        return (
-            f"one-cycle cosine, {self.steps} steps, peak {self.learning_rate:g}, "
-            f"{self.warmup:.0%} warm-up{grows}"
-        )
+        return f"{super().schedule}{grows}"
 
     def batch_size(self, length: int) -> int:
         """The number of sequences in a training step of this length."""
@@ -117,15 +149,6 @@ class Settings:
     def sequences(self, length: int) -> int:
         """The number of sequences evaluated at this length."""
         return min(self.test_sequences, max(self.test_least, self.test_items // length))
-
-    def identity(self) -> dict[str, object]:
-        """The settings that affect training; they are part of the training key.
-
-        A subclass leaves out a setting that was added after results had been published, if it has
-        its default value. The keys of the published results therefore stay valid.
-        """
-        mine = {k: v for k, v in asdict(self).items() if not k.startswith("test_")}
-        return {**mine, "dtype": "float32"}
 
 
 EVERY_VARIANT = ("every",)  # in a preset: all registered variants

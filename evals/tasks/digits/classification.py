@@ -1,0 +1,94 @@
+"""Classification of digits: clean labels, label noise, and a long tail of rare classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from commandline.variants import VariantCall
+from evals.experiment import ExperimentPreset, Fit, Result
+from evals.task import Metric
+from evals.tasks.digits.data import Images, batches, long_tailed, noisy, split
+from evals.tasks.digits.experiment import DigitsExperiment
+from evals.tasks.digits.layers import every_layer
+from evals.tasks.digits.model import Classifier, Settings, measures
+
+CONDITIONS = {
+    "clean": "the training images with their labels",
+    "label-noise": "a share of the training labels is drawn anew, uniformly over all classes",
+    "long-tail": "class counts fall exponentially from the most to the least frequent class",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseSettings(Settings):
+    """Settings of the classification.
+
+    noise: the share of labels drawn anew under "label-noise". tail: the largest class count divided
+    by the smallest under "long-tail".
+    """
+
+    noise: float = 0.2
+    tail: float = 20.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.noise <= 1:
+            raise ValueError(f"noise must be in [0, 1], got {self.noise}")
+        if not 1 <= self.tail < float("inf"):
+            raise ValueError(f"tail must be finite and >= 1, got {self.tail}")
+
+
+def training_images(condition: str, images: Images, seed: int, settings: NoiseSettings) -> Images:
+    """The training images under a condition."""
+    if condition == "label-noise":
+        return noisy(images, seed, settings.noise)
+    if condition == "long-tail":
+        return long_tailed(images, seed, settings.tail)
+    return images
+
+
+class Classification(DigitsExperiment):
+    name = "classification"
+    about = (
+        "Classify the digits of scikit-learn with clean labels, label noise and a long tail of "
+        "rare classes: accuracy, calibration and uncertainty of each output layer."
+    )
+    conditions: Mapping[str, str] = CONDITIONS
+    metrics = (
+        Metric("accuracy", "Accuracy, %", 100, 1),
+        Metric("calibration_error", "Expected calibration error, %", 100, 1, lower_is_better=True),
+        Metric("auroc", "AUROC of 1 − the largest probability, right against wrong, %", 100, 1,
+               optional=True),
+        Metric("support", "Number of classes with probability above 0", digits=2, optional=True),
+    )  # fmt: skip
+
+    @property
+    def presets(self) -> Mapping[str, ExperimentPreset]:  # pyright: ignore
+        every = every_layer()
+        return {
+            "smoke": ExperimentPreset(NoiseSettings(steps=20, width=16), every),
+            "quick": ExperimentPreset(NoiseSettings(), every, seeds=5),
+        }
+
+    def run(
+        self,
+        variant: VariantCall,
+        condition: str,
+        seed: int,
+        settings: NoiseSettings,
+        device: str,
+        fit: Fit,
+    ) -> Result:
+        clean, test = split(seed)
+        images = training_images(condition, clean, seed, settings).to(device)
+        index = batches(seed, settings.steps, settings.batch, len(images.labels)).to(device)
+        torch.manual_seed(seed)  # the same initial weights for each condition
+        model = Classifier(variant, settings).to(device)
+        fit(model, lambda step: model.loss(images.at(index[step])))
+        return Result(measures(model.eval(), test.to(device)))
+
+
+CLASSIFICATION = Classification()

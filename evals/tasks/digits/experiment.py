@@ -1,0 +1,27 @@
+"""What the three experiments on digits share: their data, output layers and chance level."""
+
+from __future__ import annotations
+
+from commandline.variants import VariantCall
+from evals.experiment import Experiment
+from evals.tasks.digits import layers
+from evals.tasks.digits.data import CLASSES, version
+
+
+class DigitsExperiment(Experiment):
+    """An experiment on the digits of scikit-learn."""
+
+    def data_version(self) -> str:
+        return version()
+
+    def chance(self) -> float:
+        return 1 / CLASSES
+
+    def completed(self, variant: VariantCall) -> VariantCall:
+        return layers.completed(variant)
+
+    def unsupported(self, variant: VariantCall, condition: str) -> str | None:
+        return layers.unsupported(variant)
+
+    def identity(self, variant: VariantCall) -> dict[str, object]:
+        return layers.identity(variant)
