@@ -15,7 +15,7 @@ from evals.harness.options import add_arguments, gather, plugin_of_file
 from evals.harness.plugins import load, load_plugins
 from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, laws
-from evals.tasks import TASKS
+from evals.tasks import EXPERIMENTS, TASKS
 from evals.theory import ranks
 
 ALL = "all"
@@ -26,7 +26,7 @@ def parser() -> Parser:
     top = Parser(prog="python -m evals", description=__doc__)
     top.command_hint = "A task of your own needs --plugin FILE.py"
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    text = "Run all tasks and write one report"
+    text = "Run all tasks (not the experiments on digits) and write one report"
     everything = commands.add_parser(ALL, help=text, description=f"{text}.")
     add_arguments(everything)
     text = f"Run {sharpness.NAME} on this pretrained model too; needs --text"
@@ -60,12 +60,12 @@ def parser() -> Parser:
     rank.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
     add_plugin(rank)
     sharpness.add_parser(commands)
-    for name, task in TASKS.items():
+    for name, task in (TASKS | EXPERIMENTS).items():
         if name in top.commands:
             raise UsageError(f"a task must not be named like a command, got {name!r}")
         short = task.about.split(". ")[0].split(" (")[0].split(": ")[0].rstrip(".")
         one = commands.add_parser(name, help=short.replace("%", "%%"), description=task.about)
-        add_arguments(one)
+        add_arguments(one, experiment=name in EXPERIMENTS)
     return top
 
 
@@ -131,7 +131,8 @@ def _run(given: argparse.Namespace) -> int:
         if shared.preset not in TASKS[name].presets:
             print(f"left out: {name} has no preset {shared.preset!r}")
             names.remove(name)
-    status = run_tasks([TASKS[name] for name in names], options, out, artifacts.write_results)
+    chosen = [(TASKS | EXPERIMENTS)[name] for name in names]
+    status = run_tasks(chosen, options, out, artifacts.write_results)
     if pretrained[0] is not None and not shared.dry_run:
         model, text = map(str, pretrained)
         line = [sharpness.NAME, "--model", model, "--text", text]

@@ -26,7 +26,7 @@ Fit = Callable[[nn.Module, Callable[[int], Tensor]], None]
 class ExperimentPreset:
     """The default settings of an experiment. Options of the command line override them.
 
-    variants: output layers. conditions: names of the experiment's conditions; None for all.
+    variants: output layers; `EVERY_VARIANT` for all that the experiment knows. conditions: names of the experiment's conditions; None for all.
     """
 
     settings: Any
@@ -81,6 +81,10 @@ class Experiment(ABC):
         """The score of random guessing."""
 
     @abstractmethod
+    def every_variant(self) -> tuple[str, ...]:
+        """All output layers, as in ``--variants``."""
+
+    @abstractmethod
     def completed(self, variant: VariantCall) -> VariantCall:
         """The output layer, with example values for required parameters that were not given."""
 
@@ -102,4 +106,4 @@ class Experiment(ABC):
         device: str,
         fit: Fit,
     ) -> Result:
-        """Train and measure an output layer. The caller has set torch's seed."""
+        """Train and measure an output layer; a pure function of the arguments."""

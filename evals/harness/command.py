@@ -5,23 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from commandline.checkout import commit
 from commandline.errors import UsageError
-from commandline.variants import Spec
+from evals.experiment import Experiment
 from evals.harness import costs
+from evals.harness.jobs import Context, Job
 from evals.harness.loggers import Logger, open_loggers
 from evals.harness.options import Options
 from evals.harness.plugins import load_plugins
 from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
 from evals.harness.progress import Progress, counted
-from evals.harness.runs import Context, Run
 from evals.harness.study import Study, plan_study
+from evals.harness.trials import TrialStudy, plan_trials
 from evals.measures.metrics import Outcome
 from evals.results.store import Folder, Row
 from evals.task import NOTES, Task
@@ -37,11 +34,13 @@ class Studies:
     too.
     """
 
-    def __init__(self, studies: Sequence[Study], options: Options, out: Path) -> None:
+    def __init__(
+        self, studies: Sequence[Study | TrialStudy], options: Options, out: Path
+    ) -> None:
         self.options, self.out = options, out
-        self.studies = {study.task.name: study for study in studies}
+        self.studies: dict[str, Any] = {study.task.name: study for study in studies}
         self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
-        self.runs = [
+        self.runs: list[Job] = [
             run
             for name, study in self.studies.items()
             for run in study.runs(self.folders[name].by_key, options.shard, options.retry_failed)
@@ -54,52 +53,41 @@ class Studies:
         return default_workers(self.options.device) if given is None else given
 
     def row(
-        self, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
+        self, run: Job, key: str, place: Any, outcome: Outcome, training: dict[str, Any]
     ) -> None:
-        """Store and log one result row of a run."""
+        """Store and log one result row of a job."""
         study = self.studies[run.task]
-        row = _row(study, run, key, length, outcome, training)
+        row = study.row(run, key, place, outcome, training)
         self.folders[run.task].append(row)
         for logger in self.loggers:
             for name, value in outcome.metrics.items():
-                logger.scalar(f"{run.task}/{row['variant']}/{run.positions}/seed{run.seed}",
-                              f"test/{name}", value, length)  # fmt: skip
+                at, step = study.log_at(row)
+                logger.scalar(at, f"test/{name}", value, step)
 
-    def loss(self, run: Run, step: int, value: float) -> None:
+    def loss(self, run: Job, step: int, value: float) -> None:
         """Log a training loss of a run."""
         for logger in self.loggers:
-            name = f"{run.task}/{run.variant}/{run.positions}/seed{run.seed}"
-            logger.scalar(name, "train/loss", value, step)
+            logger.scalar(run.log_name, "train/loss", value, step)
 
     def show_plan(self) -> None:
         """Print the runs to execute and the combinations left out."""
         shard, verbose = self.options.shard, self.options.verbose
         part = f" in shard {shard.index} of {shard.count}" if shard.count > 1 else ""
         for name, study in self.studies.items():
-            total = sum(1 for _ in study.row_specs())
             found = len(study.rows(self.folders[name].by_key))
             mine = [run for run in self.runs if run.task == name]
-            plain = study.positions == ("none",)
-            encodings = "" if plain else f", position encoding {' and '.join(study.positions)}"
-            print(f"{name}: {counted(len(study.specs), 'variant')}, {counted(study.seeds, 'seed')}"
-                  f"{encodings}, train length "
-                  f"{study.settings.train_longest}, eval lengths up to {max(study.lengths)}: "
-                  f"{counted(len(mine), 'run')} to do{part}")  # fmt: skip
+            print(f"{study.headline(len(mine))}{part}")
             if found:
+                total = sum(1 for _ in study.row_specs())
                 print(f"  {found} of {total} results are already in {self.out / name}")
             if verbose:
-                context = Context(self.options.device, None, self.out)
-                trainings = sum(not context.model(run).exists() for run in mine)
-                missing = sum(len(tests) for run in mine for tests in run.tests.values())
-                print(f"  eval lengths: {', '.join(map(str, study.lengths))}")
-                print(f"  schedule: {study.settings.schedule}")
                 place = (
                     f"on {counted(self.workers, 'worker')}" if self.workers else "in this process"
                 )
-                print(f"  to do: {counted(trainings, 'training')} and {missing} of {total} results"
-                      f" {place}; results in {self.out / name}")  # fmt: skip
-            for (spec, positions), reason in study.left_out.items():
-                print(f"  left out: {spec} with position encoding {positions}: {reason}")
+                lines = study.details(mine, self.out)
+                print("\n".join(lines), f"{place}; results in {self.out / name}")
+            for line in study.left_out_lines():
+                print(line)
             if damaged := self.folders[name].damaged:
                 print(f"  warning: skipped {damaged} unreadable line(s) in {self.out / name}")
         sys.stdout.flush()
@@ -148,48 +136,24 @@ class Studies:
         return [row for at in folders for row in at.by_key.values() if row["key"] not in mine]
 
 
-def _row(
-    study: Study, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
-) -> Row:
-    """The result row of one (variant, position encoding, seed, eval length)."""
-    substitute = run.tests[length][key]
-    settings = study.settings
-    return {
-        "key": key,
-        "task": study.task.name,
-        "variant": str(run.variant) if substitute is None else f"{run.variant}->{substitute}",
-        "positions": run.positions,
-        "seed": run.seed,
-        "length": length,
-        "status": outcome.status,
-        "message": outcome.message,
-        "metrics": outcome.metrics,
-        "curves": outcome.curves,
-        "learned": training["learned"] if substitute is None else {},
-        "chance": study.task.chance(settings),
-        "sequences": settings.sequences(length),
-        "settings": settings.identity(),
-        "version": study.version(Spec(run.variant, substitute or run.variant)),
-        "schedule": settings.schedule,
-        "data": study.task.data_version(),
-        "device": study.device,
-        "torch": torch.__version__,
-        "attnzoo": version("attnzoo"),
-        "commit": commit() or "unknown",
-        "cpu_seconds": round(outcome.cpu_seconds, 3),
-        "train_cpu_seconds": round(training["train_cpu_seconds"], 3),
-        "training": run.training_key,
-    }
+def _planned(
+    task: Task | Experiment, options: Options, plugins: Mapping[str, str]
+) -> Study | TrialStudy:
+    if isinstance(task, Experiment):
+        return plan_trials(task, options, plugins)
+    return plan_study(task, options, plugins)
 
 
-def run_tasks(tasks: Sequence[Task], options: Mapping[str, Options], out: Path, show: Show) -> int:
-    """Run tasks, show their rows, and return the exit status."""
+def run_tasks(
+    tasks: Sequence[Task | Experiment], options: Mapping[str, Options], out: Path, show: Show
+) -> int:
+    """Run tasks or experiments, show their rows, and return the exit status."""
     shared = next(iter(options.values()))
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out must be a folder, got {str(out)!r}")
     plugins = load_plugins(shared.plugin)
     studies = Studies(
-        [plan_study(task, options[task.name], plugins) for task in tasks], shared, out
+        [_planned(task, options[task.name], plugins) for task in tasks], shared, out
     )
     if studies.runs and not shared.dry_run:
         studies.loggers = open_loggers(shared.log, out)

@@ -1,6 +1,7 @@
 """Estimates the time of runs from a training step and a few test sequences, timed on this machine.
 
-A training step is timed at the middle train length. An evaluation is timed at two lengths n. At
+Trials of experiments are timed with a twentieth of their steps. For the runs of tasks, a training
+step is timed at the middle train length. An evaluation is timed at two lengths n. At
 other lengths it is assumed to take a·n + b·n² seconds per sequence. Runs that differ only in their
 seed share these timings.
 """
@@ -16,7 +17,9 @@ from torch import nn
 
 from commandline.variants import VariantCall
 from evals.harness.progress import clock, counted
+from evals.harness.jobs import Job
 from evals.harness.runs import Run
+from evals.harness.trials import Trials
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
 from evals.task import HeadSample, Settings, Task
 from evals.tasks import TASKS
@@ -35,7 +38,7 @@ class Timed(NamedTuple):
     step: float
     tests: dict[VariantCall | None, tuple[float, float]]
 
-    def of(self, run: Run) -> float:
+    def of(self, run: Job) -> float:
         """The estimated seconds of a whole run."""
         task, settings = TASKS[run.task], run.settings
         total = self.step * settings.steps
@@ -47,8 +50,19 @@ class Timed(NamedTuple):
         return total
 
 
-def kind(run: Run) -> tuple[object, ...]:
+class TimedTrials(NamedTuple):
+    """The estimated seconds of the trials of one output layer with one seed."""
+
+    seconds: float
+
+    def of(self, run: Job) -> float:
+        return self.seconds
+
+
+def kind(run: Job) -> tuple[object, ...]:
     """A key of all properties that affect a run's time. Runs with equal keys share timings."""
+    if not isinstance(run, Run):
+        return run.task, run.settings, run.variant, *run.tests
     task = TASKS[run.task]
     sizes = tuple(task.tokens(n) for n in (run.settings.train_longest, *run.tests))
     substitutes = tuple(
@@ -128,8 +142,11 @@ def _seconds(work: Callable[[], None], device: str) -> float:
     return clock() - began
 
 
-def _timed_if_it_fits(run: Run, device: str) -> Timed | None:
+def _timed_if_it_fits(run: Job, device: str) -> Timed | TimedTrials | None:
     try:
+        if isinstance(run, Trials):
+            return TimedTrials(run.estimated_seconds(device))
+        assert isinstance(run, Run)
         return timed(run, device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -137,9 +154,9 @@ def _timed_if_it_fits(run: Run, device: str) -> Timed | None:
         return None
 
 
-def show(runs: Sequence[Run], device: str, workers: int, verbose: bool) -> None:
+def show(runs: Sequence[Job], device: str, workers: int, verbose: bool) -> None:
     """Print the estimated time of each task and in total; with ``verbose``, also of each run."""
-    known: dict[tuple[object, ...], Timed | None] = {}
+    known: dict[tuple[object, ...], Timed | TimedTrials | None] = {}
     device = "cuda:0" if device == "cuda" else device
     seconds: dict[str, list[float]] = {}
     for run in runs:
@@ -160,7 +177,12 @@ def show(runs: Sequence[Run], device: str, workers: int, verbose: bool) -> None:
     for task, each in seconds.items():
         print(f"{task}: {counted(len(each), 'run')}, about {clock(sum(each))} of computing time")
     total = sum(map(sum, seconds.values())) / workers
+    timings = ["one training step and a few test sequences of each model"] * any(
+        isinstance(run, Run) for run in runs
+    ) + ["runs with a twentieth of the training steps"] * any(
+        isinstance(run, Trials) for run in runs
+    )
     print(
         f"Total: about {clock(total)} (h:mm:ss or m:ss) on {counted(workers, 'worker')}. "
-        "This is an estimate: one training step and a few test sequences of each model were timed."
+        f"This is an estimate: {' and '.join(timings)} were timed."
     )

@@ -22,7 +22,7 @@ from commandline.variants import split_list
 from evals.results.rows import first_error
 from evals.results.store import WHOLE, Shard
 from evals.task import MAX_LENGTH, MAX_SETTING
-from evals.tasks import TASKS
+from evals.tasks import EXPERIMENTS, TASKS, presets_of
 
 PresetName = Literal["smoke", "quick", "paper"]
 LoggerName = Literal["tensorboard", "wandb"]
@@ -109,6 +109,9 @@ class Options(BaseModel):
         None, title="N,N,…", min_length=1,
         description="Evaluate at these lengths and at the train length",
     )  # fmt: skip
+    conditions: Names = Field(
+        None, title="NAME,…", description="Train under these conditions (default: all)"
+    )
     steps: Count = Field(None, title="N", description="Train for N steps")
     output: str | None = Field(
         None, title="VARIANT",
@@ -148,15 +151,22 @@ class Options(BaseModel):
 
 # The options that are allowed in a task's table of the TOML file.
 TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "output", "settings")
+EXPERIMENT_OPTIONS = ("variants", "conditions", "seeds", "steps", "settings")
+# The options that a task's command, and an experiment's command, does not have.
+_NOT_OF_TASKS = ("conditions",)
+_NOT_OF_EXPERIMENTS = ("positions", "lengths", "output")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser. The parsed namespace has only the options that were given."""
+def add_arguments(parser: argparse.ArgumentParser, experiment: bool = False) -> None:
+    """Add the options of a task, or of an experiment, to a parser. The parsed namespace has only
+    the options that were given."""
     parser.argument_default = argparse.SUPPRESS
     text = "Read options from a TOML file; options of the command line replace them"
     parser.add_argument("--config", type=Path, metavar="FILE.toml", help=text)
     add_plugin(parser, " or tasks")
     for name, field in Options.model_fields.items():
+        if name in (_NOT_OF_EXPERIMENTS if experiment else _NOT_OF_TASKS):
+            continue
         flag = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
         if field.annotation is bool:
             parser.add_argument(flag, action="store_true", help=field.description)
@@ -181,7 +191,8 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
     line = {name: value for name, value in vars(given).items() if name not in ("command", "config")}
     line["settings"] = dict(line.get("settings", []))
     file = _read(given.config) if "config" in given else {}
-    shared = {name: value for name, value in file.items() if name not in TASKS}
+    commands = (*TASKS, *EXPERIMENTS)
+    shared = {name: value for name, value in file.items() if name not in commands}
     several = len(names) > 1
     for layer in (shared, line):
         for name in layer.get("settings", {}):
@@ -210,7 +221,7 @@ def _valid(given: Mapping[str, Any], where: str) -> Options:
 
 def settings_of(task: str) -> set[str]:
     """The names of a task's settings."""
-    return {entry.name for entry in fields(next(iter(TASKS[task].presets.values())).settings)}
+    return {entry.name for entry in fields(next(iter(presets_of(task).values())).settings)}
 
 
 def no_setting(task: str, name: str, known: Collection[str]) -> str:
@@ -264,16 +275,18 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     content = _parsed(path)
-    tables = {name: content.pop(name) for name in TASKS if name in content}
+    commands = (*TASKS, *EXPERIMENTS)
+    tables = {name: content.pop(name) for name in commands if name in content}
     for name, value in content.items():
         if isinstance(value, dict) and name not in Options.model_fields:
-            hint = did_you_mean(name, TASKS) or f"; known: {', '.join(TASKS)}"
+            hint = did_you_mean(name, commands) or f"; known: {', '.join(commands)}"
             raise UsageError(f"--config {path}: unknown task [{name}]{hint}")
     found: dict[str, Any] = _checked(path, "", content, list(Options.model_fields))
     for task, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"--config {path}: {task} must be a table, got {table!r}")
-        found[task] = _checked(path, f"[{task}] ", table, TASK_OPTIONS)
+        names = EXPERIMENT_OPTIONS if task in EXPERIMENTS else TASK_OPTIONS
+        found[task] = _checked(path, f"[{task}] ", table, names)
         for name in found[task].get("settings", {}):
             if name not in (known := settings_of(task)):
                 raise UsageError(f"--config {path}: {no_setting(task, name, known)}")

@@ -1,7 +1,7 @@
-"""Executes runs on worker processes, or in this process.
+"""Executes jobs on worker processes, or in this process.
 
-Each worker is spawned with one torch thread and sends its results after each eval length. Only the
-parent writes result files. If a worker dies, its pipe closes and the parent repeats the run. If the
+Each worker is spawned with one torch thread and sends its results after each place, which is an
+eval length or a condition. Only the parent writes result files. If a worker dies, its pipe closes and the parent repeats the run. If the
 repeated run is killed by SIGKILL at the same length, memory probably ran out: the rows of this
 length get the status "oom" (all rows if the run died in training). If the repeated run dies there
 with any other exit code, the run counts as failed.
@@ -24,8 +24,9 @@ import torch
 
 from commandline.files import NotWritten
 from commandline.variants import load_plugin
+from evals.harness.jobs import Context, Job, Message
 from evals.harness.progress import Progress
-from evals.harness.runs import NOT_TRAINED, Context, Message, Run, execute
+from evals.harness.runs import NOT_TRAINED
 from evals.measures.arithmetic import lean_arithmetic
 from evals.measures.metrics import Outcome
 
@@ -54,7 +55,7 @@ def _work_loop(pipe: Connection, context: Context) -> None:
                 load_plugin(context.plugin, need_variant=False)
             while (run := pipe.recv()) is not None:
                 try:
-                    status = execute(run, context, pipe.send)
+                    status = run.execute(context, pipe.send)
                 except (BrokenPipeError, EOFError):
                     raise
                 except NotWritten as error:  # the next run could not write either
@@ -77,26 +78,27 @@ class Listener(Protocol):
     """Receives the results and training losses of runs."""
 
     def row(
-        self, run: Run, key: str, length: int, outcome: Outcome, training: dict[str, Any]
+        self, run: Any, key: str, place: Any, outcome: Outcome, training: dict[str, Any]
     ) -> None: ...
 
-    def loss(self, run: Run, step: int, value: float) -> None: ...
+    def loss(self, run: Job, step: int, value: float) -> None: ...
 
 
-def _forward(listener: Listener, progress: Progress, run: Run, message: Message) -> None:
+def _forward(listener: Listener, progress: Progress, run: Job, message: Message) -> None:
     """Forward the message of a run to the listener or to the progress display."""
     match message:
-        case ("stage", length, fraction):
-            progress.update(str(run), fraction, f"n = {length}" if length else "training")
+        case ("stage", place, fraction):
+            stage = run.place_text(place) if place else "training"
+            progress.update(str(run), fraction, stage)
         case ("loss", step, value):
             listener.loss(run, step, value)
-        case ("rows", length, outcomes, training):
+        case ("rows", place, outcomes, training):
             for key, outcome in outcomes.items():
-                listener.row(run, key, length, outcome, training)
+                listener.row(run, key, place, outcome, training)
 
 
 class _Worker:
-    """A process, its current run, and the length it is evaluating (None: training)."""
+    """A process, its current job, and the place it is working on (None: training)."""
 
     def __init__(self, context: Context) -> None:
         spawn = get_context("spawn")
@@ -104,10 +106,10 @@ class _Worker:
         self.process = spawn.Process(target=_work_loop, args=(theirs, context), daemon=True)
         self.process.start()
         theirs.close()
-        self.run: Run | None = None
-        self.stage: int | None = None
+        self.run: Job | None = None
+        self.stage: Any = None
 
-    def start(self, run: Run) -> None:
+    def start(self, run: Job) -> None:
         self.run, self.stage = run, None
         self.pipe.send(run)
 
@@ -118,16 +120,16 @@ class _Worker:
 
 
 class Pool:
-    """Executes runs on worker processes. A failed run does not end the others."""
+    """Executes jobs on worker processes. A failed run does not end the others."""
 
     def __init__(self, contexts: list[Context], listener: Listener, progress: Progress) -> None:
         self.contexts = contexts  # one for each worker
         self.listener = listener
         self.progress = progress
         self.failures: list[Failure] = []
-        self._deaths: dict[tuple[str, int | None], int] = {}
+        self._deaths: dict[tuple[str, Any], int] = {}
 
-    def execute(self, runs: Iterable[Run]) -> list[Failure]:
+    def execute(self, runs: Iterable[Job]) -> list[Failure]:
         """Execute all runs and return the failures."""
         waiting = list(runs)
         for name, value in _KEEP_FREED.items():
@@ -153,7 +155,7 @@ class Pool:
                 worker.stop()
         return self.failures
 
-    def _start(self, workers: dict[int, _Worker], slot: int, waiting: list[Run]) -> None:
+    def _start(self, workers: dict[int, _Worker], slot: int, waiting: list[Job]) -> None:
         try:
             workers[slot].start(waiting[0])
         except (BrokenPipeError, ConnectionResetError):
@@ -168,10 +170,10 @@ class Pool:
         assert run is not None
         _forward(self.listener, self.progress, run, message)
         match message:
-            case ("stage", length, _):
-                worker.stage = length
-            case ("rows", length, *_):
-                tests = {n: t for n, t in run.tests.items() if n != length}
+            case ("stage", place, _):
+                worker.stage = place
+            case ("rows", place, *_):
+                tests = {n: t for n, t in run.tests.items() if n != place}
                 worker.run = replace(run, tests=tests)
             case ("stopped", text):
                 raise OSError(text)
@@ -186,7 +188,7 @@ class Pool:
         self.failures.append(failure)
         self.progress.finish(failure.run, "failed")
 
-    def _after_death(self, worker: _Worker) -> list[Run]:
+    def _after_death(self, worker: _Worker) -> list[Job]:
         """Handle a worker's death. Returns a list: empty, or one run with the lengths to repeat."""
         run, stage = worker.run, worker.stage
         assert run is not None
@@ -198,14 +200,14 @@ class Pool:
         deaths = self._deaths[str(run), stage] = self._deaths.get((str(run), stage), 0) + 1
         if deaths == 1:
             return [run]
-        where = f"at n = {stage}" if stage else "in training"
+        where = f"at {run.place_text(stage)}" if stage else "in training"
         if code != -signal.SIGKILL:
             self._fail(Failure(str(run), f"its process died twice {where}, exit code {code}"))
             return []
         failure = Outcome("oom", f"process killed twice {where}, probably out of memory")
-        for length in [stage] if stage in run.tests else list(run.tests):
-            for key in run.tests[length]:
-                self.listener.row(run, key, length, failure, NOT_TRAINED)
+        for place in [stage] if stage in run.tests else list(run.tests):
+            for key in run.tests[place]:
+                self.listener.row(run, key, place, failure, NOT_TRAINED)
         left = {n: t for n, t in run.tests.items() if stage in run.tests and n != stage}
         if not left:
             self.progress.finish(str(run), "out of memory")
@@ -214,14 +216,14 @@ class Pool:
 
 
 def execute_here(
-    runs: Iterable[Run], context: Context, listener: Listener, progress: Progress
+    runs: Iterable[Job], context: Context, listener: Listener, progress: Progress
 ) -> list[Failure]:
     """Execute all runs in this process (``--workers 0``) and return the failures."""
     failures = []
     for run in runs:
         try:
             with lean_arithmetic():
-                status = execute(run, context, partial(_forward, listener, progress, run))
+                status = run.execute(context, partial(_forward, listener, progress, run))
         except NotWritten:
             raise
         except Exception:  # one failed run must not end the others

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 
 from commandline.files import write_whole
 from commandline.variants import VariantCall
+from evals.harness.jobs import Context, Emit, Job
 from evals.harness.training import NotFinite, evaluate, train
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.heads import learned
@@ -25,20 +25,17 @@ from evals.tasks import TASKS
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Job):
     """One training, and the evaluations of the trained model.
 
     tests[length] maps the key of a result row to the variant that is substituted at inference,
     or to None for the trained variant.
     """
 
-    task: str
-    variant: VariantCall
-    positions: str
-    seed: int
     settings: Settings
-    training_key: str
     tests: dict[int, dict[str, VariantCall | None]]
+    positions: str
+    training_key: str
 
     def __str__(self) -> str:
         words = [self.task, str(self.variant), f"seed {self.seed}"]
@@ -46,31 +43,27 @@ class Run:
             words.insert(2, self.positions)
         return " ".join(words)
 
+    @property
+    def log_name(self) -> str:
+        return f"{self.task}/{self.variant}/{self.positions}/seed{self.seed}"
 
-@dataclass(frozen=True)
-class Context:
-    """Settings shared by all runs. Trained models are stored in out/<task>/models."""
+    def model(self, out: Path) -> Path:
+        """The file of the trained model."""
+        return out / self.task / "models" / f"{self.training_key}.pt"
 
-    device: str
-    plugin: Path | None
-    out: Path
+    def place_text(self, place: int) -> str:
+        return f"n = {place}"
 
-    def model(self, run: Run) -> Path:
-        """The file of the run's trained model."""
-        return self.out / run.task / "models" / f"{run.training_key}.pt"
+    def execute(self, context: Context, emit: Emit) -> str:
+        return execute(self, context, emit)
 
 
-# Messages of a run: ("stage", None | length, fraction of the run), ("loss", step, value) and
-# ("rows", length, outcomes, training). A worker ends a run with ("done", status), ("failed",
-# traceback) or, if a file could not be written, ("stopped", text).
-Message = tuple[Any, ...]
-Emit = Callable[[Message], None]
 NOT_TRAINED: dict[str, Any] = {"train_cpu_seconds": 0.0, "learned": {}}
 
 
 def obtain_model(run: Run, context: Context, emit: Emit) -> tuple[nn.Module, dict[str, Any]]:
     """Load or train the model; returns it, and a dict of training time and learned parameters."""
-    task, path = TASKS[run.task], context.model(run)
+    task, path = TASKS[run.task], run.model(context.out)
     if path.exists():
         model = task.build(run.variant, run.positions, run.settings).to(context.device)
         try:

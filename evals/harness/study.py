@@ -6,11 +6,10 @@ finds its rows again, and rows of other settings are never reused.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,19 +23,17 @@ from commandline.variants import (
     every_variant,
     parse_specs,
 )
-from evals.harness.options import Options, no_setting
+from evals.harness.jobs import Job
+from evals.harness.options import Options
+from evals.harness.plan import check_device, check_unique, chosen_settings, key_of, origin
+from evals.harness.progress import counted
 from evals.harness.runs import Run
 from evals.measures.heads import own_parameters
+from evals.measures.metrics import Outcome
 from evals.results.store import WHOLE, Row, Shard
 from evals.task import EVERY_VARIANT, Settings, Task
 
 EVALUATION = 2  # version of the evaluation code: part of every row's key
-
-
-def key_of(identity: Mapping[str, object]) -> str:
-    """A key for a dict: the first twenty hex digits of the SHA-256 of its JSON."""
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 class RowSpec(NamedTuple):
@@ -139,11 +136,75 @@ class Study:
                 lengths.setdefault(row.length, {})[key] = substitute
         mine = list(tests.items())[shard.index :: shard.count]
         return [
-            Run(self.task.name, variant, positions, seed, self.settings,
-                self.training_key(variant, positions, seed), missing)
+            Run(self.task.name, variant, seed, self.settings, missing, positions,
+                self.training_key(variant, positions, seed))
             for (seed, positions, variant), missing in mine
             if missing
         ]  # fmt: skip
+
+    def row(
+        self, run: Run, key: str, place: int, outcome: Outcome, training: dict[str, Any]
+    ) -> Row:
+        """The result row of one (variant, position encoding, seed, eval length)."""
+        substitute = run.tests[place][key]
+        return {
+            "key": key,
+            "task": self.task.name,
+            "variant": str(run.variant) if substitute is None else f"{run.variant}->{substitute}",
+            "positions": run.positions,
+            "seed": run.seed,
+            "length": place,
+            "status": outcome.status,
+            "message": outcome.message,
+            "metrics": outcome.metrics,
+            "curves": outcome.curves,
+            "learned": training["learned"] if substitute is None else {},
+            "chance": self.task.chance(self.settings),
+            "sequences": self.settings.sequences(place),
+            "settings": self.settings.identity(),
+            "version": self.version(Spec(run.variant, substitute or run.variant)),
+            "schedule": self.settings.schedule,
+            "data": self.task.data_version(),
+            "device": self.device,
+            **origin(),
+            "cpu_seconds": round(outcome.cpu_seconds, 3),
+            "train_cpu_seconds": round(training["train_cpu_seconds"], 3),
+            "training": run.training_key,
+        }
+
+    def log_at(self, row: Row) -> tuple[str, int]:
+        """The name and the step under which loggers show the metrics of a row."""
+        name = f"{self.task.name}/{row['variant']}/{row['positions']}/seed{row['seed']}"
+        return name, row["length"]
+
+    def headline(self, jobs: int) -> str:
+        """The study in one line; ``jobs`` is the number of runs to execute."""
+        plain = self.positions == ("none",)
+        encodings = "" if plain else f", position encoding {' and '.join(self.positions)}"
+        return (
+            f"{self.task.name}: {counted(len(self.specs), 'variant')}, "
+            f"{counted(self.seeds, 'seed')}{encodings}, train length "
+            f"{self.settings.train_longest}, eval lengths up to {max(self.lengths)}: "
+            f"{counted(jobs, 'run')} to do"
+        )
+
+    def details(self, jobs: Sequence[Job], out: Path) -> list[str]:
+        """More lines about the study and its missing results."""
+        trainings = sum(not job.model(out).exists() for job in jobs if isinstance(job, Run))
+        missing = sum(len(tests) for job in jobs for tests in job.tests.values())
+        return [
+            f"  eval lengths: {', '.join(map(str, self.lengths))}",
+            f"  schedule: {self.settings.schedule}",
+            f"  to do: {counted(trainings, 'training')} and {missing} of "
+            f"{sum(1 for _ in self.row_specs())} results",
+        ]
+
+    def left_out_lines(self) -> list[str]:
+        """A line for each unsupported combination."""
+        return [
+            f"  left out: {spec} with position encoding {positions}: {reason}"
+            for (spec, positions), reason in self.left_out.items()
+        ]
 
 
 def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Study:
@@ -155,12 +216,14 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     if options.preset not in task.presets:
         known = ", ".join(task.presets)
         raise UsageError(f"{task.name} has no preset {options.preset!r}; it has: {known}")
+    if options.conditions is not None:
+        raise UsageError(f"--conditions must not be given for {task.name}: it has lengths instead")
     preset = task.presets[options.preset]
-    _check_device(options.device)
+    check_device(options.device)
     seeds = preset.seeds if options.seeds is None else options.seeds
-    settings = _settings(task, preset.settings, options)
+    settings = chosen_settings(task.name, preset.settings, options)
     asked = list(preset.lengths if options.lengths is None else options.lengths)
-    _check_unique("--lengths", asked)
+    check_unique("--lengths", asked)
     # Results always include the train length.
     lengths = tuple(sorted({settings.train_longest, *asked}))
     positions = preset.positions if options.positions is None else tuple(options.positions)
@@ -169,7 +232,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
             f"--positions of {task.name} must be {either(task.positions)}, "
             f"got {', '.join(positions)}"
         )
-    _check_unique("--positions", positions)
+    check_unique("--positions", positions)
     for length in (settings.train_shortest, *lengths):
         _check_data(task, length, settings, options.verbose)
     for encoding in positions:
@@ -189,7 +252,7 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
         Spec(complete(spec.train, longest), complete(spec.test, longest))
         for spec in parse_specs(texts)
     )
-    _check_unique("--variants", list(map(str, specs)))
+    check_unique("--variants", list(map(str, specs)))
     sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
     left_out = _left_out(specs, positions, sizes)
     return Study(
@@ -250,50 +313,3 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
     except (ValueError, TypeError) as error:
         return str(error)
     return None
-
-
-def _settings(task: Task, preset: Settings, options: Options) -> Settings:
-    """The preset's settings with the values from the options, validated."""
-    given = dict(options.settings)
-    if options.steps is not None:
-        given["steps"] = options.steps
-    known = vars(preset)
-    if options.output is not None:
-        if "output" not in known:
-            raise UsageError(
-                f"--output must not be given for {task.name}: its output layer is always softmax"
-            )
-        given["output"] = options.output
-    for name, value in given.items():
-        if name not in known:
-            raise UsageError(no_setting(task.name, name, known))
-        kind = type(known[name])
-        if isinstance(value, int) and not isinstance(value, bool) and kind is float:
-            value = given[name] = float(value)
-        if type(value) is not kind:
-            raise UsageError(f"setting {name} must be of type {kind.__name__}, got {value!r}")
-    try:
-        return replace(preset, **given)
-    except ValueError as error:
-        raise UsageError(f"setting {error}") from error
-
-
-def _check_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}") from None
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
-    if kind == "cuda":
-        index, count = torch.device(device).index or 0, torch.cuda.device_count()
-        if index >= count:
-            raise UsageError(
-                f"--device must be a device that exists, got {device!r}; torch finds {count} GPU(s)"
-            )
-
-
-def _check_unique(name: str, values: Sequence[object]) -> None:
-    twice = [value for i, value in enumerate(values) if value in values[:i]]
-    if twice:
-        raise UsageError(f"{name} must not repeat an entry, got {twice[0]} twice")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.variants import VariantCall
 from evals.measures.metrics import Outcome, Tally
-from evals.task import HeadSample, Settings, Task
+from evals.task import HeadSample, Schedule, Settings, Task
 from evals.tasks.draws import lengths
 
 JACOBIANS = 4  # number of sequences per length whose Jacobians are measured
@@ -33,7 +33,7 @@ class NotFinite(ArithmeticError):
 Report = Callable[[int, float, float], None]
 
 
-def one_cycle(step: int, schedule: Settings) -> float:
+def one_cycle(step: int, schedule: Schedule) -> float:
     """Learning rate: half a cosine up from peak/25 to the peak, then half a cosine down to 0."""
     peak, warm = schedule.learning_rate, max(1, round(schedule.warmup * schedule.steps))
     if step < warm:
@@ -46,7 +46,7 @@ def one_cycle(step: int, schedule: Settings) -> float:
 def fit(
     model: nn.Module,
     loss_at: Callable[[int], Tensor],
-    schedule: Settings,
+    schedule: Schedule,
     report: Report,
 ) -> None:
     """Minimize loss_at(step) over the steps of the schedule.

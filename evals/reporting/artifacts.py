@@ -9,7 +9,8 @@ from commandline.files import write_whole
 from evals.reporting.console import print_group
 from evals.reporting.pictures import pictures
 from evals.reporting.report import Shown, report_html
-from evals.results.rows import Row
+from evals.reporting.trials import write_trials
+from evals.results.rows import Row, is_trial
 from evals.results.store import read_rows
 from evals.results.summary import Group, csv_text, groups
 from evals.theory import trained_heads as theory
@@ -21,6 +22,11 @@ def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = Fal
     The report goes into ``out``, or into the folder of the task if there is only one. ``note`` is
     printed and shown at the top of the report.
     """
+    if trials := [row for row in rows if is_trial(row)]:
+        write_trials(trials, out, note, verbose)
+    rows = [row for row in rows if not is_trial(row)]
+    if not rows:
+        return
     shown = [_drawn(group) for group in groups(rows)]
     names = list(dict.fromkeys(one.group.task.name for one in shown))
     for name in names:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from evals.tasks import TASKS
+from evals.tasks import EXPERIMENTS, TASKS
 
 Row = dict[str, Any]
 Whole = Annotated[int, Field(ge=0)]
@@ -24,27 +24,29 @@ class Settings(BaseModel):
     train_longest: Whole
 
 
-class Fields(BaseModel):
-    """The required fields of a result row. Other fields are allowed."""
+class TrialSettings(BaseModel):
+    """The settings in a row of an experiment that tables need. Other settings are allowed."""
+
+    model_config = ConfigDict(strict=True)
+
+    steps: Whole
+
+
+class Common(BaseModel):
+    """The required fields of every result row. Other fields are allowed."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     key: str
     task: str
     variant: str
-    positions: str
     seed: Whole
-    length: Whole
-    sequences: Whole
     status: Literal["ok", "nan", "oom"]
     message: str
     metrics: Numbers
     curves: Lists
-    learned: Lists
     chance: float
     cpu_seconds: float
-    train_cpu_seconds: float
-    settings: Settings
     version: str
     schedule: str
     data: str
@@ -52,17 +54,42 @@ class Fields(BaseModel):
     torch: str
     attnzoo: str
     commit: str
+
+
+class Fields(Common):
+    """The required fields of a result row of a task."""
+
+    positions: str
+    length: Whole
+    sequences: Whole
+    learned: Lists
+    train_cpu_seconds: float
+    settings: Settings
     training: str
+
+
+class TrialFields(Common):
+    """The required fields of a result row of an experiment."""
+
+    condition: str
+    settings: TrialSettings
+
+
+def is_trial(row: object) -> bool:
+    """Whether a row belongs to an experiment; otherwise it belongs to a task."""
+    return isinstance(row, dict) and row.get("task") in EXPERIMENTS
 
 
 def problem(row: object) -> str | None:
     """The error message for a row that was read from a file, or None if it is valid."""
+    fields = TrialFields if is_trial(row) else Fields
     try:
-        found = Fields.model_validate(row)
+        found = fields.model_validate(row)
     except ValidationError as error:
         return first_error(error)
-    if found.status == "ok" and found.task in TASKS:
-        score = TASKS[found.task].score.name
+    known = TASKS | EXPERIMENTS
+    if found.status == "ok" and found.task in known:
+        score = known[found.task].score.name
         if score not in found.metrics:
             return f"metrics must have {score!r} where status is 'ok'"
     return None

@@ -1,7 +1,14 @@
-"""The tasks by name. A new built-in task is a file here and an entry in this list."""
+"""The tasks and experiments by name. A new built-in one is a file here and an entry in a list."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from evals.experiment import Experiment
 from evals.task import NOTES, Task
 from evals.tasks import flip_flop, language_model, max_retrieval, mqar, needle, transduction
+from evals.tasks.digits.active import ACTIVE_LEARNING
+from evals.tasks.digits.classification import CLASSIFICATION
+from evals.tasks.digits.continual import CONTINUAL
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -17,6 +24,15 @@ TASKS: dict[str, Task] = {
     )
 }
 
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment for experiment in (CLASSIFICATION, ACTIVE_LEARNING, CONTINUAL)
+}
+
+
+def presets_of(name: str) -> Mapping[str, Any]:
+    """The presets of a task or an experiment, by name."""
+    return EXPERIMENTS[name].presets if name in EXPERIMENTS else TASKS[name].presets
+
 
 def register_task(task: Task) -> Task:
     """Add a task, so that ``python -m evals NAME --plugin FILE.py`` runs it.
@@ -24,7 +40,7 @@ def register_task(task: Task) -> Task:
     Raises:
         ValueError: the name is taken or malformed, or there is no preset or an unknown one.
     """
-    if task.name in TASKS:
+    if task.name in TASKS or task.name in EXPERIMENTS:
         raise ValueError(f"task name {task.name!r} is taken")
     if not task.name.isascii() or not task.name.replace("-", "").isalnum() or task.name[0] == "-":
         raise ValueError(

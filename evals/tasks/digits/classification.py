@@ -9,10 +9,9 @@ import torch
 
 from commandline.variants import VariantCall
 from evals.experiment import ExperimentPreset, Fit, Result
-from evals.task import Metric
+from evals.task import EVERY_VARIANT, Metric
 from evals.tasks.digits.data import Images, batches, long_tailed, noisy, split
 from evals.tasks.digits.experiment import DigitsExperiment
-from evals.tasks.digits.layers import every_layer
 from evals.tasks.digits.model import Classifier, Settings, measures
 
 CONDITIONS = {
@@ -57,7 +56,7 @@ class Classification(DigitsExperiment):
         "rare classes: accuracy, calibration and uncertainty of each output layer."
     )
     conditions: Mapping[str, str] = CONDITIONS
-    metrics = (
+    metrics: tuple[Metric, ...] = (
         Metric("accuracy", "Accuracy, %", 100, 1),
         Metric("calibration_error", "Expected calibration error, %", 100, 1, lower_is_better=True),
         Metric("auroc", "AUROC of 1 − the largest probability, right against wrong, %", 100, 1,
@@ -65,13 +64,10 @@ class Classification(DigitsExperiment):
         Metric("support", "Number of classes with probability above 0", digits=2, optional=True),
     )  # fmt: skip
 
-    @property
-    def presets(self) -> Mapping[str, ExperimentPreset]:  # pyright: ignore
-        every = every_layer()
-        return {
-            "smoke": ExperimentPreset(NoiseSettings(steps=20, width=16), every),
-            "quick": ExperimentPreset(NoiseSettings(), every, seeds=5),
-        }
+    presets: Mapping[str, ExperimentPreset] = {
+        "smoke": ExperimentPreset(NoiseSettings(steps=20, width=16), EVERY_VARIANT),
+        "quick": ExperimentPreset(NoiseSettings(), EVERY_VARIANT, seeds=5),
+    }
 
     def run(
         self,

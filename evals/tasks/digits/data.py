@@ -18,7 +18,7 @@ from evals.tasks.draws import integers
 
 CLASSES = 10
 PIXELS = 64
-TEST = 597  # the number of test images; the other 1200 are for training
+TRAIN, TEST = 1200, 597  # the numbers of training and test images
 
 # The second word of the generator's key.
 _PURPOSES = {

@@ -17,6 +17,9 @@ class DigitsExperiment(Experiment):
     def chance(self) -> float:
         return 1 / CLASSES
 
+    def every_variant(self) -> tuple[str, ...]:
+        return layers.every_layer()
+
     def completed(self, variant: VariantCall) -> VariantCall:
         return layers.completed(variant)
 

@@ -1,0 +1,80 @@
+"""What the studies of tasks and of experiments share: keys, settings, checks of options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from commandline.checkout import commit
+from commandline.errors import UsageError
+from evals.harness.options import Options, no_setting
+
+
+def key_of(identity: Mapping[str, object]) -> str:
+    """A key for a dict: the first twenty hex digits of the SHA-256 of its JSON."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def origin() -> dict[str, str]:
+    """The versions that every result row names."""
+    return {
+        "torch": torch.__version__,
+        "attnzoo": version("attnzoo"),
+        "commit": commit() or "unknown",
+    }
+
+
+def chosen_settings(task: str, preset: Any, options: Options) -> Any:
+    """The preset's settings with the values from the options, validated."""
+    given = dict(options.settings)
+    if options.steps is not None:
+        given["steps"] = options.steps
+    known = vars(preset)
+    if options.output is not None:
+        if "output" not in known:
+            raise UsageError(
+                f"--output must not be given for {task}: its output layer is always softmax"
+            )
+        given["output"] = options.output
+    for name, value in given.items():
+        if name not in known:
+            raise UsageError(no_setting(task, name, known))
+        kind = type(known[name])
+        if isinstance(value, int) and not isinstance(value, bool) and kind is float:
+            value = given[name] = float(value)
+        if type(value) is not kind:
+            raise UsageError(f"setting {name} must be of type {kind.__name__}, got {value!r}")
+    try:
+        return replace(preset, **given)
+    except ValueError as error:
+        raise UsageError(f"setting {error}") from error
+
+
+def check_device(device: str) -> None:
+    """Raise UsageError unless the device exists."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}") from None
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda":
+        index, count = torch.device(device).index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise UsageError(
+                f"--device must be a device that exists, got {device!r}; torch finds {count} GPU(s)"
+            )
+
+
+def check_unique(name: str, values: Sequence[object]) -> None:
+    """Raise UsageError if the option ``name`` repeats a value."""
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise UsageError(f"{name} must not repeat an entry, got {twice[0]} twice")

@@ -1,0 +1,187 @@
+"""Tables of experiments: output layers against conditions, from the lines of a summary.csv."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from commandline.files import write_whole
+from commandline.table import Table, markdown
+from evals.experiment import Experiment
+from evals.reporting.tables import ENOUGH_SEEDS, PARTIAL, chance_text
+from evals.results.rows import Row
+from evals.results.trials import Line, TrialGroup, summary_lines, trial_groups, trials_csv
+from evals.task import Metric
+from evals.tasks import EXPERIMENTS
+
+TEMPLATE = Path(__file__).parent / "template"
+CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
+
+
+def _cell(line: Line | None, name: str, metric: Metric, sign: bool = False) -> str:
+    """Mean and standard error; a mark if a seed has no value."""
+    if line is None:
+        return "—"
+    if not line[name]:
+        return line["failed"] or "—"
+    shown = f"{metric.factor * float(line[name]):{'+' if sign else ''}.{metric.digits}f}"
+    if error := line[f"{name}_se"]:
+        shown += f" ±{metric.factor * float(error):.{metric.digits}f}"
+    return shown + PARTIAL * (line[f"{name}_seeds"] != line["seeds"])
+
+
+def _crossed(
+    title: str, lines: Sequence[Line], cell: Callable[[Line | None], str], note: str = ""
+) -> Table | None:
+    """A table of output layers against conditions. The more numerous of both are its rows.
+
+    Output layers and conditions without any value are left out; None if nothing is left.
+    """
+    found = {(line["variant"], line["condition"]): cell(line) for line in lines}
+    shown = {place for place, text in found.items() if text != "—"}
+    variants = [v for v in dict.fromkeys(v for v, _ in found) if any(v == a for a, _ in shown)]
+    conditions = [c for c in dict.fromkeys(c for _, c in found) if any(c == b for _, b in shown)]
+    if not shown:
+        return None
+    if len(variants) >= len(conditions):
+        header = ["output layer", *conditions]
+        rows = [[v, *(found.get((v, c), "—") for c in conditions)] for v in variants]
+    else:
+        header = ["condition", *variants]
+        rows = [[c, *(found.get((v, c), "—") for v in variants)] for c in conditions]
+    return Table(title, header, rows, note)
+
+
+def metric_tables(task: Experiment, lines: Sequence[Line]) -> list[Table]:
+    """A table for each metric, and of the gain over the condition to compare with."""
+    chance = f"; chance {chance_text(task.score, task.chance())}"
+    tables = []
+    for metric in task.metrics:
+        title = f"{metric.title}{chance * (metric is task.score)}"
+        tables.append(_crossed(title, lines, lambda x, m=metric: _cell(x, m.name, m)))
+    score = task.score
+    pairs = ", ".join(f"{name} − {other}" for name, other in task.versus.items())
+    title = f"{score.title}: difference paired by seed ({pairs})"
+    tables.append(_crossed(title, lines, lambda x: _cell(x, f"{score.name}_gain", score, True)))
+    return [table for table in tables if table is not None]
+
+
+def curve_table(task: Experiment, lines: Sequence[Line]) -> Table | None:
+    """The curve: a row for each output layer and condition, a column for each x."""
+    drawn = [line for line in lines if line["curve"]]
+    if task.curve is None or not drawn:
+        return None
+    points = [[pair.split(":") for pair in line["curve"].split()] for line in drawn]
+    several = len({line["variant"] for line in drawn}) > 1
+    rows = [
+        [f"{line['variant']}, {line['condition']}" if several else line["condition"],
+         *(f"{100 * float(y):.1f}" for _, y in pairs)]
+        for line, pairs in zip(drawn, points, strict=True)
+    ]  # fmt: skip
+    return Table(task.curve, ["", *(x for x, _ in points[0])], rows)
+
+
+def tables(task: Experiment, lines: Sequence[Line]) -> list[Table]:
+    """All tables of an experiment."""
+    curve = curve_table(task, lines)
+    return [*metric_tables(task, lines), *([curve] if curve else [])]
+
+
+def notes(lines: Sequence[Line]) -> list[str]:
+    """The explanations of the marks in the tables."""
+    seeds = int(lines[0]["seeds"])
+    found = ["one seed" if seeds == 1 else f"mean ± standard error over {seeds} seeds"]
+    found.append(f"schedule: {lines[0]['schedule']}")
+    names = [name.removesuffix("_seeds") for name in lines[0] if name.endswith("_seeds")]
+    if any(line[name] and line[f"{name}_seeds"] != line["seeds"]
+           for line in lines for name in names):  # fmt: skip
+        found.append(f"{PARTIAL} undefined or failed in some seeds; the mean leaves them out")
+    if 1 < seeds < ENOUGH_SEEDS:
+        found.append(f"with only {seeds} seeds the standard errors are themselves uncertain")
+    return found
+
+
+def write_trials(rows: Sequence[Row], out: Path, note: str, verbose: bool = False) -> None:
+    """Write summary.csv and report.html of each experiment, and print its tables."""
+    found = trial_groups(rows)
+    for task in dict.fromkeys(group.task for group in found):
+        mine = [group for group in found if group.task is task]
+        write_whole(out / task.name / "summary.csv", trials_csv(mine))
+        page = out / task.name / "report.html"
+        write_whole(page, report_html(mine, note))
+        for group in mine:
+            _print(group, verbose)
+        print(f"\n{note}\nReport: {page}")
+
+
+def _print(group: TrialGroup, verbose: bool) -> None:
+    lines = list(summary_lines(group))
+    shown = tables(group.task, lines)
+    distinction = f" ({group.distinction})" if group.distinction else ""
+    for table in shown if verbose else shown[:1]:
+        print(f"\n{group.task.name}{distinction}: {table.text()}")
+    for text in (*notes(lines), *group.left_out, *failures(group)):
+        print(text)
+    if not verbose and len(shown) > 1:
+        print(f"The report and --verbose show {len(shown) - 1} more tables.")
+
+
+def failures(group: TrialGroup) -> list[str]:
+    """A line for each output layer, condition and reason of a failure."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for (variant, condition, seed), row in group.rows.items():
+        if row["status"] != "ok":
+            found.setdefault((variant, condition, row["message"]), []).append(seed)
+    return [
+        f"failed: {variant} under {condition}: {message} (seeds {', '.join(map(str, seeds))})"
+        for (variant, condition, message), seeds in found.items()
+    ]
+
+
+def report_html(groups: Sequence[TrialGroup], note: str) -> str:
+    """One page of all groups of an experiment. All text from results is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    sections = []
+    for group in groups:
+        lines, first = list(summary_lines(group)), next(iter(group.rows.values()))
+        settings = {**group.settings, **{n: first[n] for n in ("data", "torch", "attnzoo")}}
+        texts = [*notes(lines), *group.left_out, *failures(group)]
+        sections.append((group.distinction, tables(group.task, lines), texts, settings))
+    return environment.get_template("trials.html.j2").render(
+        task=groups[0].task,
+        note=note,
+        sections=sections,
+        style=Markup((TEMPLATE / "report.css").read_text(encoding="utf-8")),
+    )
+
+
+def documented(folder: Path, name: str) -> str:
+    """The tables of an experiment in Markdown, from its summary in a folder of the documentation.
+
+    The curve is shown for softmax only.
+    """
+    path, task = folder / f"{name}.csv", EXPERIMENTS[name]
+    if not path.exists():
+        return "Nothing has been measured yet.\n"
+    lines: list[Line] = list(csv.DictReader(path.read_text().splitlines()))
+    found = metric_tables(task, lines)
+    curve = curve_table(task, [line for line in lines if line["variant"] == CURVE_OF])
+    if curve is not None:
+        title = f"{curve.title} ({CURVE_OF})"
+        found.append(Table(title, curve.header, curve.rows))
+    texts = []
+    for table in found:
+        wide = [[f"`{row[0]}`", *row[1:]] for row in table.rows]
+        texts.append(f"**{table.title}**\n\n{markdown([table.header, *wide], right=True)}")
+    foot = "; ".join(notes(lines)).replace(PARTIAL, f"\\{PARTIAL}")
+    return "\n".join([*texts, f"{foot[0].upper()}{foot[1:]}.\n"])

@@ -1,0 +1,179 @@
+"""Statistics over seeds of the rows of experiments.
+
+A summary has a line for each output layer and condition. It contains no times, so the same runs
+give the same summary.csv. Tables are made from these lines, here and in the documentation.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evals.experiment import Experiment
+from evals.results.rows import Row
+from evals.results.summary import BASELINE, Estimate, estimate
+from evals.tasks import EXPERIMENTS
+
+Line = dict[str, str]
+
+
+@dataclass(frozen=True)
+class TrialGroup:
+    """Rows of one experiment with equal settings, data and device kind.
+
+    rows: by (variant, condition, seed). left_out: a message for each variant with rows of older
+    versions. distinction: the settings in which the group differs from others of its experiment.
+    """
+
+    task: Experiment
+    settings: Mapping[str, Any]
+    rows: Mapping[tuple[str, str, int], Row]
+    left_out: Sequence[str]
+    distinction: str = ""
+
+    @property
+    def variants(self) -> list[str]:
+        return list(dict.fromkeys(variant for variant, _, _ in self.rows))
+
+    @property
+    def conditions(self) -> list[str]:
+        found = {condition for _, condition, _ in self.rows}
+        return [name for name in self.task.conditions if name in found]
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for _, _, seed in self.rows})
+
+    def good(self, variant: str, condition: str) -> dict[int, Row]:
+        """The rows with scores, by seed."""
+        found = {seed: self.rows.get((variant, condition, seed)) for seed in self.seeds}
+        return {s: row for s, row in found.items() if row is not None and row["status"] == "ok"}
+
+    def failed(self, variant: str, condition: str) -> str:
+        """The statuses of the seeds without scores, such as "nan:2"; "" if all have scores."""
+        found: dict[str, int] = {}
+        for seed in self.seeds:
+            row = self.rows.get((variant, condition, seed))
+            status = "missing" if row is None else row["status"]
+            if status != "ok":
+                found[status] = found.get(status, 0) + 1
+        return " ".join(f"{status}:{count}" for status, count in sorted(found.items()))
+
+    def paired(self, one: tuple[str, str], other: tuple[str, str]) -> Estimate | None:
+        """The score of one (variant, condition) minus that of another, paired by seed."""
+        if one == other:
+            return None
+        name = self.task.score.name
+        mine, theirs = self.good(*one), self.good(*other)
+        return estimate(
+            [row["metrics"][name] - theirs[s]["metrics"][name]
+             for s, row in mine.items() if s in theirs]
+        )  # fmt: skip
+
+
+def trial_groups(rows: Iterable[Row]) -> list[TrialGroup]:
+    """Group the rows of experiments by experiment, settings, data and kind of device."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kind = str(row["device"]).split(":")[0]
+        same = json.dumps([row["settings"], kind, row["data"]], sort_keys=True)
+        found.setdefault((row["task"], same), []).append(row)
+    names = list(EXPERIMENTS)
+    ordered = sorted(found.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
+    return [
+        _group(EXPERIMENTS[name], mine, [r[0] for (n, _), r in ordered if n == name])
+        for (name, _), mine in ordered
+    ]
+
+
+def _group(task: Experiment, rows: Sequence[Row], firsts: Sequence[Row]) -> TrialGroup:
+    """firsts: a row of each group of the experiment."""
+    version = {row["variant"]: row["version"] for row in rows}
+    same = [row for row in rows if row["version"] == version[row["variant"]]]
+    messages = []
+    for variant in version:
+        old = sum(row["variant"] == variant for row in rows)
+        if old := old - sum(row["variant"] == variant for row in same):
+            messages.append(f"{variant}: left out {old} result(s) of other versions of the layer")
+    settings = rows[0]["settings"]
+    names = [n for n in settings if any(r["settings"].get(n) != settings[n] for r in firsts)]
+    parts = [f"{name} {settings[name]}" for name in names]
+    for name in ("data", "device"):
+        values = {str(row[name]).split(":")[0] for row in firsts}
+        parts += [f"{name} {rows[0][name]}"] * (len(values) > 1)
+    by_place = {(row["variant"], row["condition"], row["seed"]): row for row in same}
+    return TrialGroup(task, settings, by_place, messages, ", ".join(parts))
+
+
+ENDS = ("", "_se", "_low", "_high", "_seeds")
+
+
+def _cells(name: str, found: Estimate | None) -> Line:
+    if found is None:
+        return {f"{name}{end}": "" for end in ENDS}
+    numbers = (found.mean, found.error, *(found.interval or (None, None)))
+    texts = ["" if x is None else f"{x:.6g}" for x in numbers]
+    return {f"{name}{end}": text for end, text in zip(ENDS, [*texts, str(found.count)])}
+
+
+def summary_lines(group: TrialGroup) -> Iterator[Line]:
+    """A line for each output layer and condition, all with the same columns.
+
+    A metric has its mean, standard error, 95 % interval, and the number of seeds in which it is
+    defined. ``curve`` has pairs x:score, means over seeds.
+    """
+    task = group.task
+    for variant in group.variants:
+        for condition in group.conditions:
+            if not any((variant, condition, seed) in group.rows for seed in group.seeds):
+                continue
+            good = group.good(variant, condition)
+            line = {
+                "task": task.name,
+                "variant": variant,
+                "condition": condition,
+                "seeds": str(len(group.seeds)),
+                "failed": group.failed(variant, condition),
+            }
+            for metric in task.metrics:
+                found = [row["metrics"] for row in good.values()]
+                values = [metrics[metric.name] for metrics in found if metric.name in metrics]
+                line |= _cells(metric.name, estimate(values))
+            here, name = (variant, condition), task.score.name
+            other = (variant, task.versus.get(condition, condition))
+            line |= _cells(f"{name}_minus_softmax", group.paired(here, (BASELINE, condition)))
+            line |= _cells(f"{name}_gain", group.paired(here, other))
+            line["curve"] = _curve([row["curves"] for row in good.values()])
+            line |= {
+                "chance": f"{task.chance():.6g}",
+                "schedule": _schedule(group),
+                "settings": group.distinction,
+            }
+            yield line
+
+
+def _schedule(group: TrialGroup) -> str:
+    return next(iter(group.rows.values()))["schedule"]
+
+
+def _curve(curves: Sequence[Mapping[str, Sequence[float]]]) -> str:
+    found = [curve for curve in curves if curve]
+    if not found:
+        return ""
+    columns = zip(*(curve["score"] for curve in found), strict=True)
+    means = [sum(column) / len(column) for column in columns]
+    return " ".join(f"{x:g}:{y:.6g}" for x, y in zip(found[0]["x"], means, strict=True))
+
+
+def trials_csv(groups: Sequence[TrialGroup]) -> str:
+    """The summary.csv of one experiment."""
+    lines = [line for group in groups for line in summary_lines(group)]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()

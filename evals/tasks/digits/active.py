@@ -1,0 +1,205 @@
+"""Active learning on digits: which images to label next (after arXiv:2210.03005).
+
+A run starts with a few labelled images, drawn at random. In each round a model is trained from new
+weights on all labelled images and tested, and the strategy chooses the images to label next from
+the rest, the pool:
+
+    random             at random
+    least-confidence   the largest 1 − p₁, where p₁ ≥ p₂ ≥ … are an image's probabilities
+    margin             the smallest p₁ − p₂
+    entropy            the largest −Σ p log p
+    mc-dropout         the largest entropy of the mean probabilities of several passes with dropout
+
+Under conditions that end in "-trimmed", the most uncertain images of the pool, as the strategy
+measures it, are left out in each round before the choice. Probabilities are divided by their sum
+first, because those of some output layers do not sum to 1; without any, they are uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commandline.variants import VariantCall
+from evals.experiment import ExperimentPreset, Fit, Result
+from evals.task import Metric
+from evals.tasks.digits.data import TRAIN, Images, batches, order, split
+from evals.tasks.digits.experiment import DigitsExperiment
+from evals.tasks.digits.model import Classifier, Settings, accuracy
+
+TRIMMED = "-trimmed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActiveSettings(Settings):
+    """Settings of active learning.
+
+    start: labelled images at the start. add: images labelled per round. rounds: the number of
+    rounds. trim: the share of the pool that is left out under "-trimmed" conditions. passes: the
+    number of passes with dropout of "mc-dropout".
+    """
+
+    steps: int = 150
+    batch: int = 32
+    dropout: float = 0.2
+    start: int = 20
+    add: int = 20
+    rounds: int = 10
+    trim: float = 0.02
+    passes: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.trim <= 0.5:
+            raise ValueError(f"trim must be in [0, 0.5], got {self.trim}")
+        labelled = self.start + self.rounds * self.add
+        if labelled > (most := TRAIN // 2):
+            raise ValueError(f"start + rounds · add must be <= {most}, got {labelled}")
+
+
+def least_confidence(p: Tensor) -> Tensor:
+    """1 − p₁ of probabilities (N, V): (N,)."""
+    return 1 - p.amax(dim=-1)
+
+
+def margin(p: Tensor) -> Tensor:
+    """p₂ − p₁ of probabilities (N, V), which grows with the uncertainty: (N,)."""
+    first, second = p.topk(2, dim=-1).values.unbind(dim=-1)
+    return second - first
+
+
+def entropy(p: Tensor) -> Tensor:
+    """−Σ p log p of probabilities (N, V): (N,)."""
+    return -torch.special.xlogy(p, p).sum(dim=-1)
+
+
+MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "least-confidence": least_confidence,
+    "margin": margin,
+    "entropy": entropy,
+    "mc-dropout": entropy,
+}
+CONDITIONS = {"random": "images are chosen at random"}
+for _name in MEASURES:
+    CONDITIONS[_name] = f"the most uncertain images by {_name} are chosen"
+    CONDITIONS[_name + TRIMMED] = f"{_name}, without the most uncertain images of the pool"
+
+
+def normalized(p: Tensor) -> Tensor:
+    """Probabilities (N, V) divided by their sum; uniform where the sum is 0."""
+    total = p.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, p / total.where(total > 0, 1.0), 1 / p.shape[-1])
+
+
+def chosen(uncertainty: Tensor, count: int, trim: float) -> Tensor:
+    """The indices of the ``count`` most uncertain images, in descending order.
+
+    The share ``trim`` of the images that are more uncertain than all others is left out first. Of
+    equal uncertainties, the image with the smaller index comes first.
+    """
+    ranked = uncertainty.sort(descending=True, stable=True).indices
+    left_out = round(trim * len(ranked))
+    return ranked[left_out : left_out + count]
+
+
+def _probabilities(
+    model: Classifier, pixels: Tensor, strategy: str, settings: ActiveSettings
+) -> Tensor:
+    if strategy != "mc-dropout":
+        return normalized(model.eval().probabilities(pixels))
+    model.train()
+    passes = [normalized(model.probabilities(pixels)) for _ in range(settings.passes)]
+    model.eval()
+    return torch.stack(passes).mean(dim=0)
+
+
+def next_images(
+    model: Classifier, pool: Images, condition: str, drawn: Tensor, settings: ActiveSettings
+) -> Tensor:
+    """The indices in the pool of the images to label next.
+
+    ``drawn`` (N,) are the numbers of the pool's images in a random order. It decides for "random",
+    and between equal uncertainties.
+    """
+    strategy = condition.removesuffix(TRIMMED)
+    by_chance = drawn.argsort()
+    if strategy == "random":
+        return by_chance[: settings.add]
+    found = MEASURES[strategy](_probabilities(model, pool.pixels, strategy, settings))
+    trim = settings.trim if condition.endswith(TRIMMED) else 0.0
+    return by_chance[chosen(found[by_chance], settings.add, trim)]
+
+
+class ActiveLearning(DigitsExperiment):
+    name = "active-learning"
+    about = (
+        "Label the most uncertain digits, round by round, with several measures of uncertainty, "
+        "with and without leaving out the most uncertain few per cent of the pool (after "
+        "arXiv:2210.03005)."
+    )
+    conditions: Mapping[str, str] = CONDITIONS
+    versus: Mapping[str, str] = {name + TRIMMED: name for name in MEASURES}
+    curve = "Accuracy by number of labels, %"
+    metrics = (
+        Metric("mean_accuracy", "Accuracy, mean over the numbers of labels, %", 100, 1),
+        Metric("accuracy", "Accuracy with all labels, %", 100, 1),
+    )
+    presets: Mapping[str, ExperimentPreset] = {
+        "smoke": ExperimentPreset(
+            ActiveSettings(steps=5, width=16, rounds=2, passes=2),
+            ("softmax", "entmax"),
+            ("random", "margin", "mc-dropout-trimmed"),
+        ),
+        "quick": ExperimentPreset(
+            ActiveSettings(), ("softmax", "entmax", "sigmoid", "sink"), seeds=5
+        ),
+    }
+
+    def run(
+        self,
+        variant: VariantCall,
+        condition: str,
+        seed: int,
+        settings: ActiveSettings,
+        device: str,
+        fit: Fit,
+    ) -> Result:
+        images, test = (part.to(device) for part in split(seed))
+        count = len(images.labels)
+        drawn = order(seed, "pool", count).to(device)
+        labelled = order(seed, "start", count)[: settings.start].to(device)
+        curve: dict[int, float] = {}
+        for number in range(settings.rounds + 1):
+            # The weights of a round do not depend on the condition.
+            torch.manual_seed(seed * (settings.rounds + 1) + number)
+            model = self._trained(images.at(labelled), variant, seed, settings, device, fit)
+            curve[len(labelled)] = accuracy(model, test)
+            if number < settings.rounds:
+                unlabelled = torch.ones(count, dtype=torch.bool, device=device)
+                unlabelled[labelled] = False
+                pool = unlabelled.nonzero()[:, 0]
+                found = next_images(model, images.at(pool), condition, drawn[pool], settings)
+                labelled = torch.cat([labelled, pool[found]])
+        values = [*curve.values()]
+        mean = sum(values) / len(values)
+        return Result({"mean_accuracy": mean, "accuracy": values[-1]}, curve)
+
+    def _trained(
+        self,
+        images: Images,
+        variant: VariantCall,
+        seed: int,
+        settings: ActiveSettings,
+        device: str,
+        fit: Fit,
+    ) -> Classifier:
+        model = Classifier(variant, settings).to(device)
+        index = batches(seed, settings.steps, settings.batch, len(images.labels)).to(device)
+        fit(model, lambda step: model.loss(images.at(index[step])))
+        return model.eval()
+
+
+ACTIVE_LEARNING = ActiveLearning()

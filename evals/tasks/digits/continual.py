@@ -1,0 +1,187 @@
+"""Continual learning on split digits: five tasks of two classes, one after the other.
+
+The learner is not told the task in the test, where all ten classes take part (class-incremental
+learning). With masking, the scores of the classes outside the task are replaced by a constant in
+training, and their rows of the output matrix get no gradient (after arXiv:2309.14808). An image of
+the current task is trained with the classes of this task only. Replayed images of earlier tasks are
+trained with all classes seen so far, so that the classes of different tasks are compared.
+
+The buffer keeps images of each finished task. It has one size in total, so each of k finished tasks
+has 1/k of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commandline.variants import VariantCall
+from evals.experiment import ExperimentPreset, Fit, Result
+from evals.task import Metric
+from evals.tasks.digits import layers
+from evals.tasks.digits.data import CLASSES, Images, batches, order, split
+from evals.tasks.digits.experiment import DigitsExperiment
+from evals.tasks.digits.model import Classifier, Settings, accuracy
+
+TASKS = 5
+CONDITIONS = {
+    "plain": "all classes take part in training",
+    "masked": "only the classes of the task take part in training",
+    "replay": "all classes take part; images of earlier tasks are replayed",
+    "masked-replay": "both",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinualSettings(Settings):
+    """Settings of continual learning: ``steps`` per task, and the number of images in the
+    ``buffer`` under conditions with replay."""
+
+    steps: int = 150
+    batch: int = 32
+    buffer: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not TASKS <= self.buffer <= 400:
+            raise ValueError(f"buffer must be from {TASKS} to 400, got {self.buffer}")
+
+
+def classes_of_tasks(seed: int) -> Tensor:
+    """The classes of each task in ascending order, (TASKS, 2)."""
+    return order(seed, "tasks", CLASSES).view(TASKS, -1).sort(dim=-1).values
+
+
+def of_classes(images: Images, classes: Tensor) -> Images:
+    """The images of these classes."""
+    return images.at(torch.isin(images.labels, classes).nonzero()[:, 0])
+
+
+def one_hot(classes: Tensor) -> Tensor:
+    """A mask (V,) that is True for these classes."""
+    mask = torch.zeros(CLASSES, dtype=torch.bool, device=classes.device)
+    mask[classes] = True
+    return mask
+
+
+def replayed(finished: list[Images], seed: int, size: int) -> Images | None:
+    """The buffer after some tasks: at most ``size`` images, equally many of each finished task."""
+    if not finished:
+        return None
+    each = size // len(finished)
+    parts = []
+    for images in finished:
+        drawn = order(seed, "replay", len(images.labels)).to(images.labels.device)
+        parts.append(images.at(drawn[:each]))
+    return Images(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def step_loss(
+    model: Classifier,
+    current: Images,
+    old: Images | None,
+    task: Tensor,
+    seen: Tensor,
+    masked: bool,
+) -> Tensor:
+    """The mean loss over images of the current task and replayed ones.
+
+    task, seen: the classes of the current task, and of all tasks so far, as masks (V,).
+    """
+    images, masks = current, task.expand(len(current.labels), -1)
+    if old is not None:
+        images = Images(*(torch.cat(pair) for pair in zip(current, old, strict=True)))
+        masks = torch.cat([masks, seen.expand(len(old.labels), -1)])
+    return model.masked_loss(images, masks) if masked else model.loss(images)
+
+
+class Continual(DigitsExperiment):
+    name = "continual"
+    about = (
+        "Learn five tasks of two digits one after the other, with and without masking the classes "
+        "of other tasks (after arXiv:2309.14808) and with and without a small replay buffer."
+    )
+    conditions: Mapping[str, str] = CONDITIONS
+    versus: Mapping[str, str] = {"masked": "plain", "masked-replay": "replay"}
+    metrics = (
+        Metric("accuracy", "Accuracy over all ten classes after the last task, %", 100, 1),
+        Metric("forgetting", "Forgetting, mean over the earlier tasks, %", 100, 1,
+               lower_is_better=True),
+        Metric("learned", "Accuracy on a task right after it, mean over the tasks, %", 100, 1),
+    )  # fmt: skip
+    curve = "Forgetting of each task, %"
+    presets: Mapping[str, ExperimentPreset] = {
+        "smoke": ExperimentPreset(ContinualSettings(steps=5, width=16), ("softmax", "entmax")),
+        "quick": ExperimentPreset(
+            ContinualSettings(), ("softmax", "entmax", "sigmoid", "sink", "taylor"), seeds=5
+        ),
+    }
+
+    def unsupported(self, variant: VariantCall, condition: str) -> str | None:
+        reason = layers.unsupported(variant)
+        if reason is None and "masked" in condition and variant.name in layers.FUNCTIONS:
+            return f"{variant.name} has no class mask"
+        return reason
+
+    def run(
+        self,
+        variant: VariantCall,
+        condition: str,
+        seed: int,
+        settings: ContinualSettings,
+        device: str,
+        fit: Fit,
+    ) -> Result:
+        training, test = (part.to(device) for part in split(seed))
+        groups = classes_of_tasks(seed).to(device)
+        torch.manual_seed(seed)  # the same initial weights for each condition
+        model = Classifier(variant, settings).to(device)
+        size = settings.buffer if "replay" in condition else 0
+        finished: list[Images] = []
+        reached = torch.zeros(TASKS, TASKS)  # [task learned last, task tested]
+        for number, classes in enumerate(groups):
+            current = of_classes(training, classes)
+            old = replayed(finished, seed, size) if size else None
+            masks = one_hot(classes), one_hot(groups[: number + 1].flatten())
+            index = batches(seed, settings.steps, settings.batch, len(current.labels)).to(device)
+            masked = "masked" in condition
+            fit(
+                model.train(),
+                lambda step, now=current, old=old, masks=masks, index=index: step_loss(
+                    model, now.at(index[step]), old, *masks, masked
+                ),
+            )
+            model.eval()
+            for other in range(number + 1):
+                reached[number, other] = accuracy(model, of_classes(test, groups[other]))
+            finished.append(current)
+        lost = forgetting(reached)
+        return Result(
+            {
+                "accuracy": accuracy(model, test),
+                "forgetting": lost.mean().item(),
+                "learned": reached.diagonal().mean().item(),
+            },
+            {number + 1: value for number, value in enumerate(lost.tolist())},
+        )
+
+
+def forgetting(reached: Tensor) -> Tensor:
+    """The largest accuracy on each task but the last one, minus its accuracy at the end.
+
+    Args:
+        reached: (T, T). Entry [i, j] is the accuracy on task j after training on task i >= j.
+
+    Returns:
+        (T − 1,), for each task the best accuracy after any task before the last, minus that after
+        the last (Chaudhry et al. 2018, 1801.10112).
+    """
+    count = len(reached)
+    best = torch.stack([reached[j : count - 1, j].max() for j in range(count - 1)])
+    return best - reached[-1, :-1]
+
+
+CONTINUAL = Continual()
