@@ -66,6 +66,8 @@ def parser() -> Parser:
         short = task.about.split(". ")[0].split(" (")[0].split(": ")[0].rstrip(".")
         one = commands.add_parser(name, help=short.replace("%", "%%"), description=task.about)
         add_arguments(one, experiment=name in EXPERIMENTS)
+        if name in EXPERIMENTS:
+            one.epilog = f"conditions: {', '.join(EXPERIMENTS[name].conditions)}"
     return top
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from commandline.variants import VariantCall
-from evals.task import Metric, Schedule
+from evals.task import Metric
 
 # A function (model, loss_at) that minimizes loss_at(step) over the steps of the schedule.
 Fit = Callable[[nn.Module, Callable[[int], Tensor]], None]
@@ -26,7 +26,8 @@ Fit = Callable[[nn.Module, Callable[[int], Tensor]], None]
 class ExperimentPreset:
     """The default settings of an experiment. Options of the command line override them.
 
-    variants: output layers; `EVERY_VARIANT` for all that the experiment knows. conditions: names of the experiment's conditions; None for all.
+    variants: output layers; `EVERY_VARIANT` for all that the experiment knows. conditions: names of
+    the experiment's conditions; None for all.
     """
 
     settings: Any

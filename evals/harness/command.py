@@ -34,9 +34,7 @@ class Studies:
     too.
     """
 
-    def __init__(
-        self, studies: Sequence[Study | TrialStudy], options: Options, out: Path
-    ) -> None:
+    def __init__(self, studies: Sequence[Study | TrialStudy], options: Options, out: Path) -> None:
         self.options, self.out = options, out
         self.studies: dict[str, Any] = {study.task.name: study for study in studies}
         self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
@@ -152,9 +150,7 @@ def run_tasks(
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out must be a folder, got {str(out)!r}")
     plugins = load_plugins(shared.plugin)
-    studies = Studies(
-        [_planned(task, options[task.name], plugins) for task in tasks], shared, out
-    )
+    studies = Studies([_planned(task, options[task.name], plugins) for task in tasks], shared, out)
     if studies.runs and not shared.dry_run:
         studies.loggers = open_loggers(shared.log, out)
     studies.show_plan()

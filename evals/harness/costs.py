@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from commandline.variants import VariantCall
-from evals.harness.progress import clock, counted
 from evals.harness.jobs import Job
+from evals.harness.progress import clock, counted
 from evals.harness.runs import Run
 from evals.harness.trials import Trials
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic

@@ -172,9 +172,12 @@ def add_arguments(parser: argparse.ArgumentParser, experiment: bool = False) -> 
             parser.add_argument(flag, action="store_true", help=field.description)
         elif field.description:
             reads = [found.function for found in field.metadata if isinstance(found, Read)]
+            layers = experiment and name == "variants"
             parser.add_argument(
-                flag, dest=name, type=reads[0] if reads else str, metavar=field.title,
-                action="append" if name == "settings" else "store", help=field.description,
+                flag, dest=name, type=reads[0] if reads else str,
+                metavar="a,b(x=1)" if layers else field.title,
+                action="append" if name == "settings" else "store",
+                help="Train and evaluate these output layers" if layers else field.description,
                 choices=get_args(PresetName) if name == "preset" else None,
             )  # fmt: skip
 

@@ -1,10 +1,10 @@
 """Executes jobs on worker processes, or in this process.
 
 Each worker is spawned with one torch thread and sends its results after each place, which is an
-eval length or a condition. Only the parent writes result files. If a worker dies, its pipe closes and the parent repeats the run. If the
-repeated run is killed by SIGKILL at the same length, memory probably ran out: the rows of this
-length get the status "oom" (all rows if the run died in training). If the repeated run dies there
-with any other exit code, the run counts as failed.
+eval length or a condition. Only the parent writes result files. If a worker dies, its pipe closes
+and the parent repeats the run. If the repeated run is killed by SIGKILL at the same place, memory
+probably ran out: the rows of this place get the status "oom" (all rows if the run died in
+training). If the repeated run dies there with any other exit code, the run counts as failed.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from torch import Tensor
 def calibration_error(confidence: Tensor, right: Tensor, bins: int = 15) -> float:
     """The expected calibration error, with bins of equal width (Guo et al. 2017, 1706.04599).
 
-    ECE = Σ_b (n_b / N) · |mean of ``right`` in bin b − mean of ``confidence`` in bin b|. Bin b holds
-    the confidences in (b/bins, (b+1)/bins]; a confidence of 0 belongs to the first bin. Empty bins
-    add nothing.
+    ECE = Σ_b (n_b / N) · |mean of ``right`` in bin b − mean of ``confidence`` in bin b|. Bin b
+    holds the confidences in (b/bins, (b+1)/bins]; a confidence of 0 belongs to the first bin. Empty
+    bins add nothing.
 
     Args:
         confidence: (N,), the probability of the predicted class, in [0, 1].

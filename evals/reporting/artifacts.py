@@ -13,6 +13,7 @@ from evals.reporting.trials import write_trials
 from evals.results.rows import Row, is_trial
 from evals.results.store import read_rows
 from evals.results.summary import Group, csv_text, groups
+from evals.results.trials import of_tasks
 from evals.theory import trained_heads as theory
 
 
@@ -46,7 +47,7 @@ def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = Fal
 
 def main(folders: Sequence[Path], out: Path | None) -> int:
     """Write a report of the results in these folders to ``out`` (default: in the first folder)."""
-    found = groups(read_rows(folders))
+    found = groups(of_tasks(read_rows(folders), "report"))
     page = out or folders[0] / "report.html"
     note = f"results of {', '.join(map(str, folders))}"
     write_whole(page, report_html([_drawn(group) for group in found], note))

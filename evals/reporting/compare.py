@@ -11,6 +11,7 @@ from commandline.errors import UsageError
 from commandline.table import Table
 from evals.results.store import read_rows
 from evals.results.summary import Estimate, Group, Point, Series, estimate, groups
+from evals.results.trials import of_tasks
 from evals.task import Metric
 
 
@@ -144,7 +145,7 @@ def main(a: Path, b: Path, fail_below: float | None = None) -> int:
     """
     if fail_below is not None and not math.isfinite(fail_below):
         raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
-    before, after = groups(read_rows([a])), groups(read_rows([b]))
+    before, after = (groups(of_tasks(read_rows([side]), "compare")) for side in (a, b))
     found = changes(before, after)
     if not found:
         raise UsageError(f"A must have at least one score, got none in {a}")

@@ -24,6 +24,7 @@ from evals.reporting.readme_tables import markdown_table
 from evals.reporting.scores import Scores, of_group
 from evals.results.store import read_rows
 from evals.results.summary import Group, groups, version_warnings
+from evals.results.trials import of_tasks
 from evals.task import Metric
 from evals.theory.trained_heads import fitted
 
@@ -90,7 +91,7 @@ def add_parser(commands: Any) -> None:
 def main(given: argparse.Namespace) -> int:
     """Export the results in some folders."""
     to_one_file = _writes_one_file(given)
-    found = groups(read_rows(given.folders))
+    found = groups(of_tasks(read_rows(given.folders), NAME))
     _check_chosen(found, given.metric, given.lengths)
     for warning in version_warnings(found):
         print(warning, file=sys.stderr)

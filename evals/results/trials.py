@@ -9,12 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from commandline.errors import UsageError
 from evals.experiment import Experiment
-from evals.results.rows import Row
+from evals.results.rows import Row, is_trial
 from evals.results.summary import BASELINE, Estimate, estimate
 from evals.tasks import EXPERIMENTS
 
@@ -73,6 +75,22 @@ class TrialGroup:
             [row["metrics"][name] - theirs[s]["metrics"][name]
              for s, row in mine.items() if s in theirs]
         )  # fmt: skip
+
+
+def of_tasks(rows: Sequence[Row], command: str) -> list[Row]:
+    """The rows of tasks, for a command that has no tables of experiments.
+
+    Raises:
+        UsageError: all rows are of experiments.
+    """
+    found = [row for row in rows if not is_trial(row)]
+    names = ", ".join(sorted({row["task"] for row in rows if is_trial(row)}))
+    where = "; their own folders have summary.csv and report.html"
+    if names and not found:
+        raise UsageError(f"{command} needs results of tasks, got only those of {names}{where}")
+    if names:
+        print(f"note: {command} leaves out {names}{where}", file=sys.stderr)
+    return found
 
 
 def trial_groups(rows: Iterable[Row]) -> list[TrialGroup]:

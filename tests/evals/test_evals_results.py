@@ -219,7 +219,7 @@ def changed_row(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (changed_row(positions=..., seed=...), "positions is missing"),
+        (changed_row(positions=..., seed=...), "seed is missing"),
         (
             changed_row(metrics={"accuracy": float("nan")}),
             "metrics.accuracy must be a finite number, got nan",

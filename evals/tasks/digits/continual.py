@@ -3,17 +3,19 @@
 The learner is not told the task in the test, where all ten classes take part (class-incremental
 learning). With masking, the scores of the classes outside the task are replaced by a constant in
 training, and their rows of the output matrix get no gradient (after arXiv:2309.14808). An image of
-the current task is trained with the classes of this task only. Replayed images of earlier tasks are
-trained with all classes seen so far, so that the classes of different tasks are compared.
+the current task is trained with the classes of this task only. A replayed image is trained with all
+classes seen so far: only there do the classes of different tasks compete.
 
-The buffer keeps images of each finished task. It has one size in total, so each of k finished tasks
-has 1/k of it.
+The buffer has images of each task so far, the current one included. Without these, the replayed
+images would only ever lower the scores of the current classes. The buffer has one size in total, so
+each of k tasks has 1/k of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ TASKS = 5
 CONDITIONS = {
     "plain": "all classes take part in training",
     "masked": "only the classes of the task take part in training",
-    "replay": "all classes take part; images of earlier tasks are replayed",
+    "replay": "all classes take part; a few images of all tasks so far are replayed",
     "masked-replay": "both",
 }
 
@@ -67,13 +69,11 @@ def one_hot(classes: Tensor) -> Tensor:
     return mask
 
 
-def replayed(finished: list[Images], seed: int, size: int) -> Images | None:
-    """The buffer after some tasks: at most ``size`` images, equally many of each finished task."""
-    if not finished:
-        return None
-    each = size // len(finished)
+def replayed(tasks: Sequence[Images], seed: int, size: int) -> Images:
+    """The buffer: at most ``size`` images, equally many of each of these tasks."""
+    each = size // len(tasks)
     parts = []
-    for images in finished:
+    for images in tasks:
         drawn = order(seed, "replay", len(images.labels)).to(images.labels.device)
         parts.append(images.at(drawn[:each]))
     return Images(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -86,14 +86,18 @@ def step_loss(
     task: Tensor,
     seen: Tensor,
     masked: bool,
+    index: Tensor,
+    step: int,
 ) -> Tensor:
-    """The mean loss over images of the current task and replayed ones.
+    """The mean loss of a step over images of the current task and replayed ones.
 
-    task, seen: the classes of the current task, and of all tasks so far, as masks (V,).
+    task, seen: the classes of the current task, and of all tasks so far, as masks (V,). index: the
+    images of the current task in each step, (steps, batch).
     """
-    images, masks = current, task.expand(len(current.labels), -1)
+    images = current.at(index[step])
+    masks = task.expand(len(images.labels), -1)
     if old is not None:
-        images = Images(*(torch.cat(pair) for pair in zip(current, old, strict=True)))
+        images = Images(*(torch.cat(pair) for pair in zip(images, old, strict=True)))
         masks = torch.cat([masks, seen.expand(len(old.labels), -1)])
     return model.masked_loss(images, masks) if masked else model.loss(images)
 
@@ -140,33 +144,27 @@ class Continual(DigitsExperiment):
         torch.manual_seed(seed)  # the same initial weights for each condition
         model = Classifier(variant, settings).to(device)
         size = settings.buffer if "replay" in condition else 0
-        finished: list[Images] = []
+        tasks: list[Images] = []
         reached = torch.zeros(TASKS, TASKS)  # [task learned last, task tested]
         for number, classes in enumerate(groups):
-            current = of_classes(training, classes)
-            old = replayed(finished, seed, size) if size else None
+            tasks.append(of_classes(training, classes))
+            old = replayed(tasks, seed, size) if size and number else None
             masks = one_hot(classes), one_hot(groups[: number + 1].flatten())
-            index = batches(seed, settings.steps, settings.batch, len(current.labels)).to(device)
-            masked = "masked" in condition
-            fit(
-                model.train(),
-                lambda step, now=current, old=old, masks=masks, index=index: step_loss(
-                    model, now.at(index[step]), old, *masks, masked
-                ),
+            index = batches(seed, settings.steps, settings.batch, len(tasks[-1].labels)).to(device)
+            loss = partial(
+                step_loss, model.train(), tasks[-1], old, *masks, "masked" in condition, index
             )
+            fit(model, loss)
             model.eval()
             for other in range(number + 1):
                 reached[number, other] = accuracy(model, of_classes(test, groups[other]))
-            finished.append(current)
         lost = forgetting(reached)
-        return Result(
-            {
-                "accuracy": accuracy(model, test),
-                "forgetting": lost.mean().item(),
-                "learned": reached.diagonal().mean().item(),
-            },
-            {number + 1: value for number, value in enumerate(lost.tolist())},
-        )
+        metrics = {
+            "accuracy": accuracy(model, test),
+            "forgetting": lost.mean().item(),
+            "learned": reached.diagonal().mean().item(),
+        }
+        return Result(metrics, {number + 1: value for number, value in enumerate(lost.tolist())})
 
 
 def forgetting(reached: Tensor) -> Tensor:

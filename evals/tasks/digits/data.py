@@ -47,10 +47,9 @@ def digits() -> tuple[Images, str]:
     """All images in the order of scikit-learn, and a digest of them."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    digest = hashlib.sha256(found.data.tobytes() + found.target.tobytes()).hexdigest()[:16]
-    pixels = torch.from_numpy(found.data / 16).float()
-    return Images(pixels, torch.from_numpy(found.target).long()), digest
+    greys, labels = load_digits(return_X_y=True)  # greys are whole numbers from 0 to 16
+    digest = hashlib.sha256(greys.tobytes() + labels.tobytes()).hexdigest()[:16]
+    return Images(torch.from_numpy(greys / 16).float(), torch.from_numpy(labels).long()), digest
 
 
 def version() -> str:

@@ -11,13 +11,11 @@ To add a loss, add a line to `FUNCTIONS`.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attnzoo

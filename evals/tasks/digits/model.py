@@ -22,7 +22,7 @@ from evals.tasks.digits.layers import VariantLayer, layer
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Schedule):
-    """Settings of a classifier: ``width`` of both hidden layers, and the ``dropout`` behind them."""
+    """Settings of a classifier: the ``width`` of both hidden layers, ``dropout`` behind them."""
 
     steps: int = 400
     batch: int = 64
