@@ -75,6 +75,7 @@ def _nodes(d: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _mode(d: Tensor) -> tuple[Tensor, Tensor]:
     """The mode t* and its width s, both (n, 1)."""
     t = torch.zeros_like(d[:, :1])
+    width = torch.ones_like(t)
     for _ in range(STEPS):
         x = d + t
         ratio = _ratio(x)

@@ -197,7 +197,7 @@ def test_a_well_trained_token_has_a_small_positive_loss() -> None:
 def test_rows_of_zeros_have_cosine_0() -> None:
     h, matrix = torch.zeros(1, 3, requires_grad=True), rand(4, 3).float().requires_grad_()
     found = losses.margin_loss(h, matrix, torch.tensor([1]), kind="cos", margin=0.0)
-    assert float(found) == pytest.approx(math.log(4), rel=1e-6)
+    assert found.item() == pytest.approx(math.log(4), rel=1e-6)
     assert all(bool(g.isfinite().all()) for g in gradients(found, (h, matrix)))
 
 
@@ -310,4 +310,4 @@ def test_emo_has_the_value_of_cross_entropy_but_spares_similar_classes() -> None
     plain = attnzoo.losses.linear_loss(h, matrix, target, linear_bias=bias)
     torch.testing.assert_close(emo, plain, rtol=1e-9, atol=0)
     by_emo, by_plain = (torch.autograd.grad(x, bias, retain_graph=True)[0] for x in (emo, plain))
-    assert float(by_emo[1]) < float(by_plain[1])
+    assert by_emo[1].item() < by_plain[1].item()
