@@ -15,6 +15,8 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.table import markdown
 from evals.reporting.readme_tables import overview, scores, tasks_table
+from evals.reporting.trials import documented
+from evals.tasks import EXPERIMENTS
 from scripts import variant_facts as facts
 from scripts.kernels_table import kernels_table
 from scripts.profile_table import profile_table
@@ -93,6 +95,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "tasks": lambda page: tasks_table(),
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
+    **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},
     "kernels": lambda page: kernels_table(),
     "profile": lambda page: profile_table(),
 }

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import attnzoo
 from commandline.variants import VariantCall, parse_spec
 from evals.__main__ import main
-from evals.task import EVERY_VARIANT
 from evals.tasks import EXPERIMENTS
 from evals.tasks.digits import data, layers
 from evals.tasks.digits.active import (
@@ -34,7 +32,7 @@ from evals.tasks.digits.continual import (
     replayed,
     step_loss,
 )
-from evals.tasks.digits.model import Classifier, Settings, accuracy
+from evals.tasks.digits.model import Classifier
 
 CALLS = [parse_spec(text).train for text in layers.every_layer()]
 VARIANTS = [call for call in CALLS if call.name not in layers.FUNCTIONS]
@@ -98,50 +96,6 @@ def test_long_tail_has_exponentially_falling_counts() -> None:
     assert len(orders) == 5  # which classes are rare depends on the seed
     even = data.long_tailed(clean, 0, 1.0).labels.bincount()
     assert even.tolist() == [most] * 10
-
-
-# ---- output layers ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_every_output_layer_learns_and_gives_probabilities(call: VariantCall) -> None:
-    torch.manual_seed(0)
-    settings = Settings(width=32)
-    training, test = data.split(0)
-    model = Classifier(call, settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for index in data.batches(0, 60, 64, data.TRAIN):
-        loss = model.loss(training.at(index))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    p = model.eval().probabilities(test.pixels)
-    assert p.shape == (data.TEST, 10)
-    assert p.dtype == torch.float64
-    assert ((p >= 0) & (p <= 1)).all()
-    assert accuracy(model, test) > 0.5
-
-
-@pytest.mark.parametrize("call", VARIANTS, ids=str)
-def test_probabilities_of_a_variant_are_its_weights(call: VariantCall) -> None:
-    torch.manual_seed(0)
-    layer = layers.layer(8, call)
-    assert isinstance(layer, layers.VariantLayer)
-    hidden = torch.randn(5, 8, dtype=torch.float64)
-    logits = hidden @ layer.weight.double().T + layer.bias.double()
-    own = {p.name: getattr(layer, p.name) for p in layer._specs(call.name)}
-    own |= attnzoo.get_variant(call.name).output_defaults or {}
-    expected = attnzoo.probabilities(logits.float(), call.name, **own)
-    assert torch.allclose(layer.double().log_prob(hidden).exp().float(), expected, atol=1e-5)
-
-
-def test_all_variants_with_a_loss_are_output_layers() -> None:
-    names = {call.name for call in VARIANTS}
-    for name in attnzoo.list_variants():
-        reason = layers.unsupported(layers.completed(VariantCall(name)))
-        assert (reason is None) == (name in names), reason
-    assert {"softmax", "entmax", "sigmoid", "sink", "taylor"} <= names
-    assert EXPERIMENTS["classification"].presets["quick"].variants == EVERY_VARIANT
 
 
 # ---- active learning ----------------------------------------------------------------------------
@@ -226,14 +180,32 @@ def test_masking_gives_no_gradient_outside_the_task(call: VariantCall) -> None:
     current = of_classes(training, classes)
     task, outside = one_hot(classes), ~one_hot(classes)
     index = torch.arange(32)[None]
-    step_loss(model, current, None, task, task, True, index, 0).backward()
+    step_loss(model, current, None, task, task, -math.inf, index, 0).backward()
     assert layer.weight.grad is not None
     assert (layer.weight.grad[outside] == 0).all()
     assert (layer.weight.grad[task] != 0).any()
     layer.weight.grad = None
-    step_loss(model, current, None, task, task, False, index, 0).backward()
+    step_loss(model, current, None, task, task, None, index, 0).backward()
     assert layer.weight.grad is not None
     assert (layer.weight.grad[outside] != 0).any()
+
+
+def test_a_finite_logit_outside_the_task_gives_no_gradient_there() -> None:
+    torch.manual_seed(0)
+    model = Classifier(VariantCall("softmax"), ContinualSettings(width=16))
+    assert isinstance(model.output, layers.VariantLayer)
+    training, _ = data.split(0)
+    task = one_hot(classes_of_tasks(0)[1])
+    images = of_classes(training, classes_of_tasks(0)[1]).at(torch.arange(32))
+    loss = model.masked_loss(images, task, 0.5)
+    loss.backward()
+    assert model.output.weight.grad is not None
+    assert (model.output.weight.grad[~task] == 0).all()
+    assert model.output.bias is not None
+    z = model.body(images.pixels) @ model.output.weight.T + model.output.bias
+    z = z.masked_fill(~task, 0.5)
+    expected = torch.nn.functional.cross_entropy(z, images.labels)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_replayed_images_are_trained_with_all_classes_seen_so_far() -> None:
@@ -245,7 +217,7 @@ def test_replayed_images_are_trained_with_all_classes_seen_so_far() -> None:
     old = replayed(parts, 0, 20)
     assert [int(torch.isin(old.labels, classes).sum()) for classes in groups[:2]] == [10, 10]
     task, seen = one_hot(groups[1]), one_hot(groups[:2].flatten())
-    found = step_loss(model, parts[1], old, task, seen, True, torch.arange(32)[None], 0)
+    found = step_loss(model, parts[1], old, task, seen, -math.inf, torch.arange(32)[None], 0)
     images = parts[1].at(torch.arange(32))
     z, z_old = (model.output.log_prob(model.body(x.pixels)) for x in (images, old))
     losses = [

@@ -13,6 +13,7 @@ each of k tasks has 1/k of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,24 +33,32 @@ TASKS = 5
 CONDITIONS = {
     "plain": "all classes take part in training",
     "masked": "only the classes of the task take part in training",
+    "masked-value": "classes outside the task have a constant finite logit",
     "replay": "all classes take part; a few images of all tasks so far are replayed",
-    "masked-replay": "both",
+    "masked-replay": "masked, with replay",
+    "masked-value-replay": "masked-value, with replay",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContinualSettings(Settings):
-    """Settings of continual learning: ``steps`` per task, and the number of images in the
-    ``buffer`` under conditions with replay."""
+    """Settings of continual learning.
+
+    steps: per task. buffer: the number of images in the buffer under conditions with replay. value:
+    the logit of classes outside the task under "masked-value" conditions.
+    """
 
     steps: int = 150
     batch: int = 32
     buffer: int = 20
+    value: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not TASKS <= self.buffer <= 400:
             raise ValueError(f"buffer must be from {TASKS} to 400, got {self.buffer}")
+        if not math.isfinite(self.value):
+            raise ValueError(f"value must be finite, got {self.value}")
 
 
 def classes_of_tasks(seed: int) -> Tensor:
@@ -85,21 +94,22 @@ def step_loss(
     old: Images | None,
     task: Tensor,
     seen: Tensor,
-    masked: bool,
+    value: float | None,
     index: Tensor,
     step: int,
 ) -> Tensor:
     """The mean loss of a step over images of the current task and replayed ones.
 
-    task, seen: the classes of the current task, and of all tasks so far, as masks (V,). index: the
-    images of the current task in each step, (steps, batch).
+    task, seen: the classes of the current task, and of all tasks so far, as masks (V,). value: the
+    logit of classes outside the mask; None for no masking. index: the images of the current task in
+    each step, (steps, batch).
     """
     images = current.at(index[step])
     masks = task.expand(len(images.labels), -1)
     if old is not None:
         images = Images(*(torch.cat(pair) for pair in zip(images, old, strict=True)))
         masks = torch.cat([masks, seen.expand(len(old.labels), -1)])
-    return model.masked_loss(images, masks) if masked else model.loss(images)
+    return model.loss(images) if value is None else model.masked_loss(images, masks, value)
 
 
 class Continual(DigitsExperiment):
@@ -109,7 +119,12 @@ class Continual(DigitsExperiment):
         "of other tasks (after arXiv:2309.14808) and with and without a small replay buffer."
     )
     conditions: Mapping[str, str] = CONDITIONS
-    versus: Mapping[str, str] = {"masked": "plain", "masked-replay": "replay"}
+    versus: Mapping[str, str] = {
+        "masked": "plain",
+        "masked-value": "plain",
+        "masked-replay": "replay",
+        "masked-value-replay": "replay",
+    }
     metrics = (
         Metric("accuracy", "Accuracy over all ten classes after the last task, %", 100, 1),
         Metric("forgetting", "Forgetting, mean over the earlier tasks, %", 100, 1,
@@ -128,6 +143,8 @@ class Continual(DigitsExperiment):
         reason = layers.unsupported(variant)
         if reason is None and "masked" in condition and variant.name in layers.FUNCTIONS:
             return f"{variant.name} has no class mask"
+        if reason is None and "value" in condition and variant != VariantCall("softmax"):
+            return "a constant logit outside the task is for softmax"
         return reason
 
     def run(
@@ -144,6 +161,9 @@ class Continual(DigitsExperiment):
         torch.manual_seed(seed)  # the same initial weights for each condition
         model = Classifier(variant, settings).to(device)
         size = settings.buffer if "replay" in condition else 0
+        value = None
+        if "masked" in condition:
+            value = settings.value if "value" in condition else -math.inf
         tasks: list[Images] = []
         reached = torch.zeros(TASKS, TASKS)  # [task learned last, task tested]
         for number, classes in enumerate(groups):
@@ -151,9 +171,7 @@ class Continual(DigitsExperiment):
             old = replayed(tasks, seed, size) if size and number else None
             masks = one_hot(classes), one_hot(groups[: number + 1].flatten())
             index = batches(seed, settings.steps, settings.batch, len(tasks[-1].labels)).to(device)
-            loss = partial(
-                step_loss, model.train(), tasks[-1], old, *masks, "masked" in condition, index
-            )
+            loss = partial(step_loss, model.train(), tasks[-1], old, *masks, value, index)
             fit(model, loss)
             model.eval()
             for other in range(number + 1):

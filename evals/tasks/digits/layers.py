@@ -3,7 +3,14 @@
 A layer is written as a call, such as ``entmax(alpha=1.5)``. Its name is a variant or an entry of
 `FUNCTIONS`. A variant is trained with its own loss (`attnzoo.losses.linear_loss`); its
 probabilities are its weights, which for sigmoid and sink need not sum to 1. An entry of `FUNCTIONS`
-is a function of `attnzoo.losses` and the log-probabilities of its model.
+is a function of `attnzoo.losses`, and the −log p of its model:
+
+    margin_loss                    softmax of the scaled cosines, without the margin
+    noisy_loss, emo_loss           softmax
+    z_loss                         σ(a(z̃ − b)), for each class by itself: the loss is −log p / a.
+                                   The paper only ranks classes
+    spherical_loss                 (z² + ε)/Σ(z² + ε)
+    perturb_max_loss, exact_loss   P(the class has the largest score after normal noise)
 
 To add a loss, add a line to `FUNCTIONS`.
 """
@@ -11,36 +18,69 @@ To add a loss, add a line to `FUNCTIONS`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import attnzoo
+from attnzoo import losses
 from attnzoo.nn import OutputLayer
 from commandline.variants import VariantCall, complete
 from evals.tasks.digits.data import CLASSES
 
-# (hidden (N, d), weight (V, d), bias (V,), parameters) → log-probabilities (N, V).
-LogProbabilities = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+# A function (hidden (N, d), weight (V, d), target (N,), *, linear_bias, **parameters), where
+# ``linear_bias`` is missing in functions of normalized rows.
+Loss = Callable[..., Tensor]
+
+
+def _softmax(hidden: Tensor, weight: Tensor, target: Tensor, *, linear_bias: Tensor, **_) -> Tensor:
+    return losses.linear_loss(hidden, weight, target, linear_bias=linear_bias, reduction="none")
+
+
+def _cosines(hidden: Tensor, weight: Tensor, target: Tensor, **params: Any) -> Tensor:
+    params = {**params, "margin": 0.0}
+    return losses.margin_loss(hidden, weight, target, reduction="none", **params)
+
+
+def _logistic(hidden: Tensor, weight: Tensor, target: Tensor, **params: Any) -> Tensor:
+    return params["a"] * losses.z_loss(hidden, weight, target, reduction="none", **params)
 
 
 @dataclass(frozen=True)
 class Function:
-    """A loss, and the log-probabilities of its model.
+    """A loss, and the probabilities of its model.
 
-    loss: a function (hidden, weight, target, *, linear_bias, **parameters). presets: the parameters
-    with which the presets run it.
+    loss: the mean loss. surprise: −log p of the target, one number per image. presets: the
+    parameters with which the presets run the loss.
     """
 
-    loss: Callable[..., Tensor]
-    log_probabilities: LogProbabilities
+    loss: Loss
+    surprise: Loss
     presets: tuple[Mapping[str, Any], ...] = ({},)
 
+    @property
+    def has_bias(self) -> bool:
+        return "linear_bias" in inspect.signature(self.loss).parameters
 
-FUNCTIONS: dict[str, Function] = {}
+
+_MARGINS = tuple({"kind": kind} for kind in ("am", "cos", "arc"))
+_SPHERICAL = partial(losses.spherical_loss, reduction="none")
+_PERTURBED = partial(losses.perturb_max_loss, reduction="none")
+
+FUNCTIONS: dict[str, Function] = {
+    "margin_loss": Function(losses.margin_loss, _cosines, _MARGINS),
+    "noisy_loss": Function(losses.noisy_loss, _softmax, ({"alpha": 0.1},)),
+    "emo_loss": Function(losses.emo_loss, _softmax),
+    "z_loss": Function(losses.z_loss, _logistic, ({"a": 2.0, "b": 2.0},)),
+    "spherical_loss": Function(losses.spherical_loss, _SPHERICAL),
+    "perturb_max_loss": Function(losses.perturb_max_loss, _PERTURBED),
+    "exact_loss": Function(losses.exact_loss, _PERTURBED),
+}
 
 
 class VariantLayer(OutputLayer):
@@ -49,11 +89,21 @@ class VariantLayer(OutputLayer):
     def __init__(self, width: int, call: VariantCall) -> None:
         super().__init__(width, CLASSES, call.name, **call.params)
 
-    def masked_loss(self, hidden: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-        """The mean loss in which only the classes of ``mask`` (V,) or (N, V) take part."""
+    def masked_loss(
+        self, hidden: Tensor, target: Tensor, mask: Tensor, value: float = -math.inf
+    ) -> Tensor:
+        """The mean loss in which only the classes of ``mask`` (V,) or (N, V) take part.
+
+        value: the logit of the others; a finite one is for softmax.
+        """
+        if value != -math.inf:
+            assert self.variant == "softmax"
+            return losses.masked_loss(
+                hidden, self.weight, target, mask, value=value, linear_bias=self.bias
+            )
         names = [param.name for param in attnzoo.get_variant(self.variant).params]
         own = {name: getattr(self, name) for name in names if name not in ("weight", "bias")}
-        return attnzoo.losses.linear_loss(
+        return losses.linear_loss(
             hidden, self.weight, target, self.variant, linear_bias=self.bias, class_mask=mask, **own
         )
 
@@ -66,17 +116,24 @@ class FunctionLayer(nn.Module):
     def __init__(self, width: int, call: VariantCall) -> None:
         super().__init__()
         self.function, self.params = FUNCTIONS[call.name], call.params
-        self.linear = nn.Linear(width, CLASSES)
+        self.linear = nn.Linear(width, CLASSES, bias=self.function.has_bias)
+
+    def _call(self, function: Loss, hidden: Tensor, target: Tensor) -> Tensor:
+        bias = {"linear_bias": self.linear.bias} if self.function.has_bias else {}
+        return function(hidden, self.linear.weight, target, **bias, **self.params)
 
     def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The mean loss."""
-        weight, bias = self.linear.weight, self.linear.bias
-        return self.function.loss(hidden, weight, target, linear_bias=bias, **self.params)
+        return self._call(self.function.loss, hidden, target)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
         """The log-probabilities of all classes, (N, V)."""
-        weight, bias = self.linear.weight, self.linear.bias
-        return self.function.log_probabilities(hidden, weight, bias, self.params)
+        classes = torch.arange(CLASSES, device=hidden.device)
+        found = [
+            self._call(self.function.surprise, hidden, label.expand(len(hidden)))
+            for label in classes
+        ]
+        return -torch.stack(found, dim=-1)
 
 
 def layer(width: int, call: VariantCall) -> VariantLayer | FunctionLayer:
@@ -96,7 +153,8 @@ def unsupported(call: VariantCall) -> str | None:
         return f"output layer must be one of {known}, got {call.name!r}"
     hidden, target = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
     try:
-        layer(4, call).loss(hidden, target)
+        with torch.random.fork_rng(devices=()):  # a check must not change later random numbers
+            layer(4, call).loss(hidden, target)
     except (ValueError, TypeError) as error:
         return str(error)
     return None

@@ -7,6 +7,7 @@ ones the smallest index; its probability is the confidence.
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -54,10 +55,10 @@ class Classifier(nn.Module):
         """The mean loss."""
         return self.output.loss(self.body(images.pixels), images.labels)
 
-    def masked_loss(self, images: Images, mask: Tensor) -> Tensor:
-        """The mean loss in which only the classes of ``mask`` (V,) or (N, V) take part."""
+    def masked_loss(self, images: Images, mask: Tensor, value: float = -math.inf) -> Tensor:
+        """The mean loss in which classes outside ``mask`` (V,) or (N, V) have a constant logit."""
         assert isinstance(self.output, VariantLayer)
-        return self.output.masked_loss(self.body(images.pixels), images.labels, mask)
+        return self.output.masked_loss(self.body(images.pixels), images.labels, mask, value)
 
     @torch.no_grad()
     def probabilities(self, pixels: Tensor) -> Tensor:
