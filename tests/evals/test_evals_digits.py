@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ from evals.tasks.digits import data, layers
 from evals.tasks.digits.active import (
     CONDITIONS,
     ActiveSettings,
+    bounded,
     chosen,
     entropy,
     least_confidence,
     margin,
     next_images,
-    normalized,
 )
 from evals.tasks.digits.continual import (
     ContinualSettings,
@@ -125,9 +126,16 @@ def test_trimming_leaves_out_the_most_uncertain_images() -> None:
     assert chosen(torch.zeros(4), 2, 0.25).tolist() == [1, 2]  # ties: by index
 
 
-def test_probabilities_without_any_weight_count_as_uniform() -> None:
-    p = normalized(torch.tensor([[0.0, 0.0], [0.2, 0.6]], dtype=torch.float64))
-    assert p.tolist() == [[0.5, 0.5], pytest.approx([0.25, 0.75])]
+def test_probability_that_no_class_has_adds_to_the_uncertainty() -> None:
+    """The second image has a sink of probability 0.5, the third is certain to be in no class."""
+    p = torch.tensor([[0.9, 0.1], [0.4, 0.1], [0.0, 0.0]], dtype=torch.float64)
+    assert least_confidence(p).tolist() == pytest.approx([0.1, 0.6, 1.0])
+    expected = [-sum(x * math.log(x) for x in row) for row in ((0.9, 0.1), (0.4, 0.1, 0.5))]
+    assert entropy(p).tolist() == pytest.approx([*expected, 0.0])
+    assert bounded(torch.tensor([[0.9, 0.6], [0.2, 0.1]])).tolist() == [
+        pytest.approx([0.6, 0.4]),
+        pytest.approx([0.2, 0.1]),
+    ]
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
@@ -260,6 +268,15 @@ def test_wrong_options_give_one_line(
     assert shown.count("\n") == 1
 
 
+def test_without_scikit_learn_the_error_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data.digits.cache_clear()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["classification", "--preset", "smoke"]) == 2
+    assert "pip install scikit-learn" in capsys.readouterr().err
+
+
 def lines(out: Path, task: str) -> list[dict]:
     return [json.loads(line) for line in (out / task / "rows.jsonl").read_text().splitlines()]
 
@@ -280,6 +297,15 @@ def test_the_smoke_preset_runs_end_to_end(
     assert main(run) == 0  # nothing is left to do
     assert len(lines(tmp_path, task)) == len(rows)
     assert (tmp_path / task / "summary.csv").read_text() == summary
+
+
+@pytest.mark.slow
+def test_workers_give_the_same_summary(tmp_path: Path) -> None:
+    run = ["active-learning", "--preset", "smoke", "--seeds", "2"]
+    for workers in ("0", "2"):
+        assert main([*run, "--workers", workers, "--out", str(tmp_path / workers)]) == 0
+    name = "active-learning/summary.csv"
+    assert (tmp_path / "0" / name).read_text() == (tmp_path / "2" / name).read_text()
 
 
 SMALL = ["classification", "--preset", "smoke", "--steps", "2", "--workers", "0"]

@@ -7,12 +7,13 @@ the rest, the pool:
     random             at random
     least-confidence   the largest 1 − p₁, where p₁ ≥ p₂ ≥ … are an image's probabilities
     margin             the smallest p₁ − p₂
-    entropy            the largest −Σ p log p
+    entropy            the largest −Σ p log p, where 1 − Σ p counts as one more outcome
     mc-dropout         the largest entropy of the mean probabilities of several passes with dropout
 
 Under conditions that end in "-trimmed", the most uncertain images of the pool, as the strategy
-measures it, are left out in each round before the choice. Probabilities are divided by their sum
-first, because those of some output layers do not sum to 1; without any, they are uniform.
+measures it, are left out in each round before the choice. Some output layers, such as sink, leave a
+part of the probability to no class; this part adds to the uncertainty. Probabilities that sum to
+more than 1 are divided by their sum.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def margin(p: Tensor) -> Tensor:
 
 
 def entropy(p: Tensor) -> Tensor:
-    """−Σ p log p of probabilities (N, V): (N,)."""
+    """−Σ p log p of probabilities (N, V) and of the rest 1 − Σ p: (N,)."""
+    p = torch.cat([p, (1 - p.sum(dim=-1, keepdim=True)).clamp(min=0)], dim=-1)
     return -torch.special.xlogy(p, p).sum(dim=-1)
 
 
@@ -88,10 +90,9 @@ for _name in MEASURES:
     CONDITIONS[_name + TRIMMED] = f"{_name}, without the most uncertain images of the pool"
 
 
-def normalized(p: Tensor) -> Tensor:
-    """Probabilities (N, V) divided by their sum; uniform where the sum is 0."""
-    total = p.sum(dim=-1, keepdim=True)
-    return torch.where(total > 0, p / total.where(total > 0, 1.0), 1 / p.shape[-1])
+def bounded(p: Tensor) -> Tensor:
+    """Probabilities (N, V), divided by their sum where it is larger than 1."""
+    return p / p.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def chosen(uncertainty: Tensor, count: int, trim: float) -> Tensor:
@@ -109,9 +110,9 @@ def _probabilities(
     model: Classifier, pixels: Tensor, strategy: str, settings: ActiveSettings
 ) -> Tensor:
     if strategy != "mc-dropout":
-        return normalized(model.eval().probabilities(pixels))
+        return bounded(model.eval().probabilities(pixels))
     model.train()
-    passes = [normalized(model.probabilities(pixels)) for _ in range(settings.passes)]
+    passes = [bounded(model.probabilities(pixels)) for _ in range(settings.passes)]
     model.eval()
     return torch.stack(passes).mean(dim=0)
 

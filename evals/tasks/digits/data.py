@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from commandline.errors import UsageError
 from evals.tasks.draws import integers
 
 CLASSES = 10
@@ -44,8 +45,17 @@ class Images(NamedTuple):
 
 @cache
 def digits() -> tuple[Images, str]:
-    """All images in the order of scikit-learn, and a digest of them."""
-    from sklearn.datasets import load_digits
+    """All images in the order of scikit-learn, and a digest of them.
+
+    Raises:
+        UsageError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UsageError(
+            f"the digits are in a package: pip install scikit-learn ({error})"
+        ) from error
 
     greys, labels = load_digits(return_X_y=True)  # greys are whole numbers from 0 to 16
     digest = hashlib.sha256(greys.tobytes() + labels.tobytes()).hexdigest()[:16]
