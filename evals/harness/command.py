@@ -11,7 +11,7 @@ from typing import Any
 from commandline.errors import UsageError
 from evals.experiment import Experiment
 from evals.harness import costs
-from evals.harness.jobs import Context, Job
+from evals.harness.any_run import AnyRun, Context
 from evals.harness.loggers import Logger, open_loggers
 from evals.harness.options import Options
 from evals.harness.plugins import load_plugins
@@ -38,7 +38,7 @@ class Studies:
         self.options, self.out = options, out
         self.studies: dict[str, Any] = {study.task.name: study for study in studies}
         self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
-        self.runs: list[Job] = [
+        self.runs: list[AnyRun] = [
             run
             for name, study in self.studies.items()
             for run in study.runs(self.folders[name].by_key, options.shard, options.retry_failed)
@@ -51,18 +51,18 @@ class Studies:
         return default_workers(self.options.device) if given is None else given
 
     def row(
-        self, run: Job, key: str, place: Any, outcome: Outcome, training: dict[str, Any]
+        self, run: AnyRun, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
     ) -> None:
-        """Store and log one result row of a job."""
+        """Store and log one result row of a run."""
         study = self.studies[run.task]
-        row = study.row(run, key, place, outcome, training)
+        row = study.row(run, key, point, outcome, training)
         self.folders[run.task].append(row)
         for logger in self.loggers:
             for name, value in outcome.metrics.items():
                 at, step = study.log_at(row)
                 logger.scalar(at, f"test/{name}", value, step)
 
-    def loss(self, run: Job, step: int, value: float) -> None:
+    def loss(self, run: AnyRun, step: int, value: float) -> None:
         """Log a training loss of a run."""
         for logger in self.loggers:
             logger.scalar(run.log_name, "train/loss", value, step)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from commandline.variants import VariantCall
-from evals.harness.jobs import Job
+from evals.harness.any_run import AnyRun
 from evals.harness.progress import clock, counted
 from evals.harness.runs import Run
 from evals.harness.trials import Trials
@@ -38,7 +38,7 @@ class Timed(NamedTuple):
     step: float
     tests: dict[VariantCall | None, tuple[float, float]]
 
-    def of(self, run: Job) -> float:
+    def of(self, run: AnyRun) -> float:
         """The estimated seconds of a whole run."""
         task, settings = TASKS[run.task], run.settings
         total = self.step * settings.steps
@@ -55,11 +55,11 @@ class TimedTrials(NamedTuple):
 
     seconds: float
 
-    def of(self, run: Job) -> float:
+    def of(self, run: AnyRun) -> float:
         return self.seconds
 
 
-def kind(run: Job) -> tuple[object, ...]:
+def kind(run: AnyRun) -> tuple[object, ...]:
     """A key of all properties that affect a run's time. Runs with equal keys share timings."""
     if not isinstance(run, Run):
         return run.task, run.settings, run.variant, *run.tests
@@ -142,7 +142,7 @@ def _seconds(work: Callable[[], None], device: str) -> float:
     return clock() - began
 
 
-def _timed_if_it_fits(run: Job, device: str) -> Timed | TimedTrials | None:
+def _timed_if_it_fits(run: AnyRun, device: str) -> Timed | TimedTrials | None:
     try:
         if isinstance(run, Trials):
             return TimedTrials(run.estimated_seconds(device))
@@ -154,7 +154,7 @@ def _timed_if_it_fits(run: Job, device: str) -> Timed | TimedTrials | None:
         return None
 
 
-def show(runs: Sequence[Job], device: str, workers: int, verbose: bool) -> None:
+def show(runs: Sequence[AnyRun], device: str, workers: int, verbose: bool) -> None:
     """Print the estimated time of each task and in total; with ``verbose``, also of each run."""
     known: dict[tuple[object, ...], Timed | TimedTrials | None] = {}
     device = "cuda:0" if device == "cuda" else device

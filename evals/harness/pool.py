@@ -1,9 +1,9 @@
-"""Executes jobs on worker processes, or in this process.
+"""Executes runs on worker processes, or in this process.
 
-Each worker is spawned with one torch thread and sends its results after each place, which is an
+Each worker is spawned with one torch thread and sends its results after each point, which is an
 eval length or a condition. Only the parent writes result files. If a worker dies, its pipe closes
-and the parent repeats the run. If the repeated run is killed by SIGKILL at the same place, memory
-probably ran out: the rows of this place get the status "oom" (all rows if the run died in
+and the parent repeats the run. If the repeated run is killed by SIGKILL at the same point, memory
+probably ran out: the rows of this point get the status "oom" (all rows if the run died in
 training). If the repeated run dies there with any other exit code, the run counts as failed.
 """
 
@@ -24,7 +24,7 @@ import torch
 
 from commandline.files import NotWritten
 from commandline.variants import load_plugin
-from evals.harness.jobs import Context, Job, Message
+from evals.harness.any_run import AnyRun, Context, Message
 from evals.harness.progress import Progress
 from evals.harness.runs import NOT_TRAINED
 from evals.measures.arithmetic import lean_arithmetic
@@ -78,27 +78,27 @@ class Listener(Protocol):
     """Receives the results and training losses of runs."""
 
     def row(
-        self, run: Any, key: str, place: Any, outcome: Outcome, training: dict[str, Any]
+        self, run: Any, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
     ) -> None: ...
 
-    def loss(self, run: Job, step: int, value: float) -> None: ...
+    def loss(self, run: AnyRun, step: int, value: float) -> None: ...
 
 
-def _forward(listener: Listener, progress: Progress, run: Job, message: Message) -> None:
+def _forward(listener: Listener, progress: Progress, run: AnyRun, message: Message) -> None:
     """Forward the message of a run to the listener or to the progress display."""
     match message:
-        case ("stage", place, fraction):
-            stage = run.place_text(place) if place else "training"
+        case ("stage", point, fraction):
+            stage = run.point_text(point) if point else "training"
             progress.update(str(run), fraction, stage)
         case ("loss", step, value):
             listener.loss(run, step, value)
-        case ("rows", place, outcomes, training):
+        case ("rows", point, outcomes, training):
             for key, outcome in outcomes.items():
-                listener.row(run, key, place, outcome, training)
+                listener.row(run, key, point, outcome, training)
 
 
 class _Worker:
-    """A process, its current job, and the place it is working on (None: training)."""
+    """A process, its current run, and the point it is working on (None: training)."""
 
     def __init__(self, context: Context) -> None:
         spawn = get_context("spawn")
@@ -106,10 +106,10 @@ class _Worker:
         self.process = spawn.Process(target=_work_loop, args=(theirs, context), daemon=True)
         self.process.start()
         theirs.close()
-        self.run: Job | None = None
+        self.run: AnyRun | None = None
         self.stage: Any = None
 
-    def start(self, run: Job) -> None:
+    def start(self, run: AnyRun) -> None:
         self.run, self.stage = run, None
         self.pipe.send(run)
 
@@ -120,7 +120,7 @@ class _Worker:
 
 
 class Pool:
-    """Executes jobs on worker processes. A failed run does not end the others."""
+    """Executes runs on worker processes. A failed run does not end the others."""
 
     def __init__(self, contexts: list[Context], listener: Listener, progress: Progress) -> None:
         self.contexts = contexts  # one for each worker
@@ -129,7 +129,7 @@ class Pool:
         self.failures: list[Failure] = []
         self._deaths: dict[tuple[str, Any], int] = {}
 
-    def execute(self, runs: Iterable[Job]) -> list[Failure]:
+    def execute(self, runs: Iterable[AnyRun]) -> list[Failure]:
         """Execute all runs and return the failures."""
         waiting = list(runs)
         for name, value in _KEEP_FREED.items():
@@ -155,7 +155,7 @@ class Pool:
                 worker.stop()
         return self.failures
 
-    def _start(self, workers: dict[int, _Worker], slot: int, waiting: list[Job]) -> None:
+    def _start(self, workers: dict[int, _Worker], slot: int, waiting: list[AnyRun]) -> None:
         try:
             workers[slot].start(waiting[0])
         except (BrokenPipeError, ConnectionResetError):
@@ -170,10 +170,10 @@ class Pool:
         assert run is not None
         _forward(self.listener, self.progress, run, message)
         match message:
-            case ("stage", place, _):
-                worker.stage = place
-            case ("rows", place, *_):
-                tests = {n: t for n, t in run.tests.items() if n != place}
+            case ("stage", point, _):
+                worker.stage = point
+            case ("rows", point, *_):
+                tests = {n: t for n, t in run.tests.items() if n != point}
                 worker.run = replace(run, tests=tests)
             case ("stopped", text):
                 raise OSError(text)
@@ -188,7 +188,7 @@ class Pool:
         self.failures.append(failure)
         self.progress.finish(failure.run, "failed")
 
-    def _after_death(self, worker: _Worker) -> list[Job]:
+    def _after_death(self, worker: _Worker) -> list[AnyRun]:
         """Handle a worker's death. Returns a list: empty, or one run with the lengths to repeat."""
         run, stage = worker.run, worker.stage
         assert run is not None
@@ -200,14 +200,14 @@ class Pool:
         deaths = self._deaths[str(run), stage] = self._deaths.get((str(run), stage), 0) + 1
         if deaths == 1:
             return [run]
-        where = f"at {run.place_text(stage)}" if stage else "in training"
+        where = f"at {run.point_text(stage)}" if stage else "in training"
         if code != -signal.SIGKILL:
             self._fail(Failure(str(run), f"its process died twice {where}, exit code {code}"))
             return []
         failure = Outcome("oom", f"process killed twice {where}, probably out of memory")
-        for place in [stage] if stage in run.tests else list(run.tests):
-            for key in run.tests[place]:
-                self.listener.row(run, key, place, failure, NOT_TRAINED)
+        for point in [stage] if stage in run.tests else list(run.tests):
+            for key in run.tests[point]:
+                self.listener.row(run, key, point, failure, NOT_TRAINED)
         left = {n: t for n, t in run.tests.items() if stage in run.tests and n != stage}
         if not left:
             self.progress.finish(str(run), "out of memory")
@@ -216,7 +216,7 @@ class Pool:
 
 
 def execute_here(
-    runs: Iterable[Job], context: Context, listener: Listener, progress: Progress
+    runs: Iterable[AnyRun], context: Context, listener: Listener, progress: Progress
 ) -> list[Failure]:
     """Execute all runs in this process (``--workers 0``) and return the failures."""
     failures = []

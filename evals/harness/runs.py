@@ -15,7 +15,7 @@ from torch import nn
 
 from commandline.files import write_whole
 from commandline.variants import VariantCall
-from evals.harness.jobs import Context, Emit, Job
+from evals.harness.any_run import AnyRun, Context, Emit
 from evals.harness.training import NotFinite, evaluate, train
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.heads import learned
@@ -25,7 +25,7 @@ from evals.tasks import TASKS
 
 
 @dataclass(frozen=True)
-class Run(Job):
+class Run(AnyRun):
     """One training, and the evaluations of the trained model.
 
     tests[length] maps the key of a result row to the variant that is substituted at inference,
@@ -51,8 +51,8 @@ class Run(Job):
         """The file of the trained model."""
         return out / self.task / "models" / f"{self.training_key}.pt"
 
-    def place_text(self, place: int) -> str:
-        return f"n = {place}"
+    def point_text(self, point: int) -> str:
+        return f"n = {point}"
 
     def execute(self, context: Context, emit: Emit) -> str:
         return execute(self, context, emit)

@@ -23,7 +23,7 @@ from commandline.variants import (
     every_variant,
     parse_specs,
 )
-from evals.harness.jobs import Job
+from evals.harness.any_run import AnyRun
 from evals.harness.options import Options
 from evals.harness.plan import check_device, check_unique, chosen_settings, key_of, origin
 from evals.harness.progress import counted
@@ -143,24 +143,24 @@ class Study:
         ]  # fmt: skip
 
     def row(
-        self, run: Run, key: str, place: int, outcome: Outcome, training: dict[str, Any]
+        self, run: Run, key: str, point: int, outcome: Outcome, training: dict[str, Any]
     ) -> Row:
         """The result row of one (variant, position encoding, seed, eval length)."""
-        substitute = run.tests[place][key]
+        substitute = run.tests[point][key]
         return {
             "key": key,
             "task": self.task.name,
             "variant": str(run.variant) if substitute is None else f"{run.variant}->{substitute}",
             "positions": run.positions,
             "seed": run.seed,
-            "length": place,
+            "length": point,
             "status": outcome.status,
             "message": outcome.message,
             "metrics": outcome.metrics,
             "curves": outcome.curves,
             "learned": training["learned"] if substitute is None else {},
             "chance": self.task.chance(self.settings),
-            "sequences": self.settings.sequences(place),
+            "sequences": self.settings.sequences(point),
             "settings": self.settings.identity(),
             "version": self.version(Spec(run.variant, substitute or run.variant)),
             "schedule": self.settings.schedule,
@@ -177,21 +177,21 @@ class Study:
         name = f"{self.task.name}/{row['variant']}/{row['positions']}/seed{row['seed']}"
         return name, row["length"]
 
-    def headline(self, jobs: int) -> str:
-        """The study in one line; ``jobs`` is the number of runs to execute."""
+    def headline(self, runs: int) -> str:
+        """The study in one line; ``runs`` is the number of runs to execute."""
         plain = self.positions == ("none",)
         encodings = "" if plain else f", position encoding {' and '.join(self.positions)}"
         return (
             f"{self.task.name}: {counted(len(self.specs), 'variant')}, "
             f"{counted(self.seeds, 'seed')}{encodings}, train length "
             f"{self.settings.train_longest}, eval lengths up to {max(self.lengths)}: "
-            f"{counted(jobs, 'run')} to do"
+            f"{counted(runs, 'run')} to do"
         )
 
-    def details(self, jobs: Sequence[Job], out: Path) -> list[str]:
+    def details(self, runs: Sequence[AnyRun], out: Path) -> list[str]:
         """More lines about the study and its missing results."""
-        trainings = sum(not job.model(out).exists() for job in jobs if isinstance(job, Run))
-        missing = sum(len(tests) for job in jobs for tests in job.tests.values())
+        trainings = sum(not run.model(out).exists() for run in runs if isinstance(run, Run))
+        missing = sum(len(tests) for run in runs for tests in run.tests.values())
         return [
             f"  eval lengths: {', '.join(map(str, self.lengths))}",
             f"  schedule: {self.settings.schedule}",

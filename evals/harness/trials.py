@@ -1,6 +1,6 @@
 """The study of an experiment: its output layers, conditions and seeds.
 
-A job is an output layer with one seed; its places are the conditions. Keys and result files work as
+A run is an output layer with one seed; its points are the conditions. Keys and result files work as
 those of `evals.harness.study`.
 """
 
@@ -16,7 +16,7 @@ from commandline.arguments import did_you_mean, either
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_specs
 from evals.experiment import Experiment, Result
-from evals.harness.jobs import Context, Emit, Job
+from evals.harness.any_run import AnyRun, Context, Emit
 from evals.harness.options import Options
 from evals.harness.plan import check_device, check_unique, chosen_settings, key_of, origin
 from evals.harness.progress import counted
@@ -31,7 +31,7 @@ EVALUATION = 1  # version of the evaluation code: part of every row's key
 
 
 @dataclass(frozen=True)
-class Trials(Job):
+class Trials(AnyRun):
     """The trials of one output layer with one seed: ``tests`` has the key of each condition."""
 
     tests: dict[str, dict[str, None]]
@@ -43,8 +43,8 @@ class Trials(Job):
     def log_name(self) -> str:
         return f"{self.task}/{self.variant}/seed{self.seed}"
 
-    def place_text(self, place: str) -> str:
-        return place
+    def point_text(self, point: str) -> str:
+        return point
 
     def execute(self, context: Context, emit: Emit) -> str:
         failed = 0
@@ -74,7 +74,7 @@ class Trials(Job):
         return _outcome(experiment, found, time.process_time() - began)
 
     def estimated_seconds(self, device: str) -> float:
-        """An estimate of the time of the job: it is run with a twentieth of its steps."""
+        """An estimate of the time of the run: it is run with a twentieth of its steps."""
         steps = max(1, self.settings.steps // 20)
         short = replace(self, settings=replace(self.settings, steps=steps))
         began = time.process_time() if device == "cpu" else time.perf_counter()
@@ -160,7 +160,7 @@ class TrialStudy:
     def runs(
         self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
     ) -> list[Trials]:
-        """The shard's jobs, with only their missing rows. ``retry`` also repeats failed rows."""
+        """The shard's runs, with only their missing rows. ``retry`` also repeats failed rows."""
         tests: dict[tuple[int, VariantCall], dict[str, dict[str, None]]] = {}
         for row in self.row_specs():
             mine = tests.setdefault((row.seed, row.variant), {})
@@ -175,14 +175,14 @@ class TrialStudy:
         ]
 
     def row(
-        self, run: Trials, key: str, place: str, outcome: Outcome, training: dict[str, Any]
+        self, run: Trials, key: str, point: str, outcome: Outcome, training: dict[str, Any]
     ) -> Row:
         """The result row of one output layer, condition and seed."""
         return {
             "key": key,
             "task": self.task.name,
             "variant": str(run.variant),
-            "condition": place,
+            "condition": point,
             "seed": run.seed,
             "status": outcome.status,
             "message": outcome.message,
@@ -203,15 +203,15 @@ class TrialStudy:
         name = f"{self.task.name}/{row['variant']}/{row['condition']}/seed{row['seed']}"
         return name, self.settings.steps
 
-    def headline(self, jobs: int) -> str:
+    def headline(self, runs: int) -> str:
         return (
             f"{self.task.name}: {counted(len(self.variants), 'output layer')}, "
             f"{counted(len(self.conditions), 'condition')}, {counted(self.seeds, 'seed')}: "
-            f"{counted(jobs, 'run')} to do"
+            f"{counted(runs, 'run')} to do"
         )
 
-    def details(self, jobs: Sequence[Job], out: Any) -> list[str]:
-        missing = sum(len(job.tests) for job in jobs)
+    def details(self, runs: Sequence[AnyRun], out: Any) -> list[str]:
+        missing = sum(len(run.tests) for run in runs)
         return [
             f"  conditions: {', '.join(self.conditions)}",
             f"  schedule: {self.settings.schedule}",
@@ -236,7 +236,7 @@ def plan_trials(task: Experiment, options: Options, plugins: Mapping[str, str]) 
         raise UsageError(f"{task.name} has no preset {options.preset!r}; it has: {known}")
     for name, why in (
         ("positions", "it has no attention"),
-        ("lengths", "it has conditions in place of lengths"),
+        ("lengths", "it has conditions in point of lengths"),
         ("output", "--variants are its output layers"),
     ):
         if getattr(options, name) is not None:

@@ -42,7 +42,7 @@ def _crossed(
     Output layers and conditions without any value are left out; None if nothing is left.
     """
     found = {(line["variant"], line["condition"]): cell(line) for line in lines}
-    shown = {place for place, text in found.items() if text != "—"}
+    shown = {point for point, text in found.items() if text != "—"}
     variants = [v for v in dict.fromkeys(v for v, _ in found) if any(v == a for a, _ in shown)]
     conditions = [c for c in dict.fromkeys(c for _, c in found) if any(c == b for _, b in shown)]
     if not shown:

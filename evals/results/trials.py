@@ -123,8 +123,8 @@ def _group(task: Experiment, rows: Sequence[Row], firsts: Sequence[Row]) -> Tria
     for name in ("data", "device"):
         values = {str(row[name]).split(":")[0] for row in firsts}
         parts += [f"{name} {rows[0][name]}"] * (len(values) > 1)
-    by_place = {(row["variant"], row["condition"], row["seed"]): row for row in same}
-    return TrialGroup(task, settings, by_place, messages, ", ".join(parts))
+    by_point = {(row["variant"], row["condition"], row["seed"]): row for row in same}
+    return TrialGroup(task, settings, by_point, messages, ", ".join(parts))
 
 
 ENDS = ("", "_se", "_low", "_high", "_seeds")

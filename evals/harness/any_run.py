@@ -1,0 +1,55 @@
+"""What workers execute: a run, with the keys of its results."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commandline.variants import VariantCall
+
+
+@dataclass(frozen=True)
+class Context:
+    """Settings shared by all runs. Results of a task are stored in out/<task>."""
+
+    device: str
+    plugin: Path | None
+    out: Path
+
+
+# Messages of a run: ("stage", None | point, fraction of the run), ("loss", step, value) and
+# ("rows", point, outcomes, training). A point is a key of ``tests``. A worker ends a run with
+# ("done", status), ("failed", traceback) or, if a file could not be written, ("stopped", text).
+Message = tuple[Any, ...]
+Emit = Callable[[Message], None]
+
+
+@dataclass(frozen=True)
+class AnyRun(ABC):
+    """A run. tests[point][key of a result row] says what is evaluated there.
+
+    The point is an eval length or a condition. A run sends the results of one point at a time, and
+    after an interruption only the missing points are repeated.
+    """
+
+    task: str
+    variant: VariantCall
+    seed: int
+    settings: Any
+    tests: dict[Any, dict[str, Any]]
+
+    @abstractmethod
+    def execute(self, context: Context, emit: Emit) -> str:
+        """Pass the results of each point to ``emit``; returns the status, such as "done"."""
+
+    @abstractmethod
+    def point_text(self, point: Any) -> str:
+        """A point in words, such as "n = 64"."""
+
+    @property
+    @abstractmethod
+    def log_name(self) -> str:
+        """The name under which loggers show the run."""
