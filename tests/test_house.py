@@ -62,9 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Subpackages and modules of evals and benchmarks. Each may import itself and those before it.
 ORDER = {
-    "evals": (
-        "task experiment measures tasks results harness theory reporting pretrained __main__".split()
-    ),
+    "evals": [
+        *"task experiment measures tasks results".split(),
+        *"harness theory reporting pretrained __main__".split(),
+    ],
     "benchmarks": "harness suites kernels __main__".split(),
 }
 
