@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -22,10 +22,8 @@ TEMPLATE = Path(__file__).parent / "template"
 CURVE_OF = "softmax"  # the documentation shows the curve of this output layer only
 
 
-def _cell(line: Line | None, name: str, metric: Metric, sign: bool = False) -> str:
+def _cell(line: Line, name: str, metric: Metric, sign: bool) -> str:
     """Mean and standard error; a mark if a seed has no value."""
-    if line is None:
-        return "—"
     if not line[name]:
         return line["failed"] or "—"
     shown = f"{metric.factor * float(line[name]):{'+' if sign else ''}.{metric.digits}f}"
@@ -35,39 +33,40 @@ def _cell(line: Line | None, name: str, metric: Metric, sign: bool = False) -> s
 
 
 def _crossed(
-    title: str, lines: Sequence[Line], cell: Callable[[Line | None], str], note: str = ""
+    title: str, lines: Sequence[Line], name: str, metric: Metric, sign: bool = False
 ) -> Table | None:
     """A table of output layers against conditions. The more numerous of both are its rows.
 
-    Output layers and conditions without any value are left out; None if nothing is left.
+    Output layers and conditions without any entry are left out; None if no line has a value.
     """
-    found = {(line["variant"], line["condition"]): cell(line) for line in lines}
+    if not any(line[name] for line in lines):
+        return None
+    found = {
+        (line["variant"], line["condition"]): _cell(line, name, metric, sign) for line in lines
+    }
     shown = {point for point, text in found.items() if text != "—"}
     variants = [v for v in dict.fromkeys(v for v, _ in found) if any(v == a for a, _ in shown)]
     conditions = [c for c in dict.fromkeys(c for _, c in found) if any(c == b for _, b in shown)]
-    if not shown:
-        return None
     if len(variants) >= len(conditions):
         header = ["output layer", *conditions]
         rows = [[v, *(found.get((v, c), "—") for c in conditions)] for v in variants]
     else:
         header = ["condition", *variants]
         rows = [[c, *(found.get((v, c), "—") for v in variants)] for c in conditions]
-    return Table(title, header, rows, note)
+    return Table(title, header, rows)
 
 
 def metric_tables(task: Experiment, lines: Sequence[Line]) -> list[Table]:
     """A table for each metric, and of the gain over the condition to compare with."""
-    chance = f"; chance {chance_text(task.score, task.chance())}"
-    tables = []
-    for metric in task.metrics:
-        title = f"{metric.title}{chance * (metric is task.score)}"
-        tables.append(_crossed(title, lines, lambda x, m=metric: _cell(x, m.name, m)))
-    score = task.score
+    score, chance = task.score, f"; chance {chance_text(task.score, task.chance())}"
+    found = [
+        _crossed(f"{metric.title}{chance * (metric is score)}", lines, metric.name, metric)
+        for metric in task.metrics
+    ]
     pairs = ", ".join(f"{name} − {other}" for name, other in task.versus.items())
     title = f"{score.title}: difference paired by seed ({pairs})"
-    tables.append(_crossed(title, lines, lambda x: _cell(x, f"{score.name}_gain", score, True)))
-    return [table for table in tables if table is not None]
+    found.append(_crossed(title, lines, f"{score.name}_gain", score, sign=True))
+    return [table for table in found if table is not None]
 
 
 def curve_table(task: Experiment, lines: Sequence[Line]) -> Table | None:
