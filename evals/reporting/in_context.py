@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 import attnzoo
 from commandline.arguments import add_plugin
@@ -100,9 +101,10 @@ def plot(base: Baselines, trained: Sequence[Trained]) -> Figure:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     every = by_name(trained)
-    looks = looks_of([f"{mine[0].variant} · {name}" for name, mine in every.items()])
-    for (name, mine), look in zip(every.items(), looks.values(), strict=True):
-        style = {"color": look["color"], "linestyle": "--" if mine[0].heads == 1 else "-"}
+    looks = looks_of(list(dict.fromkeys(one.variant for one in trained)))
+    for name, mine in every.items():
+        dashed = "--" if mine[0].heads == 1 else "-"
+        style = {"color": looks[mine[0].variant]["color"], "linestyle": dashed}
         steps = [step for step, _ in mine[0].curve]
         curves = [[loss / base.zero[ROWS] for _, loss in one.curve] for one in mine]
         left.plot(steps, _means(curves), label=name, linewidth=1.5, **style)  # type: ignore[arg-type]
@@ -132,7 +134,9 @@ def _means(columns: Sequence[Sequence[float]]) -> list[float]:
 
 def _finish(axes: Axes) -> None:
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(**GRID)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

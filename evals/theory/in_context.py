@@ -53,7 +53,6 @@ ABOUT = (
 ROWS, WIDTH = 32, 8  # n and d of the problems that a layer is trained on
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)  # numbers of rows n that are tested
 PROBLEMS = 2000  # tested at each n
-CURVE_PROBLEMS = 500  # tested during training
 STEP_SIZES = torch.logspace(-2, 1.5, 71).tolist()  # η / n
 LINEAR = VariantCall("linear")  # attention without a normalizer; not a registered variant
 VARIANTS = "softmax,sigmoid,entmax"
@@ -215,7 +214,7 @@ def train(
     torch.manual_seed(seed)
     layer = Layer(variant, heads, schedule.width)
     found = Trained(str(variant), heads, seed)
-    watched = tuple(x[:CURVE_PROBLEMS] for x in test_problems(ROWS))
+    test_a, test_b = test_problems(ROWS)
 
     def loss(step: int) -> Tensor:
         a, b = draw(schedule.batch, ROWS, _seed("train", seed, step))
@@ -225,16 +224,17 @@ def train(
     def report(step: int, value: float, part: float) -> None:
         if step % (4 * REPORT_EVERY) == 0 or part == 1:
             with torch.no_grad():
-                found.curve.append((step, losses(*watched, layer(*watched)).mean().item()))
+                value = losses(test_a, test_b, layer(test_a, test_b)).mean().item()
+            found.curve.append((step, value))
 
     fit(layer, loss, schedule, report)
     with torch.no_grad():
         for n in base.zero:
             a, b = test_problems(n)
             found.loss[n] = losses(a, b, layer(a, b)).mean().item()
-        a, b = test_problems(ROWS)
-        mine, step = layer(a, b), -base.size[ROWS] * first_gradient(a, b)
-    apart = (predicted(a, mine) - predicted(a, step)).square().sum(-1).mean().item()
+        mine = layer(test_a, test_b)
+    step = -base.size[ROWS] * first_gradient(test_a, test_b)
+    apart = losses(test_a, predicted(test_a, step), mine).mean().item()
     cosine = torch.cosine_similarity(mine, step).mean().item()
     return Trained(found.variant, heads, seed, found.curve, found.loss, cosine, apart)
 

@@ -43,7 +43,7 @@ DTYPES = (torch.float32, torch.float64)
 ABOUT = (
     "Ranks of attention matrices, and of log P of an output layer with one softmax, a mixture of "
     "softmaxes and a mixture of contexts, beside published ranks. They depend on dtype, "
-    "initialization and tolerance; those of the published ranks are not known."
+    "initialization and tolerance. The published ranks are quoted second-hand; theirs are not known."
 )
 TOLERANCE = "σ_max · max(rows, columns) · ε"
 INITIALIZATIONS = {

@@ -112,7 +112,6 @@ def test_draws_for_tests_step_sizes_and_training_differ() -> None:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test on few problems and at two n."""
     monkeypatch.setattr(in_context, "PROBLEMS", 100)
-    monkeypatch.setattr(in_context, "CURVE_PROBLEMS", 20)
     monkeypatch.setattr(command, "LENGTHS", (16, ROWS))
 
 
