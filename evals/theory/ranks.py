@@ -42,8 +42,8 @@ PUBLISHED = {"softmaxes": (34, 629, 979, 995, 997), "contexts": (34, 34, 34, 34,
 DTYPES = (torch.float32, torch.float64)
 ABOUT = (
     "Ranks of attention matrices, and of log P of an output layer with one softmax, a mixture of "
-    "softmaxes and a mixture of contexts, beside published ranks. They depend on dtype, "
-    "initialization and tolerance. The published ranks are quoted second-hand; theirs are not known."
+    "softmaxes and a mixture of contexts. They depend on dtype, initialization and tolerance. The "
+    "published ranks are quoted second-hand, and theirs are not known."
 )
 TOLERANCE = "σ_max · max(rows, columns) · ε"
 INITIALIZATIONS = {
