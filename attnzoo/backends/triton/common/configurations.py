@@ -167,8 +167,8 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
 }
 
 # Entries for Triton before SINCE: (architecture, bits) -> "kernel feature" -> limit of the head
-# dimension -> configuration. With the entry of TABLE, a kernel would spill registers. Both entries
-# of a "threshold" kernel have the same tile.
+# dimension -> configuration. With the entry of TABLE, a kernel would spill registers. An entry
+# for "threshold" has the tile of TABLE, because `map_tile` must not depend on the version.
 SINCE = (3, 9)
 OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (80, 32): {"dq several": {128: Config(32, 32, 8, 1, 32)}},
