@@ -10,8 +10,8 @@ three_pass                 3       1  maximum; sum of e^(x−max); output, e^(x�
 three_pass_stored          3       2  maximum; sum, e^(x−max) is stored; output in place
 online                     2       1  maximum and sum together; output
 two_pass                   2       1  sum as (mantissa, exponent); output, e^x again
-online_then_top            3       1  `online`; the k largest weights
-online_top                 1       0  maximum, sum and the k largest logits together
+top                        1       0  the k largest entries
+online_top                 1       0  maximum, sum and the k largest entries together
 =====================  =====  ======  ===================================================
 
 `three_pass_stored` computes one exponential per entry, the other functions for softmax two.
@@ -310,13 +310,12 @@ def add_largest(block, start, values, columns):
 
 
 @njit
-def online_then_top(x, out, values, columns):
-    """`online`, then the k largest weights of each row: values and columns (rows, k)."""
-    online(x, out)
+def top(x, values, columns):
+    """The k largest entries of each row, and their columns: (rows, k), k at most the columns."""
     for row in range(x.shape[0]):
-        ys = out[row]
-        for start in range(0, ys.shape[0], LANES):
-            add_largest(ys[start : start + LANES], start, values[row], columns[row])
+        xs = x[row]
+        for start in range(0, xs.shape[0], LANES):
+            add_largest(xs[start : start + LANES], start, values[row], columns[row])
 
 
 @njit
@@ -331,7 +330,7 @@ def online_top(x, values, columns):
             block = xs[start : start + LANES]
             add_online(block, tops, totals)
             add_largest(block, start, values[row], columns[row])
-        top, total = merge_online(tops, totals, spare)
+        largest_entry, total = merge_online(tops, totals, spare)
         factor = inverse(total)
         for i in range(values.shape[1]):
-            values[row, i] = exp(values[row, i] - top) * factor
+            values[row, i] = exp(values[row, i] - largest_entry) * factor

@@ -61,8 +61,8 @@ class Specialization(NamedTuple):
 class Group(NamedTuple):
     """All combinations of these kernels, kinds, dtypes, head dimensions, extras and architectures.
 
-    ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind`, "linear" or "rows".
-    Calls are causal with a per-query gain, unless the extra says "full" or "no gain".
+    ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind`, "linear" or
+    "rows". Calls are causal with a per-query gain, unless the extra says "full" or "no gain".
     """
 
     kernels: tuple[str, ...]
