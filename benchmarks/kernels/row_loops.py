@@ -30,8 +30,8 @@ not reorder. Each of `LANES` columns of a block therefore has its own maximum, s
 merged at the end of the row. No fastmath is needed, so NaN and −∞ keep their meaning.
 
 Rows: x and out (rows, columns) in fp32, contiguous. −∞ has weight 0, a row of −∞ has weights 0, a
-row with NaN or +∞ is NaN. `two_pass` requires finite entries up to ±4e6, because n must be exact in
-fp32; smaller entries count as −4e6.
+row with NaN or +∞ is NaN. `two_pass` requires entries up to 1e5, and smaller finite entries than
+−1e5 count as −1e5: for larger |x| the rounding of x · log2 e takes r out of the polynomial's range.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ C0, C1, C2, C3, C4, C5 = (
 )
 ZERO, ONE = np.float32(0), np.float32(1)
 LOWEST = np.finfo(np.float32).min  # start of a maximum: −∞ − LOWEST is −∞, −∞ − (−∞) is NaN
-LEAST = np.float32(-4e6)
-LEAST_EXPONENT = np.float32(-6e6)  # below the exponent of every entry
+LEAST = np.float32(-1e5)
+LEAST_EXPONENT = np.float32(-2e5)  # below the exponent of every entry
 UNDERFLOW = np.float32(-127)
 HIDDEN = np.float32(-np.inf)
 

@@ -273,10 +273,10 @@ def on_cpu(x: Tensor, k: int) -> Iterator[tuple[str, Algorithm]]:
         (TWO, row_loops.two_pass, 3),
     ):
         yield name, Algorithm(partial(loop, xs, ys), out, accesses, THREE)
-    yield "torch.softmax", torch_softmax(x, out)
+    yield "torch, softmax", torch_softmax(x, out)
     yield THEN_TOP, Algorithm(three_then_top, values, 5, THEN_TOP)
     yield FUSED, Algorithm(partial(row_loops.online_top, xs, best, at), values, 1, THEN_TOP)
-    yield "torch.softmax and topk", Algorithm(torch_top, values, None, THEN_TOP)
+    yield "torch, softmax and top-k", Algorithm(torch_top, values, None, THEN_TOP)
 
 
 def on_gpu(x: Tensor) -> Iterator[tuple[str, Algorithm]]:
@@ -288,7 +288,7 @@ def on_gpu(x: Tensor) -> Iterator[tuple[str, Algorithm]]:
     for name, accesses in ((THREE, 4), (ONLINE, 3), (TWO, 3)):
         made = describe(name, x, out, architecture(x.device))
         yield name, Algorithm(partial(launch, made), out, accesses, THREE)
-    yield "torch.softmax", torch_softmax(x, out)
+    yield "torch, softmax", torch_softmax(x, out)
 
 
 def torch_softmax(x: Tensor, out: Tensor) -> Algorithm:
