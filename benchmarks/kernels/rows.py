@@ -54,7 +54,7 @@ FUSED, TWO, ONLINE = "online, top-k fused", "two-pass", "online"
 # The papers' speed-ups over three passes
 PAPERS = {ONLINE: "up to 1.3", TWO: "up to 1.28 AVX-512, 1.18 AVX2", FUSED: "up to 5"}
 HEADER = ("algorithm", "error", "ns/entry", "quartiles", "GB/s", "speed-up", "quartiles", "paper")
-WIDTHS = (25, 7, 8, 13, 6, 8, 10, 0)
+WIDTHS, LEFT = (25, 7, 8, 13, 6, 8, 10, 0), (0, 7)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     results: list[Result] = []
     for rows, columns in sizes:
         found = measure(args, rows, columns)
-        print(f"\n{title(args, rows, columns)}\n{aligned(HEADER, WIDTHS)}")
+        print(f"\n{title(args, rows, columns, where.get('cache_bytes'))}")
+        print(aligned(HEADER, WIDTHS, LEFT))
         for result in found:
             print(line(result), flush=True)
         results += found
@@ -190,8 +191,8 @@ def machine(device: str) -> dict[str, Any]:
         features = llvm.get_host_cpu_features().flatten()
     vectors = next((unit for unit in ("avx512f", "avx2") if f"+{unit}" in features), "neither")
     cache = cache_bytes()
-    size = "unknown" if cache is None else f"{cache / 2**20:.0f} MiB"
-    words = f"numba {numba.__version__} for {name} ({vectors}), one core; largest cache: {size}"
+    known = "unknown" if cache is None else size(cache)
+    words = f"numba {numba.__version__} for {name} ({vectors}), one core; largest cache: {known}"
     return {"compiled": words, "numba": numba.__version__, "target": name, "vectors": vectors,
             "cache_bytes": cache}  # fmt: skip
 
@@ -222,12 +223,12 @@ def measure(args: argparse.Namespace, rows: int, columns: int) -> list[Result]:
     seconds = timer_of(args).rounds(calls, args.rounds, MIN_SECONDS)
     for name, spent in seconds.items():
         baseline, accesses = seconds.get(made[name].baseline), made[name].accesses
-        spread, size = Spread.of(spent), x.numel() * x.element_size()
+        spread, whole = Spread.of(spent), x.numel() * x.element_size()
         results[name] = replace(
             results[name],
             seconds=spread,
             speedup=None if baseline is None else ratio(baseline, spent),
-            gigabytes_per_second=accesses and accesses * size / spread.median / 1e9,
+            gigabytes_per_second=accesses and accesses * whole / spread.median / 1e9,
         )
     return list(results.values())
 
@@ -298,11 +299,18 @@ def torch_softmax(x: Tensor, out: Tensor) -> Algorithm:
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def title(args: argparse.Namespace, rows: int, columns: int) -> str:
-    size = columns * getattr(torch, args.dtype).itemsize
-    of_row, whole = (f"{x / 2**20:.3g} MiB" for x in (size, size * rows))
-    top = f", top-k with k = {args.top}" if args.device == "cpu" else ""
-    return f"{rows} rows × {columns} columns, {args.dtype}: {of_row} per row, {whole}{top}"
+def title(args: argparse.Namespace, rows: int, columns: int, cache: int | None) -> str:
+    of_row = columns * getattr(torch, args.dtype).itemsize
+    words = f"{rows} rows × {columns} columns, {args.dtype}: {size(of_row)} per row"
+    if cache is not None:
+        where = ["beyond", "within"][of_row <= cache]
+        whole = ["beyond", "within"][2 * rows * of_row <= cache]
+        words += f" ({where} the largest cache), {size(2 * rows * of_row)} in and out ({whole} it)"
+    return words if args.device == "cuda" else f"{words}; k = {args.top}"
+
+
+def size(count: int) -> str:
+    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"
 
 
 def line(result: Result) -> str:
@@ -316,7 +324,7 @@ def line(result: Result) -> str:
     cells += [*spread_cells(*times, digits=3), "" if moved is None else f"{moved:.1f}"]
     gain = result.speedup
     cells += ["", ""] if gain is None else spread_cells(gain.median, gain.lower, gain.upper)
-    return aligned([*cells, result.paper], WIDTHS, (0, 7))
+    return aligned([*cells, result.paper], WIDTHS, LEFT)
 
 
 def spread_cells(median: float, lower: float, upper: float, digits: int = 2) -> list[str]:

@@ -92,6 +92,15 @@ def test_two_pass_of_more_than_2e38() -> None:
     torch.testing.assert_close(softmax("two-pass", x), expected)
 
 
+def test_the_budget_finds_small_errors() -> None:
+    """A weight that is missing from the sum, and a weight that is slightly wrong."""
+    x = torch.randn(1, 4 * BLOCK)
+    found = softmax("online", x)
+    for wrong in (found / (1 - found[0, 0]), found + 1e-4 * found * (found == found.max())):
+        with pytest.raises(AssertionError, match="times the error budget"):
+            assert_softmax(wrong, x, BLOCK)
+
+
 def test_all_kernels_have_a_configuration_name() -> None:
     assert tuple(launch.KERNELS) == ROW_KERNELS
 
