@@ -42,13 +42,17 @@ from commandline.errors import UsageError
 from commandline.table import aligned
 
 ENTRIES = 2**25  # of an array, if only --columns is given
-# Small array, large array of short rows, row of a few MiB, row larger than most caches
-SIZES = ((64, 4096), (8192, 4096), (1, 2**20), (1, 2**25))
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"dtype": "float32", "rounds": 15, "top": 5},
-    "cuda": {"dtype": "bfloat16", "rounds": 30, "top": 5},
+# Rows and columns. CPU: small array, large array of short rows, row of a few MiB, row larger than
+# most caches. A GPU needs many rows, because each has one program.
+SIZES = {
+    "cpu": ((64, 4096), (8192, 4096), (1, 2**20), (1, 2**25)),
+    "cuda": ((8192, 4096), (4096, 2**15), (1024, 2**18)),
 }
-MIN_SECONDS = 0.5
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"dtype": "float32", "rounds": 15},
+    "cuda": {"dtype": "bfloat16", "rounds": 30},
+}
+MIN_SECONDS, TOP = 0.5, 5
 THREE, THEN_TOP = "three-pass", "three-pass, then top-k"
 FUSED, TWO, ONLINE = "online, top-k fused", "two-pass", "online"
 # The papers' speed-ups over three passes
@@ -100,14 +104,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add, default = parser.add_argument, partial(by_device, DEFAULTS)
     words = "cuda if torch sees a CUDA device, otherwise cpu"
     add("--device", choices=DEVICES, help=f"Run on this device (default: {words})")
-    sizes = ", ".join(f"{rows} × {columns}" for rows, columns in SIZES)
+    sizes = {
+        device: {"sizes": [f"{rows} × {columns}" for rows, columns in known]}
+        for device, known in SIZES.items()
+    }
     add("--columns", type=numbers, metavar="N,N,…",
-        help=f"Use rows of these lengths (default: {sizes} entries)")  # fmt: skip
+        help="Use rows of these lengths; without it, these rows × columns are used "
+        + by_device(sizes, "sizes"))  # fmt: skip
     add("--rows", type=numbers, metavar="N,N,…",
-        help="Use this number of rows, or one for each number of --columns (default: as many as "
-        "hold 2^25 entries)")  # fmt: skip
+        help="With --columns: use this number of rows, or one for each number of columns "
+        "(default: as many as hold 2^25 entries)")  # fmt: skip
     add("--top", type=positive(int), metavar="K",
-        help=f"Find the K largest weights on a CPU {default('top')}")  # fmt: skip
+        help=f"Find the K largest weights; only on a CPU (default: {TOP})")  # fmt: skip
     add("--dtype", choices=DTYPES, help=f"Use inputs of this dtype {default('dtype')}")
     add("--rounds", type=integer(3, 10**6), metavar="N",
         help=f"Time at least N rounds {default('rounds')}")  # fmt: skip
@@ -149,8 +157,11 @@ def prepare(args: argparse.Namespace) -> list[tuple[int, int]]:
     sizes = sizes_of(args)
     shortest = min(columns for _, columns in sizes)
     if args.device == "cuda":
+        if args.top is not None:
+            raise UsageError("--top requires --device cpu; there is no Triton kernel for it")
         require_compiler("rows --device cuda")
         return sizes
+    args.top = TOP if args.top is None else args.top
     if args.dtype != "float32":
         raise UsageError(f"--dtype must be float32 on a CPU, got {args.dtype}")
     if args.top > shortest:
@@ -163,8 +174,8 @@ def prepare(args: argparse.Namespace) -> list[tuple[int, int]]:
 def sizes_of(args: argparse.Namespace) -> list[tuple[int, int]]:
     if args.columns is None:
         if args.rows is not None:
-            raise UsageError("--rows cannot be used without --columns")
-        return list(SIZES)
+            raise UsageError("--rows requires --columns")
+        return list(SIZES[args.device])
     rows = args.rows or [max(1, ENTRIES // columns) for columns in args.columns]
     if len(rows) == 1:
         rows = rows * len(args.columns)

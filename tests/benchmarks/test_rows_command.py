@@ -76,7 +76,7 @@ def test_nan_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--rows", "3"), "--rows cannot be used without --columns"),
+        (("--rows", "3"), "--rows requires --columns"),
         (("--columns", "8,9", "--rows", "1,2,3"), "one for each of the 2 numbers of --columns"),
         (("--columns", "0"), "--columns: must be positive ints separated by commas"),
         (("--columns", "9,4"), "--top must be at most the 4 columns of a row, got 5"),
@@ -92,6 +92,13 @@ def test_invalid_options_exit_with_status_2(
     assert message in error_of(capsys, "rows", "--device", "cpu", *options)
 
 
+def test_top_k_on_a_gpu_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "--top requires --device cpu" in error_of(capsys, "rows", "--top", "3")
+
+
 def test_missing_numba_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,7 +108,7 @@ def test_missing_numba_is_an_error(
 
 
 def test_sizes_default_to_arrays_of_equal_size() -> None:
-    assert rows.sizes_of(Namespace(columns=None, rows=None)) == list(rows.SIZES)
+    assert rows.sizes_of(Namespace(columns=None, rows=None, device="cpu")) == [*rows.SIZES["cpu"]]
     assert rows.sizes_of(Namespace(columns=[2**10, 2**26], rows=None)) == [
         (2**15, 2**10),
         (1, 2**26),
