@@ -22,8 +22,8 @@ Ablavatski (arXiv:2001.04438), "recomputing" and "reloading", and `two_pass` is 
 
 **One exponential for all.** numba vectorizes exp only with Intel's SVML, which is not on PyPI for
 every platform. So e^x = m · 2^n with n = round(x · log2 e) and a polynomial m of degree 5 is
-written out, and LLVM vectorizes it. 2^n is exact: its bits are built from n. The paper uses the
-instruction VSCALEFPS where there is AVX-512; here the same integer operations run on every CPU.
+written out, and LLVM vectorizes it. 2^n is exact: its bits are built from n, on every CPU, while the
+paper's code uses a special instruction if there is AVX-512 (VSCALEFPS).
 
 **Lanes.** A sum or maximum in one variable is a chain of dependent operations, which a compiler may
 not reorder. Each of `LANES` columns of a block therefore has its own maximum, sum or pair. They are
@@ -220,7 +220,8 @@ def add_online(block, tops, totals):
         tops[i] = x if rises else top
 
 
-@njit
+# Inlined, because LLVM then knows that the arrays do not overlap.
+@njit(inline="always")
 def merge_online(tops, totals, spare):
     """The maximum of all lanes, and the sum relative to it."""
     for i in range(LANES):
@@ -255,10 +256,11 @@ def two_pass(x, out):
             block = xs[start : start + LANES]
             for i in range(block.shape[0]):
                 m, n = split_entry(block[i])
-                common = n if n > exponents[i] else exponents[i]
-                kept = mantissas[i] * power_of_two(exponents[i] - common)
-                mantissas[i] = kept + m * power_of_two(n - common)
-                exponents[i] = common
+                rises = n > exponents[i]
+                decay = power_of_two(-abs(n - exponents[i]))
+                kept = mantissas[i] * (decay if rises else ONE)
+                mantissas[i] = kept + m * (ONE if rises else decay)
+                exponents[i] = n if rises else exponents[i]
         for i in range(LANES):
             spare[i] = exponents[i]
         common = largest(spare)
