@@ -20,10 +20,10 @@ References: `online` and `online_top` are algorithms 3 and 4 of Milakov and Gime
 (arXiv:1805.02867). `three_pass` and `three_pass_stored` are the two baselines of Dukhan and
 Ablavatski (arXiv:2001.04438), "recomputing" and "reloading", and `two_pass` is their algorithm.
 
-**One exponential for all.** numba vectorizes exp only with Intel's SVML, which is not on PyPI for
-every platform. So e^x = m · 2^n with n = round(x · log2 e) and a polynomial m of degree 5 is
-written out, and LLVM vectorizes it. 2^n is exact: its bits are built from n, on every CPU, while the
-paper's code uses a special instruction if there is AVX-512 (VSCALEFPS).
+**One exponential for all.** numba vectorizes exp only with Intel's SVML, another package, on x86.
+So e^x = m · 2^n with n = round(x · log2 e) and a polynomial m of degree 5 is written out, and LLVM
+vectorizes it. 2^n is exact: its bits are built from n. VSCALEFPS, an instruction of AVX-512 that
+multiplies by a power of two, is not used.
 
 **Lanes.** A sum or maximum in one variable is a chain of dependent operations, which a compiler may
 not reorder. Each of `LANES` columns of a block therefore has its own maximum, sum or pair. They are
