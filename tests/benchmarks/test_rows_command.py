@@ -68,9 +68,22 @@ def test_wrong_algorithm_is_found_and_not_timed(
     assert len(re.findall(r"two-pass +1\.0e-03 +WRONG, not timed", output)) == 2
 
 
+@pytest.mark.slow
+def test_rows_command_finds_all_columns_as_the_largest() -> None:
+    assert main([*TINY[:3], "--columns", "6", "--rows", "2", "--top", "6", "--rounds", "3"]) == 0
+
+
 def test_nan_is_an_error() -> None:
-    assert rows.Result(1, 1, "a", float("nan"), 1.0).wrong
+    result = rows.Result(1, 1, "a", float("nan"), 1.0)
+    assert result.wrong
+    assert result.record()["error"] is None
     assert not rows.Result(1, 1, "a", 0.5, 1.0).wrong
+
+
+def test_error_of_small_weights_is_relative_to_the_least_normal_number() -> None:
+    exact = torch.tensor([[0.75, 2e-5]], dtype=torch.float64)
+    assert rows.error_of(exact.half(), exact) <= torch.finfo(torch.float16).eps
+    assert rows.error_of(exact.half() * 1.01, exact) > 0.009
 
 
 @pytest.mark.parametrize(
