@@ -35,7 +35,7 @@ def test_rows_command_measures_each_algorithm(
     assert document["settings"]["top"] == 4
     sizes = [(row["rows"], row["columns"]) for row in document["rows"]]
     names = [row["algorithm"] for row in document["rows"]]
-    assert sizes == [(3, 200)] * 8 + [(2, 300)] * 8
+    assert sizes == [(3, 200)] * 7 + [(2, 300)] * 7
     assert {rows.THREE, rows.ONLINE, rows.TWO, rows.THEN_TOP, rows.FUSED} < set(names)
     for row in document["rows"]:
         assert row["seconds"]["median"] > 0
