@@ -272,15 +272,6 @@ def two_pass(x, out):
             ys[j] = m * factor * power_of_two(n - common)
 
 
-@njit
-def copy(x, out):
-    """For comparison: one read and one write per entry."""
-    for row in range(x.shape[0]):
-        xs, ys = x[row], out[row]
-        for j in range(xs.shape[0]):
-            ys[j] = xs[j]
-
-
 # ---- top-k --------------------------------------------------------------------------------------
 
 
