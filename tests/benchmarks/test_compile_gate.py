@@ -143,7 +143,7 @@ def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.Monkey
 
 
 def test_triton_before_3_9_uses_entries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is used by a kernel of the full set, and no tile of a block map depends on the version."""
+    """The full set uses each, and the tiles of block maps do not depend on the version."""
 
     def picked(older: bool) -> dict[Specialization, configs.Config]:
         found: dict[Specialization, configs.Config] = {}
