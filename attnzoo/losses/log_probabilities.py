@@ -14,7 +14,7 @@ from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.functional.largest import Blocks, largest
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.functional.probabilities import probabilities
-from attnzoo.functional.topk import TopK, check_k, joined, parts, rows_per_step
+from attnzoo.functional.topk import COPIED, TopK, check_k, joined, parts, rows_per_step
 from attnzoo.losses.arguments import BoundForm, bind_form, check_layer, check_loss
 from attnzoo.losses.dispatch import LossStats
 
@@ -76,7 +76,7 @@ def topk_by_chunks(
     k = check_k(k, classes, f"the number of classes, {classes}")
     flat, lead = input.reshape(-1, input.shape[-1]), input.shape[:-1]
     found = []
-    for part in parts(len(flat), rows_per_step(LOGITS, classes, input.device)):
+    for part in parts(len(flat), rows_per_step(COPIED, classes, input.device)):
         logs, indices = largest(Blocks(log_prob(flat[part])), k)
         found.append((logs.exp(), indices))
     values, indices = joined(found, k, input)
