@@ -327,7 +327,7 @@ def test_matrices_start_as_those_of_linear_and_are_decayed() -> None:
     layer = MixtureOutput(WIDTH, CLASSES, COMPONENTS, "ssmax")
     for _ in range(2):
         for weight in (layer.contexts.weight, layer.prior.weight, layer.weight):
-            assert 0.5 < float(weight.abs().max()) * WIDTH**0.5 <= 1
+            assert 0.5 < float(weight.detach().abs().max()) * WIDTH**0.5 <= 1
         with torch.no_grad():
             layer.contexts.weight.mul_(9)
         layer.reset_parameters()
