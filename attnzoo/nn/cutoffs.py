@@ -49,7 +49,8 @@ def chosen_cutoffs(
         raise ValueError("in_features // div_value must be at least 1")
     numbers = range(1, min(most, MOST) + 1) if clusters is None else [clusters]
     constants = float(tokens), float(overhead), float(smallest)
-    return min(best_cutoffs(found, number, *constants) for number in numbers)[1]
+    every = (best_cutoffs(found, number, *constants) for number in numbers)
+    return min(every, key=lambda pair: pair[0])[1]
 
 
 def _frequencies(counts: Any) -> Array:
@@ -110,14 +111,18 @@ def best_cutoffs(
         times = total(chosen, places)
         stages.append(chosen)
     whole = times + cluster(places, classes)
-    cutoffs = [int(whole.argmin())]
+    # Of equal times, the last cutoffs give the most classes many features.
+    cutoffs = [int(np.flatnonzero(whole == whole.min())[-1])]
     for chosen in reversed(stages):
         cutoffs.append(int(chosen[cutoffs[-1]]))
     return float(whole.min()), cutoffs[::-1]
 
 
 def _row_minima(cost: Callable[[Array, Array], Array], size: int) -> Array:
-    """The lowest i with the least cost(i, j), for each j; it must not decrease with j."""
+    """The highest i with the least cost(i, j), for each j; it must not decrease with j.
+
+    For j without a finite cost, the result is a lower bound for the following j.
+    """
     best = np.zeros(size, dtype=np.int64)
     step = 1 << max(size - 1, 1).bit_length() - 1
     while step:
@@ -130,8 +135,9 @@ def _row_minima(cost: Callable[[Array, Array], Array], size: int) -> Array:
         starts = np.cumsum(lengths) - lengths
         firsts = np.arange(lengths.sum()) - np.repeat(starts - low, lengths)
         costs = cost(firsts, np.repeat(ends, lengths))
-        least = np.flatnonzero(costs == np.repeat(np.minimum.reduceat(costs, starts), lengths))
-        owner = np.searchsorted(starts, least, side="right") - 1
-        best[ends] = firsts[least[np.unique(owner, return_index=True)[1]]]
+        least = np.minimum.reduceat(costs, starts)
+        equal = costs == np.repeat(least, lengths)
+        last = np.maximum.reduceat(np.where(equal, firsts, 0), starts)
+        best[ends] = np.where(np.isinf(least), low, last)
         step //= 2
     return best
