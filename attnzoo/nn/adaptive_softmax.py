@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import check_sizes, is_int, is_number, plain, shown
+from attnzoo.core.checks import check_bool, check_sizes, is_int, is_number, plain, shown
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_options, check_target
 from attnzoo.losses.log_probabilities import topk_by_chunks
@@ -17,6 +18,7 @@ from attnzoo.nn.output_layer import OutputLayer, TargetLoss
 
 IGNORED = -100  # ignore_index of the head and of the clusters
 FIXED = ("in_features", "num_classes", "variant", "bias", "ignore_index", "device", "dtype")
+CLUSTERS = 64  # the most clusters that `AdaptiveSoftmax.from_frequencies` makes
 SMALLEST = 50 * 2560.0
 
 Variant = str | tuple[str, dict[str, Any]]
@@ -97,10 +99,16 @@ class AdaptiveSoftmax(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(in_features=in_features, num_classes=num_classes)
+        check_bool("head_bias", head_bias)
         check_options("mean", 0.0, 0.0, None, ignore_index, False)
-        sizes = _sizes(in_features, _div_value(div_value))
         self.in_features, self.num_classes = in_features, num_classes
-        self.cutoffs = [*_cutoffs(cutoffs, num_classes, len(sizes), div_value), num_classes]
+        self.cutoffs = [*_cutoffs(cutoffs, num_classes), num_classes]
+        sizes = _sizes(in_features, _div_value(div_value), len(cutoffs))
+        if len(sizes) < len(cutoffs):
+            raise ValueError(
+                f"cutoffs must have at most {len(sizes)} entries, because in_features // "
+                f"div_value^{len(sizes) + 1} leaves no feature, got {len(cutoffs)}"
+            )
         self.div_value, self.ignore_index = float(div_value), int(ignore_index)
         self.shortlist_size, self.n_clusters = self.cutoffs[0], len(self.cutoffs) - 1
         name, options = _variant("variant", variant)
@@ -169,7 +177,7 @@ class AdaptiveSoftmax(nn.Module):
             them on your device. The model ignores that products of the clusters have fewer
             features, and that they need a projection.
         """
-        sizes = _sizes(in_features, _div_value(div_value))
+        sizes = _sizes(in_features, _div_value(div_value), CLUSTERS)
         found = chosen_cutoffs(counts, clusters, tokens, overhead, smallest, len(sizes))
         options = {"div_value": div_value, **options}
         return cls(in_features, len(counts), found, variant, tail_variant, **options)
@@ -287,11 +295,11 @@ class _Split(NamedTuple):
     cluster: Tensor  # (N,), 0 for the head and for ignored tokens, otherwise from 1 to J
 
 
-def _sizes(in_features: int, div_value: float) -> list[int]:
-    """The features of each possible cluster, as far as they are at least 1; at most 64 clusters."""
+def _sizes(in_features: int, div_value: float, count: int) -> list[int]:
+    """The features of the first ``count`` clusters, up to the last one that has any."""
     check_sizes(in_features=in_features)
-    sizes = (int(in_features // div_value ** (i + 1)) for i in range(64))
-    return [size for size in sizes if size >= 1]
+    every = (int(in_features // div_value ** (i + 1)) for i in range(count))
+    return list(takewhile(lambda size: size >= 1, every))
 
 
 def _div_value(value: Any) -> float:
@@ -303,7 +311,7 @@ def _div_value(value: Any) -> float:
     return float(value)
 
 
-def _cutoffs(given: Any, classes: int, most: int, div_value: float) -> list[int]:
+def _cutoffs(given: Any, classes: int) -> list[int]:
     allowed = f"ascending ints from 1 to num_classes - 1 = {classes - 1}"
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise TypeError(f"cutoffs must be a sequence of {allowed}, got {shown(given)}")
@@ -313,11 +321,6 @@ def _cutoffs(given: Any, classes: int, most: int, div_value: float) -> list[int]
         or sorted(set(cutoffs)) != cutoffs
     ):
         raise ValueError(f"cutoffs must be {allowed}, got {shown(given)}")
-    if len(cutoffs) > most:
-        raise ValueError(
-            f"cutoffs must have at most {most} entries, because in_features // "
-            f"{div_value:g}^{most + 1} leaves no feature, got {len(cutoffs)}"
-        )
     return cutoffs
 
 

@@ -34,6 +34,8 @@ def chosen_cutoffs(
     most: the largest number of clusters that have at least one feature.
     """
     found = _frequencies(counts)
+    if most < 1:
+        raise ValueError("in_features // div_value must be at least 1")
     most = min(most, len(found) - 1)
     check_sizes(optional=True, clusters=clusters)
     check_sizes(tokens=tokens)
@@ -45,8 +47,6 @@ def chosen_cutoffs(
     for name, value in (("overhead", overhead), ("smallest", smallest)):
         if not is_number(plain(value)) or not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a finite number >= 0, got {shown(value)}")
-    if most < 1:
-        raise ValueError("in_features // div_value must be at least 1")
     numbers = range(1, min(most, MOST) + 1) if clusters is None else [clusters]
     constants = float(tokens), float(overhead), float(smallest)
     every = (best_cutoffs(found, number, *constants) for number in numbers)
