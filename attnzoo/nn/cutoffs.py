@@ -1,14 +1,14 @@
 """Cutoffs of an adaptive softmax from class frequencies, by dynamic programming.
 
-The classes are sorted by frequency. The time of a step is modelled as in `time_of`. With f(i) the
-least time of the head and of clusters that cover the classes 0 … j − 1,
+The classes are sorted by frequency. The time of a product is modelled as in `time_of`. With f_m(j)
+the least time of the head and of m clusters that cover the classes 0 … j − 1,
 
     f_0(j) = g(J + j, B),    f_m(j) = min over i < j of f_{m−1}(i) + g(j − i, (P_j − P_i) B)
 
 where P_j is the share of the tokens in the first j classes. The cost of a cluster satisfies the
 quadrangle inequality: k·B does, being a product of two measures of the interval i … j, and so does
-an increasing convex function of it. The best i therefore never decreases with j, and divide and
-conquer finds all minima of a stage in V log V steps.
+an increasing convex function of it. The best i therefore never decreases with j, and a search that
+halves the range of j finds all minima of a stage in V log V steps.
 """
 
 from __future__ import annotations

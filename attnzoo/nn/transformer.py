@@ -55,9 +55,9 @@ class Transformer(nn.Module):
         rope_share: share of the pairs that "p-rope" rotates, from 0 to 1.
         output: the variant of the output layer, an `OutputLayer` that shares its matrix with the
             embedding; or an `OutputLayer`, `MixtureOutput` or `AdaptiveSoftmax` for E features and
-            ``vocab_size`` classes, whose parameters the model draws anew. Its matrix is not shared
-            unless you write ``model.output.weight = model.embed.weight``. The attribute ``output``
-            is the layer itself.
+            ``vocab_size`` classes, whose initial parameters are drawn again. Its matrix is not
+            shared unless you write ``model.output.weight = model.embed.weight``. The attribute
+            ``output`` is the layer itself.
         output_params: keyword arguments for `OutputLayer`: parameters of its variant, and others
             such as ``softcap``. ``bias`` is False unless given here. None if ``output`` is a layer.
         **params: parameters of the variant, if it is the same in all layers.
@@ -138,13 +138,14 @@ class Transformer(nn.Module):
         """Draws all matrices from a normal distribution with mean 0.
 
         The standard deviation is 0.02/√(2·depth) for the last matrix of a residual branch, and 0.02
-        for other matrices. The bias of the output layer is set to 0, or drawn as in its own
-        `reset_parameters` if a layer was given. The parameters of the output layer's variant are
-        set to their initial values.
+        for other matrices. The bias of the output layer is set to 0. The parameters of the output
+        layer's variant are set to their initial values. A layer given as ``output`` has its own
+        `reset_parameters`.
         """
         self.output.reset_parameters()
         for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
+            # A layer given as ``output`` has drawn its own matrices.
+            if parameter.dim() > 1 and not name.startswith("output."):
                 ends_branch = name.endswith(("out.weight", "down.weight"))
                 scale = (2 * len(self.layers)) ** -0.5 if ends_branch else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
