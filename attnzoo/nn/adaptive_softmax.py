@@ -80,7 +80,8 @@ class AdaptiveSoftmax(nn.Module):
     Notes:
         For softmax, initial parameters, results and state dicts are those of torch. Unlike torch,
         hidden states may have any number of dimensions, targets may be ignored, and a cluster must
-        keep at least one feature. As in torch, a cluster without targets gets no gradient.
+        keep at least one feature. As in torch, a cluster without targets gets no gradient, and
+        reading which clusters have targets makes a GPU wait and breaks the graph of torch.compile.
     """
 
     def __init__(
