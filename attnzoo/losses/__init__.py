@@ -1,9 +1,27 @@
-"""Losses of output layers whose probabilities are the weights of a variant.
+"""Losses of output layers, in memory linear in tokens + classes.
 
-`linear_loss` takes memory linear in tokens + classes.
+`linear_loss` takes the weights of a variant as probabilities. The others change the target's score,
+the noise, the classes that take part, or the distance that is measured.
 """
 
 from attnzoo.losses.dispatch import LossStats
+from attnzoo.losses.emo import emo_loss
 from attnzoo.losses.linear_loss import linear_loss, loss
+from attnzoo.losses.margins import margin_loss, noisy_loss
+from attnzoo.losses.masked import masked_loss
+from attnzoo.losses.moments import spherical_loss, z_loss
+from attnzoo.losses.perturb_max import exact_loss, perturb_max_loss
 
-__all__ = ["LossStats", "linear_loss", "loss"]
+__all__ = [
+    "LossStats",
+    "emo_loss",
+    "exact_loss",
+    "linear_loss",
+    "loss",
+    "margin_loss",
+    "masked_loss",
+    "noisy_loss",
+    "perturb_max_loss",
+    "spherical_loss",
+    "z_loss",
+]

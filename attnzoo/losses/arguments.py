@@ -142,23 +142,39 @@ def check_options(
     reduction: Any, label_smoothing: Any, lse_penalty: Any, softcap: Any, ignore_index: Any,
     return_stats: Any,
 ) -> None:  # fmt: skip
+    check_reduction(reduction, ignore_index)
+    check_number("label_smoothing", label_smoothing, most=1.0)
+    check_number("lse_penalty", lse_penalty)
+    check_softcap(softcap)
+    check_bool("return_stats", return_stats)
+
+
+def check_reduction(reduction: Any, ignore_index: Any) -> None:
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(
             f"reduction must be one of {', '.join(REDUCTIONS)}, got {shown(reduction)}"
         )
-    for name, x, most in (
-        ("label_smoothing", label_smoothing, 1.0),
-        ("lse_penalty", lse_penalty, None),
-    ):
-        allowed = "a number from 0 to 1" if most else "a finite number >= 0"
-        if not is_number(plain(x)):
-            raise TypeError(f"{name} must be {allowed}, got {shown(x)}")
-        if not 0 <= x <= (most or torch.finfo(torch.float32).max):
-            raise ValueError(f"{name} must be {allowed}, got {shown(x)}")
-    check_softcap(softcap)
     if not is_int(plain(ignore_index)):
         raise TypeError(f"ignore_index must be an int, got {shown(ignore_index)}")
-    check_bool("return_stats", return_stats)
+
+
+def check_number(
+    name: str, x: Any, least: float | None = 0.0, most: float | None = None, above: bool = False
+) -> float:
+    """Validate a finite number from ``least`` to ``most``; ``above`` excludes ``least``."""
+    x, largest = plain(x), torch.finfo(torch.float32).max
+    if most is not None:
+        allowed = f"a number from {least:g} to {most:g}"
+    elif least is not None:
+        allowed = f"a finite number {'>' if above else '>='} {least:g}"
+    else:
+        allowed = "a finite number"
+    if not is_number(x):
+        raise TypeError(f"{name} must be {allowed}, got {shown(x)}")
+    low = -largest if least is None else least
+    if not low <= x <= (largest if most is None else most) or (above and x == least):
+        raise ValueError(f"{name} must be {allowed}, got {shown(x)}")
+    return float(x)
 
 
 def check_softcap(softcap: Any) -> float | None:

@@ -6,16 +6,15 @@ db += Σ dZ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
-from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.call import score_dtype
-from attnzoo.losses.tokens import Options, Tokens, token_losses
+from attnzoo.losses.tokens import Tokens
 
 NAN = float("nan")
 # A chunk has up to CHUNK tokens, but at most 1/16 of all tokens, so that its logits take at most
@@ -24,7 +23,6 @@ CHUNK = 256
 SMALL = 2**20
 BLOCK = 2**17  # logits per elementwise block: 512 KiB in fp32 stay in the cache of a core
 CLASSES = 512  # rows of E that are copied at a time
-SPARSE = ("threshold", "select")  # normalizations with which most classes have weight 0
 
 
 class Layer(NamedTuple):
@@ -40,20 +38,35 @@ class Layer(NamedTuple):
 PER_TOKEN = {"loss": 0.0, "statistic": NAN, "power_sum": NAN, "target_score": NAN, "support": 0.0}
 
 
+class Rule(NamedTuple):
+    """What the loss of a token is.
+
+    compute: Takes logits z (n, V), their tokens and the names of wanted gradients. Returns "loss",
+        statistics and gradients of per-token vectors, each (n,), by name. If gradients are wanted,
+        z becomes ∂(factor · loss)/∂z.
+    has_stats: Whether it returns the statistics of `PER_TOKEN`.
+    sparse: Whether most entries of ∂loss/∂z are 0.
+    """
+
+    compute: Callable[[Tensor, Tokens, list[str]], dict[str, Tensor]]
+    has_stats: bool = False
+    sparse: bool = False
+
+
 def losses(
-    layer: Layer, target: Tensor, factor: Tensor, vectors: Vectors, how: Normalizer,
-    class_weight: Tensor | None, ignore_index: int, options: Options, wanted: list[str],
+    layer: Layer, target: Tensor, factor: Tensor, vectors: Vectors, rule: Rule, ignore_index: int,
+    wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     """The outputs of `PER_TOKEN`, and the ``wanted`` gradients of Σ factor · loss, by name.
 
-    All are in the dtype of scores. Statistics are tensors of shape (0,) if they are not wanted.
+    All are in the dtype of scores. Missing statistics are tensors of shape (0,).
     """
     dtype, count = score_dtype(layer.input), len(target)
     classes = layer.input.shape[1] if layer.weight is None else len(layer.weight)
     operands = {**layer._asdict(), **vectors._asdict()}
     result = {name: torch.zeros_like(operands[name], dtype=dtype) for name in wanted}
     for name, fill in PER_TOKEN.items():
-        size = count if options.want_stats or name == "loss" else 0
+        size = count if rule.has_stats or name == "loss" else 0
         result[name] = layer.input.new_full((size,), fill, dtype=dtype)
     tokens = (target != ignore_index).nonzero()[:, 0]
     size = max(1, min(CHUNK, count // 16), SMALL // max(classes, 1))
@@ -71,12 +84,11 @@ def losses(
         batch = Tokens(target[part], factor[part], hidden, cut)
         found: dict[str, list[Tensor]] = {}
         for rows in _blocks(z):
-            block = token_losses(z[rows], batch.rows(rows), how, class_weight, options, wanted)
-            for name, values in block.items():
+            for name, values in rule.compute(z[rows], batch.rows(rows), wanted).items():
                 found.setdefault(name, []).append(values)
         for name, values in found.items():
             result[name][part] = torch.cat(values).to(dtype)
-        _propagate(layer, part, z, result, how.normalize in SPARSE)
+        _propagate(layer, part, z, result, rule.sparse)
     return result
 
 

@@ -11,22 +11,18 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
-from attnzoo.backends.transforms import uses_transforms
 from attnzoo.core.activations import key_of
-from attnzoo.core.call import in_full_precision, score_dtype
+from attnzoo.core.call import in_full_precision
 from attnzoo.core.forms import FromStatistics, Pairwise
-from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.losses import quadratic
 from attnzoo.losses.arguments import (
     BoundForm,
     bind_form,
-    check_class_mask,
     check_class_weight,
-    check_layer,
     check_loss,
     check_options,
-    check_target,
 )
+from attnzoo.losses.batch import Batch, bind_batch
 from attnzoo.losses.operators import Setting, token_losses, weighted_sum
 
 
@@ -72,70 +68,39 @@ def compute_loss(
     variant: str,
     given: LossArguments,
     params: dict[str, Any],
+    logits: bool = False,
 ) -> Any:
     check_options(given.reduction, given.label_smoothing, given.lse_penalty, given.softcap,
                   given.ignore_index, given.return_stats)  # fmt: skip
-    if linear_weight is not None:
-        input, linear_weight = cast_by_autocast(input, linear_weight)
-        if linear_bias is not None:
-            (linear_bias,) = cast_by_autocast(linear_bias)
-    classes = check_layer(input, linear_weight, linear_bias)
-    lead = input.shape[:-1]
-    mask = None
-    if given.class_mask is not None:
-        mask = check_class_mask(given.class_mask, lead, classes, input.device)
-    target = check_target(target, lead, classes, mask, given.ignore_index, input.device)
+    batch = bind_batch(
+        input, linear_weight, linear_bias, target, given.ignore_index, given.reduction,
+        given.class_mask, tuple(params.values()), logits=logits,
+    )  # fmt: skip
+    input, classes, mask = batch.input, batch.classes, batch.class_mask
     class_weight = None
     if given.weight is not None:
         class_weight = check_class_weight(given.weight, classes, input)
-    tensors = [
-        x for x in (input, linear_weight, linear_bias, *params.values()) if isinstance(x, Tensor)
-    ]
-    if uses_transforms(*tensors):
-        raise ValueError(
-            "attnzoo.losses supports neither torch.func transforms (vmap, grad, jvp, ...) nor "
-            "forward-mode derivatives"
-        )
-    input = input.reshape(-1, input.shape[-1])
     with in_full_precision(input.device):
-        found = bind_form("linear_loss", variant, input, classes, mask, params, lead)
+        found = bind_form("linear_loss", variant, input, classes, mask, params, batch.lead)
         form = found.form
         check_loss(found.bound.variant, form, given.label_smoothing, given.lse_penalty)
-        factor = _factor(target, class_weight, given, found.call.dtype)
-        vectors = _vectors(found)
-        if linear_weight is not None and _by_moments(form, given, input, classes):
-            losses, stats = _quadratic_losses(
-                input, linear_weight, linear_bias, target, vectors.gain, form, given, class_weight
-            )
+        factor, vectors = batch.factor(class_weight), _vectors(found)
+        if batch.weight is not None and _by_moments(form, given, input, classes):
+            losses, stats = _quadratic_losses(batch, vectors.gain, form, class_weight)
             loss = losses if given.reduction == "none" else weighted_sum(losses, factor)
         else:
             setting = Setting(
-                key_of(form.activation), form.normalize, form.keep, given.softcap,
-                given.ignore_index, float(given.label_smoothing), float(given.lse_penalty),
-                given.return_stats,
+                "form", given.ignore_index, activation=key_of(form.activation),
+                normalize=form.normalize, keep=form.keep, softcap=given.softcap,
+                label_smoothing=float(given.label_smoothing), lse_penalty=float(given.lse_penalty),
+                want_stats=given.return_stats,
             )  # fmt: skip
             operands = (
-                input, linear_weight, linear_bias, *vectors, mask, target, factor, class_weight,
+                input, batch.weight, batch.bias, *vectors, mask, batch.target, factor, class_weight,
             )  # fmt: skip
             loss, *stats = token_losses(given.reduction != "none", setting, operands)
-    if given.reduction == "none":
-        loss = loss.reshape(lead)
-    if given.reduction == "mean" and not len(target):
-        loss = loss + float("nan")  # 0/0, as in torch
-    return (loss, _stats(stats, form, lead)) if given.return_stats else loss
-
-
-def _factor(
-    target: Tensor, class_weight: Tensor | None, given: LossArguments, dtype: torch.dtype
-) -> Tensor:
-    """The factor of each token in the reduced loss; 0 for ignored tokens."""
-    counted = target != given.ignore_index
-    if given.reduction != "mean":
-        return counted.to(dtype)
-    share = counted.to(dtype)
-    if class_weight is not None:
-        share = share * class_weight[target.where(counted, 0)]
-    return counted / share.sum()
+    loss = batch.shaped(loss)
+    return (loss, _stats(stats, form, batch.lead)) if given.return_stats else loss
 
 
 def _vectors(found: BoundForm) -> Vectors:
@@ -168,34 +133,20 @@ def _by_moments(form: Pairwise, given: LossArguments, input: Tensor, classes: in
 
 
 def _quadratic_losses(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    gain: Tensor | None,
-    form: Pairwise,
-    given: LossArguments,
-    class_weight: Tensor | None,
+    batch: Batch, gain: Tensor | None, form: Pairwise, class_weight: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
     """log Σ_j φ(s_j) − log φ(s_y), and the statistics of `token_losses`."""
     assert form.activation.quadratic is not None
+    assert batch.weight is not None
     a, b, c = form.activation.quadratic
-    counted = target != given.ignore_index
-    target = target.where(counted, 0)
-    # NaN in an ignored token must not reach the gradients.
-    h = input.to(score_dtype(input)).masked_fill(~counted[:, None], 0.0)
-    rows = quadratic.target_rows(weight=weight, target=target, dtype=h.dtype)
-    score = torch.linalg.vecdot(h, rows)
-    if bias is not None:
-        score = score + bias.index_select(0, target)
-    if gain is not None:
-        score = score * gain
-    total = quadratic.log_sum(h, weight, bias, gain, (a, b, c))
+    counted, logits = batch.counted, quadratic.logits_of(batch)
+    score = logits.target if gain is None else logits.target * gain
+    total = quadratic.log_sum(logits, gain, (a, b, c), batch.classes)
     loss = total - torch.log(a + score * (b + c * score))
     if class_weight is not None:
-        loss = loss * class_weight[target]
+        loss = loss * class_weight[batch.classes_of_tokens]
     nan = torch.full_like(score, float("nan"))
-    stats = [nan, nan, score.detach().where(counted, nan), counted * float(len(weight))]
+    stats = [nan, nan, score.detach().where(counted, nan), counted * float(batch.classes)]
     return loss.where(counted, 0.0), stats
 
 

@@ -152,8 +152,6 @@ def linear_loss(
         class_mask, softcap, weight, label_smoothing, lse_penalty, ignore_index, reduction,
         return_stats,
     )  # fmt: skip
-    if linear_weight is None:
-        raise TypeError("linear_weight must be a tensor (V, d), got None; loss() takes logits")
     return compute_loss(input, linear_weight, linear_bias, target, variant, given, params)
 
 
@@ -244,4 +242,4 @@ def loss(
         class_mask, softcap, weight, label_smoothing, lse_penalty, ignore_index, reduction,
         return_stats,
     )  # fmt: skip
-    return compute_loss(logits, None, None, target, variant, given, params)
+    return compute_loss(logits, None, None, target, variant, given, params, logits=True)

@@ -7,6 +7,7 @@ scores of a chunk. The backward pass only multiplies them by the gradient of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 import torch
@@ -17,8 +18,11 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import BY_KEY
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.losses.chunks import PER_TOKEN, Layer, losses
-from attnzoo.losses.tokens import Options
+from attnzoo.losses.batch import Batch
+from attnzoo.losses.chunks import PER_TOKEN, Layer, Rule, losses
+from attnzoo.losses.perturbed import perturbed_losses
+from attnzoo.losses.rest import rest_losses
+from attnzoo.losses.tokens import Options, form_losses
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,16 +39,42 @@ def first_derivatives_only(function: Callable[P, R]) -> Operator[P, R]:
 
 
 class Setting(NamedTuple):
-    """Operands that are not differentiable and not tensors."""
+    """Operands that are not differentiable and not tensors.
 
-    activation: str
-    normalize: str
-    keep: int | None
-    softcap: float | None
+    ``deviation`` belongs to the rule "perturbed", all fields after it to "form".
+    """
+
+    rule: str  # a key of RULES
     ignore_index: int
-    label_smoothing: float
-    lse_penalty: float
-    want_stats: bool
+    deviation: float = 1.0
+    activation: str = ""
+    normalize: str = ""
+    keep: int | None = None
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    lse_penalty: float = 0.0
+    want_stats: bool = False
+
+
+SPARSE = ("threshold", "select")  # normalizations with which most classes have weight 0
+
+
+def _form_rule(s: Setting, class_weight: Tensor | None) -> Rule:
+    how = Normalizer(BY_KEY[s.activation], s.normalize, s.keep)
+    options = Options(s.softcap, s.label_smoothing, s.lse_penalty, s.want_stats)
+    compute = partial(form_losses, how=how, class_weight=class_weight, options=options)
+    return Rule(compute, s.want_stats, s.normalize in SPARSE)
+
+
+def _rest_rule(s: Setting, class_weight: Tensor | None) -> Rule:
+    return Rule(rest_losses)
+
+
+def _perturbed_rule(s: Setting, class_weight: Tensor | None) -> Rule:
+    return Rule(partial(perturbed_losses, deviation=s.deviation))
+
+
+RULES = {"form": _form_rule, "rest": _rest_rule, "perturbed": _perturbed_rule}
 
 
 @first_derivatives_only
@@ -54,13 +84,9 @@ def output_layer(
     setting: Setting, wanted: list[str],
 ) -> list[Tensor]:  # fmt: skip
     """Loss and statistics per token, then the gradients of Σ factor · loss that are wanted."""
-    s = setting
+    layer, rule = Layer(input, weight, bias, class_mask), RULES[setting.rule](setting, class_weight)
     with in_full_precision(input.device):
-        found = losses(
-            Layer(input, weight, bias, class_mask), target, factor, vectors,
-            Normalizer(BY_KEY[s.activation], s.normalize, s.keep), class_weight, s.ignore_index,
-            Options(s.softcap, s.label_smoothing, s.lse_penalty, s.want_stats), wanted,
-        )  # fmt: skip
+        found = losses(layer, target, factor, vectors, rule, setting.ignore_index, wanted)
     return [found[name] for name in (*PER_TOKEN, *wanted)]
 
 
@@ -141,6 +167,15 @@ def run(named: dict[str, Any], setting: Setting, wanted: list[str]) -> list[Tens
     vectors = Vectors(*(named[name] for name in Vectors._fields))
     rest = {name: x for name, x in named.items() if name not in Vectors._fields}
     return output_layer(vectors=vectors, setting=setting, wanted=wanted, **rest)
+
+
+def batch_loss(batch: Batch, setting: Setting, vectors: Vectors | None = None) -> Tensor:
+    """The loss of a batch, reduced and shaped as the batch asks for."""
+    operands = (
+        batch.input, batch.weight, batch.bias, *(vectors or Vectors()), batch.class_mask,
+        batch.target, batch.factor(), None,
+    )  # fmt: skip
+    return batch.shaped(token_losses(batch.reduction != "none", setting, operands)[0])
 
 
 def weighted_sum(loss: Tensor, factor: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from attnzoo.backends.operator import operator
 from attnzoo.core.call import in_full_precision
+from attnzoo.losses.batch import Batch
 from attnzoo.losses.operators import FIRST_ONLY
+from attnzoo.losses.targets import hidden_and_target
 
 ROWS = 4096  # number of classes per step; a step copies their rows to subtract the mean
 
@@ -78,21 +80,24 @@ def _rows(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Iterator[T
         yield part
 
 
-@operator
-def target_rows(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the targets in the dtype of scores. Their gradients are summed in that dtype too."""
-    return weight.index_select(0, target).to(dtype)
+class Logits(NamedTuple):
+    """Logits of the targets, and moments of the logits of all classes."""
+
+    target: Tensor  # z_y, (N,)
+    centred: Tensor  # z_y − mean, (N,)
+    mean: Tensor  # (N,)
+    variance: Tensor  # (N,)
 
 
-@target_rows.fake
-def _(*, weight: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.new_empty((len(target), weight.shape[1]), dtype=dtype)
-
-
-@target_rows.backward("weight", no_double=FIRST_ONLY)
-def target_rows_backward(*, weight: Tensor, target: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    total = torch.zeros_like(weight, dtype=dout.dtype).index_add_(0, target, dout)
-    return {"weight": total.to(weight.dtype)}
+def logits_of(batch: Batch) -> Logits:
+    """Target logits and moments; differentiable. Rows of ignored tokens count as 0."""
+    h, rows = hidden_and_target(batch)
+    assert batch.weight is not None
+    mean, gram = class_moments(weight=batch.weight, bias=batch.bias, dtype=h.dtype)
+    spread = torch.linalg.vecdot(h @ gram, h) / len(batch.weight)
+    # The difference is taken between classes, so that an offset that all classes share cancels.
+    centred = torch.linalg.vecdot(h, rows - mean)
+    return Logits(torch.linalg.vecdot(h, rows), centred, h @ mean, spread)
 
 
 def cheaper(tokens: int, classes: int, dim: int) -> bool:
@@ -101,16 +106,11 @@ def cheaper(tokens: int, classes: int, dim: int) -> bool:
 
 
 def log_sum(
-    h: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor | None,
-    coefficients: tuple[float, float, float],
-) -> Tensor:  # fmt: skip
-    """log Σ_j φ(s_j) for tokens h (N, d) in the dtype of scores."""
+    logits: Logits, gain: Tensor | None, coefficients: tuple[float, float, float], classes: int
+) -> Tensor:
+    """log Σ_j φ(s_j)"""
     a, b, c = coefficients
-    mean, gram = class_moments(weight=weight, bias=bias, dtype=h.dtype)
-    if bias is not None:
-        h = torch.nn.functional.pad(h, (0, 1), value=1.0)
+    t, spread = logits.mean, logits.variance
     if gain is not None:
-        h = h * gain[:, None]
-    t = h @ mean
-    spread = torch.linalg.vecdot(h @ gram, h) / len(weight)
-    return torch.log(a + b * t + c * (t * t + spread)) + math.log(len(weight))
+        t, spread = t * gain, spread * gain.square()
+    return torch.log(a + b * t + c * (t * t + spread)) + math.log(classes)

@@ -1,4 +1,4 @@
-"""The loss of some tokens and its gradient, from their logits over all classes.
+"""The loss of a form for some tokens, and its gradient, from their logits over all classes.
 
     L = m·A(s) − Σ_j a_j ℓ(s_j) + λ·lse²,  s = gain · softcap(z)
 
@@ -56,14 +56,11 @@ class _Target(NamedTuple):
     total: Tensor  # [n, 1], m
 
 
-def token_losses(
-    z: Tensor, tokens: Tokens, how: Normalizer, class_weight: Tensor | None, options: Options,
-    wanted: list[str],
+def form_losses(
+    z: Tensor, tokens: Tokens, wanted: list[str], how: Normalizer, class_weight: Tensor | None,
+    options: Options,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Losses, statistics and gradients of per-token vectors, each (n,), by name.
-
-    If ``wanted`` is not empty, z (n, V) becomes ∂(factor · L)/∂z.
-    """
+    """`chunks.Rule` of the losses above."""
     cap_slope = None
     if options.softcap is not None:
         z.div_(options.softcap).tanh_()

@@ -33,12 +33,14 @@ FUSED = ("linear_cross_entropy", "linear_cross_entropy, chunked")
 class OutputSetting(Setting):
     """An output layer for ``length`` tokens of ``head_dim`` numbers. Scores have std input_scale.
 
-    packages: whether to compare with other packages, which hold several N × V matrices. top: if not
-    0, the inputs are scores, and this many of the largest probabilities are computed.
+    packages: whether to compare with other packages, which hold several N × V matrices. moments:
+    whether to compare losses that need only moments of the classes. top: if not 0, the inputs are
+    scores, and this many of the largest probabilities are computed.
     """
 
     classes: int = 32000
     packages: bool = False
+    moments: bool = False
     top: int = 0
 
     @property
@@ -85,6 +87,13 @@ def loss_of(case: Case) -> Attend:
     return partial(attnzoo.losses.linear_loss, variant=case.variant, **case.params)
 
 
+# Losses that need only the mean and the Gram matrix of the classes, with arguments.
+MOMENT_LOSSES: dict[str, Attend] = {
+    "z_loss": partial(attnzoo.losses.z_loss, a=0.1, b=10.0),
+    "spherical_loss": attnzoo.losses.spherical_loss,
+}
+
+
 def losses_of_torch() -> dict[str, Callable[[], Attend]]:
     """Torch's `linear_cross_entropy` without and with chunks, and its `cross_entropy` of logits."""
     return {
@@ -102,10 +111,14 @@ def _chunked() -> Attend:
 # ---- the check ----------------------------------------------------------------------------------
 
 
-def by_formula(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The mean loss and its gradients, from all scores and the definition of the weights."""
+# Computes the losses of tokens (N, 1) from all logits (N, V) and targets (N, 1).
+Formula = Callable[[Tensor, Tensor], Tensor]
+
+
+def by_formula(formula: Formula, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The mean loss and its gradients, from all scores."""
     hidden, matrix = (x.detach().to(dtype).requires_grad_() for x in (inputs.q, inputs.k))
-    loss = _dense(case, hidden @ matrix.T, inputs.v[:, None]).mean()
+    loss = formula(hidden @ matrix.T, inputs.v[:, None]).mean()
     gradients = torch.autograd.grad(loss, (hidden, matrix))
     return {"loss": loss.detach(), "dinput": gradients[0], "dweight": gradients[1]}
 
@@ -133,6 +146,24 @@ def _dense(case: Case, logits: Tensor, column: Tensor) -> Tensor:
     return (p * scores).sum(-1, keepdim=True) - omega - scores.gather(1, column)
 
 
+def _z_loss(logits: Tensor, column: Tensor) -> Tensor:
+    score = (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, correction=0, keepdim=True)
+    return torch.log1p(torch.exp(0.1 * (10.0 - score.gather(1, column)))) / 0.1
+
+
+def _spherical_loss(logits: Tensor, column: Tensor) -> Tensor:
+    squares = logits.square() + 1e-3
+    return -(squares.gather(1, column) / squares.sum(-1, keepdim=True)).log()
+
+
+FORMULAS: dict[str, Formula] = {"z_loss": _z_loss, "spherical_loss": _spherical_loss}
+
+
+def formula_of(name: str, case: Case) -> Formula:
+    """The formula of a row of the benchmark."""
+    return FORMULAS.get(name, partial(_dense, case))
+
+
 def _column(vector: Any) -> Tensor | float:
     """Converts a per-query vector of a form, such as the gain, to a float or a tensor (n, 1)."""
     return vector.reshape(-1, 1) if isinstance(vector, Tensor) else float(vector)
@@ -151,12 +182,12 @@ def _form(case: Case, logits: Tensor) -> tuple[attnzoo.Pairwise, dict[str, Any]]
     return form, params
 
 
-def check_loss(case: Case, setting: OutputSetting) -> Check:
-    """Compares loss and gradients of `linear_loss` on a small layer with fp64."""
-    inputs = output_inputs(setting.small)
-    exact = by_formula(case, inputs, torch.float64)
-    plain = by_formula(case, inputs, inputs.q.dtype)
-    loss = loss_of(case)(inputs.q, inputs.k, inputs.v)
+def check_loss(attend: Attend, name: str, case: Case, setting: OutputSetting) -> Check:
+    """Compares a loss of attnzoo and its gradients on a small layer with fp64."""
+    inputs, formula = output_inputs(setting.small), formula_of(name, case)
+    exact = by_formula(formula, inputs, torch.float64)
+    plain = by_formula(formula, inputs, inputs.q.dtype)
+    loss = attend(inputs.q, inputs.k, inputs.v)
     gradients = torch.autograd.grad(loss, (inputs.q, inputs.k))
     found = dict(zip(exact, (loss.detach(), *gradients), strict=True))
     slack = torch.finfo(inputs.q.dtype).eps + (RESIDUAL if case.has_threshold else 0.0)
@@ -167,7 +198,7 @@ def check_loss(case: Case, setting: OutputSetting) -> Check:
 def error_of_loss(attend: Attend, case: Case, setting: OutputSetting) -> float:
     """The relative error of a baseline's loss on a small layer."""
     inputs = output_inputs(setting.small, gradients=False)
-    exact = by_formula(case, inputs, torch.float64)["loss"]
+    exact = by_formula(partial(_dense, case), inputs, torch.float64)["loss"]
     with warnings.catch_warnings():  # on small layers torch falls back to the path without chunks
         warnings.simplefilter("ignore")
         found = attend(inputs.q, inputs.k, inputs.v)

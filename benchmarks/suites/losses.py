@@ -2,10 +2,10 @@
 
 The first tables, one for each number of tokens, have a row for each variant with
 `attnzoo.losses.linear_loss` and one for each function for cross entropy in torch. Another table has
-the variants whose loss needs only the mean and the Gram matrix of the classes (taylor), on a layer
-with many classes and few dimensions. The next table has the losses of the package entmax, on at
-most 1024 tokens because they hold several tokens × classes matrices. The last table has
-`attnzoo.topk_probabilities` beside softmax and topk.
+the losses that need only the mean and the Gram matrix of the classes (taylor, `z_loss` and
+`spherical_loss`), on a layer with many classes and few dimensions. The next table has the losses of
+the package entmax, on at most 1024 tokens because they hold several tokens × classes matrices. The
+last table has `attnzoo.topk_probabilities` beside softmax and topk.
 
 Columns: the error on a small layer that uses the largest share of its budget, and this share; the
 median time and its quartiles; the time divided by that of each loss of softmax in the same rounds
@@ -43,6 +43,7 @@ from benchmarks.harness.options import (
 )
 from benchmarks.harness.output_layers import (
     FUSED,
+    MOMENT_LOSSES,
     OutputSetting,
     check_loss,
     check_top,
@@ -160,7 +161,7 @@ class LossBench(Bench):
             elif e.kind == "baseline":
                 row.error = error_of_loss(e.attend, e.case, setting)
             else:
-                row.check = check_loss(e.case, setting)
+                row.check = check_loss(e.attend, e.name, e.case, setting)
 
 
 # ---- the rows -----------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def layers(args: argparse.Namespace, cases: list[Case]) -> Groups:
         yield setting, partial(list, implementations(chosen, setting))
     chosen = [case for case in cases if uses_moments(case)]
     if chosen:
-        many = replace(made[-1], classes=args.many_classes, head_dim=MANY_DIM)
+        many = replace(made[-1], classes=args.many_classes, head_dim=MANY_DIM, moments=True)
         yield many, partial(list, implementations(chosen, many))
     chosen = [case for case in cases if entmax_loss(case)]
     if chosen:
@@ -209,7 +210,7 @@ def implementations(cases: list[Case], setting: OutputSetting) -> Iterator[Imple
         yield Implementation(TOP_ROW, SOFTMAX, inputs, partial(top_probabilities, TOP))
         return
     inputs = output_inputs(setting)
-    if not (setting.packages or any(map(uses_moments, cases))):
+    if not (setting.packages or setting.moments):
         for name, make in losses_of_torch().items():
             yield Implementation(name, SOFTMAX, inputs, make, "baseline")
     for case in [SOFTMAX, *(case for case in cases if case != SOFTMAX)]:
@@ -217,6 +218,9 @@ def implementations(cases: list[Case], setting: OutputSetting) -> Iterator[Imple
         if setting.packages:
             for name, make in entmax_loss(case).items():
                 yield Implementation(name, case, inputs, make, "baseline")
+    if setting.moments:
+        for name, loss in MOMENT_LOSSES.items():
+            yield Implementation(name, SOFTMAX, inputs, partial(lambda found: found, loss))
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ def conclude(rows: Iterable[Row], cases: Iterable[Case]) -> Iterator[str]:
             yield f"softmax: {max(fused):.2f} × the time of the faster linear_cross_entropy {where}"
         elif SOFTMAX.spec in ratios:
             share = ratios[SOFTMAX.spec]
-            if uses_moments(row.case):
+            if uses_moments(row.case) or row.name in MOMENT_LOSSES:
                 yield f"{row.name}: {1 / share:.1f} × faster than softmax {where}"
             else:
                 yield f"{row.name}: {share:.2f} × the time of softmax {where}"

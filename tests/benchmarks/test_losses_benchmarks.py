@@ -14,7 +14,15 @@ import attnzoo
 from benchmarks.__main__ import main
 from benchmarks.harness import baselines, output_layers
 from benchmarks.harness.cases import SOFTMAX, Case
-from benchmarks.harness.output_layers import OutputSetting, by_formula, check_loss, output_inputs
+from benchmarks.harness.output_layers import (
+    MOMENT_LOSSES,
+    OutputSetting,
+    by_formula,
+    check_loss,
+    formula_of,
+    loss_of,
+    output_inputs,
+)
 from benchmarks.harness.report import Row
 from benchmarks.harness.timing import Spread
 from benchmarks.suites import losses
@@ -30,7 +38,8 @@ SETTING = OutputSetting(32, head_dim=4, classes=100, causal=False)
 
 @pytest.mark.parametrize("spec", losses.VARIANTS.split(","))
 def test_losses_pass_the_check(spec: str) -> None:
-    found = check_loss(Case.parse(spec, 100), SETTING)
+    case = Case.parse(spec, 100)
+    found = check_loss(loss_of(case), case.spec, case, SETTING)
     assert found.ok, found.worst
     assert list(found.deviations) == ["loss", "dinput", "dweight"]
 
@@ -38,13 +47,20 @@ def test_losses_pass_the_check(spec: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_losses_of_16_bit_inputs_pass_the_check(dtype: str) -> None:
     for spec in losses.VARIANTS.split(","):
-        found = check_loss(Case.parse(spec, 100), replace(SETTING, dtype=dtype))
+        case = Case.parse(spec, 100)
+        found = check_loss(loss_of(case), case.spec, case, replace(SETTING, dtype=dtype))
         assert found.ok, (spec, found.worst)
+
+
+@pytest.mark.parametrize("name", MOMENT_LOSSES)
+def test_losses_from_moments_pass_the_check(name: str) -> None:
+    found = check_loss(MOMENT_LOSSES[name], name, SOFTMAX, SETTING)
+    assert found.ok, found.worst
 
 
 def test_formula_of_softmax_is_cross_entropy() -> None:
     inputs = output_inputs(SETTING)
-    found = by_formula(SOFTMAX, inputs, torch.float64)
+    found = by_formula(formula_of("softmax", SOFTMAX), inputs, torch.float64)
     logits = inputs.q.detach().double() @ inputs.k.detach().double().T
     expected = torch.nn.functional.cross_entropy(logits, inputs.v)
     torch.testing.assert_close(found["loss"], expected)
@@ -56,7 +72,7 @@ def test_formula_of_sparsemax_and_entmax_agrees_with_the_package_entmax(spec: st
     (make,) = baselines.entmax_loss(case).values()
     theirs = make()(inputs.q.double(), inputs.k.double(), inputs.v)
     gradients = torch.autograd.grad(theirs, (inputs.q, inputs.k))
-    found = by_formula(case, inputs, torch.float64)
+    found = by_formula(formula_of(case.spec, case), inputs, torch.float64)
     for x, expected in zip(found.values(), (theirs.detach(), *gradients), strict=True):
         torch.testing.assert_close(x.float(), expected.float(), rtol=1e-5, atol=1e-6)
 
@@ -93,12 +109,20 @@ def test_losses_command_measures_all_tables(tmp_path: Path) -> None:
     torch_rows = list(output_layers.losses_of_torch())
     assert tables == {
         (100, 32, False): [*torch_rows, "softmax", "entmax"],
-        (200, 32, False): ["softmax", "taylor"],
+        (200, 32, False): ["softmax", "taylor", *MOMENT_LOSSES],
         (100, 32, True): ["softmax", "entmax", "linear, package entmax: entmax"],
         (100, 64, False): ["softmax, topk", "topk_probabilities"],
     }
     said = "\n".join(document["notes"])
-    for text in ("softmax: ", "entmax: ", "taylor: ", "topk_probabilities: ", "the package entmax"):
+    for text in (
+        "softmax: ",
+        "entmax: ",
+        "taylor: ",
+        "z_loss: ",
+        "spherical_loss: ",
+        "topk_probabilities: ",
+        "the package entmax",
+    ):
         assert text in said
 
 

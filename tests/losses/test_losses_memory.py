@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnzoo import losses
 from attnzoo.losses import linear_loss
 from helpers.cases import params_of
 from helpers.loss_cases import LOSSES, some, targets, tensors
@@ -33,6 +34,39 @@ def test_memory_is_at_most_an_eighth_of_the_logits(variant: str, reduction: str)
 
     gradients = 4 * (x.numel() + e.numel() + b.numel())
     assert peak_of(run) - gradients <= tokens * classes * 4 / 8
+
+
+EVERY = torch.ones(32000, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("margin_loss", {}),
+        pytest.param("noisy_loss", {"alpha": 0.1}, marks=pytest.mark.slow),
+        pytest.param("masked_loss", {"class_mask": EVERY, "value": 0.0}, marks=pytest.mark.slow),
+        ("z_loss", {"a": 0.1, "b": 10.0}),
+        pytest.param("spherical_loss", {}, marks=pytest.mark.slow),
+        pytest.param("emo_loss", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_of_other_losses_is_at_most_an_eighth_of_the_logits(
+    function: str, options: dict[str, Any]
+) -> None:
+    tokens, classes = 2048, 32000
+    x, e, _ = (t.detach().float().requires_grad_() for t in tensors(tokens, classes, 8))
+    y = targets(tokens, classes)
+    gradients = 4 * (x.numel() + e.numel())
+    used = peak_of(lambda: getattr(losses, function)(x, e, y, **options).backward())
+    assert used - gradients <= tokens * classes * 4 / 8
+
+
+def test_quadrature_keeps_one_node_at_a_time() -> None:
+    """There are about fifty nodes. The logits of one chunk and a few blocks of it are kept."""
+    x, e, _ = (t.detach().float().requires_grad_() for t in tensors(16, 2**14, 8))
+    y = targets(16, 2**14)
+    used = peak_of(lambda: losses.perturb_max_loss(x, e, y).backward())
+    assert used <= 8 * 4 * 16 * 2**14
 
 
 @pytest.mark.parametrize("variant", some(LOSSES))

@@ -1,0 +1,65 @@
+"""Losses with a changed target under torch.compile, autocast and second derivatives."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnzoo import losses
+from helpers.cases import rand
+from helpers.target_loss_definitions import ENTRIES, Entry
+
+TARGET = torch.tensor([3, 0, -100, 8, 6, 3])
+
+
+def function_of(entry: Entry) -> Any:
+    options: dict[str, Any] = dict(entry.options)
+    if entry.seed is not None:
+        options["training"] = False
+    return partial(getattr(losses, entry.function), **options)
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return rand(6, 4).float().requires_grad_(), rand(11, 4, seed=1).float().requires_grad_()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ENTRIES)
+def test_compiled_losses_are_the_same(name: str) -> None:
+    torch.compiler.reset()
+    run, (h, matrix) = function_of(ENTRIES[name]), leaves()
+
+    def loss(h: Tensor, matrix: Tensor) -> Tensor:
+        found: Tensor = run(h, matrix, TARGET)
+        return found
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, want = compiled(h, matrix), loss(h, matrix)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+    gradients = (torch.autograd.grad(x, (h, matrix)) for x in (found, want))
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_autocast_casts_the_inputs_only(name: str) -> None:
+    run, (h, matrix) = function_of(ENTRIES[name]), leaves()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(h, matrix, TARGET)
+    want = run(h.bfloat16(), matrix.bfloat16(), TARGET)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, want)
+    assert torch.autograd.grad(found, h)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_second_derivatives_of_the_matrix_raise(name: str) -> None:
+    run, (h, matrix) = function_of(ENTRIES[name]), leaves()
+    (grad,) = torch.autograd.grad(run(h, matrix, TARGET), matrix, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(grad.sum(), matrix)
