@@ -54,7 +54,9 @@ def learned(model: nn.Module) -> dict[str, list[float]]:
                 found.setdefault(name, []).extend(getattr(module, name).detach().tolist())
         elif isinstance(module, attnzoo.nn.OutputLayer):
             for name in module.learned:
-                found[f"output {name}"] = getattr(module, name).detach().tolist()
+                found.setdefault(f"output {name}", []).extend(
+                    getattr(module, name).detach().tolist()
+                )
     return found
 
 

@@ -33,6 +33,7 @@ from commandline.files import write_whole
 from commandline.table import Table, tables_csv
 from commandline.variants import VariantCall, complete, names
 from evals.measures.arithmetic import lean_arithmetic
+from evals.measures.ranks import log_rank, rank
 
 TOKENS, WIDTH = 192, 16  # sizes of the attention matrices: N, d
 HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # sizes of the mixtures
@@ -50,18 +51,6 @@ INITIALIZATIONS = {
     "normal": "W ~ N(0, 1/H), b ~ N(0, 1)",
     "nn.Linear": "W, b ~ U(−1/√H, 1/√H)",
 }
-
-
-def rank(matrix: Tensor) -> int:
-    """The number of singular values above σ_max · max(rows, columns) · ε of the dtype."""
-    values = torch.linalg.svdvals(matrix)
-    least = values[0] * max(matrix.shape) * torch.finfo(matrix.dtype).eps
-    return int((values > least).sum())
-
-
-def log_rank(matrix: Tensor) -> int | None:
-    """The rank of log A; None if an entry is not > 0."""
-    return rank(matrix.log()) if bool((matrix > 0).all()) else None
 
 
 # --------------------------------------------------------------------------------- attention
