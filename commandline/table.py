@@ -1,7 +1,9 @@
-"""Tables for the console and in Markdown."""
+"""Tables for the console, in Markdown and in CSV files."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -42,3 +44,41 @@ def markdown(rows: Sequence[Sequence[str]], right: bool = False) -> str:
     rulers = ["---", *["---:" if right else "---"] * (len(head) - 1)]
     lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rulers, *body))
     return "".join(f"| {line} |\n" for line in lines)
+
+
+def tables_csv(tables: Sequence[Table]) -> str:
+    """Tables as CSV, one below the other: a line with the title, the header, the rows, and a line
+    with the note."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    for table in tables:
+        note = " ".join(table.note.split())
+        writer.writerows([[table.title], table.header, *table.rows, [note]])
+    return file.getvalue()
+
+
+def read_tables(text: str) -> list[Table]:
+    """The tables in the text that `tables_csv` returned. A line break in a note is read as a space.
+
+    Raises:
+        ValueError: the text is not of this form.
+    """
+    found: list[Table] = []
+    lines: list[list[str]] = []
+    for line in csv.reader(io.StringIO(text)):
+        lines.append(line)
+        if len(line) == 1 and len(lines) > 1:  # the note ends a table
+            (title,), header, *rows, (note,) = _checked(lines)
+            found.append(Table(title, header, rows, note))
+            lines = []
+    if lines:
+        raise ValueError(f"the table {lines[0][:1]} has no note after its rows")
+    return found
+
+
+def _checked(lines: list[list[str]]) -> list[list[str]]:
+    """The lines of one table, if they have one title and equal numbers of at least two cells."""
+    title, *inner, _ = lines
+    if len(title) != 1 or not inner or {len(line) for line in inner} != {max(2, len(inner[0]))}:
+        raise ValueError(f"the table {title[:1]} must have a title, a header and rows as long")
+    return lines

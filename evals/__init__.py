@@ -10,7 +10,7 @@ Each of these imports only those above it:
     tasks       one file per task, families that share a model, experiments on digits
     results     result rows, their files, and statistics over seeds
     harness     options, plugins, studies, runs, workers, training, cost estimates
-    theory      closed forms, laws fitted to trained heads, ranks
+    theory      closed forms, laws fitted to trained heads, ranks, in-context
     reporting   tables, figures, the report, and commands that show results
     pretrained  the attention of pretrained models
 """

@@ -14,7 +14,7 @@ from evals.harness.command import run_tasks
 from evals.harness.options import add_arguments, gather, plugin_of_file
 from evals.harness.plugins import load, load_plugins
 from evals.pretrained import sharpness
-from evals.reporting import artifacts, compare, export, laws
+from evals.reporting import artifacts, compare, export, in_context, laws
 from evals.tasks import EXPERIMENTS, TASKS
 from evals.theory import ranks
 
@@ -53,12 +53,13 @@ def parser() -> Parser:
     text = "Show only these variants: names, separated by commas (default: all)"
     law.add_argument("--variants", metavar="LIST", help=text)
     add_plugin(law)
-    text = "Print ranks of attention matrices and of mixtures of softmaxes"
+    text = "Print ranks of attention matrices and of mixtures of softmaxes and of contexts"
     rank = commands.add_parser("ranks", help=text, description=f"{text}.")
     rank.add_argument("--out", type=Path, metavar="DIR", help="Write ranks.csv to DIR")
     text = "Draw the matrices with seed N (default: 0)"
     rank.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
     add_plugin(rank)
+    in_context.add_parser(commands)
     sharpness.add_parser(commands)
     for name, task in (TASKS | EXPERIMENTS).items():
         if name in top.commands:
@@ -108,6 +109,9 @@ def _run(given: argparse.Namespace) -> int:
     if given.command == "ranks":
         load_plugins(given.plugin)
         return ranks.main(given.out, given.seed)
+    if given.command == in_context.NAME:
+        load_plugins(given.plugin)
+        return in_context.main(given)
     if given.command == sharpness.NAME:
         load_plugins(given.plugin)
         return sharpness.main(given)

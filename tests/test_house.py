@@ -249,6 +249,7 @@ ABOUT_VARIANTS = {
     "evals/pretrained/sharpness.py",
     "evals/task.py",
     "evals/theory/closed_forms.py",
+    "evals/theory/in_context.py",
     "scripts/arithmetic.py",
 }
 # Variant names that have a second meaning in the code, such as the function sigmoid.

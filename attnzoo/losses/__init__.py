@@ -1,7 +1,7 @@
 """Losses of output layers, in memory linear in tokens + classes.
 
-`linear_loss` takes the weights of a variant as probabilities. The others change the target's score,
-the noise, the classes that take part, or the distance that is measured.
+`linear_loss` takes the weights of a variant as probabilities. The other losses have margins, noise,
+masks for tasks, distances between classes, or a cost that is independent of tokens × classes.
 """
 
 from attnzoo.losses.dispatch import LossStats

@@ -159,22 +159,27 @@ def check_reduction(reduction: Any, ignore_index: Any) -> None:
 
 
 def check_number(
-    name: str, x: Any, least: float | None = 0.0, most: float | None = None, above: bool = False
-) -> float:
-    """Validate a finite number from ``least`` to ``most``; ``above`` excludes ``least``."""
+    name: str, x: Any, least: float | None = 0.0, most: float | None = None, above: bool = False,
+    other: str = "",
+) -> float:  # fmt: skip
+    """Validate a finite number from ``least`` to ``most``; ``above`` excludes ``least``.
+
+    ``other`` is added to the text of the error, for a value that the caller accepts too.
+    """
     x, largest = plain(x), torch.finfo(torch.float32).max
-    if most is not None:
-        allowed = f"a number from {least:g} to {most:g}"
-    elif least is not None:
-        allowed = f"a finite number {'>' if above else '>='} {least:g}"
-    else:
-        allowed = "a finite number"
     if not is_number(x):
-        raise TypeError(f"{name} must be {allowed}, got {shown(x)}")
+        raise TypeError(f"{name} must be {_allowed(least, most, above)}{other}, got {shown(x)}")
     low = -largest if least is None else least
     if not low <= x <= (largest if most is None else most) or (above and x == least):
-        raise ValueError(f"{name} must be {allowed}, got {shown(x)}")
+        raise ValueError(f"{name} must be {_allowed(least, most, above)}{other}, got {shown(x)}")
     return float(x)
+
+
+# A function, because torch.compile cannot trace formatted numbers, and errors are rarely raised.
+def _allowed(least: float | None, most: float | None, above: bool) -> str:
+    if most is not None:
+        return f"a number from {least:g} to {most:g}"
+    return "a finite number" + ("" if least is None else f" {'>' if above else '>='} {least:g}")
 
 
 def check_softcap(softcap: Any) -> float | None:

@@ -74,7 +74,7 @@ def bind_batch(
     ``params`` are other arguments of the loss. They may not be used in torch.func transforms.
     """
     if weight is None and not logits:
-        raise TypeError("linear_weight must be a tensor (V, d), got None; loss() takes logits")
+        raise TypeError("linear_weight must be a tensor (V, d), got None")
     check_reduction(reduction, ignore_index)
     if weight is not None:
         input, weight = cast_by_autocast(input, weight)

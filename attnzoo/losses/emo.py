@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
-from attnzoo.core.activations import EXP, key_of
 from attnzoo.core.call import in_full_precision
 from attnzoo.functional.attention import attention
 from attnzoo.losses.batch import bind_batch
-from attnzoo.losses.operators import Setting, batch_loss
-from attnzoo.losses.targets import hidden_states
+from attnzoo.losses.operators import batch_loss, cross_entropy
+from attnzoo.losses.targets import hidden_states, unit_rows
 
 
 def emo_loss(
@@ -30,10 +29,10 @@ def emo_loss(
 
         L_mle = −log Q_y
         L_emo = 1 − ⟨Ê_y, Σ_j Q_j Ê_j − sg(Q_y) Ê_y⟩
-        L     = ½ (L_mle + sg(L_mle / (L_emo + 1e-10)) · L_emo)
+        L     = ½ (L_mle + sg(L_mle / L_emo) · L_emo)
 
-    The value of L is L_mle up to rounding. The second gradient rewards probability on classes whose
-    embeddings are close to that of the target, which cross entropy punishes like any other.
+    The value of L is L_mle. The gradient of L_emo rewards probability on classes whose embeddings
+    are close to that of the target, which cross entropy punishes like any other.
 
     Args:
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.
@@ -57,20 +56,24 @@ def emo_loss(
         >>> emo_loss(h, E, torch.arange(8)).backward()
 
     References:
-        Ren et al. 2023, arXiv:2310.04691, Eq. 8 and its code, which also leaves sg(Q_y) out.
+        Ren et al. 2023, arXiv:2310.04691. sg(Q_y) is subtracted in one published version of the
+        code, not in others. There Ê is a frozen copy of the pretrained matrix; here it follows
+        ``linear_weight``.
 
     Notes:
         Σ_j Q_j Ê_j is attention of the hidden states over the classes with values Ê, so memory is
-        linear in tokens + classes. Ê takes an fp32 copy of ``linear_weight``.
+        linear in tokens + classes. Ê takes an fp32 copy of ``linear_weight``. L_emo is a difference
+        of numbers near 1. In the denominator it counts as at least its rounding error of about
+        1e-6 (fp64: 2e-15), where the source adds 1e-10.
     """
     batch = bind_batch(input, linear_weight, linear_bias, target, ignore_index, reduction)
-    setting = Setting("form", ignore_index, activation=key_of(EXP), normalize="sum")
     with in_full_precision(batch.input.device):
         assert batch.weight is not None
-        mle = batch_loss(batch._replace(reduction="none", lead=batch.target.shape), setting)
+        each = batch._replace(reduction="none", lead=batch.target.shape)
+        mle = batch_loss(each, cross_entropy(ignore_index))
         h = hidden_states(batch)
         keys = batch.weight.to(h.dtype)
-        values = normalize(keys.detach(), dim=-1)
+        values = unit_rows(keys.detach())
         if batch.bias is not None:
             h = pad(h, (0, 1), value=1.0)
             keys = torch.cat([keys, batch.bias.to(h.dtype)[:, None]], 1)
@@ -78,4 +81,7 @@ def emo_loss(
         true = values.index_select(0, batch.classes_of_tokens)
         own = (-mle).exp().detach() * true.square().sum(-1)
         emo = 1 - (torch.linalg.vecdot(true, predicted[0, 0]) - own)
-        return batch.reduced(0.5 * (mle + (mle / (emo + 1e-10)).detach() * emo))
+        level, cost = emo.detach(), mle.detach()
+        factor = cost / level.clamp(min=8 * torch.finfo(h.dtype).eps)
+        # factor · level is cost, but loses digits if level is small.
+        return batch.reduced(0.5 * (mle + cost + factor * (emo - level)))

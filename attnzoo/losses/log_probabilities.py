@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from attnzoo.backends.tiled.walk import kept
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.forms import FromStatistics, Pairwise
+from attnzoo.functional.largest import Blocks, largest
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.functional.probabilities import probabilities
+from attnzoo.functional.topk import COPIED, TopK, check_k, joined, parts, rows_per_step
 from attnzoo.losses.arguments import BoundForm, bind_form, check_layer, check_loss
 from attnzoo.losses.dispatch import LossStats
 
@@ -63,6 +66,21 @@ def log_probabilities(input: Tensor, head: Head) -> Tensor:
         if head.softcap is not None:
             z = head.softcap * torch.tanh(z / head.softcap)
         return _log_weights(z.reshape(-1, classes), found, head.params).view(z.shape)
+
+
+@torch.no_grad()
+def topk_by_chunks(
+    log_prob: Callable[[Tensor], Tensor], input: Tensor, k: int, classes: int
+) -> TopK:
+    """The k most probable classes of tokens (*, d), from ``log_prob`` of some tokens at a time."""
+    k = check_k(k, classes, f"the number of classes, {classes}")
+    flat, lead = input.reshape(-1, input.shape[-1]), input.shape[:-1]
+    found = []
+    for part in parts(len(flat), rows_per_step(COPIED, classes, input.device)):
+        logs, indices = largest(Blocks(log_prob(flat[part])), k)
+        found.append((logs.exp(), indices))
+    values, indices = joined(found, k, input)
+    return TopK(values.reshape(*lead, k), indices.reshape(*lead, k))
 
 
 def _log_weights(z: Tensor, found: BoundForm, params: dict[str, Any]) -> Tensor:

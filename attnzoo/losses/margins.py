@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from attnzoo.core.checks import check_bool, shown
 from attnzoo.losses.arguments import check_number
 from attnzoo.losses.batch import Batch, bind_batch
 from attnzoo.losses.operators import Setting, batch_loss
-from attnzoo.losses.targets import hidden_and_target, hidden_states
+from attnzoo.losses.targets import hidden_and_target, hidden_states, unit_rows
 
 # Scale and margin of each kind, as in its paper.
 DEFAULTS = {"am": (30.0, 0.35), "cos": (64.0, 0.35), "arc": (64.0, 0.5)}
@@ -72,9 +73,9 @@ def margin_loss(
 
     Notes:
         Memory is linear in tokens + classes. Rows are normalized in the dtype of scores, so fp32
-        copies of ``input`` and ``linear_weight`` are made. A row of zeros has cosine 0 with all
-        others. sin θ is computed as ‖u − v‖·‖u + v‖/2 from unit vectors u and v. This is accurate
-        for small angles and has finite gradients, unlike √(1 − cos²θ).
+        copies of ``input`` and ``linear_weight`` are made. A row of zeros is at a right angle to
+        all others. sin θ is computed as ‖u − v‖·‖u + v‖/2 from unit vectors u and v. Unlike
+        √(1 − cos²θ), this is accurate for small angles and has finite gradients.
     """
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise ValueError(f"kind must be one of {', '.join(DEFAULTS)}, got {shown(kind)}")
@@ -86,12 +87,11 @@ def margin_loss(
     with in_full_precision(batch.input.device):
         assert batch.weight is not None
         h = hidden_states(batch)
-        batch = batch._replace(input=_unit(h), weight=_unit(batch.weight.to(h.dtype)))
+        batch = batch._replace(input=unit_rows(h), weight=unit_rows(batch.weight.to(h.dtype)))
         u, v = hidden_and_target(batch)
         cosine = torch.linalg.vecdot(u, v)
         if kind == "arc":
-            both = torch.linalg.vector_norm(u - v, dim=-1), torch.linalg.vector_norm(u + v, dim=-1)
-            moved = cosine * math.cos(m) - 0.5 * both[0] * both[1] * math.sin(m)
+            moved = cosine * math.cos(m) - _sine(u, v) * math.sin(m)
             score = torch.where(cosine >= -math.cos(m), moved, cosine - m * math.sin(m))
         else:
             score = cosine - m
@@ -124,7 +124,7 @@ def noisy_loss(
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.
         linear_weight: One row per class (V, d), of the same dtype.
         target: Class indices (*), int64.
-        alpha: α >= 0, the size of the noise. The paper tries 0.05 to 1.
+        alpha: α >= 0, the size of the noise.
         linear_bias: One number per class (V,), added to the logits; of the same dtype.
         training: If False, no noise is drawn, and the loss is cross entropy.
         generator: Source of the noise, on the device of ``input``; None for torch's default.
@@ -145,7 +145,7 @@ def noisy_loss(
         >>> noisy_loss(h, E, torch.arange(8), alpha=0.1).backward()
 
     References:
-        Noisy Softmax: Chen et al. 2017, arXiv:1708.03769, Eq. 5.
+        Noisy Softmax: Chen et al. 2017, arXiv:1708.03769.
 
     Notes:
         Memory is linear in tokens + classes.
@@ -172,10 +172,8 @@ def _rest_loss(batch: Batch, score: Tensor) -> Tensor:
     return batch_loss(batch, Setting("rest", batch.ignore_index), Vectors(sink=score))
 
 
-def _unit(x: Tensor) -> Tensor:
-    """Rows x/‖x‖; rows of zeros stay 0."""
-    # The result does not depend on the factor. It keeps squares of large and small x in range.
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    x = x / largest.where(largest > 0, 1.0)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.where(norm > 0, 1.0)
+def _sine(u: Tensor, v: Tensor) -> Tensor:
+    """The sine of the angle between unit rows (N, d), 1 if a row is 0."""
+    norm = partial(torch.linalg.vector_norm, dim=-1)
+    zero = (u == 0).all(-1) | (v == 0).all(-1)
+    return (0.5 * norm(u - v) * norm(u + v)).masked_fill(zero, 1.0)

@@ -7,12 +7,11 @@ import math
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
-from attnzoo.core.activations import EXP, key_of
 from attnzoo.core.call import in_full_precision, score_dtype
-from attnzoo.core.checks import check_dense
+from attnzoo.core.checks import check_dense, is_number, plain
 from attnzoo.losses.arguments import check_number
 from attnzoo.losses.batch import bind_batch
-from attnzoo.losses.operators import Setting, batch_loss
+from attnzoo.losses.operators import batch_loss, cross_entropy
 
 
 def masked_loss(
@@ -66,9 +65,12 @@ def masked_loss(
         Kim et al. 2023, arXiv:2309.14808: softmax masking for continual learning.
 
     Notes:
-        Memory is linear in tokens + classes, apart from the mask itself.
+        Memory is linear in tokens + classes, apart from the mask itself. Targets are not checked on
+        a GPU or under torch.compile; a masked target then has an infinite loss.
     """
-    level = value if value == -math.inf else check_number("value", value, least=None)
+    level = plain(value)
+    if not (is_number(level) and level == -math.inf):
+        level = check_number("value", value, least=None, other=" or -inf")
     check_dense("class_mask", class_mask)
     batch = bind_batch(
         input, linear_weight, linear_bias, target, ignore_index, reduction, class_mask
@@ -78,5 +80,5 @@ def masked_loss(
         # One more key with the logit value + log K stands for the K masked classes.
         hidden = (~batch.class_mask).sum(-1).to(score_dtype(batch.input))
         sink = (hidden.log() + level).expand(len(batch.target))
-        setting = Setting("form", ignore_index, activation=key_of(EXP), normalize="sum")
-        return batch_loss(batch, setting, None if level == -math.inf else Vectors(sink=sink))
+        vectors = None if level == -math.inf else Vectors(sink=sink)
+        return batch_loss(batch, cross_entropy(ignore_index), vectors)

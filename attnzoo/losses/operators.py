@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo.backends.operator import Operator
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.walk import Normalizer
-from attnzoo.core.activations import BY_KEY
+from attnzoo.core.activations import BY_KEY, EXP, key_of
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.losses.batch import Batch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, Rule, losses
@@ -41,7 +41,7 @@ def first_derivatives_only(function: Callable[P, R]) -> Operator[P, R]:
 class Setting(NamedTuple):
     """Operands that are not differentiable and not tensors.
 
-    ``deviation`` belongs to the rule "perturbed", all fields after it to "form".
+    ``deviation`` belongs to the rules "perturbed" and "error", all fields after it to "form".
     """
 
     rule: str  # a key of RULES
@@ -54,6 +54,10 @@ class Setting(NamedTuple):
     label_smoothing: float = 0.0
     lse_penalty: float = 0.0
     want_stats: bool = False
+
+
+def cross_entropy(ignore_index: int) -> Setting:
+    return Setting("form", ignore_index, activation=key_of(EXP), normalize="sum")
 
 
 SPARSE = ("threshold", "select")  # normalizations with which most classes have weight 0
@@ -71,10 +75,16 @@ def _rest_rule(s: Setting, class_weight: Tensor | None) -> Rule:
 
 
 def _perturbed_rule(s: Setting, class_weight: Tensor | None) -> Rule:
-    return Rule(partial(perturbed_losses, deviation=s.deviation))
+    error = s.rule == "error"
+    return Rule(partial(perturbed_losses, deviation=s.deviation, error=error))
 
 
-RULES = {"form": _form_rule, "rest": _rest_rule, "perturbed": _perturbed_rule}
+RULES = {
+    "form": _form_rule,
+    "rest": _rest_rule,
+    "perturbed": _perturbed_rule,
+    "error": _perturbed_rule,
+}
 
 
 @first_derivatives_only

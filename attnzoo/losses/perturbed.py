@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attnzoo.losses.potentials import NEG_INF
 from attnzoo.losses.tokens import Tokens
 
 # Newton steps for a mode. It needs about ten for 10⁵ equal scores, and few for others.
@@ -31,31 +32,39 @@ REACH = 9.0
 
 
 def perturbed_losses(
-    z: Tensor, tokens: Tokens, wanted: list[str], deviation: float
+    z: Tensor, tokens: Tokens, wanted: list[str], deviation: float, error: bool
 ) -> dict[str, Tensor]:
-    """`chunks.Rule` of −log P."""
+    """`chunks.Rule` of −log P, or with ``error`` of 1 − P."""
     column = tokens.target[:, None]
     d = z.gather(1, column).sub(z).div_(deviation)
     # Φ(∞) = 1 leaves a class out.
     d.scatter_(1, column, float("inf"))
     if tokens.hidden is not None:
         d.masked_fill_(tokens.hidden, float("inf"))
-    log_p = z.new_full((len(z),), float("-inf"))
+    # A target with the logit −∞, or a class with ∞: P = 0, and no finite change of z changes that.
+    lost = (d == NEG_INF).any(-1)
+    d.masked_fill_(lost[:, None], 0.0)
+    log_p = z.new_full((len(z),), NEG_INF)
     slope, shares = (torch.zeros_like(z), torch.zeros_like(log_p)) if wanted else (None, None)
     for node, log_weight in _nodes(d):
-        x = d + node
-        log_term = log_weight - node[:, 0].square() / 2 + torch.special.log_ndtr(x).sum(-1)
+        log_phi, ratio = _log_phi_and_ratio(d + node)
+        log_term = log_weight - node[:, 0].square() / 2 + log_phi.sum(-1)
         total = torch.logaddexp(log_p, log_term)
         if slope is not None and shares is not None:
             # The mean of λ(t + d_k) over the nodes, weighted with their shares of the integral. For
             # log P = −10⁷ the shares have no correct digit in fp32, but λ differs little.
             before, share = (log_p - total).exp(), (log_term - total).exp()
             shares = shares * before + share
-            slope.mul_(before[:, None]).addcmul_(_ratio(x), share[:, None])
+            slope.mul_(before[:, None]).addcmul_(ratio, share[:, None])
         log_p = total
-    loss = 0.5 * math.log(2 * math.pi) - log_p
+    # Rounding makes the loss of a certain target negative.
+    loss = (0.5 * math.log(2 * math.pi) - log_p).clamp(min=0).masked_fill(lost, float("inf"))
+    scale = torch.ones_like(loss)
+    if error:
+        loss, scale = -(-loss).expm1(), (-loss).exp()
     if slope is not None and shares is not None:
-        slope.mul_((tokens.factor / (deviation * shares))[:, None])
+        factor = (scale * tokens.factor / (deviation * shares)).masked_fill(lost, 0.0)
+        slope.mul_(factor[:, None])
         z.copy_(slope.scatter_(1, column, -slope.sum(-1, keepdim=True)))
     return {"loss": loss}
 
@@ -78,7 +87,7 @@ def _mode(d: Tensor) -> tuple[Tensor, Tensor]:
     width = torch.ones_like(t)
     for _ in range(STEPS):
         x = d + t
-        ratio = _ratio(x)
+        ratio = _log_phi_and_ratio(x)[1]
         slope = ratio.sum(-1, keepdim=True) - t
         # −λ' = λ(λ + x), 0 where x = ∞. λ + x cancels for x << 0, where −λ' = 1 − 1/x² + O(x⁻⁴).
         bend = torch.where(x < -10, 1 - x**-2, (ratio * (ratio + x)).nan_to_num(0.0))
@@ -91,6 +100,14 @@ def _mode(d: Tensor) -> tuple[Tensor, Tensor]:
     return t, width
 
 
-def _ratio(x: Tensor) -> Tensor:
-    """λ(x) = φ(x)/Φ(x), accurate for all x."""
-    return math.sqrt(2 / math.pi) / torch.special.erfcx(x * -math.sqrt(0.5))
+def _log_phi_and_ratio(x: Tensor) -> tuple[Tensor, Tensor]:
+    """log Φ(x), and λ(x) = φ(x)/Φ(x)."""
+    if bool((x < -10).any()):
+        ratio = math.sqrt(2 / math.pi) / torch.special.erfcx(x * -math.sqrt(0.5))
+        return torch.special.log_ndtr(x), ratio
+    # The same from one erfc, about ten times as fast. It is accurate until erfc underflows.
+    tail = torch.special.erfc(x.abs() * math.sqrt(0.5)).mul_(0.5)  # Φ(−|x|)
+    below = x < 0
+    log_phi = torch.where(below, tail.log(), torch.log1p(-tail))
+    density = x.square().mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+    return log_phi, density / torch.where(below, tail, 1 - tail)

@@ -81,23 +81,47 @@ def _rows(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Iterator[T
 
 
 class Logits(NamedTuple):
-    """Logits of the targets, and moments of the logits of all classes."""
+    """Logits of the targets, and moments of the logits of all classes. All are (N,)."""
 
-    target: Tensor  # z_y, (N,)
-    centred: Tensor  # z_y − mean, (N,)
-    mean: Tensor  # (N,)
-    variance: Tensor  # (N,)
+    target: Tensor  # z_y
+    centred: Tensor  # z_y − mean
+    mean: Tensor
+    variance: Tensor
+    rounding: Tensor  # a variance up to this may be that of equal logits
 
 
-def logits_of(batch: Batch) -> Logits:
-    """Target logits and moments; differentiable. Rows of ignored tokens count as 0."""
+def logits_of(batch: Batch, scaled: bool = False) -> Logits:
+    """Target logits and moments; differentiable. Rows of ignored tokens count as 0.
+
+    If the logits themselves cost less than the moments, they are computed, and take less memory
+    than the operands. ``scaled``: the logits of each token are divided by a number, so that the
+    variance neither overflows nor underflows.
+    """
     h, rows = hidden_and_target(batch)
     assert batch.weight is not None
-    mean, gram = class_moments(weight=batch.weight, bias=batch.bias, dtype=h.dtype)
-    spread = torch.linalg.vecdot(h @ gram, h) / len(batch.weight)
-    # The difference is taken between classes, so that an offset that all classes share cancels.
-    centred = torch.linalg.vecdot(h, rows - mean)
-    return Logits(torch.linalg.vecdot(h, rows), centred, h @ mean, spread)
+    classes = len(batch.weight)
+    if scaled:
+        largest = h.detach().abs().amax(-1, keepdim=True)
+        h = h / largest.where(largest > 0, 1.0)
+    if cheaper(len(h), classes, h.shape[1]):
+        mean_row, gram = class_moments(weight=batch.weight, bias=batch.bias, dtype=h.dtype)
+        # Rounding makes it negative if h is orthogonal to all rows.
+        variance = (torch.linalg.vecdot(h @ gram, h) / classes).clamp(min=0)
+        # The difference is taken between classes, so that a common offset of all classes cancels.
+        target, centred = torch.linalg.vecdot(h, rows), torch.linalg.vecdot(h, rows - mean_row)
+        mean = h @ mean_row
+    else:
+        matrix = batch.weight.to(h.dtype)
+        if batch.bias is not None:
+            matrix = torch.cat([matrix, batch.bias.to(h.dtype)[:, None]], 1)
+        mean_row = matrix.mean(0)
+        z = h @ matrix.T
+        mean, target = z.mean(-1), torch.linalg.vecdot(h, rows)
+        variance, centred = (z - mean[:, None]).square().mean(-1), target - mean
+    # Rounding of sums over d numbers, over the rows of a step, and over steps.
+    terms = h.shape[1] + math.log2(ROWS) + classes / ROWS
+    error = terms * torch.finfo(h.dtype).eps * (h.abs() @ mean_row.abs()).detach()
+    return Logits(target, centred, mean, variance, error.square())
 
 
 def cheaper(tokens: int, classes: int, dim: int) -> bool:

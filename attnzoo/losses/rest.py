@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnzoo.losses.potentials import NEG_INF
 from attnzoo.losses.tokens import Tokens
-
-NEG_INF = float("-inf")
 
 
 def rest_losses(z: Tensor, tokens: Tokens, wanted: list[str]) -> dict[str, Tensor]:
@@ -27,10 +26,15 @@ def rest_losses(z: Tensor, tokens: Tokens, wanted: list[str]) -> dict[str, Tenso
     peak = peak.masked_fill(peak == NEG_INF, 0.0)  # no other class
     total = z.sub_(peak).exp_().sum(-1)
     lead = peak[:, 0] + total.log() - target
-    result = {"loss": torch.logaddexp(lead, torch.zeros_like(lead))}
+    result = {"loss": log1p_exp(lead)}
     if wanted:
         # ∂L/∂r; 0 if there is no other class, whose total is 0 too.
         share = tokens.factor * lead.sigmoid()
         z.mul_((share / total.where(total != 0, 1.0))[:, None])
         result["sink"] = -share
     return {name: x for name, x in result.items() if name == "loss" or name in wanted}
+
+
+def log1p_exp(x: Tensor) -> Tensor:
+    """log(1 + eˣ), with a small relative error for all x."""
+    return torch.logaddexp(x, torch.zeros_like(x))

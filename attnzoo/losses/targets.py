@@ -34,6 +34,15 @@ def hidden_states(batch: Batch) -> Tensor:
     return batch.input.to(score_dtype(batch.input)).masked_fill(~batch.counted[:, None], 0.0)
 
 
+def unit_rows(x: Tensor) -> Tensor:
+    """Rows x/‖x‖; rows of zeros stay 0."""
+    # The result does not depend on the factor. It keeps squares of large and small x in range.
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    x = x / largest.where(largest > 0, 1.0)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.where(norm > 0, 1.0)
+
+
 def hidden_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
     """Hidden states and rows of the targets, both (N, d), or with a bias (N, d + 1).
 

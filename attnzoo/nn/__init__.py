@@ -1,8 +1,10 @@
 """Modules that own the learned parameters of variants, and caches for decoding."""
 
+from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
 from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import attend
+from attnzoo.nn.mixture_output import MixtureOutput
 from attnzoo.nn.multihead import MultiheadAttention, replace
 from attnzoo.nn.optimizer import parameter_groups
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
@@ -10,9 +12,11 @@ from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
 
 __all__ = [
+    "AdaptiveSoftmax",
     "Attention",
     "Cache",
     "KVCache",
+    "MixtureOutput",
     "MultiheadAttention",
     "OutputLayer",
     "StateCache",

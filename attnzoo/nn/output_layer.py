@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnzoo.core.checks import DTYPES, check_bool, check_sizes
 from attnzoo.core.forms import Param
 from attnzoo.core.registry import get_variant
+from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.functional.topk import TopK
-from attnzoo.losses.arguments import check_options
+from attnzoo.losses.arguments import check_layer, check_options
 from attnzoo.losses.linear_loss import linear_loss
 from attnzoo.losses.linear_topk import linear_topk
 from attnzoo.losses.log_probabilities import (
@@ -42,8 +44,9 @@ class OutputLayer(VariantParameters):
     """A linear layer over classes whose probabilities come from a variant, with its loss.
 
     The logits are z = input · weightᵀ + bias. The probabilities are the variant's weights of z.
-    Only `log_prob` holds the logits of all tokens. Other methods compute them for some tokens at a
-    time. The methods are those of `torch.nn.AdaptiveLogSoftmaxWithLoss`, and `topk`.
+    Only `logits` and `log_prob` hold the logits of all tokens. Other methods compute them for some
+    tokens at a time. The methods are those of `torch.nn.AdaptiveLogSoftmaxWithLoss`, `topk` and
+    `logits`.
 
     Args:
         in_features: number of features of a hidden state, d.
@@ -177,6 +180,10 @@ class OutputLayer(VariantParameters):
         """The loss alone; ``reduction`` is "mean", "sum" or "none"."""
         return linear_loss(input, target=target, reduction=reduction, **self._arguments())
 
+    def logits(self, input: Tensor) -> Tensor:
+        """Logits z of all classes, (*, V), for hidden states (*, d), before ``softcap``."""
+        return F.linear(input, self.weight, self.bias)
+
     def log_prob(self, input: Tensor) -> Tensor:
         """Log-probabilities of all classes, (*, V), for hidden states (*, d).
 
@@ -205,6 +212,12 @@ class OutputLayer(VariantParameters):
     def predict(self, input: Tensor) -> Tensor:
         """The most probable class of each token, (*), for hidden states (*, d)."""
         return self.topk(input, 1).indices[..., 0]
+
+    def _checked_input(self, input: Tensor) -> Tensor:
+        """The input, in the dtype of autocast if that is on; raises unless it fits the layer."""
+        input, weight = cast_by_autocast(input, self.weight)
+        check_layer(input, weight, None if self.bias is None else cast_by_autocast(self.bias)[0])
+        return input
 
     def _head(self) -> Head:
         return Head(self.weight, self.bias, self.variant, self.softcap, self._params())

@@ -18,11 +18,13 @@ from attnzoo.core.checks import (
     plain,
     shown,
 )
+from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
 from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache
 from attnzoo.nn.checks import check_heads
 from attnzoo.nn.decoding import AttentionKeywords
 from attnzoo.nn.output_layer import OutputLayer
+from attnzoo.nn.tied_output import output_of
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
 LARGEST_BASE = torch.finfo(torch.float32).max
@@ -32,7 +34,7 @@ class Transformer(nn.Module):
     """A small pre-norm decoder language model, for evals and examples.
 
     Each layer computes x ← x + Attention(RMSNorm(x)), then x ← x + MLP(RMSNorm(x)). Attention is
-    causal. The output layer shares its matrix with the embedding.
+    causal. By default the output layer shares its matrix with the embedding.
 
     Args:
         vocab_size: number of different tokens.
@@ -51,10 +53,13 @@ class Transformer(nn.Module):
         dropout: probability of dropout on the outputs of attention and MLP, in training.
         rope_base: base of the rotation frequencies; the longest wavelength is nearly 2π·rope_base.
         rope_share: share of the pairs that "p-rope" rotates, from 0 to 1.
-        output: the variant of the output layer. The attribute ``output`` is the layer itself, an
-            `OutputLayer`.
+        output: the variant of the output layer, an `OutputLayer` that shares its matrix with the
+            embedding; or an `OutputLayer`, `MixtureOutput` or `AdaptiveSoftmax` for E features and
+            ``vocab_size`` classes, whose initial parameters are drawn again. Its matrix is not
+            shared unless you write ``model.output.weight = model.embed.weight``. The attribute
+            ``output`` is the layer itself.
         output_params: keyword arguments for `OutputLayer`: parameters of its variant, and others
-            such as ``softcap``. ``bias`` is False unless given here.
+            such as ``softcap``. ``bias`` is False unless given here. None if ``output`` is a layer.
         **params: parameters of the variant, if it is the same in all layers.
 
     Raises:
@@ -93,7 +98,7 @@ class Transformer(nn.Module):
         dropout: float = 0.0,
         rope_base: float = 10000.0,
         rope_share: float = 0.75,
-        output: str = "softmax",
+        output: str | OutputLayer | AdaptiveSoftmax = "softmax",
         output_params: dict[str, Any] | None = None,
         **params: Any,
     ) -> None:
@@ -126,12 +131,7 @@ class Transformer(nn.Module):
             for name, values in _per_layer(variant, depth, params)
         )
         self.norm = nn.RMSNorm(embed_dim)
-        if output_params is not None and not isinstance(output_params, dict):
-            raise TypeError(f"output_params must be a dict or None, got {shown(output_params)}")
-        fixed = {"in_features", "num_classes", "variant"} & set(output_params or {})
-        if fixed:
-            raise TypeError(f"output_params must not have {', '.join(sorted(fixed))}")
-        self.output = _TiedOutput(self.embed, output, output_params or {})
+        self.output = output_of(self.embed, output, output_params)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -139,11 +139,13 @@ class Transformer(nn.Module):
 
         The standard deviation is 0.02/√(2·depth) for the last matrix of a residual branch, and 0.02
         for other matrices. The bias of the output layer is set to 0. The parameters of the output
-        layer's variant are set to their initial values.
+        layer's variant are set to their initial values. A layer given as ``output`` has its own
+        `reset_parameters`.
         """
         self.output.reset_parameters()
         for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
+            # A layer given as ``output`` has drawn its own matrices.
+            if parameter.dim() > 1 and not name.startswith("output."):
                 ends_branch = name.endswith(("out.weight", "down.weight"))
                 scale = (2 * len(self.layers)) ** -0.5 if ends_branch else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
@@ -228,11 +230,13 @@ class Transformer(nn.Module):
             )
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits (..., vocab_size) from states (..., E), before a softcap of the output layer.
+        """Logits (..., vocab_size) from states (..., E), as from ``output.logits``.
 
-        For probabilities use ``output.log_prob(states)`` or ``output.topk(states, k)``.
+        They are before a softcap. A `MixtureOutput` of probabilities and an `AdaptiveSoftmax` give
+        log-probabilities. For probabilities use ``output.log_prob(states)`` or
+        ``output.topk(states, k)``.
         """
-        return F.linear(states, self.output.weight, self.output.bias)
+        return self.output.logits(states)
 
     def loss(self, states: Tensor, target: Tensor) -> Tensor:
         """The mean loss of the output layer, without the logits of all tokens in memory.
@@ -261,41 +265,6 @@ class Transformer(nn.Module):
         pair = torch.arange(self.rotated_pairs, device=tokens.device, dtype=torch.float32)
         angles = at[:, None] * self.rope_base ** (-2 * pair / self.head_dim)
         return torch.stack([angles.cos(), angles.sin()])
-
-
-class _TiedOutput(OutputLayer):
-    """An output layer that reads its matrix from an embedding.
-
-    The matrix is a parameter of the embedding only: state dicts have it once, and ``to_empty`` or
-    sharding cannot separate the two.
-    """
-
-    def __init__(self, embed: nn.Embedding, variant: str, params: dict[str, Any]) -> None:
-        sizes = embed.embedding_dim, embed.num_embeddings
-        super().__init__(*sizes, variant, **{"bias": False, **params})
-        del self._parameters["weight"]
-        self.__dict__["tied"] = embed  # not as a submodule, because the model has it already
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and "tied" in self.__dict__:
-            raise AttributeError(
-                "output.weight is the embedding's matrix: set embed.weight instead"
-            )
-        super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight" and "tied" in self.__dict__:
-            return self.__dict__["tied"].weight
-        return super().__getattr__(name)
-
-    def _get_name(self) -> str:
-        return "OutputLayer"
-
-    def reset_parameters(self) -> None:
-        """Sets the bias to 0 and the variant's parameters to their initial values."""
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-        self._reset(self.parameter_tensors())
 
 
 class _Layer(nn.Module):

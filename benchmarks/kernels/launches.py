@@ -14,6 +14,7 @@ from benchmarks.kernels.specializations import DTYPES, EXTRAS, Specialization
 # Features per token in linear calls. taylor has 153 at D = 16, padded to a multiple of 8.
 FEATURES = 160
 KEYS = 4096  # number of keys in decode calls
+COLUMNS = 32768  # entries of a row in row kernels
 PROCESSORS = 132  # multiprocessors of an H200
 
 
@@ -28,7 +29,7 @@ class Described(NamedTuple):
 
 
 def describe(spec: Specialization) -> Any:
-    describers = {"linear": describe_linear, "decode": describe_decode}
+    describers = {"linear": describe_linear, "decode": describe_decode, "rows": describe_rows}
     return describers.get(spec.family, describe_flash)(spec)
 
 
@@ -140,6 +141,15 @@ def describe_linear(spec: Specialization) -> Any:
     (dy, dv), *_ = launch.describe_dy_dv(x, y, v, upstream, kept, arch)
     launches = {"states back": back, "output": output, "dx": dx, "dy": dy, "dv": dv}
     return {"states": states, **launches}[spec.kernel.removeprefix("linear ")]
+
+
+def describe_rows(spec: Specialization) -> Any:
+    from attnzoo.backends.triton.rows import launch
+
+    x = empty(spec._replace(head_dim=COLUMNS), 16)
+    return launch.describe(
+        spec.kernel.removeprefix("rows "), x, x.new_empty(x.shape), arch_of(spec)
+    )
 
 
 def few_queries(spec: Specialization) -> int:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS
+from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS, ROW_KERNELS
 from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
-KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode")
+KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode", "rows")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
 # "full" calls are not causal. "no gain" calls have no per-query gain.
@@ -33,7 +33,8 @@ STAGES = ("decode statistics", "decode solver", "decode merge")
 class Specialization(NamedTuple):
     """One kernel and the settings that its compilation depends on.
 
-    kernel: one of KERNELS. "linear" and "decode" may be followed by a space and a launch's name.
+    kernel: one of KERNELS. "linear", "decode" and "rows" may be followed by a space and the name
+        of a launch or an algorithm. "rows" has no head dimension and no activation.
     extra: one of EXTRAS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset" (q, k and
     v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide loads of the
     mask); "fp32 mask" (as under autocast); or "all" (all of EXTRAS, a sink and the gradient of
@@ -49,7 +50,8 @@ class Specialization(NamedTuple):
 
     @property
     def config(self) -> str:
-        return f"{self.activation} D={self.head_dim} {self.dtype} {self.extra}".strip()
+        dim = "" if self.family == "rows" else f"D={self.head_dim}"
+        return " ".join(filter(None, (self.activation, dim, self.dtype, self.extra)))
 
     @property
     def family(self) -> str:
@@ -59,8 +61,8 @@ class Specialization(NamedTuple):
 class Group(NamedTuple):
     """All combinations of these kernels, kinds, dtypes, head dimensions, extras and architectures.
 
-    ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind` or "linear".
-    Calls are causal with a per-query gain, unless the extra says "full" or "no gain".
+    ``kinds`` and ``dtypes`` are separated by spaces. A kind is `VariantForm.kind`, "linear" or
+    "rows". Calls are causal with a per-query gain, unless the extra says "full" or "no gain".
     """
 
     kernels: tuple[str, ...]
@@ -117,6 +119,8 @@ GROUPS = (
     Group(("decode merge",), "online", "fp32", DECODE_DIMS, ("", "all")),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16 fp32", (64,)),
     Group(tuple(f"linear {name}" for name in LINEAR_KERNELS), "linear", "bf16", (128,)),
+    Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16 fp32", (64,)),
+    Group(tuple(f"rows {name}" for name in ROW_KERNELS), "rows", "bf16", (64,), ("offset",)),
 )
 
 
@@ -132,7 +136,7 @@ def of_groups(
     groups: tuple[Group, ...], archs: list[str], dims: list[int]
 ) -> Iterator[Specialization]:
     """The specializations of these groups, each of them once; see `specializations`."""
-    names, seen = {**kinds(), "linear": ""}, set()
+    names, seen = {**kinds(), "linear": "", "rows": ""}, set()
     for arch, dim, group in product(archs, dims, groups):
         like = dim if dim in HEAD_DIMS else 96 if dim & (dim - 1) else 64
         if arch not in group.archs or like not in group.dims:

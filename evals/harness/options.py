@@ -114,8 +114,9 @@ class Options(BaseModel):
     )
     steps: Count = Field(None, title="N", description="Train for N steps")
     output: str | None = Field(
-        None, title="VARIANT",
-        description="Train with this variant as the output layer's normalizer (default: softmax)",
+        None, title="LAYER",
+        description="Train with this output layer: a variant, mixture(components=K) or adaptive "
+        "(default: softmax)",
     )  # fmt: skip
     settings: Annotated[Mapping[str, Any], Read(_setting)] = Field(
         {}, title="NAME=VALUE",

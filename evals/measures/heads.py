@@ -1,12 +1,10 @@
 """Measurements on each attention head: its sharpness, and quantities that `evals.theory` uses.
 
 The last rows of the score matrix of an attention call are measured. Each row sees n keys. The
-scores before the gain are z = scale · q·k + bias, the weights in fp64 are w, and p = |w| / Σ|w|.
-Each measurement is a mean over rows and sequences:
+scores before the gain are z = scale · q·k + bias, and w are the weights in fp64. Each measurement
+is a mean over rows and sequences:
 
     peak        the largest weight
-    entropy     H(p) / log n
-    n_eff       1 / Σ p²
     weight_sum  Σ w
     range       δ = max z − min z
     bound       min(1, e^δ / n), an upper bound on the weights of softmax at this δ
@@ -14,6 +12,8 @@ Each measurement is a mean over rows and sequences:
     strength    β / log n with β = scale · |q| · mean |k|, to compare with `critical_gain`
     jacobian    2-norm of ∂w/∂z in the last row of a few sequences; only if n is at most 256 and
                 the weights are a function of z alone
+
+and the measures of `evals.measures.sparsity`, such as entropy and n_eff.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import attnzoo
 from commandline.variants import VariantCall
+from evals.measures.sparsity import sparsity
 from evals.task import HeadSample
 
 ROWS = 4  # number of rows of the score matrix measured per sequence: the last ones
@@ -53,7 +54,9 @@ def learned(model: nn.Module) -> dict[str, list[float]]:
                 found.setdefault(name, []).extend(getattr(module, name).detach().tolist())
         elif isinstance(module, attnzoo.nn.OutputLayer):
             for name in module.learned:
-                found[f"output {name}"] = getattr(module, name).detach().tolist()
+                found.setdefault(f"output {name}", []).extend(
+                    getattr(module, name).detach().tolist()
+                )
     return found
 
 
@@ -145,9 +148,6 @@ def measure(
     w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **own)
     z, visible = scores(q, k, options)
     n = visible.sum(-1).clamp(min=2)
-    total = w.abs().sum(-1)
-    any_weight = total > 0
-    p = w.abs() / total.masked_fill(~any_weight, 1.0)[..., None]
     keys = F.normalize(k[:, :, -MOST_KEYS:], dim=-1)
     count = keys.shape[2]
     cosine = (keys.sum(2).square().sum(-1) - keys.square().sum((2, 3))) / (count * (count - 1))
@@ -156,9 +156,8 @@ def measure(
     spread = largest - z.masked_fill(~visible, math.inf).amin(-1)
     found = {
         "peak": w.amax(-1),
-        "entropy": -torch.special.xlogy(p, p).sum(-1) / n.log(),
-        "n_eff": any_weight / p.square().sum(-1).masked_fill(~any_weight, 1.0),
         "weight_sum": w.sum(-1),
+        **sparsity(w, visible.sum(-1)),
         "range": spread,
         "bound": (spread - n.log()).exp().clamp(max=1),
         "alignment": cosine[..., None].expand_as(lengths),

@@ -1,15 +1,14 @@
 """Metrics of attention weights, and their means over the batches of one eval length.
 
-w (B, n) are the weights of one query per sequence, and p = |w| / Σ|w|:
+w (B, n) are the weights of one query per sequence:
 
     hit_rate          whether the largest weight is on the true key
     oracle_accuracy   whether the class with the largest summed weight is the label
     max_weight        the weight on the true key, even if another key has a larger weight
-    entropy           H(p) / log n
-    n_eff             1 / Σ p²
     weight_sum        Σ w
 
-If all weights of a query are 0, hit_rate, oracle_accuracy, entropy and n_eff are 0.
+and the measures of `evals.measures.sparsity`, such as entropy and n_eff. If all weights of a query
+are 0, every metric is 0.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from evals.measures.arithmetic import is_out_of_memory
+from evals.measures.sparsity import sparsity
 from evals.task import BatchResult
 
 
@@ -38,19 +37,14 @@ def weight_metrics(
         label: (B,), the true class.
         class_count: the number of classes.
     """
-    size = weights.abs()
-    total = size.sum(dim=-1)
-    any_weight = total > 0
-    p = size / total.masked_fill(~any_weight, 1.0)[:, None]
+    any_weight = (weights != 0).any(dim=-1)
     per_class = weights.new_zeros(len(weights), class_count).scatter_add_(1, classes, weights)
-    n_eff = any_weight / p.square().sum(dim=-1).masked_fill(~any_weight, 1.0)
     return {
         "hit_rate": (weights.argmax(dim=-1) == target) & any_weight,
         "oracle_accuracy": (per_class.argmax(dim=-1) == label) & any_weight,
         "max_weight": weights.gather(1, target[:, None])[:, 0],
-        "entropy": -torch.special.xlogy(p, p).sum(dim=-1) / math.log(weights.shape[-1]),
-        "n_eff": n_eff,
         "weight_sum": weights.sum(dim=-1),
+        **sparsity(weights, weights.shape[-1]),
     }
 
 

@@ -1,11 +1,12 @@
 """Measure how sharp the attention of a pretrained model stays as its input grows.
 
 Each variant is substituted at inference, without training. For each length and head the command
-measures the largest weight, the entropy divided by log n, and the effective number of keys 1/Σp²
-with p = w/Σw. These are means over queries; n is the number of keys that a query sees. For each
-length it also measures how close the model's output with the variant is to the output of the model
-as loaded: their cosine similarity. If attnzoo had already converted the model, the variant that it
-was loaded with is measured too.
+measures the largest weight, the entropy divided by log n, the effective number of keys 1/Σp² with
+p = |w|/Σ|w|, and the Gini index. The CSV file also has the Rényi entropies of order 2 and ∞, ℓ1/ℓ2
+and the Hoyer index. These are means over queries; n is the number of keys that a query sees. For
+each length it also measures how close the model's output with the variant is to the output of the
+model as loaded: their cosine similarity. If attnzoo had already converted the model, the variant
+that it was loaded with is measured too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from commandline.arguments import add_plugin, numbers
 from commandline.errors import UsageError
 from commandline.files import write_whole
 from commandline.variants import parse_spec, split_list
+from evals.measures.sparsity import TITLES, sparsity
 from evals.reporting.plots import png
 
 NAME = "sharpness"
@@ -34,7 +36,15 @@ OWN = "softmax"
 LOADED = "as loaded"
 DEFAULT = "softmax,adaptive_temperature,log_n"
 SHORTEST = 16
-METRICS = ("max_weight", "entropy", "n_eff")
+METRICS = ("max_weight", *TITLES)
+# The measures in the printed tables: (column name, format). A line with all measures would be wider
+# than a terminal, so the others are only in the CSV file.
+SHOWN = {
+    "max_weight": ("largest weight", ".3f"),
+    "entropy": ("entropy/log n", ".3f"),
+    "n_eff": ("effective keys", ".1f"),
+    "gini": (" Gini", ".3f"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,12 @@ class Row:
     head: int
     max_weight: float
     entropy: float
+    renyi_2: float
+    renyi_inf: float
     n_eff: float
+    l1_l2: float
+    hoyer: float
+    gini: float
 
 
 def add_parser(commands: Any) -> None:
@@ -182,14 +197,11 @@ def measured(variant: str, length: int, weights: list[Tensor]) -> Iterator[Row]:
     keys = torch.arange(1, length + 1) if causal else torch.full((length,), length)
     rows = keys > 1
     for layer, w in enumerate(weights):
-        p = w[:, :, rows].double()
-        p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
-        entropy = -torch.special.xlogy(p, p).sum(-1) / keys[rows].log()
-        n_eff = 1 / p.square().sum(-1)
-        peak = w[:, :, rows].double().amax(-1)
+        exact = w[:, :, rows].double()
+        found = {"max_weight": exact.amax(-1), **sparsity(exact, keys[rows].to(w.device))}
         for head in range(w.shape[1]):
-            means = (float(x[:, head].mean()) for x in (peak, entropy, n_eff))
-            yield Row(variant, length, layer, head, *means)
+            means = {name: float(values[:, head].mean()) for name, values in found.items()}
+            yield Row(variant, length, layer, head, **means)
 
 
 # ---- output -----------------------------------------------------------------------------------
@@ -200,17 +212,14 @@ def table(
 ) -> Iterator[str]:
     """The lines of a variant's table: one row per length, with means over all heads."""
     yield f"\n{variant}"
-    yield (
-        f"{'length':>7}  {'largest weight':>14}  {'entropy/log n':>13}  {'effective keys':>14}  "
-        f"{'output cosine':>13}"
-    )
+    shown = {measure: (name, len(name), style) for measure, (name, style) in SHOWN.items()}
+    names = "  ".join(name for name, _, _ in shown.values())
+    yield f"{'length':>7}  {names}  {'output cosine':>13}"
     for n in lengths:
         mine = [row for row in rows if (row.variant, row.length) == (variant, n)]
-        means = [sum(getattr(row, m) for row in mine) / len(mine) for m in METRICS]
-        yield (
-            f"{n:>7}  {means[0]:>14.3f}  {means[1]:>13.3f}  {means[2]:>14.1f}  "
-            f"{similar[variant, n]:>13.4f}"
-        )
+        means = {m: sum(getattr(row, m) for row in mine) / len(mine) for m in shown}
+        cells = "  ".join(f"{means[m]:>{w}{style}}" for m, (_, w, style) in shown.items())
+        yield f"{n:>7}  {cells}  {similar[variant, n]:>13.4f}"
 
 
 def as_csv(rows: list[Row], similar: dict[tuple[str, int], float]) -> str:

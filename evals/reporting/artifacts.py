@@ -9,6 +9,7 @@ from commandline.files import write_whole
 from evals.reporting.console import print_group
 from evals.reporting.pictures import pictures
 from evals.reporting.report import Shown, report_html
+from evals.reporting.stored import stored
 from evals.reporting.trials import write_trials
 from evals.results.rows import Row, is_trial
 from evals.results.store import read_rows
@@ -41,16 +42,17 @@ def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = Fal
         if verbose:
             print(f"\nrows, models, summary.csv and figures: {out / name}")
     page = (out / names[0] if len(names) == 1 else out) / "report.html"
-    write_whole(page, report_html(shown, note))
+    write_whole(page, report_html(shown, note, stored([out])))
     print(f"\n{note}\nReport: {page}")
 
 
 def main(folders: Sequence[Path], out: Path | None) -> int:
     """Write a report of the results in these folders to ``out`` (default: in the first folder)."""
-    found = groups(of_tasks(read_rows(folders), "report"))
+    found, theory_results = groups(of_tasks(read_rows(folders), "report")), stored(folders)
     page = out or folders[0] / "report.html"
     note = f"results of {', '.join(map(str, folders))}"
-    write_whole(page, report_html([_drawn(group) for group in found], note))
+    shown = [_drawn(group) for group in found]
+    write_whole(page, report_html(shown, note, theory_results))
     print(f"Report: {page}")
     return 0
 

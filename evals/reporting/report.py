@@ -18,6 +18,7 @@ from commandline.table import Table
 from evals.reporting.leaderboard import Leaderboard, leaderboard
 from evals.reporting.pictures import Picture
 from evals.reporting.scores import KEPT
+from evals.reporting.stored import Stored
 from evals.reporting.tables import (
     chance_text,
     cost_table,
@@ -152,8 +153,11 @@ class Section:
                 ident = ""
 
 
-def report_html(shown: Sequence[Shown], note: str) -> str:
-    """The HTML of the whole page. All text from results is escaped."""
+def report_html(shown: Sequence[Shown], note: str, theory_results: Sequence[Stored] = ()) -> str:
+    """The HTML of the whole page. All text from results is escaped.
+
+    theory_results: stored results of commands such as ``ranks``, shown below the tasks.
+    """
     groups = [one.group for one in shown]
     sections = _sections(shown)
     tasks = list(dict.fromkeys(group.task.name for group in groups))
@@ -172,6 +176,7 @@ def report_html(shown: Sequence[Shown], note: str) -> str:
         note=note,
         warnings=version_warnings(groups),
         sections=sections,
+        stored=theory_results,
         failed=_failed(sections),
         open=_OPEN,
         style=Markup((TEMPLATE / "report.css").read_text(encoding="utf-8")),

@@ -12,11 +12,13 @@ A sequence is N consecutive bytes from a random start. Half of the training sequ
 sequences of the split ``planted``, have a needle: a line ``#key=dddd`` at a random depth, and
 ``#key=`` with the same four digits at the end. The model must predict these digits. ``bits`` is the
 loss in bits per byte over sequences without a needle, and the curve ``bits_by_position`` is that
-loss in each sixteenth of a sequence.
+loss in each sixteenth of a sequence. ``log_rank`` is the rank of log P, where P holds the
+probabilities of the next byte after each of 1024 tokens of these sequences.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import re
@@ -29,8 +31,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
+from attnzoo.nn import Transformer
 from commandline.errors import UsageError
+from evals.measures.ranks import rank
 from evals.task import EVERY_VARIANT, MAIN_VARIANTS, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import Batch, SequenceTask, right
@@ -40,6 +45,7 @@ LINE = b"\n#key="
 DIGITS = 4
 PLANTED = len(LINE) + DIGITS + 1  # the length of the needle's line with the newlines around it
 SHORTEST = 4 * PLANTED
+RANKED = 1024  # number of tokens over which the rank of log P is computed
 PIECES = 16  # number of parts of a sequence in ``bits_by_position``
 
 _LEFT_OUT = re.compile(
@@ -125,6 +131,25 @@ def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
     return BatchResult({"bits": bits, "bits_last": last}, {"bits_by_position": pieces})
 
 
+def frequencies(settings: Any) -> Tensor:
+    """How often each byte occurs in the training text, (256,)."""
+    return torch.from_numpy(np.bincount(corpus()[0]["train"], minlength=256))
+
+
+def log_rank(model: Transformer, states: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """The rank of log P over the first tokens of a batch without needles, by name.
+
+    log P is computed in fp64 from the given states. The result is empty if a probability is 0, or
+    if there are fewer than `RANKED` tokens.
+    """
+    if not batch.asked.all() or len(states) < RANKED:
+        return {}
+    # The copies share the matrix if the originals do.
+    _, layer = copy.deepcopy(nn.ModuleList([model.embed, model.output])).double()
+    logs = layer.log_prob(states[:RANKED].double())  # type: ignore[operator]
+    return {"log_rank": torch.tensor([float(rank(logs))])} if logs.isfinite().all() else {}
+
+
 PRESETS = {
     "smoke": Preset(
         variants=EVERY_VARIANT,
@@ -165,6 +190,8 @@ TASK = SequenceTask(
     chance_score=8.0,
     presets=PRESETS,
     read=read,
+    read_states=log_rank,
+    frequencies=frequencies,
     text=lambda: corpus()[1],
     splits={"": "test", "planted_": "planted"},
     trained_score=None,
@@ -173,5 +200,6 @@ TASK = SequenceTask(
         Metric("bits_last", "Bits per byte, last quarter", digits=2, lower_is_better=True),
         Metric("planted_needle", "Needles found (all four digits right), %", 100, 1),
         Metric("planted_digits", "Digits of needles right, %", 100, 1),
+        Metric("log_rank", "Rank of log P over 1024 tokens", digits=0, optional=True),
     ),
 )

@@ -2,20 +2,26 @@
 
 For A = softmax(QKᵀ/√d), log A = QKᵀ/√d − lse, where lse is constant along each row. The rank of
 log A is therefore at most d + 1 for any number of tokens. If a weight is 0, log A does not exist,
-and only the rank of A is shown. The last layer of a language model is softmax(Wh + b) of H hidden
-units. Its log A has a rank of at most H + 2. A mixture of K softmaxes has no such bound.
+and only the rank of A is shown.
+
+The last layer of a language model is softmax(Wh + b) of H hidden units. With one row per context,
+
+    log P = [h, 1, lse] [W, b, −1]ᵀ
+
+is a product of matrices with H + 2 columns, so its rank is at most H + 2; without b at most H + 1.
+A mixture of K contexts, softmax(W Σ_k π_k h_k + b), is one softmax of the hidden units Σ_k π_k h_k,
+and has the same bound. A mixture of K softmaxes, Σ_k π_k softmax(W h_k + b), has no such bound.
 
 The rank is numerical: the number of singular values above σ_max · max(rows, columns) · ε of the
 dtype.
 
 References:
-    Yang et al. 2018, "Breaking the softmax bottleneck", arXiv:1711.03953.
+    Yang et al. 2018, "Breaking the softmax bottleneck", arXiv:1711.03953, for the bound and for
+    both mixtures. The published ranks at H = 32 are quoted second-hand.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,32 +30,27 @@ from torch import Tensor
 
 import attnzoo
 from commandline.files import write_whole
-from commandline.table import Table
+from commandline.table import Table, tables_csv
 from commandline.variants import VariantCall, complete, names
 from evals.measures.arithmetic import lean_arithmetic
+from evals.measures.ranks import log_rank, rank
 
 TOKENS, WIDTH = 192, 16  # sizes of the attention matrices: N, d
 HIDDEN, VOCABULARY, CONTEXTS = 32, 1000, 2048  # sizes of the mixtures
-MIXED = (1, 2, 3, 4, 5)  # numbers K of softmaxes
-PUBLISHED = (34, 629, 979, 995, 997)  # ranks for these K, from Yang et al.
+MIXED = (1, 2, 3, 4, 5)  # numbers K of softmaxes or contexts
+# What is mixed, with the published ranks for these K.
+PUBLISHED = {"softmaxes": (34, 629, 979, 995, 997), "contexts": (34, 34, 34, 34, 34)}
 DTYPES = (torch.float32, torch.float64)
+ABOUT = (
+    "Ranks of attention matrices, and of log P of an output layer with one softmax, a mixture of "
+    "softmaxes and a mixture of contexts. They depend on dtype, initialization and tolerance. The "
+    "published ranks are quoted second-hand, and theirs are not known."
+)
 TOLERANCE = "σ_max · max(rows, columns) · ε"
 INITIALIZATIONS = {
     "normal": "W ~ N(0, 1/H), b ~ N(0, 1)",
     "nn.Linear": "W, b ~ U(−1/√H, 1/√H)",
 }
-
-
-def rank(matrix: Tensor) -> int:
-    """The number of singular values above σ_max · max(rows, columns) · ε of the dtype."""
-    values = torch.linalg.svdvals(matrix)
-    least = values[0] * max(matrix.shape) * torch.finfo(matrix.dtype).eps
-    return int((values > least).sum())
-
-
-def log_rank(matrix: Tensor) -> int | None:
-    """The rank of log A; None if an entry is not > 0."""
-    return rank(matrix.log()) if bool((matrix > 0).all()) else None
 
 
 # --------------------------------------------------------------------------------- attention
@@ -100,10 +101,12 @@ def mixture(
     dtype: torch.dtype,
     seed: int = 0,
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
+    kind: str = "softmaxes",
 ) -> Tensor:
-    """P (contexts, vocabulary) = Σ_k π_k softmax(W h_k + b), h ~ N(0, 1), π = softmax of N(0, 1).
+    """P (contexts, vocabulary) with h_k ~ N(0, 1) and π = softmax of N(0, 1).
 
-    h, π, W and b are drawn in fp64 and then rounded to ``dtype``.
+    The kind "softmaxes" is P = Σ_k π_k softmax(W h_k + b); "contexts" is
+    P = softmax(W Σ_k π_k h_k + b). h, π, W and b are drawn in fp64 and then rounded to ``dtype``.
     """
     hidden, vocabulary, contexts = sizes
     draw = torch.Generator().manual_seed(seed)
@@ -118,52 +121,48 @@ def mixture(
     else:
         weights = normal(vocabulary, hidden + 1)
         weights[:, :hidden] *= hidden**-0.5
-    h, prior, weights = h.to(dtype), prior.to(dtype), weights.to(dtype)
+    h, prior, weights = h.to(dtype), prior.to(dtype)[..., None], weights.to(dtype)
+    if kind == "contexts":
+        h, prior = (prior * h).sum(0, keepdim=True), torch.ones_like(prior[:1])
     logits = h @ weights[:, :hidden].T + weights[:, hidden]
-    return (prior[..., None] * logits.softmax(-1)).sum(0)
+    return (prior * logits.softmax(-1)).sum(0)
 
 
 def mixture_table(
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS), seed: int = 0
 ) -> Table:
-    """Ranks of log A by the number K of softmaxes.
+    """Ranks of log P by the number K of softmaxes or contexts; K = 1 is one softmax.
 
-    With the default ``sizes``, a last row shows the published ranks.
+    With the default ``sizes``, rows show the published ranks.
     """
     rows = []
-    for name, formula in INITIALIZATIONS.items():
-        for dtype in DTYPES:
-            found = [_text(log_rank(mixture(k, name, dtype, seed, sizes))) for k in MIXED]
-            rows.append([f"fp{torch.finfo(dtype).bits}, {name} ({formula})", *found])
-    if sizes == (HIDDEN, VOCABULARY, CONTEXTS):
-        rows.append(["published", *map(str, PUBLISHED)])
+    for kind, published in PUBLISHED.items():
+        for name in INITIALIZATIONS:
+            for dtype in DTYPES:
+                found = [_text(log_rank(mixture(k, name, dtype, seed, sizes, kind))) for k in MIXED]
+                rows.append([f"{kind}, fp{torch.finfo(dtype).bits}, {name}", *found])
+        if sizes == (HIDDEN, VOCABULARY, CONTEXTS):
+            rows.append([f"{kind}, published", *map(str, published)])
     hidden, vocabulary, contexts = sizes
+    normal, linear = (f"{name}: {formula}" for name, formula in INITIALIZATIONS.items())
     note = (
         f"H = {hidden} hidden units, {vocabulary} words, {contexts} contexts; h and the logits\n"
-        f"of π ~ N(0, 1). For K = 1 the rank is at most H + 2 = {hidden + 2}.\n"
-        f"Tolerance: {TOLERANCE}."
+        f"of π ~ N(0, 1). {normal}. {linear}.\n"
+        f"For one softmax (K = 1) and for a mixture of contexts the rank is at most\n"
+        f"H + 2 = {hidden + 2}. Tolerance: {TOLERANCE}."
     )
-    header = ["dtype, initialization", *(f"K={k}" for k in MIXED)]
-    return Table("Rank of log A for a mixture of K softmaxes", header, rows, note)
+    header = ["mixture of K", *(f"K={k}" for k in MIXED)]
+    return Table("Rank of log P for a mixture of K softmaxes or contexts", header, rows, note)
 
 
 NOTE = (
     "These ranks depend on dtype, initialization and tolerance. Those of the published ranks are\n"
-    "not known, so the numbers are not directly comparable. In every case one softmax stays at\n"
-    "or below H + 2, and a mixture exceeds it."
+    "not known, so the numbers are not directly comparable. In every case one softmax and a\n"
+    "mixture of contexts stay at or below H + 2, and a mixture of softmaxes exceeds it."
 )
 
 
 # ----------------------------------------------------------------------------------- command
-
-
-def csv_text(tables: Sequence[Table]) -> str:
-    """The text of ranks.csv: the cells of all tables, one table below the other."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    for table in tables:
-        writer.writerows([table.header, *table.rows])
-    return file.getvalue()
 
 
 def main(
@@ -180,6 +179,6 @@ def main(
         print(f"{table.text()}\n")
     print(NOTE)
     if out is not None:
-        write_whole(out / "ranks.csv", csv_text(found))
+        write_whole(out / "ranks.csv", tables_csv(found))
         print(f"written: {out}/ranks.csv")
     return 0

@@ -36,6 +36,7 @@ import attnzoo
 from commandline.table import Table
 from commandline.variants import Spec, VariantCall, parse_spec
 from evals.measures.arithmetic import lean_arithmetic
+from evals.measures.sparsity import TITLES
 from evals.results.summary import Group, Point, Series
 from evals.theory.fits import GAPS, Fit, fit, log_law
 
@@ -305,15 +306,40 @@ def _bound_table(group: Group, found: Sequence[Heads]) -> Table:
     return Table(title, header, rows, note + _shown(found))
 
 
+def _sparsity_table(group: Group, found: Sequence[Heads]) -> Table | None:
+    """The measures of sparsity; None if the results are older than these measures."""
+    rows = []
+    for heads in found:
+        curves, n = _measured(group, heads.series)[-1].curves, heads.keys[-1]
+        if any(f"head_{measure}" not in curves for measure in TITLES):
+            continue
+        for name, i in zip(heads.names, heads.indices, strict=True):
+            values = [curves[f"head_{measure}"][i] for measure in ("peak", *TITLES)]
+            start = [group.name(heads.series), name, str(n)]
+            rows.append([*start, *(f"{value:.3g}" for value in values)])
+    note = (
+        "Means over rows of the score matrix, with p = |w|/Σ|w|. H: Shannon entropy; H₂ = −log Σp² "
+        "and H∞ = −log max p: Rényi entropies of order 2 and ∞. 1/Σp²: effective number of keys. "
+        "For equal weights, entropies are 1, Hoyer and Gini 0. With all weight on one key, "
+        "entropies are 0, Hoyer is 1 and Gini 1 − 1/n."
+    )
+    header = ["variant", "head", "n", "largest weight", *TITLES.values()]
+    title = "Sparsity of each head's weights at the longest n"
+    return Table(title, header, rows, note + _shown(found)) if rows else None
+
+
 def _shown(found: Sequence[Heads]) -> str:
     total = max(heads.total for heads in found)
     return f" Shown: the {MOST_HEADS} sharpest of {total} heads." if total > MOST_HEADS else ""
 
 
 def tables(group: Group, found: Sequence[Heads] | None = None) -> list[Table]:
-    """The tables of fits and bounds; empty if no heads were measured.
+    """The tables of fits, bounds and sparsity; empty if no heads were measured.
 
     found: the result of ``fitted(group)``, if it was computed before.
     """
     found = fitted(group) if found is None else found
-    return [_fit_table(group, found), _bound_table(group, found)] if found else []
+    if not found:
+        return []
+    sparse = _sparsity_table(group, found)
+    return [_fit_table(group, found), _bound_table(group, found), *([sparse] if sparse else [])]

@@ -143,7 +143,7 @@ def test_every_configuration_of_the_table_is_compiled(monkeypatch: pytest.Monkey
 
 
 def test_triton_before_3_9_uses_entries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate compiles each of them, and the tiles of block maps do not depend on the version."""
+    """The full set uses each, and the tiles of block maps do not depend on the version."""
 
     def picked(older: bool) -> dict[Specialization, configs.Config]:
         found: dict[Specialization, configs.Config] = {}
@@ -219,7 +219,7 @@ def test_quick_compiles_every_kernel_in_few_specializations() -> None:
     assert len(found) < 250
     for arch, dim in product(ARCHITECTURES, (64, 128)):
         here = [c for c in found if (c.arch, c.head_dim) == (arch, dim)]
-        assert {c.family for c in here} == set(KERNELS)
+        assert {c.family for c in here} == set(KERNELS) - {"rows" if dim != 64 else ""}
         for kernel in ("forward", "dq", "dkdv"):
             launches = [describe(c) for c in here if (c.kernel, c.activation) == (kernel, "exp")]
             calls = {(x.args["right"] is None, x.args["gain"] is None) for x in launches}
@@ -234,7 +234,7 @@ def test_every_kernel_architecture_and_activation_is_compiled() -> None:
     every = {"exp", "sigmoid", "entmax15", "q_exp", "taylor2"}
     filled = {48: {"exp", "sigmoid"}, 96: {"exp", "sigmoid", "entmax15"}, 192: {"exp", "sigmoid"}}
     for arch, dim in product(ARCHITECTURES, HEAD_DIMS):
-        flash = [c for c in found if c.family not in ("linear", "decode")]
+        flash = [c for c in found if c.family not in ("linear", "decode", "rows")]
         names = {c.activation for c in flash if (c.arch, c.head_dim) == (arch, dim)}
         assert names == filled.get(dim, every)
 

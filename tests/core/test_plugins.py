@@ -179,7 +179,9 @@ def test_laws_and_ranks_accept_a_plugin(
     assert "cube" in seen[0]
 
 
-@pytest.mark.parametrize("command", ["max-retrieval", "laws", "ranks", "report", "sharpness"])
+@pytest.mark.parametrize(
+    "command", ["max-retrieval", "laws", "ranks", "in-context", "report", "sharpness"]
+)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

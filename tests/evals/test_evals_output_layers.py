@@ -16,12 +16,14 @@ from commandline.variants import VariantCall
 from evals.__main__ import main
 from evals.harness.options import Options
 from evals.harness.study import plan_study
+from evals.measures.heads import learned
 from evals.reporting.scores import of_group
 from evals.reporting.tables import legend, more_tables
 from evals.results.summary import csv_text, groups
 from evals.task import HeadSample
 from evals.tasks import TASKS
 from evals.tasks.families.sequence import EPSILON, SequenceTask
+from evals.tasks.language_model import frequencies
 from helpers.evals_rows import SETTINGS, row
 
 TASK = TASKS["language-model"]
@@ -39,8 +41,11 @@ def test_keys_contain_the_setting_output_only_if_it_is_not_softmax() -> None:
     assert "output" not in SMOKE.identity()
     spellings = keys(output="entmax(alpha=1.5)"), keys(settings={"output": "entmax( alpha = 1.5 )"})
     assert spellings[0] == spellings[1]
-    different = [keys(output=text)[0] for text in ("softmax", "entmax(alpha=1.5)", "sparsemax")]
-    assert len(set(different)) == 3
+    outputs = ("softmax", "entmax(alpha=1.5)", "sparsemax", "mixture", "mixture(mix='contexts')",
+               "mixture(variant='ssmax')", "adaptive")  # fmt: skip
+    different = [keys(output=text)[0] for text in outputs]
+    assert len(set(different)) == len(outputs)
+    assert keys(output="mixture") == keys(output="mixture(components=4)")
     assert replace(SMOKE, output="sparsemax").identity()["output"] == "sparsemax"
 
 
@@ -72,6 +77,79 @@ def test_metrics_are_those_of_the_layers_probabilities(output: str) -> None:
         assert torch.equal(found["missed"], missed.double())
         assert torch.allclose(found["own_loss"].mean(), model.loss(states, batch.answers))
         assert all(bool(values.isfinite().all()) for values in found.values())
+
+
+@pytest.mark.parametrize(
+    "output", ["mixture(components=3)", "mixture(mix='contexts', variant='entmax')", "adaptive"]
+)
+def test_metrics_of_mixtures_and_adaptive_softmax(output: str) -> None:
+    settings = replace(SMOKE, output=output, width=16, heads=2)
+    torch.manual_seed(0)
+    model = TASK.build(VariantCall("softmax"), "rope", settings)
+    tied = output != "adaptive"
+    assert (getattr(model.output, "weight", None) is model.embed.weight) == tied
+    with torch.no_grad():
+        model.embed.weight.mul_(30)
+        batch = TASK.batch(0, "test", 64, 0, 2, settings)
+        states = model.states(batch.tokens)
+        found = TASK.measure(model, batch, HeadSample(0, 0))(None).metrics
+        w = model.output.log_prob(states).exp().double()
+        p = w / w.sum(-1, keepdim=True)
+        if "entmax" in output:
+            p = (p + EPSILON) / (1 + 256 * EPSILON)
+        bits = -torch.log2(p.gather(-1, batch.answers[..., None])).flatten()
+        assert torch.allclose(found["bits"], bits, rtol=1e-3)
+        assert torch.equal(found["support"], (w > 0).sum(-1).double().flatten())
+        assert torch.allclose(found["own_loss"].mean(), model.loss(states, batch.answers))
+
+
+def test_an_adaptive_output_layer_numbers_bytes_by_frequency() -> None:
+    plain, adaptive = (
+        TASK.batch(3, "planted", 64, 0, 4, replace(SMOKE, output=output))
+        for output in ("softmax", "adaptive")
+    )
+    counts = frequencies(SMOKE)
+    order = sorted(range(256), key=lambda byte: (-int(counts[byte]), byte))
+    assert order[0] == ord(" ")
+    ranks = {byte: rank for rank, byte in enumerate(order)} | {-1: -1}
+    for one, other in ((plain.tokens, adaptive.tokens), (plain.answers, adaptive.answers)):
+        assert [[ranks[int(x)] for x in row] for row in one] == other.tolist()
+    task = TASKS["mqar"]
+    with pytest.raises(ValueError, match="the task gives no token frequencies"):
+        task.build(
+            VariantCall("softmax"), "rope",
+            replace(task.presets["smoke"].settings, output="adaptive"),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("output", "least", "most"),
+    [
+        ("softmax", 17, 17),
+        ("mixture(components=3, mix='contexts')", 17, 17),
+        ("mixture(components=3)", 18, 256),
+        ("adaptive(clusters=2)", 2, 256),
+    ],
+)
+def test_rank_of_log_p(output: str, least: int, most: int) -> None:
+    """With 16 features, log P of one softmax has a rank of at most 17."""
+    settings = replace(SMOKE, output=output, width=16, heads=2)
+    torch.manual_seed(0)
+    model = TASK.build(VariantCall("softmax"), "rope", settings)
+    batch = TASK.batch(0, "test", 64, 0, 16, settings)
+    with torch.inference_mode():
+        found = TASK.measure(model, batch, HeadSample(1, 1))(None).metrics
+        assert least <= found["log_rank"].item() <= most
+        few = TASK.batch(0, "test", 64, 0, 8, settings)
+        assert "log_rank" not in TASK.measure(model, few, HeadSample(1, 1))(None).metrics
+        assert "log_rank" not in TASK.measure(model, batch, HeadSample(0, 0))(None).metrics
+    assert model.embed.weight.dtype == torch.float32
+
+
+def test_learned_parameters_of_an_adaptive_output_layer_are_listed_in_order() -> None:
+    settings = replace(SMOKE, output="adaptive(clusters=2, variant='ssmax')")
+    model = TASK.build(VariantCall("softmax"), "rope", settings)
+    assert learned(model) == {"output s": pytest.approx([0.168] * 3)}
 
 
 def test_loss_of_an_answer_with_probability_0_is_19_93_bits() -> None:
@@ -108,6 +186,10 @@ def test_results_with_and_without_an_output_layer_are_separate_groups() -> None:
         ("language-model", "nosuch", "unknown variant 'nosuch'"),
         ("language-model", "entmax(", "cannot read variant 'entmax('"),
         ("language-model", "adaptive_temperature", "has no loss"),
+        ("language-model", "mixture(variant='entmax')", "'entmax' has another loss"),
+        ("language-model", "mixture(components=0)", "components must be an int of at least 1"),
+        ("language-model", "adaptive(tail_variant='entmax')", "must not have tail_variant"),
+        ("mqar", "adaptive", "the task gives no token frequencies"),
     ],
 )
 def test_an_invalid_output_is_a_one_line_error(
@@ -138,3 +220,20 @@ def test_a_run_with_a_sparse_output_layer(
     assert rows[1]["metrics"]["support"] <= 256
     assert main([*line, "--output", "sparsemax"]) == 0
     assert "0 runs to do" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["mixture(components=2)", "adaptive"])
+def test_a_run_with_a_mixture_and_one_with_adaptive_softmax(
+    output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--variants", "softmax", "--lengths", "64,128", "--steps", "3", "--workers", "0"]
+    line = ["language-model", "--preset", "smoke", *sizes, "--out", str(tmp_path)]
+    assert main([*line, "--output", output]) == 0
+    text = (tmp_path / "language-model/rows.jsonl").read_text()
+    rows = [json.loads(one) for one in text.splitlines()]
+    assert [r["settings"]["output"] for r in rows] == [output] * 2
+    assert all(0 < r["metrics"]["bits"] < 9 and r["metrics"]["log_rank"] > 1 for r in rows)
+    capsys.readouterr()
+    assert main([*line, "--lengths", "64,128,192", "--output", output]) == 0  # loads the model
+    assert "cannot read the model" not in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from commandline.table import read_tables
 from commandline.variants import VariantCall, parse_spec
 from evals.reporting import theory_plots
 from evals.results.summary import Group, groups
@@ -283,21 +283,45 @@ def test_rank_table_has_a_line_for_an_unsupported_variant() -> None:
     assert "max_length=8" in line[0]
 
 
-def test_rank_of_a_softmax_mixture_exceeds_the_bound_of_one_softmax() -> None:
+def test_log_of_a_softmax_has_rank_h_plus_two_and_without_bias_h_plus_one() -> None:
+    """log P = [h, 1, lse] [W, b, −1]ᵀ is a product of matrices with H + 2 columns."""
+    draw = torch.Generator().manual_seed(0)
+    h, w, b = (torch.randn(*shape, generator=draw, dtype=torch.float64)
+               for shape in ((60, 3), (40, 3), (40,)))  # fmt: skip
+    assert ranks.log_rank((h @ w.T + b).softmax(-1)) == 5
+    assert ranks.log_rank((h @ w.T).softmax(-1)) == 4
+    found = ranks.mixture(1, "normal", torch.float64, sizes=(3, 40, 60))
+    assert ranks.log_rank(found) == 5
+
+
+def test_only_the_rank_of_a_mixture_of_softmaxes_exceeds_the_bound_of_one_softmax() -> None:
     table = ranks.mixture_table(sizes=(3, 40, 60))
     assert "H + 2 = 5" in table.note
-    for line in table.rows:
-        assert int(line[1]) <= 5
-        assert int(line[2]) > 5
-    normal = ranks.mixture(2, "normal", torch.float64, sizes=(3, 40, 60))
-    assert torch.allclose(normal.sum(-1), torch.ones(60, dtype=torch.float64))
+    assert "σ_max · max(rows, columns) · ε" in table.note
+    assert len(table.rows) == 8
+    for name, one, *more in table.rows:
+        assert int(one) <= 5
+        for found in more:
+            assert (int(found) > 5) == name.startswith("softmaxes")
+
+
+@pytest.mark.parametrize("kind", ["softmaxes", "contexts"])
+def test_rows_of_a_mixture_sum_to_one_and_a_mixture_of_one_is_a_softmax(kind: str) -> None:
+    sizes = (3, 40, 60)
+    found = ranks.mixture(4, "normal", torch.float64, sizes=sizes, kind=kind)
+    assert torch.allclose(found.sum(-1), torch.ones(60, dtype=torch.float64))
+    one = ranks.mixture(1, "normal", torch.float64, sizes=sizes, kind=kind)
+    assert torch.equal(one, ranks.mixture(1, "normal", torch.float64, sizes=sizes))
 
 
 def test_published_ranks_are_shown_only_for_the_published_sizes(monkeypatch) -> None:
     monkeypatch.setattr(ranks, "log_rank", lambda matrix: 7)
     monkeypatch.setattr(ranks, "mixture", lambda *given: None)
-    assert ranks.mixture_table().rows[-1] == ["published", "34", "629", "979", "995", "997"]
-    assert all("published" not in line for line in ranks.mixture_table(sizes=(3, 40, 60)).rows)
+    shown = {line[0]: line[1:] for line in ranks.mixture_table().rows}
+    assert shown["softmaxes, published"] == ["34", "629", "979", "995", "997"]
+    assert shown["contexts, published"] == ["34"] * 5
+    small = ranks.mixture_table(sizes=(3, 40, 60)).rows
+    assert all("published" not in line[0] for line in small)
 
 
 def test_ranks_prints_both_tables_and_writes_csv(
@@ -308,7 +332,7 @@ def test_ranks_prints_both_tables_and_writes_csv(
     assert "depend on dtype, initialization and tolerance" in text
     for name in attnzoo.list_variants():
         assert name in text
-    with (tmp_path / "ranks.csv").open() as file:
-        cells = {line[0]: line[1:] for line in csv.reader(file)}
+    attention, mixtures = read_tables((tmp_path / "ranks.csv").read_text())
+    cells = {line[0]: line[1:] for line in [*attention.rows, *mixtures.rows]}
     assert cells["softmax"][:2] == ["17", "17"]
-    assert int(cells["fp64, normal (W ~ N(0, 1/H), b ~ N(0, 1))"][0]) == 5
+    assert int(cells["softmaxes, fp64, normal"][0]) == 5

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from attnzoo import losses
 from attnzoo.losses import linear_loss
 from helpers.cases import params_of
 from helpers.loss_cases import LOSSES, some, targets, tensors
-
-
-def peak_of(run: Any) -> int:
-    """The largest number of bytes that were allocated at once, beyond those at the start."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    events = seen.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda pair: pair[0]):
-        held += change
-        peak = max(peak, held)
-    return peak
+from helpers.memory import peak_of
 
 
 def test_peak_of_measures_memory() -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import attnzoo
 from attnzoo.nn import Attention, Cache, KVCache, MultiheadAttention, StateCache, Taylor
-from attnzoo.nn import OutputLayer, TargetLoss, Transformer, attend, parameter_groups, replace
+from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, OutputLayer, TargetLoss, Transformer
+from attnzoo.nn import attend, parameter_groups, replace
 
 pair = tuple[Tensor, Tensor]
 flag = len(attnzoo.list_variants()) > 1
@@ -58,6 +59,12 @@ assert_type(result.output, Tensor)
 assert_type(head.log_prob(states), Tensor)
 values, classes = head.topk(states, 3)
 assert_type(classes, Tensor)
+mixture = MixtureOutput(64, 100, 4, mix="contexts")
+adaptive = AdaptiveSoftmax(64, 100, [10, 30], ("softmax", {"softcap": 5.0}), "entmax")
+for other in (mixture, adaptive):
+    assert_type(other(states, torch.zeros(1, 12, dtype=torch.long)), TargetLoss)
+    assert_type(Transformer(100, 64, 4, 2, output=other)(torch.tensor([[1, 2]])), Tensor)
+assert_type(AdaptiveSoftmax.from_frequencies(64, [3, 2, 1]), AdaptiveSoftmax)
 optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1))
 """
 

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.nn import Attention, KVCache, StateCache, Transformer, parameter_groups
+from attnzoo.nn import (
+    AdaptiveSoftmax,
+    Attention,
+    KVCache,
+    MixtureOutput,
+    OutputLayer,
+    StateCache,
+    Transformer,
+    parameter_groups,
+)
 from attnzoo.nn.transformer import POSITIONS
 from helpers.cases import NO_SCORE, VARIANTS, params_of
 from helpers.kernel_paths import quick_variants
@@ -223,3 +232,47 @@ def test_training_with_a_sparse_output_layer_lowers_its_loss() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 3
     assert bool((made.output.log_prob(made.states(cycle)) == -torch.inf).any())
+
+
+@pytest.mark.parametrize(
+    ("layer", "tied"),
+    [
+        (OutputLayer(32, 20, "entmax", softcap=5.0), True),
+        (MixtureOutput(32, 20, 3), False),
+        (MixtureOutput(32, 20, 3), True),
+        (MixtureOutput(32, 20, 3, "sparsemax", mix="contexts"), True),
+        (AdaptiveSoftmax(32, 20, [4, 9]), False),
+    ],
+    ids=["output", "mixture", "tied mixture", "contexts", "adaptive"],
+)
+def test_a_layer_can_be_given_as_output(layer: OutputLayer | AdaptiveSoftmax, tied: bool) -> None:
+    layer = copy.deepcopy(layer)
+    made, seen = model(output=layer), tokens()
+    assert made.output is layer
+    if tied:
+        made.output.weight = made.embed.weight
+    states = made.states(seen[:, :-1])
+    assert torch.equal(made.loss(states, seen[:, 1:]), layer.loss(states, seen[:, 1:]))
+    assert torch.equal(made(seen[:, :-1]), layer.logits(states))
+    made.loss(states, seen[:, 1:]).backward()
+    assert all(p.grad is not None for p in made.parameters())
+    with torch.no_grad():
+        before = [p.clone() for p in layer.parameters()]
+        torch.manual_seed(5)
+        made.reset_parameters()
+        changed = [not torch.equal(p, q) for p, q in zip(before, layer.parameters(), strict=True)]
+    assert all(changed)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(other(seen), made(seen))
+        assert (getattr(other.output, "weight", None) is other.embed.weight) == tied
+
+
+def test_a_layer_given_as_output_must_fit() -> None:
+    with pytest.raises(ValueError, match="output must have in_features = 32, got 16"):
+        model(output=MixtureOutput(16, 20, 2))
+    with pytest.raises(ValueError, match="output must have num_classes = 20, got 21"):
+        model(output=AdaptiveSoftmax(32, 21, [4]))
+    with pytest.raises(TypeError, match="output_params must be None if output is a layer"):
+        model(output=MixtureOutput(32, 20, 2), output_params={"bias": True})
+    with pytest.raises(TypeError, match="output must be the name of a variant, an OutputLayer, a"):
+        model(output=torch.nn.Linear(32, 20))

@@ -46,6 +46,12 @@ METRICS = (
     Metric("entropy", "Entropy of the weights, H / log n"),
     Metric("n_eff", "Effective number of keys, 1 / Σ p²", digits=1),
     Metric("weight_sum", "Weight sum, Σ w"),
+    # Optional: results stored before these measures existed do not have them.
+    Metric("renyi_2", "Rényi entropy of order 2 of the weights, H₂ / log n", optional=True),
+    Metric("renyi_inf", "Rényi entropy of order ∞ of the weights, H∞ / log n", optional=True),
+    Metric("l1_l2", "ℓ1/ℓ2 of the weights, Σ|w| / √Σw²", digits=2, optional=True),
+    Metric("hoyer", "Hoyer index of the weights (0: equal weights, 1: one key)", optional=True),
+    Metric("gini", "Gini index of the weights (0: equal weights, 1 − 1/n: one key)", optional=True),
 )
 
 

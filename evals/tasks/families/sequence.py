@@ -4,8 +4,8 @@
 is `attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens
 that have an answer.
 
-The setting ``output`` chooses the normalizer of the output layer. Training minimizes the loss that
-belongs to this normalizer. Metrics are computed from the layer's probabilities p, divided by their
+The setting ``output`` chooses the output layer; see `outputs`. Training minimizes the loss that
+belongs to this layer. Metrics are computed from the layer's probabilities p, divided by their
 sum. One answer with probability 0 would make the mean of −log p infinite. For normalizers that can
 give probability 0, the metrics therefore use log((p + ε)/(1 + Vε)) in place of log p (ε-perplexity,
 Martins et al. 2020, arXiv:2004.02644). For output layers other than plain softmax (without
@@ -24,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.nn import OutputLayer, Transformer
-from commandline.variants import VariantCall, parse_spec
+from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, OutputLayer, Transformer
+from commandline.variants import VariantCall
 from evals.measures.heads import Watch, substituted
 from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Task
 from evals.task import Settings as Base
+from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse_output
 
 POSITIONS = ("none", "rope", "p-rope", "alibi")
 ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
@@ -45,8 +46,8 @@ OUTPUT_METRICS = (
 class Settings(Base):
     """Settings of a sequence task; `evals.task.Settings` describes the fields.
 
-    heads: the number of heads per layer. depth: the number of layers. output: the variant of the
-    output layer, such as "entmax(alpha=1.5)".
+    heads: the number of heads per layer. depth: the number of layers. output: the output layer,
+    such as "entmax(alpha=1.5)" or "mixture(components=4)"; see `outputs`.
     """
 
     width: int = 64
@@ -64,15 +65,11 @@ class Settings(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        spec = parse_spec(self.output)
-        if spec.is_substitution:
-            raise ValueError(f"output must be one variant, got {self.output!r}")
-        object.__setattr__(self, "output", str(spec.train))
+        object.__setattr__(self, "output", str(parse_output(self.output)))
 
     @property
     def output_layer(self) -> VariantCall | None:
-        found = parse_spec(self.output).train
-        return None if found == VariantCall("softmax") else found
+        return normalizer(parse_output(self.output))
 
     def identity(self) -> dict[str, object]:
         found = super().identity()
@@ -104,6 +101,9 @@ class Batch:
 # A function (logits, batch) that returns measurements. ``logits`` (S, V) belong to the S tokens
 # with an answer. For output layers other than plain softmax, they are log-probabilities.
 Read = Callable[[Tensor, Batch], BatchResult]
+# A function (model, states, batch) that returns measurements by name, from the states (S, E) of the
+# S tokens with an answer.
+ReadStates = Callable[[Transformer, Tensor, Batch], dict[str, Tensor]]
 # A function (seed, split, length, start, stop, settings) that returns sequences start .. stop − 1.
 Draw = Callable[[int, str, int, int, int, Any], Batch]
 
@@ -133,7 +133,10 @@ class SequenceTask(Task):
         size: maps a length to the number of tokens of a sequence; by default the length itself.
         read: computes the metrics from (logits, batch). It does not compute `OUTPUT_METRICS`, which
             the task adds to ``metrics``.
+        read_states: computes metrics from (model, states, batch), only where heads are measured.
         text: returns a digest of the files that the data come from; None if there are none.
+        frequencies: returns how often each token occurs in the training data, (V,). None if the
+            output layer cannot be adaptive.
     """
 
     name: str
@@ -145,7 +148,9 @@ class SequenceTask(Task):
     version: str = "1"
     size: Callable[[int], int] = lambda length: length
     read: Read = answers
+    read_states: ReadStates | None = None
     text: Callable[[], str] | None = None
+    frequencies: Callable[[Any], Tensor] | None = None
     metrics: tuple[Metric, ...] = (ACCURACY, LOSS)
     splits: Mapping[str, str] = field(default_factory=lambda: {"": "test"})
     head_sequences: int = 32
@@ -178,25 +183,34 @@ class SequenceTask(Task):
         return self.vocabulary(settings) if callable(self.vocabulary) else self.vocabulary
 
     def build(self, variant: VariantCall, positions: str, settings: Settings) -> Transformer:
-        output = settings.output_layer or VariantCall("softmax")
-        return Transformer(
-            self.vocabulary_size(settings),
-            settings.width,
-            settings.heads,
-            settings.depth,
-            variant.name,
-            positions,
-            output=output.name,
-            output_params=output.params,
-            **variant.params,
-        )
+        size = self.vocabulary_size(settings)
+
+        def make(**output: Any) -> Transformer:
+            return Transformer(
+                size, settings.width, settings.heads, settings.depth, variant.name, positions,
+                **output, **variant.params,
+            )  # fmt: skip
+
+        counts = None
+        if self.frequencies is not None:
+            counts = self.frequencies(settings).sort(descending=True).values.tolist()
+        call, tokens = parse_output(settings.output), settings.batch * settings.train_longest
+        return build_with(call, make, settings.width, size, counts, tokens)
 
     def batch(
         self, seed: int, split: str, length: int, start: int, stop: int, settings: Settings
     ) -> Batch:
         batch = self.draw(seed, split, length, start, stop, settings)
         self._check(batch, length, (stop - start, self.tokens(length)), settings)
-        return batch
+        return self._by_frequency(batch, settings)
+
+    def _by_frequency(self, batch: Batch, settings: Settings) -> Batch:
+        """For an adaptive output layer, renumber the tokens in descending order of frequency."""
+        if self.frequencies is None or parse_output(settings.output).name != ADAPTIVE:
+            return batch
+        order = self.frequencies(settings).sort(descending=True, stable=True).indices
+        ranks = torch.cat([order.argsort(), torch.tensor([-1])])  # −1 stands for no answer
+        return Batch(ranks[batch.tokens], ranks[batch.answers])
 
     def _check(
         self, batch: object, length: int, shape: tuple[int, int], settings: Settings
@@ -234,17 +248,20 @@ class SequenceTask(Task):
                 stack.enter_context(substituted(model, substitute))
                 watch = stack.enter_context(Watch(model, sample)) if sample.sequences else None
                 states = model.states(batch.tokens)[asked]
-            if model.output.variant == "softmax" and model.output.softcap is None:
+            if _is_softmax(model.output):
                 found = self.read(model.logits(states), batch)
             else:
                 found = self._read_output(model.output, states, batch)
             if watch is None:
                 return found
-            return BatchResult(found.metrics, found.curves | watch.curves())
+            more = {} if self.read_states is None else self.read_states(model, states, batch)
+            return BatchResult(found.metrics | more, found.curves | watch.curves())
 
         return measured
 
-    def _read_output(self, layer: OutputLayer, states: Tensor, batch: Batch) -> BatchResult:
+    def _read_output(
+        self, layer: OutputLayer | AdaptiveSoftmax, states: Tensor, batch: Batch
+    ) -> BatchResult:
         """The metrics for an output layer that is not a plain softmax."""
         answer = batch.answers[batch.asked]
         own = layer.log_prob(states).double()
@@ -258,3 +275,9 @@ class SequenceTask(Task):
             "own_loss": layer.loss(states, answer, reduction="none"),
         }
         return BatchResult(found.metrics | mine, found.curves)
+
+
+def _is_softmax(layer: OutputLayer | AdaptiveSoftmax) -> bool:
+    """Whether the layer is a plain softmax, without softcap."""
+    other = isinstance(layer, (MixtureOutput, AdaptiveSoftmax))
+    return not other and layer.variant == "softmax" and layer.softcap is None

@@ -167,8 +167,8 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
 }
 
 # Entries for Triton before SINCE: (architecture, bits) -> "kernel feature" -> limit of the head
-# dimension -> configuration. With the entry of TABLE, a kernel would spill registers. Both entries
-# of a "threshold" kernel have the same tile.
+# dimension -> configuration. With the entry of TABLE, a kernel would spill registers. An entry
+# for "threshold" has the tile of TABLE, because `map_tile` must not depend on the version.
 SINCE = (3, 9)
 OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (80, 32): {"dq several": {128: Config(32, 32, 8, 1, 32)}},
@@ -346,3 +346,12 @@ def decode_config(arch: int, bits: int, head_dim: int, safe: bool) -> Config:
     if arch == 0:
         return Config(16, 32, 1, 1)
     return of_dim(DECODE[bits]["safe" if safe else ""], head_dim)
+
+
+# Kernels of softmax over rows: one row per program, block_n columns at a time.
+ROW_KERNELS = ("three-pass", "online", "two-pass")
+ROWS = Config(1, 2048, 8, 2)
+
+
+def row_config(arch: int) -> Config:
+    return Config(1, 64, 1, 1) if arch == 0 else ROWS

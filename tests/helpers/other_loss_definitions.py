@@ -108,7 +108,7 @@ def emo(h: Tensor, matrix: Tensor, bias: Tensor | None, target: Tensor) -> Tenso
     without = q - (q * true).detach()
     distance = 1 - ((true @ unit) * (without @ unit)).sum(-1)
     mle = cross_entropy(z, target)
-    return 0.5 * (mle + (mle / (distance + 1e-10)).detach() * distance)
+    return 0.5 * (mle + (mle / distance).detach() * distance)
 
 
 @dataclass(frozen=True)

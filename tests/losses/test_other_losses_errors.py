@@ -1,4 +1,4 @@
-"""Each wrong argument of a loss with a changed target raises an error that names the argument."""
+"""Wrong arguments of losses other than `linear_loss` raise errors that name the argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from attnzoo import losses
 from helpers.cases import rand
-from helpers.target_loss_definitions import ENTRIES
+from helpers.other_loss_definitions import ENTRIES
 
 H, MATRIX = rand(3, 4).float(), rand(6, 4, seed=1).float()
 TARGET = torch.tensor([0, 5, 2])
@@ -57,6 +57,9 @@ OWN: dict[str, tuple[str, type[Exception], str, dict[str, Any]]] = {
     ),
     "value +inf": ("masked_loss", ValueError, "value", {"value": math.inf}),
     "value NaN": ("masked_loss", ValueError, "value", {"value": math.nan}),
+    "value a tensor": (
+        "masked_loss", TypeError, "value must be a finite number or -inf", {"value": torch.ones(2)},
+    ),
     "value a string": ("masked_loss", TypeError, "value", {"value": "-inf"}),
     "a 0": ("z_loss", ValueError, "a must be a finite number > 0", {"a": 0.0}),
     "b infinite": ("z_loss", ValueError, "b must be a finite number", {"b": math.inf}),

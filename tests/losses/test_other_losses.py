@@ -1,4 +1,4 @@
-"""Losses that change the target's score, the noise, the classes or the distance.
+"""Losses other than `linear_loss`: margins, noise, masks, moments, distances between classes.
 
 They agree with their formulas in fp64, values and gradients.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo import losses
 from helpers.cases import rand
-from helpers.target_loss_definitions import ENTRIES, Entry
+from helpers.other_loss_definitions import ENTRIES, Entry
 
 CLASSES = 11
 TARGET = torch.tensor([3, 0, -100, 8, 6, 3])
@@ -311,3 +311,87 @@ def test_emo_has_the_value_of_cross_entropy_but_spares_similar_classes() -> None
     torch.testing.assert_close(emo, plain, rtol=1e-9, atol=0)
     by_emo, by_plain = (torch.autograd.grad(x, bias, retain_graph=True)[0] for x in (emo, plain))
     assert by_emo[1].item() < by_plain[1].item()
+
+
+@pytest.mark.parametrize("name", ["z", "spherical"])
+def test_moments_give_the_loss_of_the_logits(name: str) -> None:
+    """With 40 tokens, 30 classes and d = 4 the moments cost less than the logits."""
+    entry, h, matrix = ENTRIES[name], rand(40, 4), rand(30, 4, seed=1)
+    inputs = h.requires_grad_(), matrix.requires_grad_(), rand(30, seed=2).requires_grad_()
+    target = torch.arange(40) % 30
+    found, want = (f(entry, *inputs, target) for f in (call, define))
+    torch.testing.assert_close(found, want.mean(), rtol=1e-12, atol=0)
+    for one, other in zip(*(gradients(x.mean(), inputs) for x in (found, want))):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("classes", [4, 400])
+def test_spherical_loss_of_states_orthogonal_to_all_rows(classes: int) -> None:
+    """All logits are 0 up to rounding, so that the exact loss is log V for a large eps."""
+    matrix = torch.cat([rand(classes, 4, seed=1), torch.zeros(classes, 4)], 1).float()
+    turn = torch.linalg.qr(rand(8, 8, seed=2)).Q.float()
+    h = torch.cat([torch.zeros(64, 4), 10 * rand(64, 4)], 1).float()
+    found = losses.spherical_loss(h @ turn, matrix @ turn, torch.zeros(64, dtype=torch.long), eps=1)
+    assert found.item() == pytest.approx(math.log(classes), rel=1e-3)
+
+
+@pytest.mark.parametrize("classes", [5, 1000])
+def test_z_loss_of_equal_logits_has_no_gradient(classes: int) -> None:
+    matrix = rand(8).float().expand(classes, 8).clone().requires_grad_()
+    h, target = rand(40, 8, seed=1).float(), torch.arange(40) % 5
+    found = losses.z_loss(h, matrix, target, a=0.1, b=10.0)
+    assert found.item() == pytest.approx(math.log1p(math.e) / 0.1, rel=1e-6)
+    assert not torch.autograd.grad(found, matrix)[0].any()
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-20, 1e19, 1e30])
+@pytest.mark.parametrize("classes", [20, 200])
+def test_z_loss_of_scaled_states_is_the_same(classes: int, factor: float) -> None:
+    h, matrix = rand(40, 8).float(), rand(classes, 8, seed=1).float()
+    target = torch.arange(40) % 20
+    found, want = (losses.z_loss(x, matrix, target, a=0.5, b=2.0) for x in (factor * h, h))
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("function", ["perturb_max_loss", "exact_loss"])
+def test_a_target_with_the_logit_minus_infinity(function: str) -> None:
+    h, matrix, bias = (x.detach().requires_grad_() for x in leaves(2))
+    lost = bias.detach().clone()
+    lost[3] = -math.inf
+    found = getattr(losses, function)(
+        h, matrix, torch.tensor([3, 4]), linear_bias=lost, reduction="none"
+    )
+    assert found[0].item() == (math.inf if function == "perturb_max_loss" else 1.0)
+    assert bool(found[1].isfinite())
+    (grad,) = torch.autograd.grad(found.sum(), h)
+    assert not grad[0].any()
+    assert bool(grad[1].any())
+
+
+def test_perturb_max_of_a_certain_target_is_not_negative() -> None:
+    z = torch.cat([torch.full((50, 1), 8.0), rand(50, 9).float()], 1)
+    found = losses.perturb_max_loss(
+        z, torch.eye(10), torch.zeros(50, dtype=torch.long), reduction="none"
+    )
+    assert found.min().item() >= 0
+
+
+def test_emo_of_a_class_with_the_direction_of_the_target() -> None:
+    """L_emo is 0 up to rounding, and so is its gradient. The value is that of cross entropy."""
+    row = rand(1, 16).float()
+    matrix = torch.cat([row, 2 * row, -torch.ones(1, 16)])
+    bias = torch.tensor([-20.0, 0.0, -30.0], requires_grad=True)
+    h, target = rand(1, 16, seed=1).float(), torch.tensor([0])
+    found = losses.emo_loss(h, matrix, target, linear_bias=bias)
+    plain = losses.linear_loss(h, matrix, target, linear_bias=bias)
+    torch.testing.assert_close(found, plain, rtol=1e-6, atol=0)
+    assert bool(torch.autograd.grad(found, bias)[0].isfinite().all())
+
+
+def test_arc_margin_of_a_row_of_zeros() -> None:
+    """θ = π/2 with all classes, so t = −s sin m."""
+    found = losses.margin_loss(
+        torch.zeros(1, 3), torch.eye(3), torch.tensor([0]), scale=1.0, margin=0.5
+    )
+    t = -math.sin(0.5)
+    assert float(found) == pytest.approx(math.log(math.exp(t) + 2) - t, rel=1e-6)

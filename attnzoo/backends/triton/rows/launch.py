@@ -1,0 +1,45 @@
+"""Builds the launches of the row kernels; see `common.launch`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnzoo.backends.triton.common.configurations import row_config
+from attnzoo.backends.triton.common.launch import Launch, align_of
+from attnzoo.backends.triton.rows import kernels
+
+KERNELS = {
+    "three-pass": kernels.three_pass,
+    "online": kernels.online,
+    "two-pass": kernels.two_pass,
+}
+LONGEST = 2**30  # columns; offsets inside a row have 32 bits
+
+
+def describe(algorithm: str, x: Tensor, out: Tensor, arch: int) -> Launch:
+    """Return the launch that writes softmax(x) over the rows of x to ``out``.
+
+    Args:
+        algorithm: a key of `KERNELS`.
+        x: (rows, columns), fp16, bf16 or fp32, with contiguous rows.
+        out: the same shape, with contiguous rows.
+
+    Raises:
+        ValueError: shapes or strides differ from the above.
+    """
+    if x.dim() != 2 or x.shape != out.shape or not 0 < x.shape[1] <= LONGEST:
+        raise ValueError(
+            "x and out must be (rows, columns) of the same shape with 1 to 2^30 columns, got "
+            f"{tuple(x.shape)} and {tuple(out.shape)}"
+        )
+    if x.shape[1] > 1 and (x.stride(1), out.stride(1)) != (1, 1):
+        raise ValueError(
+            f"rows of x and out must be contiguous, got strides {x.stride()} and {out.stride()}"
+        )
+    config = row_config(arch)
+    align = align_of(x[None, None], out[None, None])
+    args = {
+        "x": x, "out": out, "columns": x.shape[1], "x_row": x.stride(0) // align,
+        "out_row": out.stride(0) // align, "BLOCK": config.block_n, "ALIGN": align,
+    }  # fmt: skip
+    return Launch(KERNELS[algorithm], x.shape[0], args, config)

@@ -1,0 +1,73 @@
+"""The output layer of a `Transformer`: one that shares its matrix with the embedding, or a given
+one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from attnzoo.core.checks import shown
+from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
+from attnzoo.nn.output_layer import OutputLayer
+
+
+def output_of(
+    embed: nn.Embedding, output: Any, params: dict[str, Any] | None
+) -> OutputLayer | AdaptiveSoftmax:
+    """The layer that the arguments ``output`` and ``output_params`` of `Transformer` describe."""
+    if params is not None and not isinstance(params, dict):
+        raise TypeError(f"output_params must be a dict or None, got {shown(params)}")
+    if isinstance(output, (OutputLayer, AdaptiveSoftmax)):
+        if params is not None:
+            raise TypeError("output_params must be None if output is a layer, got a dict")
+        for name, found, wanted in (
+            ("in_features", output.in_features, embed.embedding_dim),
+            ("num_classes", output.num_classes, embed.num_embeddings),
+        ):
+            if found != wanted:
+                raise ValueError(f"output must have {name} = {wanted}, got {found}")
+        return output
+    if not isinstance(output, str):
+        raise TypeError(
+            "output must be the name of a variant, an OutputLayer, a MixtureOutput or an "
+            f"AdaptiveSoftmax, got {shown(output)}"
+        )
+    if fixed := {"in_features", "num_classes", "variant"} & set(params or {}):
+        raise TypeError(f"output_params must not have {', '.join(sorted(fixed))}")
+    return TiedOutput(embed, output, params or {})
+
+
+class TiedOutput(OutputLayer):
+    """An output layer that reads its matrix from an embedding.
+
+    The matrix is a parameter of the embedding only: state dicts have it once, and ``to_empty`` or
+    sharding cannot separate the two.
+    """
+
+    def __init__(self, embed: nn.Embedding, variant: str, params: dict[str, Any]) -> None:
+        sizes = embed.embedding_dim, embed.num_embeddings
+        super().__init__(*sizes, variant, **{"bias": False, **params})
+        del self._parameters["weight"]
+        self.__dict__["tied"] = embed  # not as a submodule, because the model has it already
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "tied" in self.__dict__:
+            raise AttributeError(
+                "output.weight is the embedding's matrix: set embed.weight instead"
+            )
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "tied" in self.__dict__:
+            return self.__dict__["tied"].weight
+        return super().__getattr__(name)
+
+    def _get_name(self) -> str:
+        return "OutputLayer"
+
+    def reset_parameters(self) -> None:
+        """Sets the bias to 0 and the variant's parameters to their initial values."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        self._reset(self.parameter_tensors())

@@ -1,0 +1,69 @@
+"""Output layers of sequence tasks: a variant, a mixture of softmaxes or an adaptive softmax.
+
+The setting ``output`` is a variant with keywords of `OutputLayer`, such as
+"softmax(softcap=30.0)", or one of these names with keywords of the module:
+
+    mixture     `attnzoo.nn.MixtureOutput`, such as "mixture(components=4, mix='contexts')"
+    adaptive    `attnzoo.nn.AdaptiveSoftmax`, such as "adaptive(clusters=2)", with cutoffs from the
+                frequencies of the tokens. Head and clusters have the same variant.
+
+Except for "adaptive", the layer's matrix is the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, Transformer
+from commandline.variants import VariantCall, parse_spec
+
+MIXTURE, ADAPTIVE = "mixture", "adaptive"
+COMPONENTS = 4  # of a mixture, unless they are given
+
+
+def parse_output(text: str) -> VariantCall:
+    """The output layer that a text describes; raises ValueError if it is not one call."""
+    spec = parse_spec(text)
+    if spec.is_substitution:
+        raise ValueError(f"output must be one variant, got {text!r}")
+    call = spec.train
+    if call.name == ADAPTIVE and "tail_variant" in call.params:
+        raise ValueError("output must not have tail_variant: the clusters have the head's variant")
+    if call.name == MIXTURE and "components" not in call.params:
+        found = call.params | {"components": COMPONENTS}
+        call = VariantCall(MIXTURE, tuple(sorted(found.items())))
+    return call
+
+
+def normalizer(call: VariantCall) -> VariantCall | None:
+    """The variant of an output layer; None for a plain softmax."""
+    if call.name in (MIXTURE, ADAPTIVE):
+        return VariantCall(str(call.params.get("variant", "softmax")))
+    return None if call == VariantCall("softmax") else call
+
+
+def build_with(
+    call: VariantCall,
+    make: Callable[..., Transformer],
+    width: int,
+    vocabulary: int,
+    counts: Sequence[float] | None,
+    tokens: int,
+) -> Transformer:
+    """A model with an output layer.
+
+    make: makes the model from the keywords ``output`` and ``output_params``. counts: the
+    frequencies of the tokens in descending order, if they are known. tokens: the number of tokens
+    in a training step.
+    """
+    if call.name == MIXTURE:
+        layer = MixtureOutput(width, vocabulary, **{"bias": False, **call.params})
+        model = make(output=layer)
+        layer.weight = model.embed.weight  # type: ignore[assignment]
+        return model
+    if call.name == ADAPTIVE:
+        if counts is None:
+            raise ValueError("output must not be adaptive: the task gives no token frequencies")
+        options = {"tokens": tokens, **call.params}
+        return make(output=AdaptiveSoftmax.from_frequencies(width, counts, **options))
+    return make(output=call.name, output_params=call.params)
