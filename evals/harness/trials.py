@@ -74,14 +74,21 @@ class Trials(AnyRun):
         return _outcome(experiment, found, time.process_time() - began)
 
     def estimated_seconds(self, device: str) -> float:
-        """An estimate of the time of the run: it is run with a twentieth of its steps."""
-        steps = max(1, self.settings.steps // 20)
+        """An estimate of the time of the run, extrapolated from runs with few steps."""
+        low, high = max(1, self.settings.steps // 20), max(2, self.settings.steps // 10)
+        self._seconds(1, device)  # the first run also loads the data
+        least, more = self._seconds(low, device), self._seconds(high, device)
+        # Tests of the model take the same time for any number of steps.
+        return least + max(0.0, more - least) / (high - low) * (self.settings.steps - low)
+
+    def _seconds(self, steps: int, device: str) -> float:
+        """The time of the run with this number of steps."""
         short = replace(self, settings=replace(self.settings, steps=steps))
-        began = time.process_time() if device == "cpu" else time.perf_counter()
+        clock = time.process_time if device == "cpu" else time.perf_counter
+        began = clock()
         for condition in self.tests:
             short.outcome(condition, device)
-        ended = time.process_time() if device == "cpu" else time.perf_counter()
-        return (ended - began) * self.settings.steps / steps
+        return clock() - began
 
 
 def _outcome(experiment: Experiment, found: Result, seconds: float) -> Outcome:

@@ -142,7 +142,10 @@ class ActiveLearning(DigitsExperiment):
         "arXiv:2210.03005)."
     )
     conditions: Mapping[str, str] = CONDITIONS
-    versus: Mapping[str, str] = {name + TRIMMED: name for name in MEASURES}
+    versus: Mapping[str, str] = {
+        **dict.fromkeys(MEASURES, "random"),
+        **{name + TRIMMED: name for name in MEASURES},
+    }
     curve = "Accuracy by number of labels, %"
     metrics = (
         Metric("mean_accuracy", "Accuracy, mean over the numbers of labels, %", 100, 1),

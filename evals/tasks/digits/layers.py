@@ -101,11 +101,7 @@ class VariantLayer(OutputLayer):
             return losses.masked_loss(
                 hidden, self.weight, target, mask, value=value, linear_bias=self.bias
             )
-        names = [param.name for param in attnzoo.get_variant(self.variant).params]
-        own = {name: getattr(self, name) for name in names if name not in ("weight", "bias")}
-        return losses.linear_loss(
-            hidden, self.weight, target, self.variant, linear_bias=self.bias, class_mask=mask, **own
-        )
+        return losses.linear_loss(hidden, target=target, class_mask=mask, **self._arguments())
 
 
 class FunctionLayer(nn.Module):
@@ -151,6 +147,9 @@ def unsupported(call: VariantCall) -> str | None:
     if call.name not in FUNCTIONS and call.name not in attnzoo.list_variants():
         known = ", ".join((*attnzoo.list_variants(), *FUNCTIONS))
         return f"output layer must be one of {known}, got {call.name!r}"
+    fixed = [name for name in ("reduction", "ignore_index") if name in call.params]
+    if fixed and call.name in FUNCTIONS:
+        return f"{fixed[0]} cannot be set here: the loss is the mean over all images"
     hidden, target = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
     try:
         with torch.random.fork_rng(devices=()):  # a check must not change later random numbers
