@@ -253,7 +253,8 @@ class AdaptiveSoftmax(nn.Module):
 
     def topk(self, input: Tensor, k: int) -> TopK:
         """The k most probable classes of each token, as from `OutputLayer`."""
-        return topk_by_chunks(self.log_prob, self.head._checked_input(input), k, self.num_classes)
+        self.head._checked_input(input)
+        return topk_by_chunks(self.log_prob, input, k, self.num_classes)
 
     def predict(self, input: Tensor) -> Tensor:
         """The most probable class of each token, (*), for hidden states (*, d)."""

@@ -58,12 +58,15 @@ def _frequencies(counts: Any) -> Array:
     if isinstance(counts, Tensor):
         counts = counts.detach().cpu().double()
     try:
-        found = np.asarray(counts, dtype=np.float64)
+        found = np.asarray(counts)
+        if found.dtype.kind in "SU":  # numpy would read numbers in strings
+            raise TypeError
+        found = found.astype(np.float64)
     except (TypeError, ValueError):
         raise TypeError(f"counts must be {allowed}, got {shown(counts)}") from None
     if found.ndim != 1 or len(found) < 2:
         raise ValueError(f"counts must be {allowed}, got the shape {found.shape}")
-    if not (np.isfinite(found).all() and (found >= 0).all() and found.sum() > 0):
+    if not (np.isfinite(found).all() and (found >= 0).all() and found.max() > 0):
         raise ValueError(f"counts must be finite {allowed}, with a sum above 0")
     if rising := np.flatnonzero(np.diff(found) > 0).tolist():
         at = rising[0] + 1
@@ -71,7 +74,7 @@ def _frequencies(counts: Any) -> Array:
             f"counts must be in descending order, but class {at} is more frequent than class "
             f"{at - 1}: sort the classes by frequency"
         )
-    return found
+    return found / found.max()  # so that sums of large counts are finite
 
 
 def time_of(columns: Array, rows: Array | float, overhead: float, smallest: float) -> Array:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnzoo.core.call import score_dtype
 from attnzoo.core.checks import check_sizes, shown
@@ -175,9 +174,9 @@ class MixtureOutput(OutputLayer):
 
     def topk(self, input: Tensor, k: int) -> TopK:
         """The k most probable classes of each token, as from `OutputLayer`."""
-        input = self._checked_input(input)
+        checked = self._checked_input(input)
         if self.mix == "contexts":
-            return super().topk(self._mixed(input), k)
+            return super().topk(self._mixed(checked).to(input.dtype), k)
         return topk_by_chunks(self.log_prob, input, k, self.num_classes)
 
     def _without_ignored(self, input: Tensor, target: Tensor) -> Tensor:
@@ -201,15 +200,14 @@ class MixtureOutput(OutputLayer):
 
     def _components(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """log π (*, K) in fp32 or fp64, and the contexts (*, K, d)."""
-        linears = {"contexts": self.contexts, "prior": self.prior}
-        weights = {name: cast_by_autocast(one.weight)[0] for name, one in linears.items()}
-        for name, weight in weights.items():
-            if weight.dtype != input.dtype:
+        for name, linear in (("contexts", self.contexts), ("prior", self.prior)):
+            dtype = cast_by_autocast(linear.weight)[0].dtype
+            if dtype != input.dtype:
                 raise TypeError(
-                    f"{name}.weight must have the dtype of input, {input.dtype}, got {weight.dtype}"
+                    f"{name}.weight must have the dtype of input, {input.dtype}, got {dtype}"
                 )
-        log_prior = F.linear(input, weights["prior"]).to(score_dtype(input)).log_softmax(-1)
-        contexts = torch.tanh(F.linear(input, weights["contexts"]))
+        log_prior = self.prior(input).to(score_dtype(input)).log_softmax(-1)
+        contexts = torch.tanh(self.contexts(input))
         return log_prior, contexts.unflatten(-1, (self.components, self.in_features))
 
     def _mixed(self, input: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ def output_of(
             "output must be the name of a variant, an OutputLayer, a MixtureOutput or an "
             f"AdaptiveSoftmax, got {shown(output)}"
         )
-    if fixed := {"in_features", "num_classes", "variant"} & set(params or {}):
+    # The matrix has the device and the dtype of the embedding, and the bias needs the same.
+    if fixed := {"in_features", "num_classes", "variant", "device", "dtype"} & set(params or {}):
         raise TypeError(f"output_params must not have {', '.join(sorted(fixed))}")
     return TiedOutput(embed, output, params or {})
 

@@ -19,6 +19,8 @@ from commandline.variants import VariantCall, parse_spec
 
 MIXTURE, ADAPTIVE = "mixture", "adaptive"
 COMPONENTS = 4  # of a mixture, unless they are given
+# Keywords of the modules that the task sets, or that would change the task itself.
+FIXED = {"in_features", "num_classes", "counts", "cutoffs", "device", "dtype", "ignore_index"}
 
 
 def parse_output(text: str) -> VariantCall:
@@ -27,6 +29,8 @@ def parse_output(text: str) -> VariantCall:
     if spec.is_substitution:
         raise ValueError(f"output must be one variant, got {text!r}")
     call = spec.train
+    if fixed := FIXED & call.params.keys():
+        raise ValueError(f"output must not set {', '.join(sorted(fixed))}, got {text!r}")
     if call.name == ADAPTIVE and "tail_variant" in call.params:
         raise ValueError("output must not have tail_variant: the clusters have the head's variant")
     if call.name == MIXTURE and "components" not in call.params:
