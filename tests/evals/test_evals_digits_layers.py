@@ -98,3 +98,23 @@ def test_all_variants_with_a_loss_are_output_layers() -> None:
         assert (reason is None) == (name in names), reason
     assert {"softmax", "entmax", "sigmoid", "sink", "taylor"} <= names
     assert EXPERIMENTS["classification"].presets["quick"].variants == EVERY_VARIANT
+
+
+def test_a_mask_of_all_classes_changes_nothing() -> None:
+    """Options of the output layer, such as softcap, also hold for masked losses."""
+    torch.manual_seed(0)
+    hidden, target = 5 * torch.randn(6, 8), torch.arange(6)
+    for text in ("softmax(softcap=0.5)", "softmax(label_smoothing=0.2)", "entmax(alpha=1.7)"):
+        layer = layers.layer(8, parse_spec(text).train)
+        assert isinstance(layer, layers.VariantLayer)
+        masked = layer.masked_loss(hidden, target, torch.ones(layers.CLASSES, dtype=torch.bool))
+        torch.testing.assert_close(masked, layer.loss(hidden, target))
+
+
+@pytest.mark.parametrize(
+    "text", ["margin_loss(reduction='none')", "noisy_loss(alpha=0.1, ignore_index=3)"]
+)
+def test_arguments_of_the_mean_over_images_cannot_be_set(text: str) -> None:
+    reason = layers.unsupported(parse_spec(text).train)
+    assert reason is not None
+    assert "cannot be set here" in reason

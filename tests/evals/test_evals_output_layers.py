@@ -183,6 +183,8 @@ def test_results_with_and_without_an_output_layer_are_separate_groups() -> None:
         ("max-retrieval", "entmax", "--output must not be given for max-retrieval"),
         ("language-model", "topk", "'topk' requires the parameter 'top_k'"),
         ("language-model", "softmax->entmax", "output must be one variant, got 'softmax->entmax'"),
+        ("language-model", "mixture(device='meta')", "output must not set device"),
+        ("language-model", "adaptive(ignore_index=5)", "output must not set ignore_index"),
         ("language-model", "nosuch", "unknown variant 'nosuch'"),
         ("language-model", "entmax(", "cannot read variant 'entmax('"),
         ("language-model", "adaptive_temperature", "has no loss"),

@@ -349,6 +349,7 @@ def test_wrong_options_raise(options: dict[str, Any], message: str) -> None:
         ([math.nan, 1], {}, "counts must be finite numbers >= 0"),
         ([0, 0], {}, "with a sum above 0"),
         (["a", "b"], {}, "counts must be numbers >= 0"),
+        (["3", "2"], {}, "counts must be numbers >= 0"),
         ([2, 1], {"clusters": 0}, "clusters must be an int of at least 1"),
         ([2, 1], {"clusters": 2}, "clusters must be at most 1"),
         ([2, 1], {"tokens": 0}, "tokens must be an int of at least 1"),

@@ -131,6 +131,24 @@ def test_predict_and_topk(variant: str, options: dict[str, Any]) -> None:
     assert layer.predict(h[0, 0]).shape == ()
 
 
+@every_layer
+def test_topk_keeps_the_dtype_of_its_input_under_autocast(
+    variant: str, options: dict[str, Any]
+) -> None:
+    layer, h = made(variant, **options).float(), hidden(3).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.topk(h, 2).values.dtype == torch.float32
+
+
+def test_hooks_of_the_modules_run() -> None:
+    """Wrappers such as weight normalization work through hooks."""
+    layer, seen = made(), []
+    for name in ("contexts", "prior"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    layer.loss(hidden(2), torch.tensor([0, 1]))
+    assert sorted(seen) == ["contexts", "prior"]
+
+
 def test_equally_probable_classes_come_in_ascending_order() -> None:
     layer = made(bias=False)
     with torch.no_grad():

@@ -14,11 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import nn
+
 from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, Transformer
 from commandline.variants import VariantCall, parse_spec
 
 MIXTURE, ADAPTIVE = "mixture", "adaptive"
 COMPONENTS = 4  # of a mixture, unless they are given
+# Initial scale of a mixture's matrix. tanh bounds the hidden states, so that with the scale of an
+# embedding, 0.02, all logits start near 0, and a few hundred steps are spent on larger ones.
+MIXTURE_STD = 0.2
 # Keywords of the modules that the task sets, or that would change the task itself.
 FIXED = {"in_features", "num_classes", "counts", "cutoffs", "device", "dtype", "ignore_index"}
 
@@ -64,6 +69,7 @@ def build_with(
         layer = MixtureOutput(width, vocabulary, **{"bias": False, **call.params})
         model = make(output=layer)
         layer.weight = model.embed.weight  # type: ignore[assignment]
+        nn.init.normal_(layer.weight, std=MIXTURE_STD)
         return model
     if call.name == ADAPTIVE:
         if counts is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnzoo.backends.triton.common.configurations import row_config
@@ -13,6 +14,7 @@ KERNELS = {
     "online": kernels.online,
     "two-pass": kernels.two_pass,
 }
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LONGEST = 2**30  # columns; offsets inside a row have 32 bits
 
 
@@ -25,8 +27,14 @@ def describe(algorithm: str, x: Tensor, out: Tensor, arch: int) -> Launch:
         out: the same shape, with contiguous rows.
 
     Raises:
-        ValueError: shapes or strides differ from the above.
+        ValueError: the algorithm, a shape or a stride differs from the above.
+        TypeError: a dtype differs from the above.
     """
+    if algorithm not in KERNELS:
+        raise ValueError(f"algorithm must be one of {', '.join(KERNELS)}, got {algorithm!r}")
+    for name, tensor in (("x", x), ("out", out)):
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
     if x.dim() != 2 or x.shape != out.shape or not 0 < x.shape[1] <= LONGEST:
         raise ValueError(
             "x and out must be (rows, columns) of the same shape with 1 to 2^30 columns, got "
