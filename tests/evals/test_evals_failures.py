@@ -67,6 +67,7 @@ def test_replacing_a_file_on_a_full_disk_keeps_the_old_content(tmp_path: Path) -
         write_whole(file / "below a file", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_study_on_a_full_disk_ends_with_a_one_line_error(
     workers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

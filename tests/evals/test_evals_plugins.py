@@ -30,6 +30,7 @@ def documented_task() -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> No
     assert "one-cycle cosine, 20 steps" in (undisturbed / TASK / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_killed_study_continues_to_the_same_summary(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -211,6 +212,7 @@ def test_a_nan_in_training_is_stored_and_reported(
     assert "0 runs to do" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_study_with_only_failures_is_shown_and_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +246,7 @@ def test_a_model_that_cannot_be_read_is_trained_again(
     assert same == (undisturbed / TASK / "summary.csv").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_second_study_in_a_folder_keeps_the_first_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
