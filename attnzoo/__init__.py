@@ -9,23 +9,17 @@ torch.Size([1, 4, 32, 16])
 from attnzoo import losses, nn
 from attnzoo.core.activations import Activation
 from attnzoo.core.call import Call
-from attnzoo.core.forms import (
-    REQUIRED,
-    FromStatistics,
-    Linear,
-    NoForm,
-    Pairwise,
-    Param,
-    Statistics,
-    Variant,
-)
+from attnzoo.core.distance import Distance
+from attnzoo.core.forms import FromStatistics, Linear, NoForm, Pairwise, Statistics
 from attnzoo.core.plugins import Plugin, load_plugin
 from attnzoo.core.registry import get_variant, list_variants, register_variant
+from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
 from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.functional.explain import Plan, explain
 from attnzoo.functional.linear_attention import LinearState, linear_attention
 from attnzoo.functional.probabilities import probabilities
 from attnzoo.functional.topk import TopK, topk_probabilities
+from attnzoo.functional.varlen import varlen_attention
 from attnzoo.losses.linear_topk import linear_topk
 
 __version__ = "0.1.0"
@@ -34,6 +28,7 @@ __all__ = [
     "REQUIRED",
     "Activation",
     "Call",
+    "Distance",
     "FromStatistics",
     "Linear",
     "LinearState",
@@ -42,6 +37,7 @@ __all__ = [
     "Param",
     "Plan",
     "Plugin",
+    "Projection",
     "Statistics",
     "TopK",
     "Variant",
@@ -58,4 +54,5 @@ __all__ = [
     "probabilities",
     "register_variant",
     "topk_probabilities",
+    "varlen_attention",
 ]

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Linear
+from attnzoo.core.forms import Form, Linear, Pairwise
 
 
 class Unsupported(Protocol):
@@ -33,11 +33,24 @@ class Scan(Protocol):
         ...
 
 
+def unsupported_extras(form: Pairwise, call: Call, *supported: str) -> str | None:
+    """Return why a backend cannot run the form, if it runs only these of `Pairwise.extras`.
+
+    ``supported`` may also contain "softcap".
+    """
+    used = form.extras if call.softcap is None else (*form.extras, "softcap")
+    lacking = [name for name in used if name not in supported]
+    return f"does not support {', '.join(lacking)} (tiled does)" if lacking else None
+
+
 @dataclass(frozen=True, eq=False)
 class Backend:
     """One way to compute a form. `attnzoo.backends.BACKENDS` lists all of them.
 
     ``scan`` is None for backends that cannot continue from the state of a linear form.
+    ``walks_segments``: whether the backend computes only the scores of keys near a query's own
+    segment. A call with segments is not split for such a backend; see `functional.packed`.
+    ``any_alignment``: whether the last query may have another position than the last key.
     """
 
     name: str
@@ -45,3 +58,5 @@ class Backend:
     unsupported: Unsupported
     run: Run
     scan: Scan | None = None
+    walks_segments: bool = False
+    any_alignment: bool = False

@@ -61,12 +61,17 @@ def unsupported(form: Form, call: Call) -> str | None:
         return "supports linear forms only"
     if call.mask is not None and not call.key_mask:
         return "does not support a dense mask, only a key mask (query dimension 1)"
+    if call.softcap is not None:
+        return "does not support softcap: there is no score to cap"
     if call.has_bias:
         return "does not support a float mask or alibi: there is no score to add to"
     if call.left is not None or call.right not in (None, 0):
         return "does not support a window: keys cannot be removed from a state"
     if call.segments is not None:
-        return "does not support segment_ids: keys cannot be removed from a state"
+        return (
+            "does not support these segment_ids: keys cannot be removed from a state (only sorted "
+            "ids on a CPU are split into segments)"
+        )
     if call.dropout_p:
         return "does not support dropout (tiled does)"
     if call.return_lse:

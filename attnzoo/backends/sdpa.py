@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnzoo.backends.base import Backend
+from attnzoo.backends.base import Backend, unsupported_extras
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.core.call import Call
 from attnzoo.core.checks import is_readable
@@ -27,6 +27,8 @@ def unsupported(form: Form, call: Call) -> str | None:
         return form.why
     if not isinstance(form, Pairwise) or not form.softmax:
         return "supports only softmax with an optional gain per query"
+    if (reason := unsupported_extras(form, call)) is not None:
+        return reason
     if form.sink is not None:
         return "does not support a sink (tiled does)"
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:

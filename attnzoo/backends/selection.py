@@ -138,7 +138,14 @@ def candidates(name: str, forms: tuple[Form, ...], call: Call) -> Iterator[Candi
     absent = [k for k in ("pairwise", "linear") if k not in kinds]
     forms += tuple(NoForm(kind, f"{name} has no {kind} form") for kind in absent)
     for backend, form in preference(forms, call):
-        yield Candidate(backend.name, form, backend.unsupported(form, call))
+        yield Candidate(backend.name, form, _unsupported(backend, form, call))
+
+
+def _unsupported(backend: Backend, form: Form, call: Call) -> str | None:
+    reason = backend.unsupported(form, call)
+    if reason is None and not backend.any_alignment and not call.aligned:
+        return "does not support a last query at another position than the last key (tiled does)"
+    return reason
 
 
 def choose(

@@ -17,6 +17,15 @@ class Layout(NamedTuple):
     q_segments: Tensor | None  # int64 [B, Nq]
     k_segments: Tensor | None  # int64 [B, Nk]
     alibi: Tensor | None
+    softcap: float | None = None
+
+
+class Terms(NamedTuple):
+    """What a form adds to the scores, or multiplies them or the weights with, beside `Vectors`."""
+
+    key_bias: Tensor | None = None  # broadcasts to (B, H, Nk)
+    decay: Tensor | None = None  # broadcasts to (B, H, 1)
+    factor: Tensor | None = None  # broadcasts to (B, H, Nq)
 
 
 class Vectors(NamedTuple):

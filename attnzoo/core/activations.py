@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from math import e, factorial, log2
 from typing import Literal
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from attnzoo.core.checks import shown
+from attnzoo.core.keys import key_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Activation:
         vanishes: Whether φ(−∞) = 0, so that masked scores may be −∞. If not, backends mask φ.
         triton: The Triton implementation as "module:name", imported when a kernel needs it: a
             ``@triton.jit`` function of (x, shape) that returns (φ, φ') for x = ``unit`` · s. If
-            ``vanishes``, both must be 0 at x = −∞. None: the kernels do not support φ.
+            ``vanishes``, both must be 0 at x = −∞. With a ``normalizer`` it returns (φ, φ', μ, μ').
+            If ``shifted``, shape is ``unit`` · M. None: the kernels do not support φ.
         triton_shape_slope: The Triton implementation of ∂φ/∂shape, a function of (x, shape), named
             like ``triton``. If ``vanishes``, it must be 0 at x = −∞. None: the kernels compute no
             gradient for ``shape``.
@@ -57,6 +57,12 @@ class Activation:
             contain log φ(s). Implied by ``exponential``.
         integral: ``integral(s, shape) -> ∫ φ`` from −∞ to s, elementwise. Losses need it for "none"
             forms, and for "threshold" forms without ``alpha``.
+        normalizer: ``normalizer(s, shape) -> μ(s)``, elementwise and without writing into s: the
+            function whose sum normalizes "sum" forms. None: μ is φ. If ``vanishes``, μ(−∞) = 0 too.
+        normalizer_slope: ``normalizer_slope(s, μ, shape) -> μ'(s)``; required with ``normalizer``.
+        shifted: Whether φ and μ are computed relative to M = max(0, row maximum of s), which
+            backends pass as ``shape``, so that they do not overflow. A larger M must scale both:
+            φ(s, M') = e^{M−M'} · φ(s, M). M has no gradient.
         quadratic: (a, b, c) if φ(s) = a + b·s + c·s², else None. Losses can then compute the sum of
             φ over all classes from the mean and the Gram matrix of the rows of the weight matrix,
             without the scores.
@@ -85,10 +91,15 @@ class Activation:
     positive: bool = False
     integral: Callable[[Tensor, Tensor | None], Tensor] | None = None
     quadratic: tuple[float, float, float] | None = None
+    normalizer: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    normalizer_slope: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         what = f"activation {shown(self.name)}"
-        for field in ("vanishes", "exponential", "convex", "bounded", "increasing", "positive"):
+        for field in (
+            "vanishes", "exponential", "convex", "bounded", "increasing", "positive", "shifted",
+        ):  # fmt: skip
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(
                     f"{what}: {field} must be a bool, got {shown(getattr(self, field))}"
@@ -103,6 +114,19 @@ class Activation:
             raise TypeError(
                 f"{what}: quadratic must be (a, b, c) or None, got {shown(self.quadratic)}"
             )
+        for field in ("normalizer", "normalizer_slope"):
+            if (function := getattr(self, field)) is not None and not callable(function):
+                raise TypeError(
+                    f"{what}: {field} must be a function or None, got {shown(function)}"
+                )
+        if (self.normalizer is None) != (self.normalizer_slope is None):
+            raise ValueError(f"{what}: normalizer and normalizer_slope must be given together")
+        if self.normalizer is not None and (self.shape_slope is not None or self.exponential):
+            raise ValueError(f"{what}: normalizer must be None with shape_slope or exponential")
+        if self.shifted and (self.shape_slope is not None or self.exponential or self.solvable):
+            raise ValueError(
+                f"{what}: shifted must be False with shape_slope, exponential, alpha or convex"
+            )
         alpha, family = self.alpha, self.shape_slope is not None
         number = isinstance(alpha, float) and 1 < alpha <= 2
         if alpha is not None and not (alpha == "shape" if family else number):
@@ -114,9 +138,13 @@ class Activation:
             raise ValueError(
                 f"{what}: vanishes must be True if exponential, alpha or convex is set, got False"
             )
-        unit = log2(e) if self.exponential else 1.0 if alpha is not None else self.unit
+        unit = (
+            log2(e) if self.exponential or self.shifted else 1.0 if alpha is not None else self.unit
+        )
         if self.triton is not None and self.unit != unit:
-            why = "log2(e) if exponential is True" if self.exponential else "1.0 if alpha is set"
+            why = "1.0 if alpha is set"
+            if unit != 1.0:
+                why = "log2(e) if exponential or shifted is True"
             raise ValueError(f"{what}: unit must be {why}, got {shown(self.unit)}")
 
     @property
@@ -149,6 +177,84 @@ SIGMOID = Activation(
     positive=True,
     # softplus(s). torch's softplus is inexact above its threshold of 20.
     integral=lambda s, shape: -torch.nn.functional.logsigmoid(-s),
+    increasing=True,
+)
+
+RELU = Activation(
+    "relu",
+    lambda s, shape: s.relu_(),
+    lambda s, phi, shape: (phi > 0).to(phi.dtype),
+    triton=TRITON + "relu",
+    increasing=True,
+)
+
+RELU2 = Activation(
+    "relu2",
+    lambda s, shape: s.relu_().square_(),
+    lambda s, phi, shape: 2 * phi.sqrt(),
+    triton=TRITON + "relu2",
+    increasing=True,
+)
+
+
+def _relu_power_slope(s: Tensor, phi: Tensor, power: Tensor | None) -> Tensor:
+    assert power is not None
+    return torch.where(s > 0, power * s.clamp(min=0).pow(power - 1), 0.0)
+
+
+def _relu_power_shape_slope(s: Tensor, phi: Tensor, power: Tensor | None) -> Tensor:
+    # Scores of 0 and below are replaced, so that the logarithm is finite.
+    return torch.where(s > 0, phi * torch.where(s > 0, s, 1.0).log(), 0.0)
+
+
+def _relu_power(s: Tensor, power: Tensor | None) -> Tensor:
+    assert power is not None
+    # NaN stays NaN.
+    return torch.where(s <= 0, 0.0, torch.where(s <= 0, 1.0, s).pow(power))
+
+
+RELU_POWER = Activation(
+    "relu_power",
+    _relu_power,
+    _relu_power_slope,
+    _relu_power_shape_slope,
+    triton=TRITON + "relu_power",
+    triton_shape_slope=TRITON + "relu_power_shape_slope",
+    increasing=True,
+)
+
+
+def _exp_less_one(s: Tensor, most: Tensor) -> Tensor:
+    """(e^s − 1) · e^{−M} for s ≤ M. expm1 keeps the digits of small s."""
+    down = (-most).exp()
+    return torch.where(s.abs() < 1, s.clamp(-1, 1).expm1() * down, (s - most).exp() - down)
+
+
+def _softpick(s: Tensor, most: Tensor | None) -> Tensor:
+    assert most is not None
+    return _exp_less_one(s, most).relu_()
+
+
+def _softpick_slope(s: Tensor, phi: Tensor, most: Tensor | None) -> Tensor:
+    assert most is not None
+    return torch.where(s > 0, (s - most).exp(), 0.0)
+
+
+def _softpick_normalizer_slope(s: Tensor, mu: Tensor, most: Tensor | None) -> Tensor:
+    assert most is not None
+    return (s - most).exp() * s.sign()
+
+
+SOFTPICK = Activation(
+    "softpick",
+    _softpick,
+    _softpick_slope,
+    vanishes=False,
+    normalizer=lambda s, most: _exp_less_one(s, most).abs_(),  # type: ignore[arg-type]
+    normalizer_slope=_softpick_normalizer_slope,
+    shifted=True,
+    triton=TRITON + "softpick",
+    unit=log2(e),
     increasing=True,
 )
 
@@ -251,32 +357,10 @@ def _taylor(order: int) -> Activation:
 TAYLOR = {order: _taylor(order) for order in range(2, 171, 2)}
 
 
-BY_KEY: WeakValueDictionary[str, Activation] = WeakValueDictionary()
-
-
-def key_of(activation: Activation) -> str:
-    """Return a string for the activation, because operators of torch take no Python objects.
-
-    The string is the activation's name. If another activation has the same name, a number is added.
-    """
-    # torch.compile passes a placeholder for an object that is created in the compiled function.
-    if not hasattr(activation, "name"):
-        raise TypeError(
-            "under torch.compile an Activation must be created before the call, for example at the "
-            "top of a module, not in the variant's forms()"
-        )
-    for number in count(1):
-        key = activation.name if number == 1 else f"{activation.name}#{number}"
-        if BY_KEY.setdefault(key, activation) is activation:
-            return key
-    raise AssertionError("count() does not end")
-
-
-# With this flag the compiler calls key_of while it traces, and treats the result as a constant.
-# torch.compiler.assume_constant_result sets the same flag, but would import the compiler.
-key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
 # The library's activations are registered first, so that their keys equal their names in every
 # process. An exported program relies on that.
-for _known in (EXP, SIGMOID, IDENTITY, SPARSEMAX, ENTMAX15, Q_EXP, *TAYLOR.values()):
+for _known in (
+    EXP, SIGMOID, RELU, RELU2, RELU_POWER, SOFTPICK, IDENTITY, SPARSEMAX, ENTMAX15, Q_EXP,
+    *TAYLOR.values(),
+):  # fmt: skip
     key_of(_known)

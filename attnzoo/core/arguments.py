@@ -39,6 +39,7 @@ def check_call(
     window: Window = None,
     alibi: Tensor | None = None,
     segment_ids: Segments = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Call:
@@ -66,6 +67,7 @@ def check_call(
         input_dtype=q.dtype,
         device=q.device,
         query_origin=keys - queries,
+        softcap=None if softcap is None else _softcap(softcap, dtype),
         left=left,
         right=right,
         mask=_mask(attn_mask, (batch, heads, queries, keys), q, dtype),
@@ -145,6 +147,20 @@ def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
             f"to {torch.finfo(dtype).max:.3g}"
         )
     return float(scale)
+
+
+def _softcap(softcap: Any, dtype: torch.dtype) -> float:
+    softcap = plain(softcap)
+    if not is_number(softcap):
+        raise TypeError(f"softcap must be a number above 0 or None, got {shown(softcap)}")
+    limits = torch.finfo(dtype)
+    # A softcap below the smallest normal number would divide by 0 on devices that flush it to 0.
+    if not limits.tiny <= softcap <= limits.max:
+        raise ValueError(
+            f"softcap must be a number above 0 or None, got {shown(softcap)}; {dtype} holds "
+            f"numbers from {limits.tiny:.3g} to {limits.max:.3g}"
+        )
+    return float(softcap)
 
 
 def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:

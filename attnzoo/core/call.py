@@ -22,6 +22,11 @@ def score_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """softcap · tanh(logits / softcap)."""
+    return softcap * torch.tanh(logits / softcap)
+
+
 @contextmanager
 def in_full_precision(device: torch.device) -> Iterator[None]:
     """Disable autocast, which would compute the fp32 scores in 16 bits."""
@@ -47,6 +52,7 @@ class Call(Visibility):
         head_dim: D of q and k.
         value_dim: Dv.
         scale: Factor of q·k.
+        softcap: c of the softcap z = c·tanh(scale·q·k/c), or None.
         dtype: Dtype of scores, per-query vectors and sums: fp32, or fp64 for fp64 inputs.
         input_dtype: Dtype of q, k, v and the output.
         device: Device of all tensors.
@@ -68,6 +74,7 @@ class Call(Visibility):
     value_dim: int
     scale: float
     input_dtype: torch.dtype
+    softcap: float | None = None
     alibi: Tensor | None = None  # [1, H, 1]
     dropout_p: float = 0.0
     return_lse: bool = False
@@ -76,8 +83,12 @@ class Call(Visibility):
     # ---- for variants ---------------------------------------------------------------------
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """The logits scale · q_i·k_j, (B, H, Nq, Nk) in `dtype`; handles grouped heads (GQA)."""
-        return self.scale * self.by_group(q.to(self.dtype), k.to(self.dtype).mT)
+        """The logits z, (B, H, Nq, Nk) in `dtype`; handles grouped heads (GQA).
+
+        z = scale · q_i·k_j, or softcap · tanh(scale · q_i·k_j / softcap) with a softcap.
+        """
+        logits = self.scale * self.by_group(q.to(self.dtype), k.to(self.dtype).mT)
+        return logits if self.softcap is None else capped(logits, self.softcap)
 
     @property
     def bias(self) -> Tensor | float:
@@ -122,6 +133,15 @@ class Call(Visibility):
             return scores.new_full(scores.shape[:-1], float("-inf"))
         lse = self.hide(scores).logsumexp(-1)
         return lse if self.sees_all else lse.masked_fill(~self.visible.any(-1), float("-inf"))
+
+    @property
+    def own_keys(self) -> Tensor:
+        """Index of the key at each query's position, (Nq,); the nearest key if there is none."""
+        return (self.query_positions - self.key_origin).clamp(0, max(self.keys - 1, 0))
+
+    def per_key(self, value: Tensor | float) -> Tensor:
+        """A per-key vector as a tensor (…, Nk); see `per_query`."""
+        return self.per_query(value).expand(-1, -1, self.keys)
 
     def per_query(self, value: Tensor | float) -> Tensor:
         """A per-query vector as a tensor; a number becomes a tensor (1, 1, 1)."""

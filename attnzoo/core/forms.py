@@ -1,32 +1,31 @@
 """The parts of a variant: its definition, its parameters, and its forms for fast backends.
 
 A *definition* computes the dense weights in plain PyTorch. A *form* describes the same weights in a
-way that the fast backends can run. Forms carry *per-query vectors* and never parameters: a
-per-query vector is a Python float, or a tensor that broadcasts to ``(B, H, Nq)`` in fp32 (fp64 for
-fp64 inputs). A variant computes its vectors from its parameters in PyTorch, a backend returns one
-gradient per vector, and autograd propagates it to the parameters. Variants therefore need no
-backward of their own.
+way that the fast backends can run. Forms carry *vectors* and never parameters: a per-query vector
+is a Python float, or a tensor that broadcasts to ``(B, H, Nq)`` in fp32 (fp64 for fp64 inputs). A
+per-key vector broadcasts to ``(B, H, Nk)``. A variant computes its vectors from its parameters in
+PyTorch, a backend returns one gradient per vector, and autograd propagates it to the parameters.
+Variants therefore need no backward of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from attnzoo.core.activations import Activation
-from attnzoo.core.checks import is_int, shown
-
-if TYPE_CHECKING:
-    from attnzoo.core.call import Call
+from attnzoo.core.checks import is_int, is_number, shown
+from attnzoo.core.distance import Distance
 
 PerQuery = Tensor | float
+PerKey = Tensor | float
 Normalize = Literal["none", "sum", "threshold", "select"]
-# The field that only one kind of normalization may have.
-_EXTRA = {"none": "offset", "sum": "sink", "threshold": "", "select": "keep"}
-REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
+# The fields that only one kind of normalization may have.
+_OWN = {"factor": "none", "sink": "sum", "eps": "sum", "keep": "select"}
+_NORMALIZE = ("none", "sum", "threshold", "select")
 
 
 class Statistics(NamedTuple):
@@ -56,26 +55,41 @@ class FromStatistics:
 
 @dataclass(frozen=True)
 class Pairwise:
-    """The form w_ij = c_i · φ(s_ij − τ_i) with s_ij = gain_i · scale · q_i·k_j + bias_ij.
+    """The form w_ij = c_i · φ(s_ij − τ_i) of the scores s_ij.
+
+    z_ij = scale · q_i·k_j, or softcap · tanh(scale · q_i·k_j / softcap) with a softcap.
+    s_ij = gain_i · a(t_ij) · z_ij + bias_ij + m(t_ij) + (key_bias_j − offset_i)
+
+    ``bias`` is the float mask plus ALiBi, and t_ij = |p_i − p_j| the distance of query and key.
+    key_bias_j − offset_i is formed first, so that both may be much larger than the difference.
 
     ============  =========================  ==========================
     normalize     τ_i                        c_i
     ============  =========================  ==========================
-    "none"        ``offset``                 1
-    "sum"         0                          1 / (Σ_j φ + φ(``sink``))
+    "none"        0                          ``factor``
+    "sum"         0                          1 / (Σ_j μ + μ(``sink``) + ``eps``)
     "threshold"   solved so that Σ_j φ = 1   1
     "select"      0                          1 / Σ φ over the ``keep`` largest scores
     ============  =========================  ==========================
+
+    μ is φ, unless the activation has a ``normalizer``.
 
     Attributes:
         activation: φ. "threshold" needs one with ``alpha`` or ``convex``, "select" one that
             vanishes at −∞.
         normalize: One of the names in the table.
         gain: Per-query vector, or a `FromStatistics`.
-        offset: Per-query vector; required by "none".
+        offset: Per-query vector; required by "none", otherwise None is 0.
         shape: Per-query vector; required by activations with a ``shape_slope``.
         sink: Per-query vector, the score of one additional key with value 0; optional with "sum".
         keep: Number of keys per query with a nonzero weight; required by "select".
+        key_bias: Per-key vector; None is 0.
+        distance: A gain a and a bias m by distance; None is a = 1 and m = 0.
+        decay: The second argument of ``distance``: a float, or a tensor that broadcasts to
+            (B, H, 1).
+        factor: Per-query vector that multiplies the weights; None is 1. Only with "none".
+        eps: A float >= 0 that is added to the normalizer; only with "sum" and not with exp, where
+            a sink of log(eps) is the same.
 
     Example:
         >>> import attnzoo
@@ -92,36 +106,48 @@ class Pairwise:
     shape: PerQuery | None = None
     sink: PerQuery | None = None
     keep: int | None = None
+    key_bias: PerKey | None = None
+    distance: Distance | None = None
+    decay: Tensor | float | None = None
+    factor: PerQuery | None = None
+    eps: float = 0.0
     kind = "pairwise"
 
     def __post_init__(self) -> None:
         if not isinstance(self.activation, Activation):
             raise TypeError(f"activation must be an Activation, got {shown(self.activation)}")
-        how, extra = self.normalize, _EXTRA
-        if not isinstance(how, str) or how not in extra:
-            raise ValueError(f"normalize must be one of {', '.join(extra)}, got {shown(how)}")
+        how = self.normalize
+        if not isinstance(how, str) or how not in _NORMALIZE:
+            raise ValueError(f"normalize must be one of {', '.join(_NORMALIZE)}, got {shown(how)}")
         # Numbers come first, because isinstance is slow for the class Tensor.
         if not isinstance(self.gain, (float, int, Tensor, FromStatistics)):
             raise TypeError(
                 f"gain must be a float, a tensor or FromStatistics, got {shown(self.gain)}"
             )
-        given = {"offset": self.offset, "shape": self.shape, "sink": self.sink}
-        for field, vector in given.items():
+        for field in ("offset", "shape", "sink", "key_bias", "decay", "factor"):
+            vector = getattr(self, field)
             if vector is not None and not isinstance(vector, (float, int, Tensor)):
                 raise TypeError(f"{field} must be a float, a tensor or None, got {shown(vector)}")
         if self.keep is not None and not (is_int(self.keep) and self.keep >= 1):
             raise ValueError(f"keep must be an int of at least 1, got {shown(self.keep)}")
-        for field, value in (("offset", self.offset), ("sink", self.sink), ("keep", self.keep)):
-            if value is not None and extra[how] != field:
-                hint = ""
-                if field == "offset" and how == "sum":
-                    hint = "; pass it as shape of an activation with shape_slope"
+        for field, needed in _OWN.items():
+            value = getattr(self, field)
+            if value is not None and needed != how and not (field == "eps" and value == 0):
+                none = "0" if field == "eps" else "None"
                 raise ValueError(
-                    f"{field} must be None with normalize={how!r}, got {shown(value)}{hint}"
+                    f"{field} must be {none} with normalize={how!r}, got {shown(value)}"
                 )
         if (how == "none" and self.offset is None) or (how == "select" and self.keep is None):
-            raise ValueError(f"{extra[how]} must be given with normalize={how!r}, got None")
-        phi, family = self.activation, self.activation.shape_slope is not None
+            missing = "offset" if how == "none" else "keep"
+            raise ValueError(f"{missing} must be given with normalize={how!r}, got None")
+        self._check_activation()
+        if self.distance is not None or self.decay is not None or self.eps:
+            self._check_terms()
+        if isinstance(self.gain, FromStatistics) and (added := self._added()):
+            raise ValueError(f"{added[0]} must be None with a gain from statistics")
+
+    def _check_activation(self) -> None:
+        how, phi, family = self.normalize, self.activation, self.activation.shape_slope is not None
         if how == "threshold" and not phi.solvable:
             raise ValueError(
                 f"normalize='threshold' needs an activation with alpha or convex, {phi.name} has "
@@ -137,6 +163,57 @@ class Pairwise:
                 f"shape must be {needed} for {phi.name}, which {has} shape_slope, "
                 f"got {shown(self.shape)}"
             )
+        if phi.normalizer is not None or phi.shifted:
+            if how != "sum":
+                raise ValueError(
+                    f"normalize must be 'sum' for {phi.name}, which has a normalizer or is "
+                    f"shifted, got {how!r}"
+                )
+            if phi.shifted and self.sink is not None:
+                raise ValueError(
+                    f"sink must be None for {phi.name}, which is shifted, got {shown(self.sink)}"
+                )
+
+    def _check_terms(self) -> None:
+        if self.distance is not None and not isinstance(self.distance, Distance):
+            raise TypeError(f"distance must be a Distance or None, got {shown(self.distance)}")
+        if (self.distance is None) != (self.decay is None):
+            raise ValueError(
+                "distance and decay must be given together, got "
+                f"{shown(self.distance)} and {shown(self.decay)}"
+            )
+        if (
+            self.distance is not None
+            and isinstance(self.decay, Tensor)
+            and self.decay.requires_grad
+        ):
+            self.distance.check_slopes()
+        if not is_number(self.eps) or not 0 <= self.eps < float("inf"):
+            raise ValueError(f"eps must be a finite number >= 0, got {shown(self.eps)}")
+        if self.eps and self.activation.exponential:
+            raise ValueError(
+                f"eps must be 0 for {self.activation.name}, got {shown(self.eps)}; use a sink of "
+                "log(eps)"
+            )
+
+    def _added(self) -> list[str]:
+        """The terms of the scores in use, which statistics of the logits do not contain."""
+        names = ("key_bias", "distance") + (("offset",) if self.normalize != "none" else ())
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The fields in use that a backend may lack, in the words of `Pairwise`."""
+        phi = self.activation
+        used = {
+            "key_bias": self.key_bias is not None,
+            "offset": self.offset is not None and self.normalize != "none",
+            "distance": self.distance is not None,
+            "factor": self.factor is not None,
+            "eps": bool(self.eps),
+            "normalizer": phi.normalizer is not None or phi.shifted,
+        }
+        return tuple([name for name, given in used.items() if given])
 
     @property
     def softmax(self) -> bool:
@@ -176,12 +253,17 @@ class Linear:
 
 @dataclass(frozen=True)
 class Definition:
-    """The form that every variant has: its definition, with the parameters of one call."""
+    """The form that every variant has: its definition, with the parameters of one call.
+
+    ``head_tensors`` names the parameters of kind "tensor", (H, …). Other tensors broadcast against
+    the scores.
+    """
 
     name: str
     weights: Callable[..., Tensor]
     scores: Callable[..., Tensor] | None
     params: dict[str, Any]
+    head_tensors: tuple[str, ...] = ()
     kind = "definition"
 
 
@@ -199,121 +281,3 @@ class NoForm:
 
 
 Form = Pairwise | Linear | Definition | NoForm
-
-
-@dataclass(frozen=True)
-class Param:
-    """One keyword parameter of a variant.
-
-    Attributes:
-        name: Its name as a keyword of `attention`.
-        default: The value if none is given; `REQUIRED` if one must be given. None is only
-            accepted as a value if it is the default.
-        kind: "per_head": a float, or a tensor () or (H,) that may get a gradient. "int", "float",
-            "bool": a setting without a gradient.
-        doc: What it means and which shapes it may have, for error messages and documentation.
-        init: Initial value in `attnzoo.nn.Attention`, which then learns the parameter by default.
-            None: it is learned only on request. Only for kind "per_head".
-        per_token: Whether a tensor (B, H, Nq) is accepted too. Only for kind "per_head".
-        check: ``check(value) -> bool`` for a number, elementwise for a tensor; None accepts all
-            finite values.
-        allowed: What ``check`` accepts, in words that follow "must be".
-        between: Open interval (low, high) in which a learned value is kept. Only for kind
-            "per_head".
-
-    Example:
-        >>> import attnzoo
-        >>> attnzoo.Param("power", 1.0, doc="exponent; a number, or one per head (H,)",
-        ...               check=lambda x: x > 0, allowed="above 0").kind
-        'per_head'
-    """
-
-    name: str
-    default: Any = REQUIRED
-    kind: Literal["per_head", "int", "float", "bool"] = "per_head"
-    doc: str = ""
-    init: float | None = None
-    per_token: bool = False
-    check: Callable[[Any], Any] | None = None
-    allowed: str = "finite"
-    between: tuple[float, float] | None = None
-
-
-def no_forms(call: Call, **params: Any) -> tuple[Form, ...]:
-    return ()
-
-
-def no_restriction(call: Call, **params: Any) -> str | None:
-    return None
-
-
-def no_state(**params: Any) -> bool:
-    return False
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to turn logits into attention weights; add it with `register_variant`.
-
-    Only the first four fields are required. A definition (``weights``) is enough for masks, GQA,
-    gradients and memory linear in N; forms make the faster backends available.
-
-    Parameters are passed to the functions by name. A parameter of kind "per_head" is a float or a
-    tensor. In ``weights`` and ``scores`` the tensor broadcasts against the scores:
-    (1, H, 1, 1) or (B, H, Nq, 1). In ``forms`` and ``unsupported`` it broadcasts against per-query
-    vectors such as ``call.log_n``: (1, H, 1) or (B, H, Nq).
-
-    Attributes:
-        name: The name by which `attention` finds it; a Python identifier.
-        formula: The formula of the weights, for tables.
-        paper: Citation, such as "Nakanishi 2025, arXiv:2501.19399".
-        weights: The definition, ``weights(q, k, call, **params) -> (B, H, Nq, Nk)``, in plain
-            PyTorch, 0 for invisible keys, in the dtype of ``call.scores(q, k)``.
-        params: Its parameters.
-        forms: ``forms(call, **params)`` -> a tuple of forms, the preferred one first. Each form
-            must give the same weights as the definition in this call.
-        scores: ``scores(q, k, call, **params) -> (B, H, Nq, Nk)`` if the weights are a softmax of
-            these scores (up to a sink). Visible keys that the variant drops, as topk does, have
-            the score −∞. Required for ``return_lse``.
-        unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
-            the variant, or None.
-        normalized: Whether every row with a visible key sums to 1.
-        positional: Whether weights depend on the distance between query and key.
-        calibrate: ``calibrate(log_n)`` -> parameters with which the mean gain is 1, if ``log_n`` is
-            the mean of log n_i over the rows. Rows with fewer keys get a gain below 1, rows with
-            more keys a gain above 1. The outputs of a trained softmax model therefore still change.
-        identity: Parameters with which the variant equals softmax for any number of keys, so that
-            a model trained with softmax keeps its outputs; None if there are none.
-        example: ``example(length)`` -> parameters suited to at most ``length`` keys. All required
-            parameters must be included. Evals, benchmarks and tests use them unless others are
-            given.
-        inference_only: Whether it is meant for models trained with softmax, not for training.
-        has_state: ``has_state(**params)`` -> whether a linear form exists for these parameters. If
-            so, `linear_attention` supports it, and decoding can use a state of constant size.
-        use: When to use it, for tables: one or two short sentences, 100 characters at most.
-        output_defaults: Defaults of parameters in an output layer (`attnzoo.losses`), where they
-            differ from those in attention.
-
-    Notes:
-        ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments only, and no
-        function may write into a tensor of the call: results are reused in later calls of the same
-        sizes.
-    """
-
-    name: str
-    formula: str
-    paper: str
-    weights: Callable[..., Tensor]
-    params: tuple[Param, ...] = ()
-    forms: Callable[..., tuple[Form, ...]] = no_forms
-    scores: Callable[..., Tensor] | None = None
-    unsupported: Callable[..., str | None] = no_restriction
-    normalized: bool = True
-    positional: bool = False
-    calibrate: Callable[[float], dict[str, Any]] | None = None
-    identity: dict[str, Any] | None = None
-    example: Callable[[int], dict[str, Any]] | None = None
-    inference_only: bool = False
-    has_state: Callable[..., bool] = no_state
-    use: str = ""
-    output_defaults: dict[str, Any] | None = None

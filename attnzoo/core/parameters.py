@@ -1,7 +1,8 @@
 """Validation of a variant's parameters.
 
 A "per_head" parameter becomes a Python float, or a tensor in the call's dtype that broadcasts to
-(B, H, Nq). Other parameters stay unchanged.
+(B, H, Nq), or (B, H, Nk) if it is per key. A "tensor" parameter becomes a tensor (H, …) in the
+call's dtype. Other parameters stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from attnzoo.core.checks import (
     plain,
     shown,
 )
-from attnzoo.core.forms import REQUIRED, Pairwise, Param, Variant
+from attnzoo.core.forms import Pairwise
+from attnzoo.core.variant import REQUIRED, Param, Variant
+
+# The vectors of a pairwise form, with their last dimension.
+VECTORS = {
+    "gain": "Nq", "offset": "Nq", "shape": "Nq", "sink": "Nq", "factor": "Nq", "key_bias": "Nk",
+    "decay": "1",
+}  # fmt: skip
 
 
 def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +64,8 @@ def missing(variant: str, param: Param) -> str:
 def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.float64) -> Any:
     """Validate a value that is not a tensor; a number must be finite in the dtype."""
     value = plain(value)
+    if param.kind == "tensor":
+        raise TypeError(f"{what} must be a tensor, got {shown(value)}")
     if param.kind == "bool":
         if not isinstance(value, bool):
             raise TypeError(f"{what} must be a bool, got {shown(value)}")
@@ -81,43 +91,57 @@ def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.
 def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
     if value is None and param.default is None:
         return None
-    if param.kind != "per_head" or not isinstance(value, Tensor):
+    if param.kind not in ("per_head", "tensor") or not isinstance(value, Tensor):
         return check_value(what, param, value, call.dtype)
     check_dense(what, value)
     if value.dtype not in DTYPES:
         raise TypeError(f"{what} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
     if value.device != call.device:
         raise ValueError(f"{what} must be on q's device {call.device}, got {value.device}")
-    full = (call.batch, call.heads, call.queries)
-    shapes = [(), full[1:2]] + ([full] if param.per_token else [])
+    shapes = _shapes(param, call)
     # `in` would fail: torch.compile does not find a symbolic size in a tuple.
     if not any(value.shape == shape for shape in shapes):
         allowed = " or ".join(map(str, shapes))
         raise ValueError(f"{what} must have shape {allowed}, got {tuple(value.shape)}")
-    return per_query(what, param, value, call)
+    return as_vector(what, param, value, call)
 
 
-def per_query(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
-    """Validate the values of a tensor, and reshape it so that it broadcasts to (B, H, Nq)."""
+def _shapes(param: Param, call: Call) -> list[tuple[int, ...]]:
+    """The shapes that a tensor may have."""
+    batch, heads = call.batch, call.heads
+    if param.kind == "tensor":
+        assert param.size is not None  # checked at registration
+        return [(heads, *param.size(call.head_dim))]
+    shapes: list[tuple[int, ...]] = [(), (heads,)]
+    if param.per_token:
+        shapes.append((batch, heads, call.queries))
+    if param.per_key:
+        shapes.append((batch, heads, call.keys))
+    return shapes
+
+
+def as_vector(what: str, param: Param, value: Tensor, call: Call) -> Tensor:
+    """Validate the values of a tensor, and reshape it so that it broadcasts to (B, H, N)."""
     value = value.to(call.dtype)
     check_entries(what, param, value)
-    return value if value.dim() == 3 else value.view(1, -1, 1)
+    return value if param.kind == "tensor" or value.dim() == 3 else value.view(1, -1, 1)
 
 
 def check_vectors(what: str, form: Pairwise, call: Call) -> None:
-    """Raise unless all tensors of a form are per-query vectors."""
-    full = (call.batch, call.heads, call.queries)
-    vectors = {"gain": form.gain, "offset": form.offset, "shape": form.shape, "sink": form.sink}
-    for name, vector in vectors.items():
+    """Raise unless all tensors of a form are vectors that fit the call."""
+    for name, last in VECTORS.items():
+        vector = getattr(form, name)
         if not isinstance(vector, Tensor):
             continue
+        width = {"Nq": call.queries, "Nk": call.keys, "1": 1}[last]
+        full = (call.batch, call.heads, width)
         # `n in (1, whole)` would fail: torch.compile does not find a symbolic size in a tuple.
         sizes = zip(vector.shape, full)
         fits = vector.dim() == 3 and all(n == 1 or n == whole for n, whole in sizes)
         if not fits or not vector.is_floating_point():
             raise ValueError(
-                f"{what}: {name} must be a float or a float tensor that broadcasts to (B, H, Nq) = "
-                f"{full}, got {tuple(vector.shape)} {vector.dtype}"
+                f"{what}: {name} must be a float or a float tensor that broadcasts to "
+                f"(B, H, {last}) = {full}, got {tuple(vector.shape)} {vector.dtype}"
             )
 
 

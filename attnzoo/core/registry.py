@@ -12,8 +12,8 @@ import torch
 
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.checks import did_you_mean, is_number, shown
-from attnzoo.core.forms import REQUIRED, Param, Variant
 from attnzoo.core.parameters import check_value
+from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
 
 # Names that a variant's parameter may not have: arguments of functions that accept parameters, and
 # attributes of modules that own them.
@@ -21,7 +21,8 @@ RESERVED = ARGUMENTS | frozenset(
     "self q k v call variant state cache backend num_heads learn learned training "
     "scores dim mask input logits target linear_weight linear_bias class_mask softcap weight "
     "label_smoothing lse_penalty ignore_index reduction return_stats in_features num_classes "
-    "device dtype output".split()
+    "device dtype output given projected projections query key value cu_seq_q cu_seq_k max_q "
+    "max_k".split()
 )
 
 _VARIANTS: dict[str, Variant] = {}
@@ -88,16 +89,19 @@ def _check_name(what: str, name: Any) -> None:
 
 
 def _check_param(what: str, param: Param) -> None:
-    if param.kind not in ("per_head", "int", "float", "bool"):
+    if param.kind not in ("per_head", "tensor", "int", "float", "bool"):
         raise ValueError(
-            f"{what}: kind must be 'per_head', 'int', 'float' or 'bool', got {shown(param.kind)}"
+            f"{what}: kind must be 'per_head', 'tensor', 'int', 'float' or 'bool', got "
+            f"{shown(param.kind)}"
         )
     if param.check is not None and not callable(param.check):
         raise TypeError(f"{what}: check must be a function or None, got {shown(param.check)}")
     for field in ("doc", "allowed"):
         _check_type(f"{what}: {field}", getattr(param, field), str)
-    _check_type(f"{what}: per_token", param.per_token, bool)
-    for field in ("per_token", "init", "between"):
+    for field in ("per_token", "per_key", "host_sink"):
+        _check_type(f"{what}: {field}", getattr(param, field), bool)
+    _check_shapes(what, param)
+    for field in ("per_token", "per_key", "host_sink", "init", "between"):
         if param.kind != "per_head" and getattr(param, field) not in (None, False):
             raise ValueError(f"{what}: {field} requires kind 'per_head', got kind {param.kind!r}")
     # A default or an initial value cannot be a tensor, so its error must not suggest one.
@@ -115,6 +119,22 @@ def _check_param(what: str, param: Param) -> None:
         raise ValueError(f"{what}: between must be (low, high) with low < high, got {shown(ends)}")
     if param.init is not None and not ends[0] < param.init < ends[1]:
         raise ValueError(f"{what}: init must lie inside {ends}, got {shown(param.init)}")
+
+
+def _check_shapes(what: str, param: Param) -> None:
+    if param.per_token and param.per_key:
+        raise ValueError(f"{what}: per_token and per_key must not both be True")
+    if (param.kind == "tensor") != (param.size is not None):
+        raise ValueError(f"{what}: size must be given for kind 'tensor', and only for it")
+    if param.size is not None and not callable(param.size):
+        raise TypeError(f"{what}: size must be a function of D, got {shown(param.size)}")
+    if param.kind == "tensor" and param.default not in (REQUIRED, None):
+        raise ValueError(f"{what}: default must be REQUIRED or None for kind 'tensor'")
+    if param.projection is None:
+        return
+    _check_type(f"{what}: projection", param.projection, Projection)
+    if not (param.per_token or param.per_key):
+        raise ValueError(f"{what}: projection requires per_token or per_key")
 
 
 def _check_fields(variant: Variant) -> None:

@@ -116,6 +116,11 @@ class Visibility:
         return self.query_positions[:, None] - self.key_positions
 
     @property
+    def aligned(self) -> bool:
+        """Whether the last query has the position of the last key (causality at bottom right)."""
+        return self.query_origin + self.queries == self.key_origin + self.keys
+
+    @property
     def key_mask(self) -> bool:
         """Whether there is a mask and its query dimension is 1."""
         return self.mask is not None and self.mask.shape[2] == 1

@@ -10,6 +10,7 @@ from attnzoo.backends import eager
 from attnzoo.backends.selection import check_backend, choose
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
+from attnzoo.functional import packed
 from attnzoo.functional.call_cache import find, key_of, remember
 from attnzoo.functional.prepare import check_supported, prepare
 
@@ -30,6 +31,7 @@ def attention(
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[False] = False,
@@ -49,6 +51,7 @@ def attention(
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: Literal[True],
@@ -68,6 +71,7 @@ def attention(
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool,
@@ -86,6 +90,7 @@ def attention(
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
@@ -114,6 +119,7 @@ def attention(
         alibi: Slopes (H,); −slope·|p − j| is added to the scores (after any gain).
         segment_ids: Int (B, N), or a pair (B, Nq), (B, Nk). A query sees only the keys of its own
             segment.
+        softcap: c > 0; the logits become c·tanh(scale·q·k/c), before any gain. None: no softcap.
         dropout_p: Probability with which a weight is dropped after normalization; the others are
             divided by 1 − p. Random numbers differ between backends.
         backend: Name of the backend to use; an error is raised if it cannot run the call. None
@@ -121,7 +127,8 @@ def attention(
         return_lse: Also return lse_i = log Σ_j exp(s_ij) of the scores s_ij after gain and bias.
             Supported by variants that are a softmax of scores. The sum does not include a sink.
         **params: Parameters of the variant: a number, or a tensor () or (H,) with one value per
-            query head, or (B, H, Nq) where the variant accepts one value per query.
+            query head; (B, H, Nq) or (B, H, Nk) where the variant accepts one value per query or
+            per key; (H, …) where it has a feature map.
 
     Returns:
         The output (B, H, Nq, Dv) in q's dtype. With ``return_lse`` a pair (output, lse), lse of
@@ -158,10 +165,13 @@ def attention(
         window=window,
         alibi=alibi,
         segment_ids=segment_ids,
+        softcap=softcap,
         dropout_p=dropout_p,
         return_lse=return_lse,
     )
-    key = key_of(q, k, v, variant, backend, arguments, params)
+    # The number of calls depends on the ids of segments that are split, so nothing is cached.
+    split = segment_ids is not None and packed.splits(q, backend)
+    key = None if split else key_of(q, k, v, variant, backend, arguments, params)
     cached = find(key, variant, arguments, params)
     if cached is not None:
         chosen, call, form = cached
@@ -171,11 +181,15 @@ def attention(
         q, k, v, call = ready.q, ready.k, ready.v, ready.call
         check_backend(backend)
         check_supported(ready)
+        runs = packed.runs_of(ready) if split else None
         with in_full_precision(call.device):
-            forms = ready.forms
-            chosen, form = choose(variant, (*forms, ready.definition), call, backend)
-            remember(key, ready, forms, chosen, form, params)
-            out, lse = chosen.run(q, k, v, call, form)
+            if runs is not None:
+                out, lse = packed.run(ready, runs, backend)
+            else:
+                forms = ready.forms
+                chosen, form = choose(variant, (*forms, ready.definition), call, backend)
+                remember(key, ready, forms, chosen, form, params)
+                out, lse = chosen.run(q, k, v, call, form)
     if out.dtype != call.input_dtype:
         out = out.to(call.input_dtype)
     if not return_lse:

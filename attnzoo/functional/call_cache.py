@@ -18,17 +18,10 @@ from attnzoo.backends.base import Backend
 from attnzoo.core.arguments import layout_tensors
 from attnzoo.core.call import Call
 from attnzoo.core.checks import runs_eagerly
-from attnzoo.core.forms import (
-    Definition,
-    Form,
-    FromStatistics,
-    Linear,
-    Pairwise,
-    Param,
-    Variant,
-)
-from attnzoo.core.parameters import per_query
+from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
+from attnzoo.core.parameters import VECTORS, as_vector
 from attnzoo.core.registry import get_variant
+from attnzoo.core.variant import Param, Variant
 from attnzoo.functional.prepare import Prepared, definition_of
 
 MAX_ENTRIES = 4096
@@ -59,7 +52,7 @@ class Entry(NamedTuple):
             if tensors:
                 call = replace(call, **layout_tensors(tensors, call))
             own = {
-                p.name: per_query(what, p, given[p.name], call) for what, p in self.tensor_params
+                p.name: as_vector(what, p, given[p.name], call) for what, p in self.tensor_params
             }
             params = params | own
             if self.variant.unsupported(call, **params) is not None:
@@ -183,8 +176,8 @@ def remember(
 def _outline(form: Form) -> Hashable:
     """The properties of a form that may change which backend is chosen."""
     if isinstance(form, Pairwise):
-        vectors = (form.gain, form.offset, form.shape, form.sink)
-        return form.activation, form.normalize, form.keep, *map(_kind, vectors)
+        vectors = [_kind(getattr(form, name)) for name in VECTORS]
+        return form.activation, form.normalize, form.keep, form.distance, form.eps, *vectors
     return (form.kind, form.cancels) if isinstance(form, Linear) else form.kind
 
 

@@ -1,14 +1,16 @@
 """explain(): which backends can run a call, in which order, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import Candidate, candidates, check_backend, linear_work
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Linear
-from attnzoo.functional.prepare import prepare
+from attnzoo.functional import packed
+from attnzoo.functional.prepare import Prepared, prepare
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,23 @@ class Plan:
             ``backend`` (a name), ``form``, ``reason`` (why it cannot run the call, or None) and
             ``note``.
         reason: Why the variant does not support the call, or None.
+        parts: If the call is split by its segments, the number of calls on segments of equal
+            lengths, each a batch. ``chosen`` and ``candidates`` are then those of the call with the
+            most scores, or of one that is unsupported. None: the call is not split.
     """
 
     variant: str
     chosen: str | None
     candidates: tuple[Candidate, ...]
     reason: str | None = None
+    parts: int | None = None
 
     def __str__(self) -> str:
         if self.reason is not None:
             return f"{self.variant}: unsupported\n  {self.reason}"
-        lines = [f"{self.variant}: {self.chosen}"]
+        split = {None: "", 1: ", split by segments into one batch"}
+        words = split.get(self.parts, f", split by segments into {self.parts} calls")
+        lines = [f"{self.variant}: {self.chosen}{words}"]
         seen = False
         for backend, form, reason, note in self.candidates:
             chosen = reason is None and backend == self.chosen and not seen
@@ -57,6 +65,7 @@ def explain(
     window: int | tuple[int, int] | None = None,
     alibi: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
@@ -89,6 +98,7 @@ def explain(
         window=window,
         alibi=alibi,
         segment_ids=segment_ids,
+        softcap=softcap,
         dropout_p=dropout_p,
         return_lse=return_lse,
     )
@@ -96,10 +106,22 @@ def explain(
     check_backend(backend)
     if ready.unsupported is not None:
         return Plan(variant, None, (), ready.unsupported)
-    found = candidates(variant, (*ready.forms, ready.definition), ready.call)
-    found = tuple(_with_note(candidate, ready.call) for candidate in found)
+    runs = packed.runs_of(ready) if segment_ids is not None and packed.splits(q, backend) else None
+    if runs is None:
+        return _plan(ready, backend)
+    with torch.no_grad():
+        parts = [part.ready for part in packed.parts_of(ready, runs)]
+    plans = [_plan(part, backend) for part in parts]
+    plan = next((plan for plan in plans if plan.chosen is None), plans[0])
+    return replace(plan, parts=len(plans))
+
+
+def _plan(ready: Prepared, backend: str | None) -> Plan:
+    name, call = ready.variant.name, ready.call
+    found = candidates(name, (*ready.forms, ready.definition), call)
+    found = tuple(_with_note(candidate, call) for candidate in found)
     able = [c.backend for c in found if c.reason is None and backend in (None, c.backend)]
-    return Plan(variant, able[0] if able else None, found)
+    return Plan(name, able[0] if able else None, found)
 
 
 def _with_note(candidate: Candidate, call: Call) -> Candidate:

@@ -12,9 +12,10 @@ import attnzoo.variants  # noqa: F401  (registers the shipped variants)
 from attnzoo.core.arguments import ARGUMENTS, check_call
 from attnzoo.core.call import Call, in_full_precision
 from attnzoo.core.checks import shown
-from attnzoo.core.forms import Definition, Form, Linear, NoForm, Pairwise, Variant
+from attnzoo.core.forms import Definition, Form, Linear, NoForm, Pairwise
 from attnzoo.core.parameters import bind, check_vectors
 from attnzoo.core.registry import get_variant
+from attnzoo.core.variant import Variant
 
 
 class Prepared(NamedTuple):
@@ -50,8 +51,18 @@ class Prepared(NamedTuple):
 
 def definition_of(variant: Variant, params: dict[str, Any]) -> Definition:
     """The variant's definition, with tensor parameters that broadcast against scores."""
-    shaped = {n: x[..., None] if isinstance(x, Tensor) else x for n, x in params.items()}
-    return Definition(variant.name, variant.weights, variant.scores, shaped)
+    shaped, whole = dict(params), []
+    for param in variant.params:
+        value = params[param.name]
+        if not isinstance(value, Tensor):
+            continue
+        if param.kind == "tensor":
+            whole.append(param.name)
+        else:
+            # A per-key tensor with one entry per head broadcasts like a per-query one.
+            per_key = param.per_key and value.shape[-1] != 1
+            shaped[param.name] = value.unsqueeze(-2 if per_key else -1)
+    return Definition(variant.name, variant.weights, variant.scores, shaped, tuple(whole))
 
 
 def prepare(
@@ -81,21 +92,27 @@ def prepare(
         call = replace(call, query_origin=origin, key_origin=origin)
     with in_full_precision(call.device):
         bound = bind(found, call, params)
-        reason = found.unsupported(call, **bound)
-        if reason is not None and not isinstance(reason, str):
-            raise TypeError(
-                f"unsupported of variant {found.name!r} must return a str or None, got "
-                f"{shown(reason)}"
-            )
-        if reason is None and call.return_lse and found.scores is None:
-            reason = (
-                f"return_lse must be False for {variant}: its weights are not a softmax of scores"
-            )
+        reason = why_unsupported(found, call, bound)
     inputs = [q, k, v, call.alibi, call.mask, *bound.values()]
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in inputs
     )
     return Prepared(q, k, v, replace(call, needs_grad=needs_grad), found, bound, reason)
+
+
+def why_unsupported(variant: Variant, call: Call, bound: dict[str, Any]) -> str | None:
+    """Return why the variant does not support the call, or None if it does."""
+    reason = variant.unsupported(call, **bound)
+    if reason is not None and not isinstance(reason, str):
+        raise TypeError(
+            f"unsupported of variant {variant.name!r} must return a str or None, got "
+            f"{shown(reason)}"
+        )
+    if reason is None and call.return_lse and variant.scores is None:
+        return (
+            f"return_lse must be False for {variant.name}: its weights are not a softmax of scores"
+        )
+    return reason
 
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

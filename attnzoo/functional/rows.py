@@ -17,9 +17,10 @@ import attnzoo.variants  # noqa: F401  (registers the shipped variants)
 from attnzoo.backends import eager
 from attnzoo.core.call import Call, score_dtype
 from attnzoo.core.checks import DTYPES, check_dense, is_int, plain, shown
-from attnzoo.core.forms import Pairwise, Variant
+from attnzoo.core.forms import Pairwise
 from attnzoo.core.parameters import bind, check_vectors
 from attnzoo.core.registry import get_variant
+from attnzoo.core.variant import Variant
 from attnzoo.core.visibility import cut
 from attnzoo.functional.prepare import definition_of
 
@@ -80,9 +81,9 @@ class BoundVariant(NamedTuple):
         return w[0, :, 0]
 
     def pairwise(self, call: RowCall) -> Pairwise | None:
-        """The variant's first pairwise form for this call."""
+        """The variant's first pairwise form for this call, without `Pairwise.extras`."""
         for form in self.variant.forms(call, **self.params):
-            if isinstance(form, Pairwise):
+            if isinstance(form, Pairwise) and not form.extras:
                 check_vectors(f"forms of variant {self.variant.name!r}", form, call)
                 return form
         return None

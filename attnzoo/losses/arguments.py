@@ -18,7 +18,8 @@ from attnzoo.core.checks import (
     plain,
     shown,
 )
-from attnzoo.core.forms import FromStatistics, Pairwise, Variant
+from attnzoo.core.forms import FromStatistics, Pairwise
+from attnzoo.core.variant import Variant
 from attnzoo.functional.rows import BoundVariant, RowCall, bind_rows, row_call
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -224,7 +225,7 @@ def bind_form(
     call = row_call(scores, class_mask, input.dtype)
     form = bound.pairwise(call)
     if form is None:
-        raise ValueError(f"variant {variant!r} has no loss: it has no pairwise form")
+        raise ValueError(f"variant {variant!r} has no loss: it has no pairwise form for rows")
     return BoundForm(bound, call, form)
 
 

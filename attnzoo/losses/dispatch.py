@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
-from attnzoo.core.activations import key_of
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.forms import FromStatistics, Pairwise
+from attnzoo.core.keys import key_of
 from attnzoo.losses import quadratic
 from attnzoo.losses.arguments import (
     BoundForm,

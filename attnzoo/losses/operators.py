@@ -16,8 +16,9 @@ from torch import Tensor
 from attnzoo.backends.operator import Operator
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.walk import Normalizer
-from attnzoo.core.activations import BY_KEY, EXP, key_of
+from attnzoo.core.activations import EXP
 from attnzoo.core.call import in_full_precision, score_dtype
+from attnzoo.core.keys import ACTIVATIONS, key_of
 from attnzoo.losses.batch import Batch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, Rule, losses
 from attnzoo.losses.perturbed import perturbed_losses
@@ -64,7 +65,7 @@ SPARSE = ("threshold", "select")  # normalizations with which most classes have 
 
 
 def _form_rule(s: Setting, class_weight: Tensor | None) -> Rule:
-    how = Normalizer(BY_KEY[s.activation], s.normalize, s.keep)
+    how = Normalizer(ACTIVATIONS[s.activation], s.normalize, s.keep)
     options = Options(s.softcap, s.label_smoothing, s.lse_penalty, s.want_stats)
     compute = partial(form_losses, how=how, class_weight=class_weight, options=options)
     return Rule(compute, s.want_stats, s.normalize in SPARSE)

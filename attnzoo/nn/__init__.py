@@ -5,9 +5,10 @@ from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import attend
 from attnzoo.nn.mixture_output import MixtureOutput
-from attnzoo.nn.multihead import MultiheadAttention, replace
+from attnzoo.nn.multihead import MultiheadAttention
 from attnzoo.nn.optimizer import parameter_groups
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
+from attnzoo.nn.replacing import replace
 from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
 

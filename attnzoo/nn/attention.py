@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
+from attnzoo.core.arguments import Segments, Window, check_call
 from attnzoo.core.checks import check_bool, check_dense, check_sizes, shown
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.nn.cache import Cache, KVCache, StateCache
-from attnzoo.nn.decoding import AttentionKeywords, attend
-from attnzoo.nn.parameters import VariantParameters
+from attnzoo.nn.decoding import attend
+from attnzoo.nn.parameters import Names, VariantParameters
+from attnzoo.nn.projections import Projections, projected_names
 
 
 class Attention(VariantParameters):
@@ -26,6 +29,9 @@ class Attention(VariantParameters):
         num_heads: number of query heads, H.
         learn: names of the parameters to learn. None is the variant's default, as in its paper
             (ssmax: s; sink: b; asentmax: beta and gamma). () learns nothing.
+        softcap: softcap c of every call, as for `attnzoo.attention`; None is no softcap.
+        given: names of parameters that the module does not own. Each call must pass them to
+            forward as keywords, with values as for `attnzoo.attention`.
         **params: values of the variant's parameters: floats or tensors of shape (H,). For a learned
             parameter this is the initial value; the default is the variant's own. A
             `torch.nn.Parameter` given here is learned. A parameter with an allowed range (entmax's
@@ -43,6 +49,10 @@ class Attention(VariantParameters):
         >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind()
         >>> attend(q, k, v, is_causal=True).shape
         torch.Size([2, 4, 16, 8])
+        >>> forget = Attention("forgetting", num_heads=4, given=("log_gates",))
+        >>> log_gates = torch.nn.functional.logsigmoid(torch.randn(2, 4, 16))
+        >>> forget(q, k, v, is_causal=True, log_gates=log_gates).shape
+        torch.Size([2, 4, 16, 8])
 
     References:
         The paper of each variant is ``attnzoo.get_variant(variant).paper``; the source of each
@@ -53,26 +63,46 @@ class Attention(VariantParameters):
         value for them.
     """
 
+    projections: Projections | None
+
     def __init__(
         self,
         variant: str,
         num_heads: int,
         *,
-        learn: tuple[str, ...] | list[str] | None = None,
+        learn: Names | None = None,
+        softcap: float | None = None,
+        given: Names = (),
         **params: Any,
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads)
-        self.num_heads = num_heads
-        self._own(variant, num_heads, learn, params)
+        self.num_heads, self.softcap = num_heads, _softcap(softcap)
+        self._own(variant, num_heads, learn, params, given=given)
+        self.projections = None  # see `projecting_attention`
 
     def reset_parameters(self, names: Iterable[str] | None = None) -> None:
         """Resets parameters to their initial values, also after ``to_empty``.
 
         Args:
-            names: names from `parameter_tensors`; None resets all of them.
+            names: names from `parameter_tensors`; None resets all of them, and the projections.
         """
         self._reset(self.parameter_tensors() if names is None else names)
+        if names is None and self.projections is not None:
+            self.projections.reset_parameters()
+
+    def projected(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
+        """The parameters that the module makes from the hidden states, keyed by name.
+
+        Args:
+            query: hidden states from which the queries are made, (B, Nq, features).
+            key: hidden states from which the keys are made, (B, Nk, features).
+
+        Returns:
+            Tensors (B, H, Nq) or (B, H, Nk) for forward. {} unless the module belongs to a
+            `MultiheadAttention` or `Transformer` whose variant has such parameters.
+        """
+        return {} if self.projections is None else self.projections(query, key)
 
     def forward(
         self,
@@ -83,7 +113,7 @@ class Attention(VariantParameters):
         cache: Cache | None = None,
         need_weights: bool = False,
         return_lse: bool = False,
-        **keywords: Unpack[AttentionKeywords],
+        **keywords: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of the queries to the keys.
 
@@ -95,7 +125,8 @@ class Attention(VariantParameters):
                 causally to all tokens so far and are appended to the cache.
             need_weights: also return the weights, computed from the variant's dense definition.
             return_lse: also return the log-sum-exp, for variants that are a softmax of scores.
-            **keywords: the other keywords of `attnzoo.attention`, without the variant's parameters.
+            **keywords: the other keywords of `attnzoo.attention` except softcap, and the parameters
+                named by ``given``. Other parameters of the variant are not accepted.
 
         Returns:
             The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)). With
@@ -108,12 +139,20 @@ class Attention(VariantParameters):
         if q.dim() == 4 and q.shape[1] != self.num_heads:
             raise ValueError(f"q must have num_heads={self.num_heads} heads, got {tuple(q.shape)}")
         params = self._params()
-        for name in ("variant", *params):
+        for name in ("variant", "softcap", *params):
             if name in keywords:
                 raise TypeError(
                     f"{name} must not be passed to forward: it is set in the constructor"
                 )
+        for name in self.given:
+            if name not in keywords:
+                raise TypeError(
+                    f"{self.variant}'s {name} must be passed to forward, because given is "
+                    f"{self.given}"
+                )
         options: dict[str, Any] = {**keywords, **params, "return_lse": return_lse}
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
         if check_bool("need_weights", need_weights):
             if cache is not None:
                 raise ValueError("need_weights must be False with a cache, got True")
@@ -128,25 +167,37 @@ class Attention(VariantParameters):
         def __call__(
             self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None,
             need_weights: Literal[False] = False, return_lse: Literal[False] = False,
-            **keywords: Unpack[AttentionKeywords],
+            attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+            enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
+            segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
+            **given: Tensor,
         ) -> Tensor: ...  # fmt: skip
         @overload
         def __call__(
             self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None,
             need_weights: Literal[True], return_lse: Literal[False] = False,
-            **keywords: Unpack[AttentionKeywords],
+            attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+            enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
+            segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
+            **given: Tensor,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
         def __call__(
             self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None,
             need_weights: Literal[False] = False, return_lse: Literal[True],
-            **keywords: Unpack[AttentionKeywords],
+            attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+            enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
+            segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
+            **given: Tensor,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
         def __call__(
             self, q: Tensor, k: Tensor, v: Tensor, *, cache: Cache | None = None,
             need_weights: bool = False, return_lse: bool = False,
-            **keywords: Unpack[AttentionKeywords],
+            attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+            enable_gqa: bool = False, window: Window = None, alibi: Tensor | None = None,
+            segment_ids: Segments = None, dropout_p: float = 0.0, backend: str | None = None,
+            **given: Tensor,
         ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
         def __call__(self, *args: Any, **keywords: Any) -> Any: ...
 
@@ -171,11 +222,13 @@ class Attention(VariantParameters):
         """
         if kind not in (None, "keys", "state"):
             raise ValueError(f"kind must be 'keys', 'state' or None, got {shown(kind)}")
-        possible = get_variant(self.variant).has_state(**self._params())
+        params = {**self._params(), **dict.fromkeys(self.given)}
+        possible = self.softcap is None and get_variant(self.variant).has_state(**params)
         if kind == "state" and not possible:
+            what = "these parameters" if self.softcap is None else "a softcap"
             raise ValueError(
                 f"kind must be 'keys' or None, got 'state': {self.variant!r} has no state with "
-                "these parameters"
+                f"{what}"
             )
         keys = KVCache(max_length)  # always created, because it checks max_length
         return StateCache() if possible and kind != "keys" else keys
@@ -205,14 +258,55 @@ class Attention(VariantParameters):
                 sharded = distribute_tensor(x.detach(), mesh, [Shard(0)])
                 setattr(module, name, nn.Parameter(sharded, requires_grad=x.requires_grad))
             for name, x in list(module.named_buffers(recurse=False)):
-                if x.dim() == 1:
+                if x.dim() > 0:
                     setattr(module, name, distribute_tensor(x, mesh, [Shard(0)]))
         self.num_heads //= ranks
         return self
 
     def extra_repr(self) -> str:
         """The variant and the values of its parameters, for repr()."""
-        return ", ".join([repr(self.variant), f"num_heads={self.num_heads}", *self._shown()])
+        softcap = [] if self.softcap is None else [f"softcap={self.softcap}"]
+        heads = f"num_heads={self.num_heads}"
+        return ", ".join([repr(self.variant), heads, *self._shown(), *softcap])
+
+
+def projecting_attention(
+    variant: str,
+    num_heads: int,
+    query_dim: int,
+    key_dim: int,
+    options: dict[str, Any],
+    **kind: Any,
+) -> Attention:
+    """An `Attention` of a layer that sees the hidden states; it owns `Projections` if needed.
+
+    Args:
+        variant: a name from `attnzoo.list_variants`.
+        num_heads: number of query heads.
+        query_dim: number of features of the hidden states of the queries.
+        key_dim: number of features of the hidden states of the keys.
+        options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention`.
+        **kind: device and dtype of the projections.
+    """
+    if "given" in options:
+        raise TypeError(
+            "given is an argument of Attention only: the forward of this layer takes no parameters "
+            "of the variant"
+        )
+    names = projected_names(variant, options)
+    if names and options.get("learn") is not None:
+        learn = [name for name in options["learn"] if name not in names]
+        options = {**options, "learn": learn}
+    new = Attention(variant, num_heads, given=names, **options)
+    if names:
+        new.projections = Projections(variant, names, num_heads, query_dim, key_dim, **kind)
+    return new
+
+
+def _softcap(softcap: float | None) -> float | None:
+    """The softcap, validated as in a call with fp32 scores."""
+    x = torch.empty(1, 1, 1, 1, dtype=torch.float32)
+    return check_call(x, x, x, softcap=softcap).softcap
 
 
 def _dense(

@@ -17,7 +17,9 @@ from attnzoo.functional.linear_attention import LinearState
 class KVCache:
     """Keys and values of up to ``max_length`` tokens, for any variant.
 
-    Memory is allocated once, at the first update, with the shape, dtype and device of k and v.
+    A variant whose parameters may have one value per key (B, H, Nk), such as the gates of
+    ``forgetting``, has these values in the cache too. Memory is allocated once, at the first
+    update, with the shapes, dtypes and device of the given tensors.
 
     Args:
         max_length: number of tokens that the cache can hold.
@@ -41,6 +43,7 @@ class KVCache:
         check_sizes(max_length=max_length)
         self.max_length, self.length = max_length, 0
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._per_key: dict[str, Tensor] = {}
 
     @property
     def keys(self) -> Tensor | None:
@@ -52,12 +55,19 @@ class KVCache:
         """The values so far, a view (B, Hkv, length, Dv); None before the first update."""
         return None if self._buffers is None else self._buffers[1][:, :, : self.length]
 
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def per_key(self) -> dict[str, Tensor]:
+        """The parameters per key so far, keyed by name: views (B, H, length)."""
+        return {name: x[:, :, : self.length] for name, x in self._per_key.items()}
+
+    def update(self, k: Tensor, v: Tensor, **per_key: Tensor) -> tuple[Tensor, Tensor]:
         """Appends the next N tokens and returns all keys and values so far, as views.
 
         Args:
             k: keys of the next tokens, (B, Hkv, N, D).
             v: values of the next tokens, (B, Hkv, N, Dv).
+            **per_key: parameters of the variant at the next tokens, (B, H, N). Every call must pass
+                those of the first call. `per_key` returns them for all tokens so far.
 
         Raises:
             ValueError, TypeError: an argument is wrong or the cache is full. Nothing is appended.
@@ -65,27 +75,56 @@ class KVCache:
         for name, x in (("k", k), ("v", v)):
             check_four_dims(name, x)
             check_no_grad(name, x)
+        for name, x in per_key.items():
+            _check_per_key(name, x, k)
         start, stop = self.length, self.length + k.shape[2]
         if stop > self.max_length:
             raise ValueError(
                 f"cache is full: {k.shape[2]} tokens do not fit after {start} of "
                 f"max_length={self.max_length}"
             )
-        buffers = self._buffers
+        self._check_names(per_key)
+        buffers, vectors = self._buffers, self._per_key
         if buffers is None or (
             start == 0 and not (_fits(k, buffers[0], k) and _fits(v, buffers[1], k))
         ):
             buffers = self._allocate(k), self._allocate(v)
-        for name, x, buffer in zip("kv", (k, v), buffers):
+        if start == 0:
+            vectors = {
+                name: vectors[name]
+                if name in vectors and _fits(x, vectors[name], k)
+                else self._allocate(x)
+                for name, x in per_key.items()
+            }
+        stored = {"k": buffers[0], "v": buffers[1], **vectors}
+        for name, x in {"k": k, "v": v, **per_key}.items():
+            buffer = stored[name]
             if not _fits(x, buffer, k):
-                expected = (buffer.shape[0], buffer.shape[1], k.shape[2], buffer.shape[3])
+                expected = (*buffer.shape[:2], k.shape[2], *buffer.shape[3:])
                 raise ValueError(
                     f"{name} must be {expected} {buffer.dtype} on {buffer.device} to match the "
                     f"cache, got {tuple(x.shape)} {x.dtype} on {x.device}"
                 )
             buffer[:, :, start:stop] = x
-        self._buffers, self.length = buffers, stop
+        self._buffers, self._per_key, self.length = buffers, vectors, stop
         return buffers[0][:, :, :stop], buffers[1][:, :, :stop]
+
+    def _check_names(self, given: dict[str, Tensor]) -> None:
+        """Raises unless all calls pass the same parameters per key as the first one."""
+        if self.length == 0:
+            return
+        for name in self._per_key:
+            if name not in given:
+                raise ValueError(
+                    f"{name} must have one value per key (B, H, N), as in the first call of this "
+                    "cache"
+                )
+        for name in given:
+            if name not in self._per_key:
+                raise ValueError(
+                    f"{name} must have no value per key, as in the first call of this cache, got "
+                    f"{tuple(given[name].shape)}"
+                )
 
     def crop(self, length: int) -> None:
         """Keeps the first ``length`` tokens only, e.g. after a rejected draft."""
@@ -101,11 +140,12 @@ class KVCache:
         if self._buffers is not None:
             keys, values = self._buffers
             self._buffers = keys.index_select(0, index), values.index_select(0, index)
+            self._per_key = {n: x.index_select(0, index) for n, x in self._per_key.items()}
 
     def _allocate(self, x: Tensor) -> Tensor:
         # A tensor made in inference mode could not be written to outside inference mode.
         with torch.inference_mode(False):
-            shape = x.shape[0], x.shape[1], self.max_length, x.shape[3]
+            shape = *x.shape[:2], self.max_length, *x.shape[3:]
             return torch.empty(shape, dtype=x.dtype, device=x.device)
 
     def __repr__(self) -> str:
@@ -174,7 +214,7 @@ Cache = KVCache | StateCache
 
 
 def _fits(x: Tensor, buffer: Tensor, k: Tensor) -> bool:
-    expected = (buffer.shape[0], buffer.shape[1], k.shape[2], buffer.shape[3])
+    expected = (*buffer.shape[:2], k.shape[2], *buffer.shape[3:])
     return x.shape == expected and x.dtype == buffer.dtype and x.device == buffer.device
 
 
@@ -183,6 +223,16 @@ def check_four_dims(name: str, x: Tensor) -> None:
     if x.dim() != 4:
         heads = "H" if name == "q" else "Hkv"
         raise ValueError(f"{name} must have shape (B, {heads}, N, D), got {tuple(x.shape)}")
+
+
+def _check_per_key(name: str, x: Tensor, k: Tensor) -> None:
+    check_dense(name, x)
+    check_no_grad(name, x)
+    if x.dim() != 3 or (x.shape[0], x.shape[2]) != (k.shape[0], k.shape[2]):
+        raise ValueError(
+            f"{name} must have one value per head and key, (B, H, N) with B={k.shape[0]} and "
+            f"N={k.shape[2]} as in k, got {tuple(x.shape)}"
+        )
 
 
 def check_no_grad(name: str, x: Any) -> None:

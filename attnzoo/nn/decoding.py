@@ -18,6 +18,7 @@ STATE_DEFAULTS = {
     "window": None,
     "alibi": None,
     "segment_ids": None,
+    "softcap": None,
     "dropout_p": 0.0,
     "return_lse": False,
     "backend": None,
@@ -68,8 +69,10 @@ def attend(
         v: values of the next N tokens, (B, Hkv, N, Dv).
         variant: a name from `attnzoo.list_variants`.
         **arguments: keywords of `attnzoo.attention` and parameters of the variant. A mask covers
-            all keys so far, the next tokens included. A `StateCache` requires the variant, scale
-            and parameters of its first call, and only supports key masks.
+            all keys so far, the next tokens included. A parameter with one value per key or per
+            query holds those of the next tokens, (B, H, N). A `KVCache` keeps the values per key. A
+            `StateCache` requires the variant, scale and parameters of its first call, only supports
+            key masks, and no values per key or per query.
 
     Returns:
         The output (B, H, N, Dv); with ``return_lse`` (output, lse (B, H, N)).
@@ -113,8 +116,11 @@ def _attend_to_keys(
     for name, x in {"q": q, **arguments}.items():
         check_no_grad(name, x)
     before = cache.length
-    keys, values = cache.update(k, v)
+    per_key = [param.name for param in get_variant(variant).params if param.per_key]
+    new = {name: arguments[name] for name in per_key if _is_per_token(arguments.get(name))}
+    keys, values = cache.update(k, v, **new)
     try:
+        arguments = {**arguments, **cache.per_key}
         return attention(q, keys, values, variant, is_causal=True, **arguments)
     except BaseException:
         cache.crop(before)
@@ -130,6 +136,12 @@ def _attend_to_state(
         comparable = isinstance(value, bool) or is_number(value)
         if value is not None and (not comparable or value != default):
             raise ValueError(f"{name} must be {default} with a StateCache, got {shown(value)}")
+    for param in get_variant(variant).params:
+        if (param.per_key or param.per_token) and _is_per_token(arguments.get(param.name)):
+            raise ValueError(
+                f"{variant}'s {param.name} must be a number or have one value per head (H,) with a "
+                f"StateCache, got {tuple(arguments[param.name].shape)}: use a KVCache"
+            )
     made_by = {"variant": variant, "scale": None}
     made_by |= {n: x for n, x in arguments.items() if not isinstance(x, Tensor)}
     if cache.state is not None:
@@ -140,6 +152,11 @@ def _attend_to_state(
     out, state = linear_attention(q, k, v, variant, state=cache.state, **arguments)
     cache.update(state, made_by)
     return out
+
+
+def _is_per_token(value: Any) -> bool:
+    """Whether the value of a parameter has the shape (B, H, N)."""
+    return isinstance(value, Tensor) and value.dim() == 3
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:

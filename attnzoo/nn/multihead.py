@@ -1,20 +1,19 @@
-"""MultiheadAttention: torch's layer with any variant; replace() uses it in a torch model."""
+"""MultiheadAttention: torch's layer with any variant."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_probability, check_sizes
-from attnzoo.nn.attention import Attention
-from attnzoo.nn.checks import check_heads, check_module
-from attnzoo.nn.decoding import AttentionKeywords
+from attnzoo.core.registry import get_variant
+from attnzoo.nn.attention import Attention, projecting_attention
+from attnzoo.nn.checks import check_heads
 from attnzoo.nn.masks import attended_keys, both_masks
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+from attnzoo.nn.parameters import Names
 
 
 class MultiheadAttention(nn.Module):
@@ -39,7 +38,10 @@ class MultiheadAttention(nn.Module):
         variant: a name from `attnzoo.list_variants`.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         learn: names of the variant's parameters to learn, as for `Attention`.
-        **params: parameters of the variant, as for `Attention`.
+        softcap: softcap of the logits, as for `Attention`.
+        **params: parameters of the variant, as for `Attention`. If a parameter has a projection,
+            such as the gates of ``forgetting``, and no value is given here, the layer learns the
+            projection: from ``key`` for one value per key, from ``query`` for one per query.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -80,7 +82,8 @@ class MultiheadAttention(nn.Module):
         *,
         variant: str = "softmax",
         num_kv_heads: int | None = None,
-        learn: tuple[str, ...] | list[str] | None = None,
+        learn: Names | None = None,
+        softcap: float | None = None,
         **params: Any,
     ) -> None:
         super().__init__()
@@ -111,7 +114,8 @@ class MultiheadAttention(nn.Module):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **kind)
         self.bias_k = empty(1, 1, width, create=add_bias_kv)
         self.bias_v = empty(1, 1, width, create=add_bias_kv)
-        self.attend = Attention(variant, num_heads, learn=learn, **params).to(device=device)
+        options = {"learn": learn, "softcap": softcap, **params}
+        self.attend = self._attention(variant, options, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -137,7 +141,7 @@ class MultiheadAttention(nn.Module):
         Args:
             layer: torch's layer. Its parameters are used, not copied.
             variant: a name from `attnzoo.list_variants`.
-            **options: ``learn`` and parameters of the variant, as for `Attention`.
+            **options: ``learn``, ``softcap`` and parameters of the variant.
 
         Raises:
             ValueError: the layer has hooks, or is pruned or parametrized.
@@ -149,9 +153,6 @@ class MultiheadAttention(nn.Module):
             layer.bias_k is not None, bool(layer.add_zero_attn), layer.kdim, layer.vdim,
             bool(layer.batch_first), device="meta", variant=variant, **options,
         )  # fmt: skip
-        weight = layer.out_proj.weight
-        # ``attend`` is created again, because on meta the variant's parameters have no values.
-        new.attend = Attention(variant, layer.num_heads, **options).to(device=weight.device)
         expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
         if (names := {name for name, _ in layer.named_parameters()}) != expected:
             raise ValueError(
@@ -161,12 +162,31 @@ class MultiheadAttention(nn.Module):
         for name, parameter in layer.named_parameters():
             module, _, leaf = name.rpartition(".")
             setattr(new.get_submodule(module), leaf, parameter)
-        return new.train(layer.training)
+        new.train(layer.training)
+        # ``attend`` is created again, because on meta the variant's parameters have no values.
+        new.attend = new.new_attend(variant, **options)
+        return new
 
     def new_attend(self, variant: str, **options: Any) -> Attention:
         """An `Attention` of another variant for this layer; assign it to ``layer.attend``."""
-        new = Attention(variant, self.num_heads, **options).to(device=self.out_proj.weight.device)
-        return new.train(self.training)
+        weight = self.out_proj.weight
+        return self._attention(variant, options, weight.device, weight.dtype).train(self.training)
+
+    def _attention(
+        self, variant: str, options: dict[str, Any], device: Any, dtype: Any
+    ) -> Attention:
+        kind = {"device": device, "dtype": dtype}
+        new = projecting_attention(
+            variant, self.num_heads, self.embed_dim, self.kdim, options, **kind
+        )
+        appended = self.bias_k is not None or self.add_zero_attn
+        for param in get_variant(variant).params:
+            if appended and param.per_key and param.name in new.given:
+                raise ValueError(
+                    f"add_bias_kv and add_zero_attn must be False for {variant!r}, because the "
+                    f"appended keys have no {param.name}"
+                )
+        return new.to(device=device)
 
     def forward(
         self,
@@ -219,7 +239,8 @@ class MultiheadAttention(nn.Module):
             is_causal = False  # torch ignores the hint if it returns weights
         mask, causal = self._masks(key_padding_mask, attn_mask, is_causal, q, k)
         k, v = self._extended(k, v)
-        options: AttentionKeywords = {"attn_mask": mask, "is_causal": causal}
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
+        options |= self.attend.projected(tensors[0], tensors[1])
         options["enable_gqa"] = self.num_kv_heads != self.num_heads
         options["dropout_p"] = self.dropout if self.training else 0.0
         weights = None
@@ -322,57 +343,3 @@ class MultiheadAttention(nn.Module):
         if mask is not None:
             mask = mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask[None, None]
         return both_masks(padding, mask), is_causal
-
-
-@overload
-def replace(model: nn.MultiheadAttention, variant: str, **options: Any) -> MultiheadAttention: ...
-@overload
-def replace(model: ModuleT, variant: str, **options: Any) -> ModuleT: ...
-def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
-    """Replaces each `torch.nn.MultiheadAttention` of a model by a `MultiheadAttention`, in place.
-
-    The new layers share the parameters of the old ones, so an existing optimizer stays valid. The
-    parameters that the variant learns are new, under each layer's ``attend``. In a layer that is
-    already a `MultiheadAttention`, they replace the learned parameters of the former variant.
-
-    Args:
-        model: the model to change.
-        variant: a name from `attnzoo.list_variants`.
-        **options: ``learn`` and parameters of the variant, as for `Attention`.
-
-    Returns:
-        The model; or the new layer if the model is itself a `torch.nn.MultiheadAttention`.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong, or the model has no such layer. The model is
-            left unchanged.
-
-    Example:
-        >>> import torch
-        >>> from attnzoo.nn import replace
-        >>> layer = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
-        >>> model = replace(torch.nn.TransformerEncoder(layer, 2), "ssmax")
-        >>> model(torch.randn(1, 5, 32)).shape
-        torch.Size([1, 5, 32])
-        >>> model.layers[0].self_attn.attend
-        Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
-    """
-    check_module("model", model)
-    theirs = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
-    ours = [m for m in model.modules() if isinstance(m, MultiheadAttention)]
-    if not theirs and not ours:
-        raise ValueError(f"model has no torch.nn.MultiheadAttention: {type(model).__name__}")
-    attends = [layer.new_attend(variant, **options) for layer in ours]
-    new: dict[Any, nn.Module] = {
-        layer: MultiheadAttention.of(layer, variant, **options) for layer in theirs
-    }
-    for layer, attend in zip(ours, attends):
-        layer.attend = attend
-    for module in list(model.modules()):
-        for name, child in list(module._modules.items()):  # named_children skips repeated modules
-            if child in new:
-                setattr(module, name, new[child])
-        if isinstance(module, nn.TransformerEncoder):
-            # Nested tensors need torch's fused path, which would bypass the new layers.
-            module.enable_nested_tensor = module.use_nested_tensor = False
-    return new.get(model, model)

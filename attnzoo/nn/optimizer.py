@@ -9,6 +9,7 @@ from torch import nn
 from attnzoo.core.checks import is_finite, is_number, plain, shown
 from attnzoo.nn.checks import check_module
 from attnzoo.nn.parameters import VariantParameters
+from attnzoo.nn.projections import HeadProjection
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -20,7 +21,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Returns:
         Up to two groups, ``{"params": [...], "weight_decay": ...}``: the other parameters with
-        ``weight_decay``, the learned parameters of the variants with 0. Empty groups are left out.
+        ``weight_decay``, the learned parameters of the variants with 0. A projection that makes a
+        parameter has its matrix in the first group and its bias in the second. Empty groups are
+        left out.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -44,6 +47,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         raise ValueError(f"weight_decay must be a finite number >= 0, got {shown(weight_decay)}")
     owners = [module for module in model.modules() if isinstance(module, VariantParameters)]
     learned = [m.parameter_tensors()[name] for m in owners for name in m.learned]
+    learned += [m.bias for m in model.modules() if isinstance(m, HeadProjection)]
     ids = {id(p) for p in learned}
     others = [p for p in model.parameters() if id(p) not in ids]
     groups = ((others, weight_decay), (list(dict.fromkeys(learned)), 0.0))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnzoo.core.checks import DTYPES, check_bool, check_sizes
-from attnzoo.core.forms import Param
 from attnzoo.core.registry import get_variant
+from attnzoo.core.variant import Param
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_layer, check_options

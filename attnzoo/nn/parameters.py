@@ -11,42 +11,52 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.core.checks import DTYPES, check_dense, did_you_mean, shown
-from attnzoo.core.forms import REQUIRED, Param
 from attnzoo.core.parameters import check_entries, check_value, missing
 from attnzoo.core.registry import get_variant
+from attnzoo.core.variant import REQUIRED, Param
 from attnzoo.nn.bounded import Bounded
 
 # torch.nn.utils.parametrize uses the same name, so checkpoints made with it can be loaded.
 BOUNDED = "parametrizations"
+Names = tuple[str, ...] | list[str]
 
 
 class VariantParameters(nn.Module):
     """The base class of modules that own the parameters of a variant.
 
     Each parameter is an attribute under its own name. A learned one is an fp32 tensor of shape
-    (n,): n is the number of heads of `Attention`, and 1 in `OutputLayer`.
+    (n,): n is the number of heads of `Attention`, and 1 in `OutputLayer`. A parameter in ``given``
+    is no attribute, because callers of forward pass it.
     """
 
     variant: str
     learned: tuple[str, ...]
+    given: tuple[str, ...] = ()  # the parameters that the module does not own
 
     def _own(
         self,
         variant: str,
         count: int,
-        learn: tuple[str, ...] | list[str] | None,
+        learn: Names | None,
         params: dict[str, Any],
         defaults: dict[str, Any] | None = None,
+        given: Names = (),
     ) -> None:
         """Create the parameters. ``defaults`` replace the variant's defaults and initial values."""
         specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
-        learned = _learned(variant, specs, learn)
+        self.given = _given(variant, specs, given)
+        learned = _learned(variant, specs, learn, self.given)
         for name in params:
             if name not in specs:
                 known = ", ".join(specs) or "none"
                 nearest = did_you_mean(name, [*specs, "learn"])
                 raise TypeError(
                     f"variant {variant!r} has no parameter {name!r}; it has: {known}{nearest}"
+                )
+            if name in self.given:
+                raise TypeError(
+                    f"{variant}'s {name} must not have a value in the constructor: forward takes "
+                    f"it, because given is {self.given}"
                 )
         # A torch.nn.Parameter is learned without being named in ``learn``.
         learned += tuple(
@@ -57,6 +67,8 @@ class VariantParameters(nn.Module):
         self.variant, self.learned = variant, learned
         self._initial: dict[str, Tensor] = {}
         for name, spec in specs.items():
+            if name in self.given:
+                continue
             value = params.get(name, spec.default)
             if name in learned:
                 start = value if name in params or spec.init is None else spec.init
@@ -78,12 +90,16 @@ class VariantParameters(nn.Module):
 
     def _checked(self, spec: Param, value: Tensor, count: int) -> Tensor:
         what = f"{self.variant}'s {spec.name}"
-        if spec.kind != "per_head":
+        if spec.kind not in ("per_head", "tensor"):
             check_value(what, spec, value)
         check_dense(what, value)
         if value.dtype not in DTYPES:
             raise TypeError(f"{what} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
-        if value.shape not in ((), (count,)):
+        if spec.kind == "tensor":
+            # The head dimension, and so the other dimensions, is known in each call only.
+            if value.dim() == 0 or value.shape[0] != count:
+                raise ValueError(f"{what} must have shape ({count}, …), got {tuple(value.shape)}")
+        elif value.shape not in ((), (count,)):
             raise ValueError(f"{what} must have shape () or ({count},), got {tuple(value.shape)}")
         check_entries(what, spec, value)
         return value
@@ -91,9 +107,8 @@ class VariantParameters(nn.Module):
     def _learn(self, spec: Param, start: Any, count: int) -> None:
         what = f"{self.variant}'s {spec.name}"
         if start is None or start is REQUIRED:
-            raise ValueError(
-                f"learn: {what} needs an initial value, a float or a tensor ({count},)"
-            )
+            kind = "a tensor" if spec.kind == "tensor" else f"a float or a tensor ({count},)"
+            raise ValueError(f"learn: {what} needs an initial value, {kind}")
         if isinstance(start, Tensor):
             device = start.device
         else:
@@ -102,7 +117,9 @@ class VariantParameters(nn.Module):
             # meta tensors hold no values.
             start = torch.full((count,), number, dtype=torch.float32, device="cpu")
             device = torch.empty(0).device  # torch's current default device
-        start = self._checked(spec, start, count).expand(count)
+        start = self._checked(spec, start, count)
+        if start.dim() == 0:
+            start = start.expand(count)
         check_entries(what, spec, start, torch.float32)
         start = start.detach().clone().float()
         self._initial[spec.name] = start
@@ -145,18 +162,20 @@ class VariantParameters(nn.Module):
             bounded[name].original.copy_(bounded[name].inverse(value))
 
     def _params(self) -> dict[str, Any]:
-        """The variant's parameters. A sharded tensor is replaced by this rank's part."""
-        values = {p.name: getattr(self, p.name) for p in self._specs(self.variant)}
-        return {name: _local(value) for name, value in values.items()}
+        """The parameters that the module owns. A sharded tensor is replaced by this rank's part."""
+        return {spec.name: local(getattr(self, spec.name)) for spec in self._owned()}
+
+    def _owned(self) -> list[Param]:
+        return [spec for spec in self._specs(self.variant) if spec.name not in self.given]
 
     def _shown(self) -> list[str]:
         """The variant's parameters as text, for ``extra_repr``."""
         found = []
-        for param in self._specs(self.variant):
+        for param in self._owned():
             value = getattr(self, param.name)
             text = _summary(value.detach()) if isinstance(value, Tensor) else f"{value}"
             found.append(f"{param.name}={text}" + " (learned)" * (param.name in self.learned))
-        return found
+        return [*found, f"given={self.given}"] if self.given else found
 
 
 def _with_default(spec: Param, defaults: dict[str, Any]) -> Param:
@@ -167,30 +186,47 @@ def _with_default(spec: Param, defaults: dict[str, Any]) -> Param:
 
 
 def _learned(
-    variant: str, specs: dict[str, Param], learn: tuple[str, ...] | list[str] | None
+    variant: str, specs: dict[str, Param], learn: Names | None, given: tuple[str, ...]
 ) -> tuple[str, ...]:
     if learn is None:
-        return tuple(name for name, spec in specs.items() if spec.init is not None)
-    possible = [name for name, spec in specs.items() if spec.kind == "per_head"]
-    if not isinstance(learn, (tuple, list)):
-        raise TypeError(f"learn must be a tuple of names or None, got {shown(learn)}")
-    for name in learn:
+        return tuple(n for n, spec in specs.items() if spec.init is not None and n not in given)
+    possible = _may_be_tensors(specs)
+    learned = _names("learn", learn, possible, f"learnable parameters of {variant!r}")
+    for name in learned:
+        if name in given:
+            raise ValueError(f"learn and given must not share a parameter, got {name!r} in both")
+    return learned
+
+
+def _given(variant: str, specs: dict[str, Param], given: Names) -> tuple[str, ...]:
+    possible = _may_be_tensors(specs)
+    return _names("given", given, possible, f"parameters of {variant!r} that may be tensors")
+
+
+def _may_be_tensors(specs: dict[str, Param]) -> list[str]:
+    return [name for name, spec in specs.items() if spec.kind in ("per_head", "tensor")]
+
+
+def _names(what: str, names: Names, possible: list[str], meaning: str) -> tuple[str, ...]:
+    """The argument ``what``, validated: a tuple of different names from ``possible``."""
+    if not isinstance(names, (tuple, list)):
+        optional = " or None" if what == "learn" else ""
+        raise TypeError(f"{what} must be a tuple of names{optional}, got {shown(names)}")
+    for name in names:
         if name not in possible:
             allowed = ", ".join(possible) or "none"
-            raise ValueError(
-                f"learn must name learnable parameters of {variant!r} ({allowed}), got "
-                f"{shown(name)}"
-            )
-    if len(set(learn)) < len(learn):
-        raise ValueError(f"learn must name each parameter once, got {learn!r}")
-    return tuple(learn)
+            raise ValueError(f"{what} must name {meaning} ({allowed}), got {shown(name)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{what} must name each parameter once, got {names!r}")
+    return tuple(names)
 
 
-def _local(value: Any) -> Any:
+def local(value: Any) -> Any:
+    """The value; for a sharded tensor this rank's part."""
     if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
         return value
-    local = getattr(value, "to_local", None)
-    return value if local is None else local()
+    to_local = getattr(value, "to_local", None)
+    return value if to_local is None else to_local()
 
 
 def _summary(x: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ from attnzoo.core.checks import (
     shown,
 )
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
-from attnzoo.nn.attention import Attention
+from attnzoo.nn.attention import Attention, projecting_attention
 from attnzoo.nn.cache import Cache
 from attnzoo.nn.checks import check_heads
-from attnzoo.nn.decoding import AttentionKeywords
 from attnzoo.nn.output_layer import OutputLayer
+from attnzoo.nn.segments import check_segments, restarted
 from attnzoo.nn.tied_output import output_of
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
@@ -60,7 +60,11 @@ class Transformer(nn.Module):
             ``output`` is the layer itself.
         output_params: keyword arguments for `OutputLayer`: parameters of its variant, and others
             such as ``softcap``. ``bias`` is False unless given here. None if ``output`` is a layer.
-        **params: parameters of the variant, if it is the same in all layers.
+        softcap: softcap of the attention logits of each layer, as for `Attention`; None is no
+            softcap. ``output_params`` has the softcap of the output layer.
+        **params: parameters of the variant, if it is the same in all layers. If a parameter has a
+            projection, such as the gates of ``forgetting``, and no value is given, each layer
+            learns the projection.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -100,6 +104,7 @@ class Transformer(nn.Module):
         rope_share: float = 0.75,
         output: str | OutputLayer | AdaptiveSoftmax = "softmax",
         output_params: dict[str, Any] | None = None,
+        softcap: float | None = None,
         **params: Any,
     ) -> None:
         super().__init__()
@@ -128,7 +133,7 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(vocab_size, embed_dim)
         self.layers = nn.ModuleList(
             _Layer(embed_dim, num_heads, kv_heads, mlp_dim or 4 * embed_dim, dropout, name, values)
-            for name, values in _per_layer(variant, depth, params)
+            for name, values in _per_layer(variant, depth, params, softcap)
         )
         self.norm = nn.RMSNorm(embed_dim)
         self.output = output_of(self.embed, output, output_params)
@@ -138,14 +143,17 @@ class Transformer(nn.Module):
         """Draws all matrices from a normal distribution with mean 0.
 
         The standard deviation is 0.02/√(2·depth) for the last matrix of a residual branch, and 0.02
-        for other matrices. The bias of the output layer is set to 0. The parameters of the output
-        layer's variant are set to their initial values. A layer given as ``output`` has its own
-        `reset_parameters`.
+        for other matrices. The bias of the output layer is set to 0. The parameters of the variants
+        and their projections are set to their initial values. A layer given as ``output`` has its
+        own `reset_parameters`.
         """
         self.output.reset_parameters()
+        own = {id(p) for p in self.output.parameters()} - {id(self.embed.weight)}
+        for attend in self._attends():
+            attend.reset_parameters()
+            own |= {id(p) for p in attend.parameters()}
         for name, parameter in self.named_parameters():
-            # A layer given as ``output`` has drawn its own matrices.
-            if parameter.dim() > 1 and not name.startswith("output."):
+            if parameter.dim() > 1 and id(parameter) not in own:
                 ends_branch = name.endswith(("out.weight", "down.weight"))
                 scale = (2 * len(self.layers)) ** -0.5 if ends_branch else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
@@ -156,6 +164,7 @@ class Transformer(nn.Module):
         *,
         attn_mask: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
+        segment_ids: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token after each token.
 
@@ -164,11 +173,20 @@ class Transformer(nn.Module):
             attn_mask: bool key mask, (B, 1, 1, N), True = attend. With caches its last dimension
                 counts all tokens so far, ``tokens`` included.
             caches: from `new_caches`. ``tokens`` are then the next tokens of their sequences.
+            segment_ids: int (B, N), the segment of each token, for documents packed in one
+                sequence. A token sees only its own segment, and the outputs are those of the
+                segments one by one. Equal ids must be adjacent. With caches its last dimension
+                counts all tokens so far, ``tokens`` included.
 
         Returns:
             (B, N, vocab_size).
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the message names it.
         """
-        return self.logits(self.states(tokens, attn_mask=attn_mask, caches=caches))
+        return self.logits(
+            self.states(tokens, attn_mask=attn_mask, caches=caches, segment_ids=segment_ids)
+        )
 
     if TYPE_CHECKING:
 
@@ -178,6 +196,7 @@ class Transformer(nn.Module):
             *,
             attn_mask: Tensor | None = None,
             caches: Sequence[Cache] | None = None,
+            segment_ids: Tensor | None = None,
         ) -> Tensor: ...
 
     def states(
@@ -186,6 +205,7 @@ class Transformer(nn.Module):
         *,
         attn_mask: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
+        segment_ids: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states, (B, N, E); takes the arguments of `forward`.
 
@@ -198,11 +218,16 @@ class Transformer(nn.Module):
                 f"caches must hold {len(self.layers)} caches, one per layer, got {len(caches)}"
             )
         start = caches[0].length if caches else 0
-        options: AttentionKeywords = {"attn_mask": attn_mask, "window": self.window}
+        options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
         if self.positions == "alibi":
             heads = torch.arange(1, self.num_heads + 1, device=tokens.device)
             options["alibi"] = torch.exp2(-8.0 * heads / self.num_heads)
-        rotation = self._rotation(start, tokens)
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        if segment_ids is not None:
+            check_segments(segment_ids, tokens, start)
+            positions = restarted(segment_ids)[:, start:]
+            options["segment_ids"] = segment_ids[:, start:], segment_ids
+        rotation = self._rotation(positions)
         x = self.embed(tokens)
         for n, layer in enumerate(self.layers):
             x = layer(x, rotation, caches[n] if caches else None, options)
@@ -251,19 +276,30 @@ class Transformer(nn.Module):
         """
         return self.output.loss(states, target)
 
-    def new_caches(self, max_length: int) -> list[Cache]:
-        """One empty cache per layer, for sequences of up to ``max_length`` tokens."""
-        kind = "keys" if self.window is not None or self.positions == "alibi" else None
-        attends = (layer.get_submodule("attend") for layer in self.layers)
-        return [a.new_cache(max_length, kind) for a in attends if isinstance(a, Attention)]
+    def new_caches(
+        self, max_length: int, kind: Literal["keys", "state"] | None = None
+    ) -> list[Cache]:
+        """One empty cache per layer, for sequences of up to ``max_length`` tokens.
 
-    def _rotation(self, start: int, tokens: Tensor) -> Tensor | None:
-        """cos and sin of RoPE's angles: (2, N, rotated_pairs), fp32."""
+        ``kind`` is that of `Attention.new_cache`. Use "keys" to decode with ``segment_ids``.
+        """
+        if kind is None and (self.window is not None or self.positions == "alibi"):
+            kind = "keys"
+        return [attend.new_cache(max_length, kind) for attend in self._attends()]
+
+    def _attends(self) -> list[Attention]:
+        found = (layer.get_submodule("attend") for layer in self.layers)
+        return [attend for attend in found if isinstance(attend, Attention)]
+
+    def _rotation(self, positions: Tensor) -> Tensor | None:
+        """cos and sin of RoPE's angles, fp32: (2, N, rotated_pairs) for positions (N,), or
+        (2, B, 1, N, rotated_pairs) for positions (B, N)."""
         if not self.rotated_pairs:
             return None
-        at = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        pair = torch.arange(self.rotated_pairs, device=tokens.device, dtype=torch.float32)
-        angles = at[:, None] * self.rope_base ** (-2 * pair / self.head_dim)
+        pair = torch.arange(self.rotated_pairs, device=positions.device, dtype=torch.float32)
+        angles = positions[..., None] * self.rope_base ** (-2 * pair / self.head_dim)
+        if positions.dim() == 2:
+            angles = angles[:, None]
         return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -276,7 +312,7 @@ class _Layer(nn.Module):
         head_dim = embed_dim // num_heads
         self.sizes = [num_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         self.head_dim, self.dropout = head_dim, dropout
-        self.attend = Attention(variant, num_heads, **params)
+        self.attend = projecting_attention(variant, num_heads, embed_dim, embed_dim, params)
         self.before_attention, self.before_mlp = nn.RMSNorm(embed_dim), nn.RMSNorm(embed_dim)
         self.qkv = nn.Linear(embed_dim, sum(self.sizes), bias=False)
         self.out = nn.Linear(embed_dim, embed_dim, bias=False)
@@ -284,14 +320,16 @@ class _Layer(nn.Module):
         self.down = nn.Linear(mlp_dim, embed_dim, bias=False)
 
     def forward(
-        self, x: Tensor, rotation: Tensor | None, cache: Cache | None, options: AttentionKeywords
+        self, x: Tensor, rotation: Tensor | None, cache: Cache | None, options: dict[str, Any]
     ) -> Tensor:
-        parts = self.qkv(self.before_attention(x)).split(self.sizes, dim=-1)
+        hidden = self.before_attention(x)
+        parts = self.qkv(hidden).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         if rotation is not None:
             q, k = _rotate(q, rotation), _rotate(k, rotation)
         gqa = self.sizes[0] != self.sizes[1]
         options = {**options, "is_causal": True, "enable_gqa": gqa}
+        options |= self.attend.projected(hidden, hidden)
         out = self.attend(q, k, v, cache=cache, **options)
         x = x + F.dropout(self.out(out.transpose(1, 2).flatten(2)), self.dropout, self.training)
         hidden = F.gelu(self.up(self.before_mlp(x)))
@@ -317,10 +355,11 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def _per_layer(
-    variant: str | Sequence[str | tuple[str, dict[str, Any]]], depth: int, params: dict[str, Any]
-) -> list[tuple[str, dict[str, Any]]]:
+    variant: str | Sequence[str | tuple[str, dict[str, Any]]], depth: int, params: dict[str, Any],
+    softcap: float | None,
+) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip
     if isinstance(variant, str):
-        return [(variant, params)] * depth
+        return [(variant, {"softcap": softcap, **params})] * depth
     if not isinstance(variant, Sequence):
         raise TypeError(
             f"variant must be a name from list_variants() or a list of {depth} entries, got "
@@ -347,4 +386,4 @@ def _per_layer(
             raise ValueError(
                 f"variant must hold names or pairs (name, parameters), got {shown(pair)}"
             )
-    return [(name, values) for name, values in pairs]
+    return [(name, {"softcap": softcap, **values}) for name, values in pairs]

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, FromStatistics, Pairwise, Param, Statistics, Variant
+from attnzoo.core.forms import Form, FromStatistics, Pairwise, Statistics
+from attnzoo.core.variant import Param, Variant
 
 POLYNOMIAL = (-0.037, 0.481, -2.3, 4.917, -1.791)  # highest power first
 FLOOR = -1e4

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import ENTMAX15
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
+from attnzoo.core.forms import Form, Pairwise, PerQuery
+from attnzoo.core.variant import Param, Variant
 from attnzoo.variants.entmax import project15
 
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Linear, Param, Variant
+from attnzoo.core.forms import Form, Linear
+from attnzoo.core.variant import Param, Variant
 
 
 def unsupported(call: Call, max_length: int) -> str | None:
@@ -31,6 +32,8 @@ def unsupported(call: Call, max_length: int) -> str | None:
         return (
             "cosformer has no additive score: attn_mask must be bool (True = attend) and alibi None"
         )
+    if call.softcap is not None:
+        return f"cosformer has no logits: softcap must be None, got {call.softcap}"
     if call.scale <= 0:
         return f"cosformer: scale must be above 0, got {call.scale}"
     longest = max(

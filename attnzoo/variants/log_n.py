@@ -23,7 +23,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, Variant
+from attnzoo.core.forms import Form, Pairwise
+from attnzoo.core.variant import Param, Variant
 
 
 def gain(call: Call, train_length: float) -> Tensor:

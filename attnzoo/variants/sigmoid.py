@@ -22,7 +22,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import SIGMOID
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
+from attnzoo.core.forms import Form, Pairwise, PerQuery
+from attnzoo.core.variant import Param, Variant
 
 
 def weights(q: Tensor, k: Tensor, call: Call, bias: PerQuery | None) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
+from attnzoo.core.forms import Form, Pairwise, PerQuery
+from attnzoo.core.variant import Param, Variant
 
 
 def scores(q: Tensor, k: Tensor, call: Call, b: PerQuery) -> Tensor:
@@ -46,7 +47,15 @@ VARIANT = Variant(
     use="Use to let a query attend to nothing. Train from scratch, or from softmax with b = −10.",
     paper="Miller 2023; OpenAI 2025 (gpt-oss), arXiv:2508.10925",
     weights=weights,
-    params=(Param("b", 0.0, doc="score of the sink; a number, or one per head (H,)", init=0.0),),
+    params=(
+        Param(
+            "b",
+            0.0,
+            doc="score of the sink; a number, or one per head (H,)",
+            init=0.0,
+            host_sink=True,
+        ),
+    ),
     forms=forms,
     scores=scores,
     normalized=False,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Variant
+from attnzoo.core.forms import Form, Pairwise
+from attnzoo.core.variant import Variant
 
 
 def scores(q: Tensor, k: Tensor, call: Call) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import SPARSEMAX
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Variant
+from attnzoo.core.forms import Form, Pairwise
+from attnzoo.core.variant import Variant
 
 
 def project(s: Tensor, call: Call) -> Tensor:

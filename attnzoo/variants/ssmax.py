@@ -23,7 +23,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, PerQuery, Variant
+from attnzoo.core.forms import Form, Pairwise, PerQuery
+from attnzoo.core.variant import Param, Variant
 
 
 def gain(log_n: Tensor, s: PerQuery, b: PerQuery) -> Tensor:

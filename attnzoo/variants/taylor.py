@@ -33,7 +33,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import TAYLOR
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Linear, NoForm, Pairwise, Param, Variant
+from attnzoo.core.forms import Form, Linear, NoForm, Pairwise
+from attnzoo.core.variant import Param, Variant
 
 
 def unsupported(call: Call, order: int) -> str | None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Form, Pairwise, Param, Variant
+from attnzoo.core.forms import Form, Pairwise
+from attnzoo.core.variant import Param, Variant
 
 
 def scores(q: Tensor, k: Tensor, call: Call, top_k: int) -> Tensor:

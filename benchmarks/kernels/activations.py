@@ -30,10 +30,22 @@ class VariantForm(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kernels' name for the normalization; "family" for a threshold with per-query α."""
+        """The kernels' name for the normalization, or a name for a kind of φ that has it.
+
+        "family": a threshold with per-query α. "factor", "factor-family": no normalization, but a
+        factor per query. "shifted": φ is relative to the maximum. "vanishing-sum": φ(−∞) = 0, so
+        that φ is not masked.
+        """
         from attnzoo.backends.triton.flash.backend import normalize
 
-        return "family" if self.form.shape is not None else normalize(self.form)
+        how, family = normalize(self.form), self.form.shape is not None
+        if self.form.factor is not None:
+            return "factor-family" if family else "factor"
+        if self.form.activation.shifted:
+            return "shifted"
+        if how == "sum" and self.form.activation.vanishes:
+            return "vanishing-sum"
+        return "family" if family else how
 
     @property
     def plain(self) -> bool:

@@ -24,6 +24,7 @@ class Described(NamedTuple):
     layout: Any
     form: Any
     vectors: Any
+    extras: Any
     alpha: float | None
     lse: bool
 
@@ -55,14 +56,14 @@ def empty(spec: Specialization, *shape: int) -> Tensor:
 
 def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     from attnzoo.backends.shared_operands import Layout, Vectors
-    from attnzoo.backends.triton.common.kernel_operands import Form, new_vector
-    from attnzoo.backends.triton.flash.backend import alpha_of
+    from attnzoo.backends.triton.common.kernel_operands import Extras, new_vector
+    from attnzoo.backends.triton.flash import backend
 
     use, extras = activations()[spec.activation], extras_of(spec)
-    activation, kind, vector = use.form.activation, use.kind, new_vector(q)
+    kind, vector = use.kind, new_vector(q)
     queries = q.shape[2]
     of_q, of_k = (
-        q.new_empty(1, n, dtype=torch.int64) if "segments" in extras else None
+        q.new_empty(1, n, dtype=torch.int64) if "segments" in (*extras, spec.kernel) else None
         for n in (queries, keys)
     )
     mask = None
@@ -75,20 +76,26 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         heads = q.shape[1] if "heads" in extras else 1
         mask = q.new_empty(1, heads, 1, keys, dtype=torch.uint8)
     lse = spec.extra.startswith("all") and kind == "online"
+    solved = use.form.normalize == "threshold"
+    offset = kind == "none" or "factor" in kind
     vectors = Vectors(
         gain=None if spec.extra.endswith("no gain") else vector,
-        offset=vector if kind in ("none", "threshold", "family") else None,
-        shape=vector if kind == "family" else None,
+        offset=vector if solved or (offset and "key-bias" not in extras) else None,
+        shape=vector if "family" in kind else None,
         sink=vector if lse else None,
     )
     left, right = 256 if "window" in extras else None, None if "full" in extras else 0
     alibi = vector if "alibi" in extras else None
-    layout = Layout(0.1, left, right, mask, of_q, of_k, alibi)
-    normalize = "threshold" if kind == "family" else kind
-    function = str(activation.triton)
-    slope = activation.triton_shape_slope
-    form = Form(function, activation.unit, activation.vanishes, normalize, slope)
-    return Described(layout, form, vectors, alpha_of(use.form), lse)
+    softcap = 50.0 if "softcap" in extras else None
+    layout = Layout(0.1, left, right, mask, of_q, of_k, alibi, softcap)
+    key_bias = q.new_empty(*q.shape[:2], keys, dtype=torch.float32)
+    terms = Extras(
+        key_bias=key_bias if "key-bias" in extras else None,
+        base=vector if "key-bias" in extras else None,
+        factor=vector if "factor" in kind else None,
+    )
+    form = backend.form_of(use.form)
+    return Described(layout, form, vectors, terms, backend.alpha_of(use.form), lse)
 
 
 def describe_flash(spec: Specialization) -> Any:
@@ -98,31 +105,37 @@ def describe_flash(spec: Specialization) -> Any:
     q = empty(spec, 1, 2, 1024)
     do = out = q.new_empty(q.shape)
     vector, arch = new_vector(q), arch_of(spec)
-    layout, form, vectors, alpha, lse = described(spec, q, q.shape[2])
+    layout, form, vectors, extras, alpha, lse = described(spec, q, q.shape[2])
     normalize = form.normalize
     maps = (
-        Maps(*launch.empty_maps(q, q, q, layout, vectors.shape))
+        Maps(*launch.empty_maps(q, q, q, layout, vectors.shape, extras.key_bias))
         if normalize == "threshold"
         else Maps()
     )
-    if spec.kernel == "forward":
-        return launch.describe_forward(q, q, q, layout, form, vectors, maps, lse, arch)[0]
+    if spec.kernel in ("forward", "segments"):
+        operands = q, q, q, layout, form, vectors, extras, maps, lse, arch
+        launches, _ = launch.describe_forward(*operands)
+        return launches[0 if spec.kernel == "segments" else -1]
     if spec.kernel == "stats":
-        return launch.describe_stats(q, q, layout, arch)[0]
+        return launch.describe_stats(q, q, layout, arch)[0][-1]
     if spec.kernel == "threshold":
-        return launch.describe_threshold(q, q, q, layout, form, vectors, alpha, arch)[0]
-    apart = stands_apart(normalize, layout.mask)
+        return launch.describe_threshold(q, q, q, layout, form, vectors, extras, alpha, arch)[0][-1]
+    apart = stands_apart(form, layout.mask)
     stat = None if normalize == "none" else new_vector(q, apart)
     given = {
-        "gain": vectors.gain is not None, "offset": normalize == "none", "sink": lse,
+        "gain": vectors.gain is not None, "sink": lse,
+        "offset": normalize == "none" and vectors.offset is not None,
+        "key_bias": extras.key_bias is not None, "base": extras.base is not None,
+        "factor": extras.factor is not None,
         "alibi": layout.alibi is not None, "shape": vectors.shape is not None,
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
     launches, _ = launch.describe_backward(
-        do, vector if lse else None, q, q, q, out, stat, vector, layout, form, vectors, maps,
-        wanted, arch,
+        do, vector if lse else None, q, q, q, out, stat, vector, layout, form, vectors, extras,
+        maps, wanted, arch,
     )  # fmt: skip
-    return launches[0] if spec.kernel == "dq" else launches[-1]
+    name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"
+    return next(each for each in launches if each.kernel.__name__ == name)
 
 
 def describe_linear(spec: Specialization) -> Any:
@@ -167,14 +180,18 @@ def describe_decode(spec: Specialization) -> Any:
     from attnzoo.backends.triton.decode import launch
 
     q, k = empty(spec, 1, 8, few_queries(spec)), empty(spec, 1, 1, KEYS)
-    layout, form, vectors, alpha, lse = described(spec, q, KEYS)
+    layout, form, vectors, extras, alpha, lse = described(spec, q, KEYS)
     machine = arch_of(spec), PROCESSORS
     solves, stage = form.normalize == "threshold", spec.kernel.removeprefix("decode").strip()
     if stage in ("", "merge"):
         left = launch.new_products(q, k, layout) if solves else None
-        launches, _ = launch.describe_decode(q, k, k, left, layout, form, vectors, lse, *machine)
+        launches, _ = launch.describe_decode(
+            q, k, k, left, layout, form, vectors, extras, lse, *machine
+        )
     elif solves:
-        launches, _ = launch.describe_threshold(q, k, layout, form, vectors, alpha, *machine)
+        launches, _ = launch.describe_threshold(
+            q, k, layout, form, vectors, extras, alpha, *machine
+        )
     else:
         launches, _ = launch.describe_statistics(q, k, layout, *machine)
     return launches[stage not in ("", "products")]

@@ -8,15 +8,19 @@ from typing import NamedTuple
 
 import torch
 
-from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS, ROW_KERNELS
+from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS, ROW_KERNELS, is_older
 from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEAD_DIMS = (48, 64, 96, 128, 192, 256)
 QUICK_DIMS = (64, 128)
-KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "linear", "decode", "rows")
+KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "segments", "linear", "decode", "rows")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
+# Terms of the form, a key bias with an offset, and a softcap.
+TERMS = ("key-bias", "softcap")
+# Kinds of activations, see `VariantForm.kind`, that few variants have
+RARE = ("factor", "factor-family", "vanishing-sum", "shifted")
 # "full" calls are not causal. "no gain" calls have no per-query gain.
 BARE = ("full", "no gain", "full no gain")
 # Calls of converted models and of modules with torch's interface: a padding mask over keys, and a
@@ -25,9 +29,9 @@ BARE = ("full", "no gain", "full no gain")
 MODELS = ("full keys no gain", "full bool no gain")
 # A padded batch of a model with a window or ALiBi
 PADDED = ("window keys", "alibi keys")
-# Launches of `decode` that do not depend on both the activation and the head dimension. The solver
-# depends only on the activation, the merge only on the head dimension, the statistics on neither.
-STAGES = ("decode statistics", "decode solver", "decode merge")
+# Launches that do not depend on both the activation and the head dimension. The solver depends only
+# on the activation, the merge only on the head dimension, the others on neither.
+STAGES = ("decode statistics", "decode solver", "decode merge", "segments")
 
 
 class Specialization(NamedTuple):
@@ -35,10 +39,10 @@ class Specialization(NamedTuple):
 
     kernel: one of KERNELS. "linear", "decode" and "rows" may be followed by a space and the name
         of a launch or an algorithm. "rows" has no head dimension and no activation.
-    extra: one of EXTRAS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset" (q, k and
-    v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide loads of the
-    mask); "fp32 mask" (as under autocast); or "all" (all of EXTRAS, a sink and the gradient of
-    lse), optionally with "unaligned" (strides that rule out wide loads).
+    extra: one of EXTRAS, TERMS, BARE, PADDED or MODELS; "heads" (a key mask per head); "offset"
+    (q, k and v start 8 bytes after a multiple of 16); "narrow mask" (strides that rule out wide
+    loads of the mask); "fp32 mask" (as under autocast); or "all" (all of EXTRAS, a sink and the
+    gradient of lse), optionally with "unaligned" (strides that rule out wide loads).
     """
 
     kernel: str
@@ -96,6 +100,10 @@ GROUPS = (
     Group(PASSES, "online", "bf16", POWERS, (*EXTRAS, *PADDED, *MODELS)),
     Group(FLASH, "none threshold", "bf16", POWERS, ("mask", "keys", *PADDED)),
     Group(("stats",), "online", "bf16", POWERS, ("mask",)),
+    Group((*PASSES, "threshold"), "online none threshold", "bf16", POWERS, ("key-bias",)),
+    Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("softcap",)),
+    Group(PASSES, "online", "fp32", (128,), TERMS),
+    Group(PASSES, " ".join(RARE), "bf16", QUICK_DIMS),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("fp32 mask",)),
     Group(FLASH, "threshold", "bf16", POWERS, ("all",)),
     Group(PASSES, "sum", "fp16", POWERS, ("mask", "keys")),
@@ -110,9 +118,13 @@ GROUPS = (
     Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("", "all")),
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(("decode",), "online", "bf16", (128,), ("offset",)),
+    Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias")),
+    Group(("decode",), "factor shifted", "bf16", (128,)),
+    Group(("decode merge",), "factor shifted", "fp32", (128,)),
+    Group(("decode products",), "threshold", "bf16", (128,), TERMS),
     Group(("decode products",), "threshold", "bf16 fp32", DECODE_DIMS, DECODE_EXTRAS),
     Group(("decode products",), "online", "bf16 fp32", DECODE_DIMS, ("all",)),
+    Group(("segments",), "online", "fp32", (64,)),
     Group(("decode statistics",), "online", "fp32", (64,)),
     Group(("decode solver",), "threshold", "fp32", (64,)),
     Group(("decode solver",), "family", "fp32", (64,), ("all",)),
@@ -152,8 +164,21 @@ def of_groups(
 
 
 def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
-    """The specializations of most calls: bf16 without extras, and the stages of decoding."""
+    """The specializations of most calls: bf16 without extras, and the stages of decoding.
+
+    Terms of the form and rare activations are compiled once, for sm_90 and a head dimension of 128.
+    A learned power has small tiles, whose work is done more than once, and is left out.
+    Triton before 3.9 leaves all of them out: with 3.6, three of these kernels spill 8 bytes.
+    """
+    older = is_older()
+    rare = {name for kind, name in kinds().items() if kind in RARE}
     for spec in specializations(archs, list(QUICK_DIMS)):
         common = spec.dtype == "bf16" or spec.kernel in STAGES
-        if common and spec.extra in ("", *BARE) and spec.activation != kinds()["family"]:
+        if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
+            continue
+        if spec.extra in TERMS or spec.activation in rare:
+            once = (spec.arch, spec.head_dim) == ("sm_90", 128) and not older
+            if once and spec.extra in ("", *TERMS):
+                yield spec
+        elif spec.extra in ("", *BARE):
             yield spec

@@ -84,7 +84,7 @@ def numbers(least: int, powers: bool = True) -> Callable[[str], list[int]]:
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("tune", help="Try block sizes for a kernel", description=__doc__)
     add = parser.add_argument
-    kernels = [name for name in KERNELS if name not in ("linear", "rows")]
+    kernels = [name for name in KERNELS if name not in ("segments", "linear", "rows")]
     add("--kernel", choices=kernels, required=True, help="Tune this kernel")
     add("--activation", default="exp", metavar="NAME",
         help="Compile with this activation (default: exp)")  # fmt: skip

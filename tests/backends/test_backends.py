@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers.agreement import disagreements, dropout_factors, make, reference
-from helpers.cases import VARIANTS
+from helpers.cases import ALL_VARIANTS
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows
@@ -82,8 +82,8 @@ def factors_of(variant: str, backends: tuple[str, ...]) -> tuple[tuple[str, tupl
 def variants_on(backends: tuple[str, ...]) -> list[str]:
     """The variants that the backends (a key of `ARRAYS`) support."""
     if "eager" in backends:
-        return VARIANTS
-    return [variant for variant in VARIANTS if VARIANT_BACKENDS[variant][backends[0]] is RUNS]
+        return ALL_VARIANTS
+    return [variant for variant in ALL_VARIANTS if VARIANT_BACKENDS[variant][backends[0]] is RUNS]
 
 
 def levels(backends: tuple[str, ...]) -> list[Level]:

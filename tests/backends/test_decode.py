@@ -15,12 +15,12 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Form
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form
 from attnzoo.backends.triton.decode import launch as launch_decode
 from attnzoo.backends.triton.decode import operators as decode_ops
 from helpers.agreement import Inputs, make
 from helpers.agreement import disagreements as disagreements_of
-from helpers.cases import NO_LSE, params_of, rand
+from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows, quick_variants
@@ -29,7 +29,9 @@ from helpers.operators import opcheck
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
 DECODE = [name for name, reasons in VARIANT_BACKENDS.items() if reasons["decode"] is RUNS]
-every_variant = pytest.mark.parametrize("variant", quick_variants(DECODE))
+every_variant = pytest.mark.parametrize(
+    "variant", quick_variants(v for v in DECODE if v in VARIANTS)
+)
 
 FACTORS = {
     "shape": ((1, 1), (1, 200), (3, 150), (5, 33), (10, 7)),
@@ -229,6 +231,7 @@ IDS = (torch.arange(9) // 4).expand(1, 9).contiguous()
 VECTOR = rand(1, 2, 3, seed=6).float().abs()
 ALL = Layout(0.3, 4, 2, MASK, IDS[:, -3:].contiguous(), IDS, VECTOR)
 FUNCTIONS = "attnzoo.backends.triton.common.activations:"
+EXTRAS = Extras(key_bias=rand(1, 2, 9, seed=7).float(), base=VECTOR)
 
 
 def small() -> list[Tensor]:
@@ -243,19 +246,25 @@ def test_opcheck() -> None:
     q, k, v = small()
     opcheck(decode_ops.decode_statistics, q=q, k=k, layout=ALL)
     threshold = {
-        "q": q, "k": k, "vectors": Vectors(gain=VECTOR), "layout": ALL,
+        "q": q, "k": k, "vectors": Vectors(gain=VECTOR), "extras": EXTRAS, "layout": ALL,
         "form": Form(FUNCTIONS + "entmax15", 1.0, True, "threshold"), "alpha": 1.5,
     }  # fmt: skip
     opcheck(decode_ops.decode_threshold, **threshold)
     products, tau = decode_ops.decode_threshold(**threshold)
-    for given, vectors, (name, *rest), want_lse in (
-        (None, Vectors(gain=VECTOR, sink=VECTOR), ("exp", 1.4427, True, "online"), True),
-        (None, Vectors(offset=VECTOR), ("sigmoid", 1.4427, True, "none"), False),
-        (products, Vectors(VECTOR, tau), ("entmax15", 1.0, True, "threshold"), False),
+    for given, vectors, extras, (name, *rest), want_lse in (
+        (None, Vectors(gain=VECTOR, sink=VECTOR), EXTRAS, ("exp", 1.4427, True, "online"), True),
+        (
+            None,
+            Vectors(offset=VECTOR),
+            Extras(factor=VECTOR),
+            ("sigmoid", 1.4427, True, "none"),
+            False,
+        ),
+        (products, Vectors(VECTOR, tau), EXTRAS, ("entmax15", 1.0, True, "threshold"), False),
     ):
         opcheck(
-            decode_ops.decode_forward, q=q, k=k, v=v, products=given, vectors=vectors, layout=ALL,
-            form=Form(FUNCTIONS + name, *rest), want_lse=want_lse,
+            decode_ops.decode_forward, q=q, k=k, v=v, products=given, vectors=vectors,
+            extras=extras, layout=ALL, form=Form(FUNCTIONS + name, *rest), want_lse=want_lse,
         )  # fmt: skip
 
 

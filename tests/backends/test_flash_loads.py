@@ -11,7 +11,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common import launch, prepared
-from attnzoo.backends.triton.common.kernel_operands import Form, Maps
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.backends.triton.flash.launch import (
     describe_backward,
@@ -30,7 +30,9 @@ EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634,
 
 
 def arguments(q: Tensor, k: Tensor, v: Tensor, arch: int) -> dict[str, Any]:
-    return describe_forward(q, k, v, CAUSAL, EXP, Vectors(), Maps(), False, arch)[0].args
+    return describe_forward(q, k, v, CAUSAL, EXP, Vectors(), Extras(), Maps(), False, arch)[0][
+        -1
+    ].args
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -51,7 +53,9 @@ def test_kernels_for_sm_90_and_sm_100_load_aligned_keys_and_values_by_tma(
     kind = f"tensordesc<bf16[1, 1, {args['BLOCK_N']}, 64]>"
     wanted = kind if arch in (90, 100) else None
     assert args["k_descriptor"] == args["v_descriptor"] == wanted
-    assert (describe_stats(q, q, CAUSAL, arch)[0].args["k_descriptor"] is None) == (wanted is None)
+    assert (describe_stats(q, q, CAUSAL, arch)[0][-1].args["k_descriptor"] is None) == (
+        wanted is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,8 @@ def test_factors_of_any_sign_agree_with_the_definition(
     gain = {"none": ones, "zero": 0.0 * ones, "normal": rand(1, 2, 100, seed=4).float()}[gains]
     layout = Layout(scale, None, 0, mask, None, None, None)
     found = flash_ops.flash_forward(
-        q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), maps=Maps(),
+        q=q, k=k, v=v, vectors=Vectors(None if gains == "none" else gain), extras=Extras(),
+        maps=Maps(),
         layout=layout, form=EXP, want_lse=True,
     )  # fmt: skip
     out, lse = definition(q, k, v, gain, scale, visible)
@@ -186,7 +191,7 @@ def test_a_gain_of_nan_gives_nan_and_an_infinite_product_times_zero_too() -> Non
     gain[..., 5], gain[..., 40:] = float("nan"), 0.0
     q[..., 50, :], k[..., 3, :] = 1e30, 1e30
     found = flash_ops.flash_forward(
-        q=q, k=k, v=v, vectors=Vectors(gain), maps=Maps(),
+        q=q, k=k, v=v, vectors=Vectors(gain), extras=Extras(), maps=Maps(),
         layout=CAUSAL, form=EXP, want_lse=False,
     )  # fmt: skip
     nan = found.out[0, 0].isnan().all(-1)
@@ -217,13 +222,15 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
     form = EXP._replace(activation=EXP.activation.replace("exp", "entmax15"), normalize="threshold")
     q = torch.ones(1, 2, 256, dim, dtype=torch.bfloat16)
     vectors = Vectors(offset=torch.ones(1, 2, 256))
-    solver, (_, *found) = describe_threshold(q, q, q, layout, form, vectors, 1.5, arch)
+    (solver,), (_, *found) = describe_threshold(q, q, q, layout, form, vectors, Extras(), 1.5, arch)
     tile = solver.args["BLOCK_M"], solver.args["BLOCK_N"]
     assert found[0].shape[1:] == (256 // tile[0], 256 // tile[1])
     maps = Maps(*found)
-    forward, (out, stat, _) = describe_forward(q, q, q, layout, form, vectors, maps, False, arch)
+    (forward,), (out, stat, _) = describe_forward(
+        q, q, q, layout, form, vectors, Extras(), maps, False, arch
+    )
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, layout, form, vectors, maps, [], arch
+        out, None, q, q, q, out, stat, None, layout, form, vectors, Extras(), maps, [], arch
     )
     dq, dkdv = backward[0], backward[-1]
     for launched in (forward, dq):

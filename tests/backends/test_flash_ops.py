@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Form, Maps
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, Maps
 from attnzoo.backends.triton.flash import operators as flash_ops
 from attnzoo.core import activations, registry
 from attnzoo.nn import Attention
@@ -37,30 +37,37 @@ VECTOR = rand(1, 2, 9, seed=6).float().abs()
 NOTHING = Layout(0.3, None, 0, None, None, None, None)
 ALL = Layout(0.3, 4, 2, MASK, IDS, IDS, VECTOR)
 FUNCTIONS = "attnzoo.backends.triton.common.activations:"
-# name of a form -> per-query vectors, layout, (activation, unit, vanishes, normalize)
-FORMS: dict[str, tuple[Vectors, Layout, tuple]] = {
-    "online": (Vectors(gain=VECTOR, sink=VECTOR), ALL, ("exp", 1.4427, True, "online")),
-    "none": (Vectors(offset=VECTOR), NOTHING, ("sigmoid", 1.4427, True, "none")),
-    "sum": (Vectors(), NOTHING, ("taylor2", 1.0, False, "sum")),
-    "threshold": (Vectors(gain=VECTOR), ALL, ("entmax15", 1.0, True, "threshold")),
-}
+EXTRAS = Extras(key_bias=VECTOR, base=VECTOR)
+# name of a form -> vectors, layout, (activation, unit, vanishes, normalize)
+FORMS: dict[str, tuple[Vectors, Extras, Layout, tuple]] = {
+    "online": (Vectors(gain=VECTOR, sink=VECTOR), EXTRAS, ALL, ("exp", 1.4427, True, "online")),
+    "none": (
+        Vectors(offset=VECTOR), Extras(factor=VECTOR), NOTHING, ("sigmoid", 1.4427, True, "none"),
+    ),
+    "sum": (Vectors(), Extras(), NOTHING, ("taylor2", 1.0, False, "sum")),
+    "threshold": (Vectors(VECTOR), Extras(VECTOR), ALL, ("entmax15", 1.0, True, "threshold")),
+}  # fmt: skip
 
 
 def operands(form: str, gradient: bool) -> dict[str, Any]:
     """The arguments of the operator flash_forward for a key of `FORMS`."""
-    vectors, layout, (name, *rest) = FORMS[form]
+    vectors, extras, layout, (name, *rest) = FORMS[form]
     q, k, v = qkv(gradient=gradient)
     maps = Maps()
     if form == "threshold":
         tau, *found = flash_ops.flash_threshold(
-            q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, layout=layout,
+            q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, extras=extras,
+            layout=layout,
             form=Form(FUNCTIONS + name, *rest), alpha=1.5,
         )  # fmt: skip
         vectors, maps = vectors._replace(offset=tau), Maps(*found)
-    leaves = (x if x is None else x.clone().requires_grad_(gradient) for x in vectors)
+    vectors, extras = (
+        type(group)(*(x if x is None else x.clone().requires_grad_(gradient) for x in group))
+        for group in (vectors, extras)
+    )
     return {
-        "q": q, "k": k, "v": v, "vectors": Vectors(*leaves), "maps": maps, "layout": layout,
-        "form": Form(FUNCTIONS + name, *rest), "want_lse": form == "online",
+        "q": q, "k": k, "v": v, "vectors": vectors, "extras": extras, "maps": maps,
+        "layout": layout, "form": Form(FUNCTIONS + name, *rest), "want_lse": form == "online",
     }  # fmt: skip
 
 
@@ -75,7 +82,7 @@ def test_opcheck_threshold(shape: Tensor | None) -> None:
     q, k, v = qkv()
     opcheck(
         flash_ops.flash_threshold, q=q, k=k, v=v, vectors=Vectors(gain=VECTOR, shape=shape),
-        layout=ALL, form=Form(FUNCTIONS + name, 1.0, True, "threshold"), alpha=alpha,
+        extras=EXTRAS, layout=ALL, form=Form(FUNCTIONS + name, 1.0, True, "threshold"), alpha=alpha,
     )  # fmt: skip
 
 
@@ -89,7 +96,8 @@ def test_opcheck_backward(form: str) -> None:
     given = operands(form, gradient=False)
     found = flash_ops.flash_forward(**given)
     dlse = torch.ones_like(found.lse) if given.pop("want_lse") else None
-    vectors = (name for name, x in given["vectors"]._asdict().items() if x is not None)
+    groups = (given["vectors"], given["extras"])
+    vectors = (n for group in groups for n, x in group._asdict().items() if x is not None)
     wanted = ["q", "k", "v", *vectors, *(["alibi"] if given["layout"] is ALL else [])]
     opcheck(
         flash_ops.flash_backward, **given, **found._asdict(), dout=torch.ones_like(found.out),
@@ -186,7 +194,7 @@ def relu2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
     phi = attnzoo.Activation(
-        "relu2",
+        "their relu2",
         lambda s, shape: s.relu_().square_(),
         lambda s, phi, shape: 2 * phi.sqrt(),
         triton="their_kernels:relu2",
@@ -200,14 +208,14 @@ def relu2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     attnzoo.register_variant(
         attnzoo.Variant(
-            "relu2", "ReLU(z)² / Σ", "-", weights,
+            "their_relu2", "ReLU(z)² / Σ", "-", weights,
             params=(attnzoo.Param("strength", 1.0),),
             forms=lambda call, strength: (
                 attnzoo.Pairwise(phi, "sum", gain=call.per_query(strength)),
             ),
         )
     )  # fmt: skip
-    return "relu2"
+    return "their_relu2"
 
 
 def test_a_third_party_activation_runs(relu2: str) -> None:
@@ -231,12 +239,12 @@ def test_a_third_party_activation_runs(relu2: str) -> None:
 @pytest.mark.parametrize(
     ("normalize", "named", "reason"),
     [
-        ("sum", True, "does not support a gradient for the shape without a threshold"),
+        ("sum", True, None),
         ("threshold", False, "does not support a gradient for the shape of q_exp"),
         ("threshold", True, None),
     ],
 )
-def test_a_learned_shape_needs_a_threshold_and_a_function_for_its_slope(
+def test_a_learned_shape_needs_a_function_for_its_slope(
     normalize: str, named: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Form
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form
 from attnzoo.backends.triton.flash import operators as flash_ops
 from helpers.cases import rand
 
@@ -25,7 +25,7 @@ def solve(
 ) -> flash_ops.Threshold:
     layout = Layout(scale, None, right, None, None, None, None)
     return flash_ops.flash_threshold(
-        q=q, k=k, v=k, vectors=Vectors(gain=gain), layout=layout,
+        q=q, k=k, v=k, vectors=Vectors(gain=gain), extras=Extras(), layout=layout,
         form=Form(FUNCTIONS + name, 1.0, True, "threshold"), alpha=ALPHA[name],
     )  # fmt: skip
 

@@ -106,7 +106,9 @@ def expected_gain(variant: str, s: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in NO_LSE])
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v not in NO_LSE and not attnzoo.get_variant(v).positional]
+)
 def test_lse_does_not_include_the_sink(variant: str, backend: str) -> None:
     q, k, v = rand(2, 2, 7, 6, seed=1), rand(2, 2, 5, 6, seed=2), rand(2, 2, 5, 6, seed=3)
     params = params_of(variant)
@@ -288,6 +290,6 @@ def test_nan_or_inf_in_a_score_only_affects_its_query(variant: str, value: float
     clean = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
     mask[5, 3] = value
     found = attnzoo.attention(q, k, v, variant, attn_mask=mask, **options)
-    assert bool(found[:, :, 5].isnan().all())
+    assert not bool(found[:, :, 5].isfinite().any())
     found[:, :, 5] = clean[:, :, 5]
     assert torch.allclose(found, clean, atol=1e-6)

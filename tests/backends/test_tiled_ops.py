@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Terms, Vectors
 from attnzoo.backends.tiled import operators as tiled_ops
 from attnzoo.backends.tiled import statistics
 from attnzoo.core import activations
+from attnzoo.core.keys import key_of
 from helpers.cases import rand
 from helpers.operators import opcheck
 
 # normalize -> activation, names of the per-query vectors, further operands.
 FORMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "none": ("sigmoid", ("gain", "offset"), {}),
-    "sum": ("exp", ("gain", "sink"), {"want_lse": True}),
+    "none": ("sigmoid", ("gain", "offset", "factor"), {}),
+    "sum": ("exp", ("gain", "sink", "decay"), {"want_lse": True, "distance": "logarithmic"}),
     "threshold": ("q_exp", ("shape",), {"dropout_p": 0.5}),
     "select": ("exp", (), {"keep": 2, "want_lse": True}),
 }
@@ -38,16 +39,26 @@ def operands(gradient: bool) -> tuple[list[Tensor], Layout]:
 def test_opcheck_forward_and_backward(normalize: str, gradient: bool) -> None:
     activation, names, options = FORMS[normalize]
     (q, k, v), layout = operands(gradient)
+    layout = layout._replace(softcap=2.0 if normalize == "threshold" else None)
     vectors = {
         name: (1.5 + 0.1 * rand(1, 4, 1, seed=i)).requires_grad_()
         for i, name in enumerate(Vectors._fields)
         if name in names
     }
     seed = torch.tensor(7) if "dropout_p" in options else None
-    plain = {"dropout_p": 0.0, "want_lse": False, "keep": None, "activation": activation}
+    terms = {
+        name: (1.5 + 0.1 * rand(1, 4, 1, seed=i)).requires_grad_()
+        for i, name in enumerate(Terms._fields)
+        if name in (*names, "key_bias")
+    }
+    plain = {
+        "dropout_p": 0.0, "want_lse": False, "keep": None, "activation": activation, "eps": 0.0,
+        "distance": None,
+    }  # fmt: skip
     opcheck(
         tiled_ops.tiled_forward, q=q, k=k, v=v, layout=layout, origin=2, seed=seed,
-        vectors=Vectors(**vectors), **{**plain, "normalize": normalize, **options},
+        vectors=Vectors(**vectors), terms=Terms(**terms),
+        **{**plain, "normalize": normalize, **options},
     )  # fmt: skip
 
 
@@ -63,4 +74,4 @@ def test_registry_key_of_a_builtin_activation_is_its_name() -> None:
     When it runs in another process, it looks up its activations by them.
     """
     for activation in (activations.EXP, activations.Q_EXP, activations.TAYLOR[4]):
-        assert activations.key_of(activation) == activation.name
+        assert key_of(activation) == activation.name

@@ -50,6 +50,7 @@ def test_compile_writes_resource_usage_to_json(tmp_path: Path) -> None:
         "exp D=64 bf16 all",
         "exp D=64 bf16 all unaligned",
         "exp D=64 bf16 mask",
+        "exp D=64 bf16 softcap",
         "exp D=64 bf16 fp32 mask",
         "exp D=64 bf16 narrow mask",
         "exp D=64 bf16 offset",
@@ -216,10 +217,11 @@ def test_quick_compiles_every_kernel_in_few_specializations() -> None:
     """The flash kernels are compiled for causal and full calls, with and without a gain."""
     found = list(quick_specializations(list(ARCHITECTURES)))
     assert set(found) < set(specializations(list(ARCHITECTURES), list(HEAD_DIMS)))
-    assert len(found) < 250
+    assert len(found) < 300
     for arch, dim in product(ARCHITECTURES, (64, 128)):
         here = [c for c in found if (c.arch, c.head_dim) == (arch, dim)]
-        assert {c.family for c in here} == set(KERNELS) - {"rows" if dim != 64 else ""}
+        once = {"rows", "segments"} if dim != 64 else set()
+        assert {c.family for c in here} == set(KERNELS) - once
         for kernel in ("forward", "dq", "dkdv"):
             launches = [describe(c) for c in here if (c.kernel, c.activation) == (kernel, "exp")]
             calls = {(x.args["right"] is None, x.args["gain"] is None) for x in launches}
@@ -232,11 +234,13 @@ def test_every_kernel_architecture_and_activation_is_compiled() -> None:
     for arch, stage in product(ARCHITECTURES, (*STAGES, "decode", "decode products")):
         assert any((c.arch, c.kernel) == (arch, stage) for c in found)
     every = {"exp", "sigmoid", "entmax15", "q_exp", "taylor2"}
+    rare = {"relu", "relu_power", "relu2", "softpick"}
     filled = {48: {"exp", "sigmoid"}, 96: {"exp", "sigmoid", "entmax15"}, 192: {"exp", "sigmoid"}}
     for arch, dim in product(ARCHITECTURES, HEAD_DIMS):
         flash = [c for c in found if c.family not in ("linear", "decode", "rows")]
         names = {c.activation for c in flash if (c.arch, c.head_dim) == (arch, dim)}
-        assert names == filled.get(dim, every)
+        assert names - rare == filled.get(dim, every)
+        assert names & rare == (rare if dim in (64, 128) else set())
 
 
 @pytest.mark.parametrize(("kernel", "names"), [("dq", "qkv"), ("dkdv", "qkv"), ("decode", "qk")])

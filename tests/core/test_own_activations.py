@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo import Activation, Pairwise
+from attnzoo import Activation, FromStatistics, Pairwise
 from attnzoo.core import registry
+from attnzoo.core.activations import SOFTPICK
 from helpers.agreement import disagreements, make
 from helpers.cases import rand
 from helpers.coverage_table import FORWARD_ONLY, KERNELS, marked
@@ -248,8 +249,27 @@ def test_wrong_activation_raises(
             "vanishes at −∞, flat does not",
         ),
         ({"activation": EXP, "normalize": "sum", "shape": 1.5}, "shape must be None for expon"),
-        ({"activation": EXP, "normalize": "sum", "offset": 1.5}, "pass it as shape of"),
         ({"activation": POWER, "normalize": "sum"}, "shape must be given for power"),
+        ({"activation": EXP, "normalize": "none"}, "offset must be given with normalize='none'"),
+        ({"activation": EXP, "normalize": "sum", "factor": 0.5}, "factor must be None with .*0.5"),
+        ({"activation": EXP, "normalize": "sum", "eps": 1e-8}, "eps must be 0 for exp.* a sink of"),
+        ({"activation": SQUARE, "normalize": "sum", "eps": -1.0}, "finite number >= 0, got -1.0"),
+        ({"activation": SQUARE, "normalize": "none", "offset": 0.0, "eps": 1.0}, "eps must be 0 w"),
+        ({"activation": EXP, "normalize": "sum", "decay": 1.0}, "distance and decay must be given"),
+        ({"activation": SOFTPICK, "normalize": "threshold"}, "threshold"),
+        (
+            {"activation": SOFTPICK, "normalize": "none", "offset": 0.0},
+            "must be 'sum' for softpi",
+        ),
+        (
+            {"activation": SOFTPICK, "normalize": "sum", "sink": 0.0},
+            "sink must be None for softp",
+        ),
+        (
+            {"activation": EXP, "normalize": "sum", "key_bias": 1.0}
+            | {"gain": FromStatistics(lambda found: found.entropy, differentiable=False)},
+            "key_bias must be None with a gain from statistics",
+        ),
     ],
 )
 def test_wrong_pairwise_raises(fields: dict[str, Any], words: str) -> None:

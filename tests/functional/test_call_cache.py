@@ -35,6 +35,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "window": {"window": (2, 1)},
     "segments": {"segment_ids": torch.tensor([[0, 0, 0, 1, 1, 2, 2]])},
 }
+# Calls with segments are not cached on a CPU, because the ids decide how they are split.
+ENTRIES = {layout: int(layout != "segments") for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -52,10 +54,10 @@ def test_cached_call_gives_the_results_of_a_new_call(variant: str, layout: str) 
     call_cache._CACHE.clear()
     others = [x.requires_grad_() for x in qkv(seed=9)]
     attnzoo.attention(*others, variant, **options)
-    assert len(call_cache._CACHE) == 1
+    assert len(call_cache._CACHE) == ENTRIES[layout]
     for have, want in zip(run(), expected, strict=True):
         assert torch.equal(have, want)
-    assert len(call_cache._CACHE) == 1
+    assert len(call_cache._CACHE) == ENTRIES[layout]
 
 
 @pytest.mark.parametrize(

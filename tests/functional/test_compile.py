@@ -49,6 +49,7 @@ QUICK = ("cosformer", "entmax", "sink")
 def cases() -> Iterator[Any]:
     special = {name: cycle(options) for name, options in BACKEND_OPTIONS.items()}
     names = {"eager": cycle(OPTIONS), "tiled": cycle(reversed(OPTIONS))}
+    rest = {backend: set(OPTIONS) for backend in names}
     for variant in VARIANTS:
         for backend, cycled in names.items():
             name = next(cycled)
@@ -56,6 +57,7 @@ def cases() -> Iterator[Any]:
                 variant in NO_LSE and name == "lse"
             ):
                 name = next(cycled)
+            rest[backend].discard(name)
             marks = [] if variant in QUICK else [pytest.mark.slow]
             case = f"{variant}-{backend}-{name}"
             yield pytest.param(variant, backend, OPTIONS[name], id=case, marks=marks)
@@ -65,6 +67,10 @@ def cases() -> Iterator[Any]:
                 marks = [] if quick else [pytest.mark.slow]
                 case = f"{variant}-{backend}"
                 yield pytest.param(variant, backend, next(options), id=case, marks=marks)
+    for backend, unused in rest.items():
+        for name in sorted(unused):
+            case, marks = f"softmax-{backend}-{name}", [pytest.mark.slow]
+            yield pytest.param("softmax", backend, OPTIONS[name], id=case, marks=marks)
 
 
 COMBINATIONS = list(cases())

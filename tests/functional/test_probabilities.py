@@ -59,6 +59,14 @@ def formula(variant: str, z: Tensor, params: dict[str, Any]) -> Tensor:
         return bisected((p.get("delta", 1.0) + p.get("beta", math.log(2)) * power) * z, 1.5)
     if variant == "sink":
         return z.exp() / (math.exp(p.get("b", 0.0)) + z.exp().sum())
+    if variant == "relu":
+        return z.clamp(min=0) ** p.get("power", 1.0) / n
+    if variant == "relu2":
+        squares = z.clamp(min=0) ** 2
+        return squares / squares.sum().clamp(min=1e-300)
+    if variant == "softpick":
+        e = z.double().expm1()
+        return (e.clamp(min=0) / (e.abs().sum() + p.get("eps", 1e-8))).to(z.dtype)
     assert variant == "topk"
     w = torch.zeros_like(z)
     order = sorted(range(len(z)), key=lambda j: (-z[j].item(), j))[: int(p["top_k"])]

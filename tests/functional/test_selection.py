@@ -14,7 +14,7 @@ import attnzoo
 from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import FEW_SCORES, FEWEST_SCORES, preference
 from attnzoo.core import registry
-from helpers.cases import VARIANTS, params_of, rand
+from helpers.cases import ALL_VARIANTS, VARIANTS, params_of, rand
 
 
 def tensors(n: int, d: int = 64, heads: int = 8, gradient: bool = False) -> list[Tensor]:
@@ -147,7 +147,7 @@ def relu(q: Tensor, k: Tensor, call: Any, p: Any) -> Tensor:
 
 
 RELU = attnzoo.Variant(
-    "relu",
+    "own_relu",
     "ReLU(z)^p / n",
     "Wortsman et al. 2023, arXiv:2309.08586",
     relu,
@@ -158,8 +158,8 @@ RELU = attnzoo.Variant(
 
 def test_variant_without_forms_supports_all_arguments_and_gradients() -> None:
     attnzoo.register_variant(RELU)
-    assert "relu" in attnzoo.list_variants()
-    assert attnzoo.get_variant("relu") is RELU
+    assert "own_relu" in attnzoo.list_variants()
+    assert attnzoo.get_variant("own_relu") is RELU
     q, k, v = rand(2, 4, 9, 8, seed=1), rand(2, 2, 11, 8, seed=2), rand(2, 2, 11, 5, seed=3)
     p = torch.tensor([1.0, 1.5, 2.0, 3.0]).double()
     leaves = [x.requires_grad_() for x in (q, k, v, p)]
@@ -179,13 +179,13 @@ def test_variant_without_forms_supports_all_arguments_and_gradients() -> None:
     do = rand(2, 4, 9, 5, seed=5)
     gradients = torch.autograd.grad(expected, leaves, do)
     for backend in ("eager", "tiled"):
-        found = attnzoo.attention(q, k, v, "relu", p=p, backend=backend, **options)
+        found = attnzoo.attention(q, k, v, "own_relu", p=p, backend=backend, **options)
         assert torch.allclose(found, expected)
         for have, want in zip(torch.autograd.grad(found, leaves, do), gradients, strict=True):
             assert torch.allclose(have, want)
     for backend in ("sdpa", "flash", "linear", "flash_linear"):
-        with pytest.raises(ValueError, match=f"'{backend}' cannot run 'relu' here.*no .* form"):
-            attnzoo.attention(q, k, v, "relu", backend=backend, **options)
+        with pytest.raises(ValueError, match=f"'{backend}' cannot run 'own_relu' here.*no .* form"):
+            attnzoo.attention(q, k, v, "own_relu", backend=backend, **options)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
@@ -205,7 +205,7 @@ def test_variant_without_forms_passes_gradcheck_in_small_blocks(
 
     def run(q: Tensor, k: Tensor, v: Tensor, p: Tensor, mask: Tensor, slopes: Tensor) -> Tensor:
         return attnzoo.attention(
-            q, k, v, "relu", p=p, attn_mask=mask, alibi=slopes, enable_gqa=True,
+            q, k, v, "own_relu", p=p, attn_mask=mask, alibi=slopes, enable_gqa=True,
             is_causal=True, backend=backend,
         )  # fmt: skip
 
@@ -214,8 +214,8 @@ def test_variant_without_forms_passes_gradcheck_in_small_blocks(
 
 def test_large_call_of_a_variant_without_forms_runs_on_tiled() -> None:
     attnzoo.register_variant(RELU)
-    assert attnzoo.explain(*tensors(32), "relu").chosen == "eager"
-    assert attnzoo.explain(*tensors(1024), "relu").chosen == "tiled"
+    assert attnzoo.explain(*tensors(32), "own_relu").chosen == "eager"
+    assert attnzoo.explain(*tensors(1024), "own_relu").chosen == "tiled"
 
 
 def test_variant_with_scores_supports_return_lse() -> None:
@@ -235,7 +235,7 @@ def test_variant_with_scores_supports_return_lse() -> None:
 
 def test_module_learns_a_user_defined_variant() -> None:
     attnzoo.register_variant(RELU)
-    module = attnzoo.nn.Attention("relu", 2)
+    module = attnzoo.nn.Attention("own_relu", 2)
     assert module.p.tolist() == [1.0, 1.0]
     q, k, v = rand(3, 1, 2, 6, 8, dtype=torch.float32).unbind()
     module(q, k, v).sum().backward()
@@ -243,4 +243,4 @@ def test_module_learns_a_user_defined_variant() -> None:
 
 
 def test_registering_does_not_leak_between_tests() -> None:
-    assert attnzoo.list_variants() == VARIANTS
+    assert attnzoo.list_variants() == ALL_VARIANTS

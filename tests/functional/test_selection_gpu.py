@@ -23,7 +23,7 @@ import attnzoo
 from attnzoo.backends.selection import candidates
 from attnzoo.functional.linear_attention import scan_for
 from attnzoo.functional.prepare import prepare
-from helpers.cases import NO_LSE, VARIANTS, params_of, rand
+from helpers.cases import CAUSAL_ONLY, NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import FLASH
 
 ROOT = Path(__file__).parents[2]
@@ -198,8 +198,9 @@ def test_shapes_dtypes_and_strides_on_meta(variant: str) -> None:
     leaves = [torch.empty(shape, **kind) for shape in shapes]
     q, k, v = (x.transpose(1, 2) for x in leaves)
     options: dict[str, Any] = {"return_lse": True} if variant not in NO_LSE else {}
+    required = params_of(variant) if variant in CAUSAL_ONLY else {}
     out = attnzoo.attention(
-        q, k, v, variant, enable_gqa=True, is_causal=True, backend="flash", **options
+        q, k, v, variant, enable_gqa=True, is_causal=True, backend="flash", **options, **required
     )
     if options:
         out, lse = out
@@ -250,11 +251,11 @@ def test_call_on_a_cpu_does_not_import_triton() -> None:
     """A new process runs each variant with few and with many scores, forward and backward."""
     text = output_of(
         "import sys, torch, attnzoo\n"
-        "required = {'cosformer': {'max_length': 256}, 'topk': {'top_k': 5}}\n"
         "for n in (8, 256):\n"
         "    for name in attnzoo.list_variants():\n"
         "        q = torch.randn(1, 4, n, 8, requires_grad=True)\n"
-        "        options = required.get(name, {})\n"
+        "        variant = attnzoo.get_variant(name)\n"
+        "        options = variant.example(256) if variant.example else {}\n"
         "        attnzoo.attention(q, q, q, name, is_causal=True, **options).sum().backward()\n"
         "print([name for name in sys.modules if name.split('.')[0] == 'triton'])"
     )

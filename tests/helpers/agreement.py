@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from attnzoo.core.parameters import VECTORS
 from attnzoo.functional.prepare import prepare
 from helpers.approx import Approx
 from helpers.cases import CASES, learned, params_of, rand
-from helpers.error_budget import VECTORS, Problem, budget
+from helpers.error_budget import Problem, budget
 
 HEAD_DIM = 8
 # Numbers of (query heads, key/value heads) by name
@@ -76,6 +77,8 @@ def make(variant: str, row: dict[str, Any], seed: int = 0) -> Inputs:
     rest: dict[str, Any] = {"enable_gqa": kv_heads != heads}
     if span != "full":
         rest["is_causal"] = span != "pair"
+    if "softcap" in row and row["softcap"] is not None:
+        rest["softcap"] = row["softcap"]
     if span in ("window", "pair"):
         rest["window"] = row.get("window") or (11 if span == "window" else (6, 3))
     if row["mask"] != "none":
@@ -225,6 +228,9 @@ def bounds_of(problem: Problem, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     call, score = problem.call, found["dscore"]
     for name, leaf in leaves.items():
         if name == "attn_mask":
+            # Autograd adds the gradients through the scores and through the statistics, each in
+            # the dtype of the mask.
+            score = found.get("dscore parts", score)
             dims = [d for d in range(4) if leaf.shape[d] == 1 < score.shape[d]]
             found["dattn_mask"] = score.sum(*dims, keepdim=True) if dims else score
         elif name == "alibi":
@@ -252,9 +258,10 @@ def of_parameter(problem: Problem, found: dict[str, Approx], name: str, leaf: Te
     step = 1e-6
     moved = [problem.form({**problem.params, name: value + sign * step}) for sign in (1, -1)]
     for vector in VECTORS:
-        if "d" + vector not in found or isinstance(getattr(moved[0], vector), float):
+        at = getattr(moved[0], vector)
+        if "d" + vector not in found or at is None or isinstance(at, float):
             continue
-        ends = [problem.vector(getattr(form, vector)).value for form in moved]
+        ends = [problem.vector(getattr(form, vector), vector).value for form in moved]
         slope = problem.exact((ends[0] - ends[1]) / (2 * step))
         share = (slope.rounded(8, slope.value) * found["d" + vector])[..., 0]
         share = share if leaf.dim() == 3 else of_heads(share, leaf)

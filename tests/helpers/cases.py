@@ -118,6 +118,37 @@ CASES = {
         learned={"b": (-1.0, 1.0)},
         settings=({"b": 2.5},),
     ),
+    "softpick": Case(
+        Paper(
+            (math.log(3), -math.log(2), 0.0), (0.8, 0.0, 0.0), {}, "e^z − 1 is 2, −½ and 0: 2/2.5"
+        ),
+        settings=({"eps": 0.25},),
+        smooth=False,
+    ),
+    "scale_invariant": Case(
+        Paper((0.0, 0.0, 0.0), (4 / 49, 9 / 49, 36 / 49), {"tau": 1.0}, "weights ∝ 1 / (1 + t)²"),
+        learned={"tau": (2.0, 20.0)},
+        settings=({"tau": 0.5},),
+    ),
+    "forgetting": Case(
+        Paper(
+            (0.0, 0.0, 0.0),
+            (1 / 7, 2 / 7, 4 / 7),
+            {"log_gates": -math.log(2)},
+            "each later token halves the weight",
+        ),
+        learned={"log_gates": (-0.3, -0.02)},
+        settings=({"log_gates": -0.5},),
+    ),
+    "relu": Case(
+        Paper((1.0, 2.0, -1.0), (1 / 3, 2 / 3, 0.0), {}, "ReLU(z) / 3"),
+        learned={"power": (1.2, 2.5)},
+        settings=({"power": 2.0},),
+        smooth=False,
+    ),
+    "relu2": Case(
+        Paper((1.0, 2.0, -1.0), (1 / 5, 4 / 5, 0.0), {}, "ReLU(z)²: 1, 4, 0"), smooth=False
+    ),
     "topk": Case(
         Paper(
             (0.0, math.log(3), 0.0, -1.0),
@@ -131,7 +162,7 @@ CASES = {
     ),
 }
 
-VARIANTS = attnzoo.list_variants()
+ALL_VARIANTS = attnzoo.list_variants()
 
 
 def params_of(variant: str, length: int = 256) -> dict[str, Any]:
@@ -143,16 +174,27 @@ def params_of(variant: str, length: int = 256) -> dict[str, Any]:
     return {**{name: example[name] for name in required}, **own}
 
 
+def unprojected(variant: str, length: int = 256) -> dict[str, Any]:
+    """The parameters of `params_of` that layers do not make from the hidden states."""
+    specs = {param.name: param for param in attnzoo.get_variant(variant).params}
+    return {n: x for n, x in params_of(variant, length).items() if specs[n].projection is None}
+
+
 def unsupported(variant: str, **options: Any) -> str | None:
     """The reason why the variant does not support these options; None if it does."""
     q, k, v = torch.zeros(3, 1, 2, 4, 4).unbind()
     return attnzoo.explain(q, k, v, variant, **{**params_of(variant), **options}).reason
 
 
+# Variants that support causal calls only. `VARIANTS`, which most tests use, are the others.
+CAUSAL_ONLY = tuple(v for v in ALL_VARIANTS if unsupported(v) is not None)
+VARIANTS = [v for v in ALL_VARIANTS if v not in CAUSAL_ONLY]
+
 # Variants without support for return_lse (NO_LSE), a float mask (NO_SCORE), scale < 0 (ONE_SIGN)
-NO_LSE = tuple(v for v in VARIANTS if attnzoo.get_variant(v).scores is None)
+NO_LSE = tuple(v for v in ALL_VARIANTS if attnzoo.get_variant(v).scores is None)
 NO_SCORE = tuple(v for v in VARIANTS if unsupported(v, attn_mask=torch.zeros(4, 4)) is not None)
 ONE_SIGN = tuple(v for v in VARIANTS if unsupported(v, scale=-1.0) is not None)
+NO_LOGITS = tuple(v for v in VARIANTS if unsupported(v, softcap=2.0) is not None)
 
 
 def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.cases import CASES, NO_LSE, NO_SCORE
+from helpers.cases import CASES, CAUSAL_ONLY, NO_LSE, NO_SCORE, VARIANTS
 from helpers.kernel_paths import Level, path_of
 
 RUNS = None  # a table entry without a reason: the backend runs the call
@@ -37,10 +37,40 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
     },
     "cosformer": {"sdpa": NO_PAIRWISE, "flash": NO_PAIRWISE, "linear": RUNS, "flash_linear": RUNS},
     "entmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "forgetting": {
+        "sdpa": "does not support key_bias, offset",
+        "flash": RUNS,
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
     "log_n": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "relu": {
+        "sdpa": NOT_SOFTMAX,
+        "flash": RUNS,
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
+    "relu2": {
+        "sdpa": NOT_SOFTMAX,
+        "flash": RUNS,
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
+    "scale_invariant": {
+        "sdpa": "does not support distance",
+        "flash": "does not support distance",
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
     "sigmoid": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
     "sink": {"sdpa": NO_SINK, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
     "softmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "softpick": {
+        "sdpa": NOT_SOFTMAX,
+        "flash": RUNS,
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
     "sparsemax": {
         "sdpa": NOT_SOFTMAX,
         "flash": RUNS,
@@ -93,7 +123,7 @@ def pair(variant: str, backend: str) -> Any:
 
 
 # PAIRS: (variant, backend) for each plain call that runs. TRAINED: those that support gradients.
-PAIRS = [pair(variant, name) for variant in VARIANT_BACKENDS for name in backends_of(variant)]
+PAIRS = [pair(variant, name) for variant in VARIANTS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
 
@@ -135,7 +165,7 @@ _FEATURES: dict[str, dict[str, str | None]] = {
     "window": {"sdpa": NO_WINDOW, "flash": RUNS, "linear": FORGET},
     "window pair": {"sdpa": NO_WINDOW, "flash": RUNS, "linear": FORGET},
     "alibi": {"sdpa": NO_BIAS, "flash": RUNS, "linear": "alibi None"},
-    "segments": {"sdpa": NO_BIAS, "flash": RUNS, "linear": FORGET},
+    "segments": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "GQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "MQA": {"sdpa": RUNS, "flash": RUNS, "linear": RUNS},
     "other value dim": {"sdpa": OTHER_DV, "flash": RUNS, "linear": RUNS},
@@ -224,4 +254,6 @@ def levels_of(variant: str, factors: dict[str, tuple], settings: bool = True) ->
         levels.update(mask=("none", "bool", "keys"), alibi=(False,))
     if variant in NO_LSE:
         levels["lse"] = (False,)
+    if variant in CAUSAL_ONLY and "span" in levels:
+        levels["span"] = tuple(x for x in levels["span"] if x in ("causal", "window"))
     return levels

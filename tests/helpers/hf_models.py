@@ -15,10 +15,18 @@ with warnings.catch_warnings():
     from transformers import (
         BertConfig,
         BertModel,
+        Gemma2Config,
+        Gemma2ForCausalLM,
         GPT2Config,
         GPT2LMHeadModel,
+        GptOssConfig,
+        GptOssForCausalLM,
+        Llama4ForCausalLM,
+        Llama4TextConfig,
         LlamaConfig,
         LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         ViTConfig,
@@ -60,6 +68,47 @@ def vit() -> ViTModel:
     torch.manual_seed(0)
     sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
     return ViTModel(ViTConfig(**sizes, image_size=16, patch_size=4)).eval()
+
+
+# Weights large enough that a wrong attention changes the outputs. Layers 0 and 1 differ in masks.
+WINDOWS = {**GQA, "head_dim": 8, "initializer_range": 0.3, "sliding_window": 5}
+
+
+def large_llama() -> LlamaForCausalLM:
+    return llama(initializer_range=0.3)
+
+
+def gemma2(**options: Any) -> Gemma2ForCausalLM:
+    torch.manual_seed(0)
+    scores = {"attn_logit_softcapping": 0.8, "query_pre_attn_scalar": 16}
+    return Gemma2ForCausalLM(Gemma2Config(**{**WINDOWS, **scores, **options})).eval()
+
+
+def gpt_oss(**options: Any) -> GptOssForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "attention_dropout": 0.0}
+    return GptOssForCausalLM(GptOssConfig(**{**WINDOWS, **experts, **options})).eval()
+
+
+def mistral() -> MistralForCausalLM:
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**WINDOWS)).eval()
+
+
+def llama4() -> Llama4ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in WINDOWS.items() if k != "sliding_window"}
+    config = Llama4TextConfig(
+        **sizes, intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=5,
+        layer_types=["chunked_attention", "full_attention"],
+    )  # fmt: skip
+    return Llama4ForCausalLM(config).eval()
+
+
+def eager(model: Any) -> Any:
+    """The model with transformers' eager attention."""
+    model.set_attn_implementation("eager")
+    return model
 
 
 DECODERS = {"llama": llama, "qwen3": qwen, "gpt2": gpt2}

@@ -18,9 +18,10 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 import attnzoo
+from attnzoo.core.parameters import VECTORS
 from attnzoo.functional.prepare import prepare
 from helpers.agreement import make
-from helpers.cases import NO_LSE, NO_SCORE
+from helpers.cases import CAUSAL_ONLY, NO_LSE, NO_SCORE
 from helpers.covering import Factors, Row, covering
 
 
@@ -39,7 +40,7 @@ class Path(NamedTuple):
     normalize: str  # the form's normalization, or "online" for a softmax with a running maximum
     activation: str
     gain: str  # "none", "per query" or "statistics"
-    vectors: tuple[str, ...]  # those of offset, shape and sink that the form has
+    vectors: tuple[str, ...]  # those that the form has besides the gain
     learned: tuple[str, ...]  # vectors, including the gain, that require a gradient
 
 
@@ -60,14 +61,14 @@ def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
     if isinstance(form, attnzoo.Linear):
         return Path("linear", "linear", "", "none", (), ())
     assert isinstance(form, attnzoo.Pairwise)
-    vectors = {name: getattr(form, name) for name in ("gain", "offset", "shape", "sink")}
+    vectors = {name: getattr(form, name) for name in VECTORS}
     gain = vectors["gain"]
     learned = [n for n, x in vectors.items() if isinstance(x, Tensor) and x.requires_grad]
     source = "per query" if isinstance(gain, Tensor) else "none"
     if isinstance(gain, attnzoo.FromStatistics):
         source = "statistics"
         learned += ["gain"] if gain.differentiable else []
-    given = tuple(name for name in ("offset", "shape", "sink") if vectors[name] is not None)
+    given = tuple(name for name in VECTORS if name != "gain" and vectors[name] is not None)
     normalize = "online" if form.softmax else form.normalize
     return Path("pairwise", normalize, form.activation.name, source, given, tuple(learned))
 
@@ -97,6 +98,8 @@ def supports(row: Row) -> bool:
         return True
     masked = "float" in row.get("mask", "none") or row.get("alibi", False)
     scored = not (level.variant in NO_SCORE and masked)
+    if level.variant in CAUSAL_ONLY and row.get("span", "causal") not in ("causal", "window"):
+        return False
     return scored and not (level.variant in NO_LSE and row.get("lse", False))
 
 

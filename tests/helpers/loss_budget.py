@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from helpers.approx import Approx
-from helpers.error_budget import EVALUATION, SHIFTS, SOLVED, largest
 from helpers.loss_cases import Inputs
 from helpers.loss_definitions import DEFAULTS, Dense, dense_linear, gain_of, of_rows, q_exp
+from helpers.weights_budget import EVALUATION, SHIFTS, SOLVED, largest
 
 
 @dataclass(frozen=True)

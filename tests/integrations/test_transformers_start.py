@@ -8,14 +8,13 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-import attnzoo
 from attnzoo.integrations.transformers import convert, from_pretrained
-from helpers.cases import CASES, params_of
+from helpers.cases import VARIANTS, params_of
 from helpers.hf_models import LlamaForCausalLM, bert, ids, left_padding, llama, outputs, quiet
 
 pytestmark = quiet
-SOFTMAX = [name for name in CASES if attnzoo.get_variant(name).identity is not None]
-OTHERS = [name for name in CASES if name not in SOFTMAX]
+SOFTMAX = ["softmax", "ssmax", "sink"]
+OTHERS = [name for name in VARIANTS if name not in SOFTMAX]
 
 
 def scale(model: LlamaForCausalLM) -> torch.Tensor:
@@ -44,10 +43,6 @@ def test_training_changes_a_sink_that_starts_at_minus_ten_but_not_with_start_ide
             model(tokens, labels=tokens).loss.backward()
             optimizer.step()
         assert (not torch.equal(torch.stack(sinks), before)) is moves
-
-
-def test_only_softmax_ssmax_and_sink_have_an_identity_start() -> None:
-    assert set(SOFTMAX) == {"softmax", "ssmax", "sink"}
 
 
 def test_identity_start_makes_all_parameters_that_it_sets_learned() -> None:

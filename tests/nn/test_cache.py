@@ -14,11 +14,11 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.nn import Attention, Cache, KVCache, StateCache, attend
-from helpers.cases import NO_SCORE, VARIANTS, learned, params_of, rand
+from helpers.cases import ALL_VARIANTS, NO_SCORE, learned, params_of, rand
 
 LENGTH = 13
 PIECES = [5, 1, 3, 1, 1, 1, 1]  # tokens per decoding call
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", ALL_VARIANTS)
 
 
 def params(variant: str) -> dict[str, Any]:
@@ -77,12 +77,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 STATE_OPTIONS = ("plain", "left padding")
 STATES = [
-    v for v in VARIANTS if Attention(v, 4, **params_of(v)).new_cache(1).__class__ is StateCache
+    v for v in ALL_VARIANTS if Attention(v, 4, **params_of(v)).new_cache(1).__class__ is StateCache
 ]
 
 
 # Variants without a score do not support ALiBi.
-CALLS = [(v, o) for v in VARIANTS for o in OPTIONS if (o, v in NO_SCORE) != ("alibi", True)]
+CALLS = [(v, o) for v in ALL_VARIANTS for o in OPTIONS if (o, v in NO_SCORE) != ("alibi", True)]
 
 
 @pytest.mark.parametrize(("variant", "option"), CALLS)

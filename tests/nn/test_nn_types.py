@@ -28,6 +28,8 @@ assert_type(module(q, k, v, is_causal=True, window=4), Tensor)
 assert_type(module(q, k, v, need_weights=True), pair)
 assert_type(module(q, k, v, return_lse=True), pair)
 assert_type(module(q, k, v, need_weights=flag), Tensor | pair)
+host = Attention("sink", num_heads=4, given=("b",), softcap=30.0)
+assert_type(host(q, k, v, is_causal=True, b=torch.zeros(4)), Tensor)
 
 assert_type(module.new_cache(32), Cache)
 cache = KVCache(max_length=32)

@@ -22,7 +22,7 @@ from attnzoo.nn import (
     parameter_groups,
 )
 from attnzoo.nn.transformer import POSITIONS
-from helpers.cases import NO_SCORE, VARIANTS, params_of
+from helpers.cases import ALL_VARIANTS, NO_SCORE, params_of
 from helpers.kernel_paths import quick_variants
 
 SIZES: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "depth": 2}
@@ -43,7 +43,7 @@ def supported(variant: str, positions: str) -> bool:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
+@pytest.mark.parametrize("variant", quick_variants(ALL_VARIANTS, ("pairwise", "linear")))
 def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
     if not supported(variant, positions):
         with pytest.raises(ValueError, match="alibi None"):
@@ -75,7 +75,7 @@ def test_rope_scores_depend_on_distances_only() -> None:
     q, k = torch.randn(2, 1, 1, 1, 8).double().unbind()
 
     def score(i: int, j: int) -> float:
-        rotations = [made._rotation(at, torch.zeros(1, 1, dtype=torch.long)) for at in (i, j)]
+        rotations = [made._rotation(torch.tensor([at])) for at in (i, j)]
         return float((_rotate(q, rotations[0]) * _rotate(k, rotations[1])).sum())
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
@@ -83,7 +83,7 @@ def test_rope_scores_depend_on_distances_only() -> None:
     # With D = 8, RoPE rotates features 0 and 4, the first pair, by one radian per token.
     x = torch.zeros(1, 1, 1, 8)
     x[..., 0] = 1.0
-    turned = _rotate(x, made._rotation(1, torch.zeros(1, 1, dtype=torch.long)))[0, 0, 0]
+    turned = _rotate(x, made._rotation(torch.tensor([1])))[0, 0, 0]
     assert turned[[0, 4]].tolist() == pytest.approx([0.5403, 0.8415], abs=1e-4)
 
 
@@ -114,7 +114,7 @@ def test_new_caches_are_states_where_possible() -> None:
     assert [type(cache) for cache in made.new_caches(32)] == [KVCache, KVCache]
 
 
-@pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
+@pytest.mark.parametrize("variant", quick_variants(ALL_VARIANTS, ("pairwise", "linear")))
 def test_training_on_a_cycle_of_tokens_lowers_the_loss(variant: str) -> None:
     made = model(variant, dropout=0.0, **params_of(variant, 32)).train()
     optimizer = torch.optim.AdamW(made.parameters(), 1e-2)

@@ -193,7 +193,10 @@ def test_hidden_nan_key_changes_no_row(backend: str) -> None:
 def test_infinite_score_gives_nan_except_in_sigmoid(
     variant: str, backend: str, params: dict[str, Any]
 ) -> None:
-    """Normalized weights are ∞/∞ = NaN, as in torch's softmax. Sigmoid gives σ(∞) = 1."""
+    """Normalized weights are ∞/∞ = NaN, as in torch's softmax. Sigmoid gives σ(∞) = 1.
+
+    Without a bound or a normalizer, a weight and the output are infinite.
+    """
     q, k, v = (x.abs() + 0.5 for x in qkv(precise(backend)))
     options = {"is_causal": True, "backend": backend, **params}
     out = attnzoo.attention(q, spoil(k, 1, 5, torch.inf), v, variant, **options)
@@ -202,6 +205,9 @@ def test_infinite_score_gives_nan_except_in_sigmoid(
     rows[:, 1, 5:] = True
     if variant == "sigmoid":
         assert bool(out.isfinite().all())
+        assert torch.equal(out[~rows], clean[~rows])
+    elif variant == "relu":
+        assert not bool(out[rows].isfinite().any())
         assert torch.equal(out[~rows], clean[~rows])
     else:
         assert only_these_are_nan(out, clean, rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attnzoo
 from attnzoo.variants.adaptive_temperature import beta
-from helpers.cases import CASES, VARIANTS, rand
+from helpers.cases import ALL_VARIANTS, CASES, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, precise
 
 BACKENDS = ["eager", "tiled"]
@@ -28,7 +28,7 @@ def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: A
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if CASES[v].paper.weights])
+@pytest.mark.parametrize("variant", [v for v in ALL_VARIANTS if CASES[v].paper.weights])
 def test_weights_of_the_paper_example(variant: str) -> None:
     """The test calls all supporting backends. With D = 1 and q = 1, the keys are the scores."""
     paper = CASES[variant].paper

@@ -9,6 +9,7 @@ unrolls. The definition supports every call, except under torch.func transforms.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +17,23 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.backends import eager
 from attnzoo.backends.base import Backend
-from attnzoo.backends.shared_operands import Vectors
+from attnzoo.backends.shared_operands import Terms, Vectors
 from attnzoo.backends.tiled import operators as ops
 from attnzoo.backends.tiled.blocks import Block, blocks, layout_of
 from attnzoo.backends.tiled.dropout import new_seed
 from attnzoo.backends.tiled.statistics import with_gain
 from attnzoo.backends.tiled.walk import NEG_INF
 from attnzoo.backends.transforms import reject_transforms
-from attnzoo.core.activations import IDENTITY, key_of
+from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
+from attnzoo.core.keys import key_of, key_of_distance
+from attnzoo.core.visibility import cut
 
 
 def unsupported(form: Form, call: Call) -> str | None:
+    if isinstance(form, Linear) and call.softcap is not None:
+        return "does not support softcap for a linear form: there is no score to cap"
     if isinstance(form, Definition) or not call.return_lse:
         return None
     if isinstance(form, Pairwise) and form.activation.exponential:
@@ -51,16 +56,20 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         call, form = replace(call, scale=1.0), Pairwise(IDENTITY, "sum")
     assert isinstance(form, Pairwise)
     form = with_gain(form, q, k, call, "tiled")
-    gain, offset, shape, sink = form.gain, form.offset, form.shape, form.sink
+    gain = form.gain
     assert not isinstance(gain, FromStatistics)
     gain = None if not isinstance(gain, Tensor) and gain == 1.0 else gain
-    vectors = Vectors(
-        *(None if x is None else call.per_query(x) for x in (gain, offset, shape, sink))
-    )
-    reject_transforms("tiled", q, k, v, call.mask, call.alibi, *vectors)
+
+    def tensor(x: Tensor | float | None) -> Tensor | None:
+        return None if x is None else call.per_query(x)
+
+    vectors = Vectors(tensor(gain), tensor(form.offset), tensor(form.shape), tensor(form.sink))
+    terms = Terms(tensor(form.key_bias), tensor(form.decay), tensor(form.factor))
+    reject_transforms("tiled", q, k, v, call.mask, call.alibi, *vectors, *terms)
     result = ops.tiled_forward(
         q=q, k=k, v=v, layout=layout_of(call), origin=call.query_origin - call.key_origin,
-        vectors=vectors,
+        vectors=vectors, terms=terms, eps=float(form.eps),
+        distance=None if form.distance is None else key_of_distance(form.distance),
         seed=new_seed(call) if call.dropout_p else None, dropout_p=call.dropout_p,
         want_lse=call.return_lse, activation=key_of(form.activation),
         normalize=form.normalize, keep=form.keep,
@@ -80,9 +89,7 @@ def _by_definition(
         heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
         keys = (block.batches, heads, block.keys)
         part = block.part
-        params = {
-            name: block.of(x) if isinstance(x, Tensor) else x for name, x in form.params.items()
-        }
+        params = {name: _cut_param(x, name, block, form) for name, x in form.params.items()}
 
         def step(
             q: Tensor, k: Tensor, v: Tensor, block: Block = block, params: dict = params
@@ -100,4 +107,16 @@ def _by_definition(
     return out, lse if call.return_lse else None
 
 
-BACKEND = Backend("tiled", ("pairwise", "linear", "definition"), unsupported, run)
+def _cut_param(value: Any, name: str, block: Block, form: Definition) -> Any:
+    """The block's part of a parameter of a definition."""
+    if not isinstance(value, Tensor):
+        return value
+    if name in form.head_tensors:
+        return value[block.heads]
+    # Vectors broadcast against the scores. Only per-key vectors have more than one key.
+    return cut(value, *block.part, block.keys)
+
+
+BACKEND = Backend(
+    "tiled", ("pairwise", "linear", "definition"), unsupported, run, any_alignment=True
+)

@@ -7,7 +7,7 @@ causality and window hide from a whole block are not computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ Hidden = list[tuple[slice, Tensor]]  # ranges of keys, and masks of the hidden k
 def layout_of(call: Call) -> Layout:
     """Return the layout of a call for the operators of `tiled`."""
     segments = call.segments or (None, None)
-    return Layout(call.scale, call.left, call.right, call.mask, *segments, call.alibi)
+    return Layout(call.scale, call.left, call.right, call.mask, *segments, call.alibi, call.softcap)
 
 
 def call_of(
@@ -54,6 +54,7 @@ def call_of(
         query_origin=origin,
         left=layout.left,
         right=layout.right,
+        softcap=layout.softcap,
         mask=layout.mask,
         alibi=layout.alibi,
         segments=segments,
@@ -160,94 +161,6 @@ def product(a: Tensor, b: Tensor, scratch: Scratch) -> Tensor:
     """a @ bᵀ for [n, M, D] and [n, K, D], written to the scratch buffer: [n, M, K]."""
     out = scratch.view(a.shape[0], a.shape[1], b.shape[1])
     return torch.bmm(a, b.transpose(1, 2), out=out)
-
-
-def scaled_queries(block: Block, q: Tensor, gain: Tensor | None) -> Tensor:
-    """gain · scale · q of the block, [kv, G·rows, D]."""
-    part, scale = q[block.part].to(block.whole.dtype), block.whole.scale
-    factor = scale if gain is None else (block.of(gain) * scale)[..., None]
-    return block.flat(part * factor)
-
-
-def block_scores(
-    block: Block, scaled: Tensor, keys: Tensor, scratch: Scratch, vanishes: bool
-) -> tuple[Tensor, Hidden]:
-    """Scores with the bias, [b, h, rows, keys], and the list of hidden keys.
-
-    With ``vanishes`` (φ(−∞) = 0) the scores of hidden keys are −∞ and the list is empty. Otherwise
-    the caller must mask φ.
-    """
-    flat = product(scaled, keys[block.kv, block.keys], scratch)
-    s = flat.view(*block.shape, flat.shape[-1])
-    hidden = block.edges
-    if hidden is None or block.whole.has_bias:
-        part = block.call
-        hidden = part.hidden() if hidden is None else hidden
-        if isinstance(bias := part.bias, Tensor):
-            s.add_(bias)
-    if not vanishes:
-        return s, hidden
-    hide(s, hidden, float("-inf"))
-    return s, []
-
-
-def hide(s: Tensor, hidden: Hidden, value: float) -> None:
-    for columns, where in hidden:
-        s[..., columns].masked_fill_(where, value)
-
-
-class ScoreGradients:
-    """Accumulates gradients of q, k, gain, mask and ALiBi slopes from dS, block by block."""
-
-    def __init__(
-        self,
-        call: Call,
-        q: Tensor,
-        k: Tensor,
-        gain: Tensor | None,
-        wanted: Collection[str],
-    ) -> None:
-        self.call, self.q, self.gain = call, q, gain
-        self.keys = flat_keys(k, call)
-        self.dq = torch.zeros(q.shape, dtype=call.dtype, device=call.device)
-        self.dk = torch.zeros_like(self.keys)
-        rows = (call.batch, call.heads, call.queries)
-        self.dgain = None if gain is None else self.dq.new_zeros(rows)
-        self.dmask, self.dalibi = (
-            self.dq.new_zeros(x.shape) if name in wanted and x is not None else None
-            for name, x in (("mask", call.mask), ("alibi", call.alibi))
-        )
-
-    def add(self, block: Block, ds: Tensor, scaled: Tensor) -> None:
-        """Add a block. ``ds``: [b, h, rows, keys]. ``scaled``: the result of `scaled_queries`."""
-        flat = block.flat(ds)
-        self.dk[block.kv, block.keys].baddbmm_(flat.transpose(1, 2), scaled)
-        dq = torch.bmm(flat, self.keys[block.kv, block.keys]).view(*block.shape, scaled.shape[-1])
-        dq *= block.whole.scale
-        if self.dgain is None or self.gain is None:
-            self.dq[block.part] = dq
-        else:
-            # dgain is computed before dq is multiplied by the gain: dividing later would fail
-            # where the gain is 0, for example log 1.
-            self.dgain[block.part] = (dq * self.q[block.part].to(dq.dtype)).sum(-1)
-            self.dq[block.part] = dq * block.of(self.gain)[..., None]
-        if self.dmask is not None:
-            target = cut(self.dmask, *block.part, block.keys)
-            target += ds.sum_to_size(target.shape)
-        if self.dalibi is not None:
-            target = cut(self.dalibi, slice(None), block.heads)
-            target -= (ds * block.call.distance.abs()).sum_to_size(*target.shape, 1)[..., 0]
-
-    def named(self, k: Tensor) -> dict[str, Tensor]:
-        """The gradients by name, in the dtypes and shapes of their inputs."""
-        found = {"q": self.dq.to(self.q.dtype), "k": self.dk.view(k.shape).to(k.dtype)}
-        if self.dmask is not None and self.call.mask is not None:
-            found["mask"] = self.dmask.to(self.call.mask.dtype)
-        if self.dalibi is not None and self.call.alibi is not None:
-            found["alibi"] = self.dalibi.to(self.call.alibi.dtype)
-        if self.dgain is not None and self.gain is not None:
-            found["gain"] = reduce_vector(self.dgain, self.gain)
-        return found
 
 
 def reduce_vector(gradient: Tensor, vector: Tensor) -> Tensor:

@@ -7,17 +7,17 @@ activation is passed by its key, a string.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends.operator import operator
-from attnzoo.backends.shared_operands import Layout, Vectors
+from attnzoo.backends.shared_operands import Layout, Terms, Vectors
 from attnzoo.backends.tiled.blocks import call_of
 from attnzoo.backends.tiled.walk import Normalizer, gradients, outputs
-from attnzoo.core.activations import BY_KEY
 from attnzoo.core.call import in_full_precision, score_dtype
+from attnzoo.core.keys import ACTIVATIONS, DISTANCES
 
 
 class Attended(NamedTuple):
@@ -32,13 +32,25 @@ class Attended(NamedTuple):
 @operator
 def tiled_forward(
     *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,
-    seed: Tensor | None, dropout_p: float, want_lse: bool, activation: str, normalize: str,
-    keep: int | None,
+    terms: Terms, seed: Tensor | None, dropout_p: float, want_lse: bool, activation: str,
+    normalize: str, keep: int | None, eps: float, distance: str | None,
 ) -> Attended:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, want_lse)
-    how = Normalizer(BY_KEY[activation], normalize, keep)
+    how = _normalizer(activation, normalize, keep, eps, distance)
     with in_full_precision(q.device):
-        return Attended(*outputs(call, how, q, k, v, vectors, seed))
+        return Attended(*outputs(call, how, q, k, v, vectors, terms, seed))
+
+
+def _normalizer(
+    activation: str, normalize: str, keep: int | None, eps: float, distance: str | None
+) -> Normalizer:
+    away = None if distance is None else DISTANCES[distance]
+    return Normalizer(ACTIVATIONS[activation], normalize, keep, eps, away)
+
+
+def _keep_alive(operands: dict[str, Any]) -> object:
+    distance = operands["distance"]
+    return ACTIVATIONS[operands["activation"]], None if distance is None else DISTANCES[distance]
 
 
 @tiled_forward.fake
@@ -49,17 +61,18 @@ def _(*, q: Tensor, v: Tensor, want_lse: bool) -> Attended:
 
 
 @tiled_forward.backward(
-    "q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink",
-    keep_alive=lambda operands: BY_KEY[operands["activation"]],
+    "q", "k", "v", "mask", "alibi", "gain", "offset", "shape", "sink", "key_bias", "decay",
+    "factor", keep_alive=_keep_alive,
 )  # fmt: skip
 def tiled_backward(
     *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, origin: int, vectors: Vectors,
-    seed: Tensor | None, dropout_p: float, activation: str, normalize: str, keep: int | None,
-    out: Tensor, lse: Tensor | None, tau: Tensor, z: Tensor, dout: Tensor, dlse: Tensor | None,
+    terms: Terms, seed: Tensor | None, dropout_p: float, activation: str, normalize: str,
+    keep: int | None, eps: float, distance: str | None, out: Tensor,
+    lse: Tensor | None, tau: Tensor, z: Tensor, dout: Tensor, dlse: Tensor | None,
     wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, dlse is not None)
-    how = Normalizer(BY_KEY[activation], normalize, keep)
+    how = _normalizer(activation, normalize, keep, eps, distance)
     saved = out, lse, tau, z
     with in_full_precision(q.device):
-        return gradients(call, how, q, k, v, vectors, seed, saved, dout, dlse, wanted)
+        return gradients(call, how, q, k, v, vectors, terms, seed, saved, dout, dlse, wanted)

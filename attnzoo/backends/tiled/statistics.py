@@ -13,16 +13,8 @@ from torch import Tensor
 
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout
-from attnzoo.backends.tiled.blocks import (
-    ScoreGradients,
-    Scratch,
-    block_scores,
-    blocks,
-    call_of,
-    flat_keys,
-    layout_of,
-    scaled_queries,
-)
+from attnzoo.backends.tiled.blocks import Scratch, blocks, call_of, layout_of
+from attnzoo.backends.tiled.scores import ScoreGradients, Scores
 from attnzoo.backends.transforms import reject_transforms
 from attnzoo.core.call import Call, in_full_precision, score_dtype
 from attnzoo.core.forms import FromStatistics, Pairwise, Statistics
@@ -63,19 +55,18 @@ def tiled_statistics_backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     call = call_of(q, k, layout, origin)
     with in_full_precision(q.device):
-        grads = ScoreGradients(call, q, k, None, wanted)
+        grads = ScoreGradients(Scores(call, k), q, wanted)
         _statistics_gradients(call, grads, dlse, dentropy, lse, entropy)
         return grads.named(k)
 
 
 def _statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    keys, scratch, second = flat_keys(k, call), Scratch(call), Scratch(call)
+    scores, second = Scores(call, k), Scratch(call)
     shape = (call.batch, call.heads, call.queries)
     lse = torch.full(shape, float("-inf"), dtype=call.dtype, device=call.device)
     entropy = torch.zeros_like(lse)
     for block in blocks(call):
-        scaled = scaled_queries(block, q, None)
-        s, _ = block_scores(block, scaled, keys, scratch, vanishes=True)
+        s = scores.of(block, scores.queries(block, q)).s
         m = s.amax(-1)
         empty = m == float("-inf")
         s.sub_(m.masked_fill(empty, 0.0)[..., None]).clamp_(min=FLOOR)
@@ -90,10 +81,11 @@ def _statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def _statistics_gradients(
     call: Call, grads: ScoreGradients, dlse: Tensor, dentropy: Tensor, lse: Tensor, entropy: Tensor
 ) -> None:
-    scratch, second = Scratch(call), Scratch(call)
+    scores, second = grads.scores, Scratch(call)
     for block in blocks(call):
-        scaled = scaled_queries(block, grads.q, None)
-        s, _ = block_scores(block, scaled, grads.keys, scratch, vanishes=True)
+        queries = scores.queries(block, grads.q)
+        scored = scores.of(block, queries)
+        s = scored.s
         part = block.of(lse)
         empty = part == float("-inf")
         log_p = s.sub_(part.masked_fill(empty, 0.0)[..., None]).clamp_(min=FLOOR)
@@ -101,4 +93,4 @@ def _statistics_gradients(
         dh = block.of(dentropy)
         constant_part = block.of(dlse) - dh * block.of(entropy)
         ds = log_p.mul_(-dh[..., None]).add_(constant_part[..., None]).mul_(p)
-        grads.add(block, ds, scaled)
+        grads.add(block, ds, queries, scored)

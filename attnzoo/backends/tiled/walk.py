@@ -1,8 +1,9 @@
 """Output and gradients of a pairwise form, computed block by block.
 
 The backward, with w = φ/Z and dP_ij = dO_i·v_j:
-    dV = wᵀ dO,  dS = φ' (dP − c)/Z.
+    dV = wᵀ dO,  dS = (φ' dP − μ' c)/Z.
 c_i depends on ``normalize``: 0 for "none", dO·o for "sum" and "select", Σφ'dP/Σφ' for "threshold".
+μ' is φ', unless the activation has a normalizer. A factor of "none" multiplies dO.
 
 If a query has a NaN among its scores, its whole output is NaN. Other queries are not affected.
 """
@@ -15,24 +16,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.shared_operands import Vectors
+from attnzoo.backends.shared_operands import Terms, Vectors
 from attnzoo.backends.tiled.blocks import (
     Block,
     Hidden,
-    ScoreGradients,
     Scratch,
-    block_scores,
     blocks,
     flat_keys,
-    hide,
     product,
     reduce_vector,
-    scaled_queries,
 )
 from attnzoo.backends.tiled.dropout import keep_mask
+from attnzoo.backends.tiled.scores import ScoreGradients, Scores, hide
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.core.activations import Activation
 from attnzoo.core.call import Call
+from attnzoo.core.distance import Distance
 
 NEG_INF = float("-inf")
 
@@ -43,6 +42,14 @@ class Normalizer(NamedTuple):
     activation: Activation
     normalize: str
     keep: int | None
+    eps: float = 0.0
+    distance: Distance | None = None
+
+    def scores(self, call: Call, k: Tensor, vectors: Vectors, terms: Terms) -> Scores:
+        return Scores(
+            call, k, gain=vectors.gain, offset=vectors.offset, terms=terms,
+            distance=self.distance, vanishes=self.activation.vanishes,
+        )  # fmt: skip
 
 
 def outputs(
@@ -52,32 +59,30 @@ def outputs(
     k: Tensor,
     v: Tensor,
     vectors: Vectors,
+    terms: Terms,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Return out (B, H, Nq, Dv), lse (B, H, Nq) if requested, and the per-query vectors τ and Z.
 
-    For a normalized exp, τ is the maximum of the query's scores and sink. τ and Z are saved
-    separately: a mask may add −1e9 to all scores, and τ + log Z would lose all digits of log Z.
+    For a normalized exp, τ is the maximum of the query's scores and sink. For a shifted activation,
+    τ is M. τ and Z are saved separately: a mask may add −1e9 to all scores, and τ + log Z would
+    lose all digits of log Z.
     """
-    gain, offset, shape, sink = vectors
-    keys, values, scratch = flat_keys(k, call), flat_keys(v, call), Scratch(call)
-    if offset is not None:
-        # −offset is appended to each query and 1 to each key, so that q·k subtracts the offset.
-        keys = torch.nn.functional.pad(keys, (0, 1), value=1.0)
+    scores, values = how.scores(call, k, vectors, terms), flat_keys(v, call)
     full = (call.batch, call.heads, call.queries)
     out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
     lse = out.new_full(full, NEG_INF) if call.return_lse else None
     tau, z = out.new_zeros(full), out.new_ones(full)
     for block in blocks(call):
-        scaled = scaled_queries(block, q, gain)
-        if offset is not None:
-            tau_column = block.of(offset).expand(block.shape)[..., None]
-            scaled = torch.cat([scaled, -block.flat(tau_column)], dim=-1)
-        s, hidden = block_scores(block, scaled, keys, scratch, how.activation.vanishes)
-        phi, block_tau, total, block_lse = _weigh(how, block, s, hidden, shape, sink)
+        scored = scores.of(block, scores.queries(block, q))
+        phi, block_tau, total, block_lse = _weigh(
+            how, block, scored.s, scored.hidden, vectors.shape, vectors.sink
+        )
         if seed is not None:
             phi.mul_(keep_mask(block, call, seed))
         o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, v.shape[-1])
+        if terms.factor is not None:
+            o *= block.of(terms.factor)[..., None]
         if total is not None:
             total = total.masked_fill_(total == 0, 1.0)
             o /= total[..., None]
@@ -97,6 +102,7 @@ def gradients(
     k: Tensor,
     v: Tensor,
     vectors: Vectors,
+    terms: Terms,
     seed: Tensor | None,
     saved: tuple[Tensor, Tensor | None, Tensor, Tensor],
     do: Tensor,
@@ -105,19 +111,23 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Return the gradients of q, k, v and of the operands in ``wanted``, by operand name."""
     out, lse, tau, z = saved
-    gain, offset, shape, sink = vectors
-    grads = ScoreGradients(call, q, k, gain, wanted)
+    shape, sink, factor = vectors.shape, vectors.sink, terms.factor
+    scores = how.scores(call, k, vectors, terms)
+    grads = ScoreGradients(scores, q, wanted)
     values = flat_keys(v, call)
     dv = torch.zeros_like(values)
-    others = {"offset": offset, "shape": shape, "sink": sink}
+    others = {"offset": vectors.offset, "shape": shape, "sink": sink, "factor": factor}
     others = {name: x for name, x in others.items() if name in wanted and x is not None}
     made = {name: torch.zeros_like(tau) for name in others}
-    scratch, second = Scratch(call), Scratch(call)
+    second = Scratch(call)
     for block in blocks(call):
-        scaled = scaled_queries(block, q, gain)
-        s, hidden = block_scores(block, scaled, grads.keys, scratch, how.activation.vanishes)
+        queries = scores.queries(block, q)
+        scored = scores.of(block, queries)
+        s, hidden = scored.s, scored.hidden
         wide = None if shape is None else block.of(shape)[..., None]
-        x, phi, slope = _recompute_weights(how, s, hidden, block, tau, offset, wide)
+        if how.activation.shifted:
+            wide = block.of(tau)[..., None]
+        x, phi, slope, other_slope = _recompute_weights(how, s, hidden, block, tau, wide)
         # Dividing dO by Z divides both dV and dP.
         do_z = do[block.part].to(call.dtype)
         if how.normalize != "none":
@@ -126,15 +136,21 @@ def gradients(
         dp = product(flat_do, values[block.kv, block.keys], second).view(s.shape)
         kept = None if seed is None else keep_mask(block, call, seed)
         flat_phi = block.flat(phi if kept is None else phi * kept)
+        if factor is not None:
+            flat_do = block.flat(do_z * block.of(factor)[..., None])
         dv[block.kv, block.keys].baddbmm_(flat_phi.transpose(1, 2), flat_do)
         if kept is not None:
             dp.mul_(kept)
+        if factor is not None:
+            if "factor" in made:
+                made["factor"][block.part] = torch.linalg.vecdot(phi, dp)
+            dp.mul_(block.of(factor)[..., None])
         c = _mean_gradient(how, block, do_z, out, dp, slope)
         if "sink" in made:
             assert c is not None
             assert sink is not None
             made["sink"][block.part] = -c * _sink_slope(how, block, sink, tau, wide)
-        if c is not None:
+        if c is not None and other_slope is None:
             dp.sub_(c[..., None])
         if "shape" in made:
             assert how.activation.shape_slope is not None
@@ -142,6 +158,8 @@ def gradients(
             hide(shape_slope, hidden, 0.0)
             made["shape"][block.part] = (shape_slope * dp).sum(-1)
         ds = dp.mul_(slope)
+        if c is not None and other_slope is not None:
+            ds -= other_slope.mul_(c[..., None])
         if call.return_lse:
             assert lse is not None
             assert dlse is not None
@@ -153,7 +171,7 @@ def gradients(
             ds += (x + own[..., None]).exp_() * given[..., None]
         if "offset" in made:
             made["offset"][block.part] = -ds.sum(-1)
-        grads.add(block, ds, scaled)
+        grads.add(block, ds, queries, scored)
     found = {**grads.named(k), "v": dv.view(v.shape).to(v.dtype)}
     return found | {name: reduce_vector(made[name], x) for name, x in others.items()}
 
@@ -215,12 +233,25 @@ def _weigh(
         top = torch.maximum(m, sink)
         down = (m - top).exp()
         return phi.mul_(down[..., None]), top, weight_sum * down + (sink - top).exp(), lse
+    tau = None
+    if how.activation.shifted:
+        hide(s, hidden, NEG_INF)
+        tau = s.amax(-1).clamp_(min=0)
+        wide = tau[..., None]
+    normalizer = how.activation.normalizer
+    mu = None if normalizer is None else normalizer(s, wide)
     phi = value(s, wide)
     hide(phi, hidden, 0.0)
-    z = phi.sum(-1)
+    if mu is None:
+        z = phi.sum(-1)
+    else:
+        hide(mu, hidden, 0.0)
+        z = mu.sum(-1)
     if sink is not None:
-        z = z + value(sink.clone(), shape)
-    return phi, None, z, None
+        z = z + (normalizer or value)(sink.clone(), shape)
+    if how.eps:
+        z = z + (how.eps if tau is None else how.eps * (-tau).exp())
+    return phi, tau, z, None
 
 
 def _recompute_weights(
@@ -229,26 +260,31 @@ def _recompute_weights(
     hidden: Hidden,
     block: Block,
     tau: Tensor,
-    offset: Tensor | None,
     wide: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x = s − τ, φ(x) and φ'(x) for the saved τ. φ and φ' are 0 for hidden keys."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return x = s − τ, φ(x), φ'(x) and μ'(x) for the saved τ, all but x with 0 at hidden keys.
+
+    μ' is None if μ = φ.
+    """
     if how.normalize == "select":
         s.masked_fill_(~kept(s, how.keep), NEG_INF)
     if how.normalize == "threshold":
         s.sub_(_peak(s))
-    if offset is not None:
-        s.sub_(block.of(offset)[..., None])
-    elif how.normalize == "threshold" or how.activation.exponential:
+    if how.normalize == "threshold" or how.activation.exponential:
         s.sub_(block.of(tau)[..., None])
     # φ = exp overwrites s, but the gradient of lse needs x.
     x = s.clone() if block.whole.return_lse else s
+    other_slope = None
+    if how.activation.normalizer is not None and how.activation.normalizer_slope is not None:
+        mu = how.activation.normalizer(s, wide)
+        other_slope = how.activation.normalizer_slope(s, mu, wide)
+        hide(other_slope, hidden, 0.0)
     phi = how.activation.value(s, wide)
     hide(phi, hidden, 0.0)
     slope = how.activation.slope(s, phi, wide)
     if slope is not phi:
         hide(slope, hidden, 0.0)
-    return x, phi, slope
+    return x, phi, slope, other_slope
 
 
 def _mean_gradient(
@@ -270,4 +306,7 @@ def _sink_slope(
     if how.activation.exponential:
         at = at - block.of(tau)
     shape = None if wide is None else wide[..., 0]
-    return how.activation.slope(at, how.activation.value(at.clone(), shape), shape)
+    phi = how.activation
+    if phi.normalizer is not None and phi.normalizer_slope is not None:
+        return phi.normalizer_slope(at, phi.normalizer(at, shape), shape)
+    return phi.slope(at, phi.value(at.clone(), shape), shape)

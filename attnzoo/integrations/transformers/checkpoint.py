@@ -23,7 +23,7 @@ from attnzoo.integrations.transformers.convert import (
     possible_names,
     write_spec,
 )
-from attnzoo.integrations.transformers.interface import NAME
+from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.nn import Attention
 
 # Arguments of from_pretrained that select the files, also needed to load the config.
@@ -32,6 +32,7 @@ LOCATION = (
 )  # fmt: skip
 # Required keys of a layer's entry in the spec, and their types.
 ENTRY = {"variant": str, "num_heads": int, "params": dict}
+OPTIONS = ("learn", "given", "softcap")  # its optional keys, arguments of `Attention`
 
 
 def from_config(auto_class: Any, config: Any) -> Any:
@@ -107,7 +108,7 @@ def check_spec(config: Any) -> dict[str, Any]:
                     f"config.{NAME}: layer {name!r} must have {key} of type {kind.__name__}, got "
                     f"{entry!r}"
                 )
-        if unknown := sorted(set(entry) - {*ENTRY, "learn"}):
+        if unknown := sorted(set(entry) - {*ENTRY, *OPTIONS}):
             raise ValueError(f"config.{NAME}: layer {name!r} has unknown entries: {unknown}")
     return spec
 
@@ -141,11 +142,12 @@ def attach_configured(model: Any) -> None:
 
 
 def _attention(entry: dict[str, Any]) -> Attention:
-    params = {
+    params: dict[str, Any] = {
         key: torch.tensor(value) if isinstance(value, list) else value
         for key, value in entry["params"].items()
     }
-    return Attention(entry["variant"], entry["num_heads"], learn=entry.get("learn"), **params)
+    options = {name: entry[name] for name in OPTIONS if name in entry}
+    return Attention(entry["variant"], entry["num_heads"], **options, **params)
 
 
 def _has(model: Any, name: str) -> bool:

@@ -9,11 +9,27 @@ import torch
 from torch import Tensor
 
 from attnzoo.core.registry import get_variant, list_variants
-from attnzoo.integrations.transformers.interface import NAME, ObservedCall, observe_calls
+from attnzoo.core.variant import REQUIRED
+from attnzoo.functional.explain import explain
+from attnzoo.integrations.transformers.interface import (
+    ObservedCall,
+    host_sink,
+    sink_variants,
+)
+from attnzoo.integrations.transformers.masks import NAME
+from attnzoo.integrations.transformers.modules import (
+    Batch,
+    attention_modules,
+    batches_of,
+    chosen_names,
+    implementations,
+)
 from attnzoo.nn import Attention
+from attnzoo.nn.parameters import Names
 
 VERSION = 1
-Batch = Tensor | Mapping[str, Any]
+# A model that supports none of these changes keys and masks in ways that only itself knows.
+IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 ModelT = TypeVar("ModelT")
 
 
@@ -22,7 +38,7 @@ def convert(
     variant: str,
     layers: Sequence[int | str] | None = None,
     *,
-    learn: tuple[str, ...] | list[str] | None = None,
+    learn: Names | None = None,
     start: Literal["identity"] | None = None,
     calibrate: Batch | Sequence[Batch] | None = None,
     inputs: Batch | Sequence[Batch] | None = None,
@@ -56,7 +72,7 @@ def convert(
 
     Raises:
         ValueError, TypeError: an argument is wrong, or the model's attention has a feature that
-            attnzoo does not support (a softcap, a sink, a position bias). The model is unchanged.
+            attnzoo or the variant does not support. The model is unchanged.
 
     Example:
         >>> import transformers
@@ -68,6 +84,10 @@ def convert(
         Attention('entmax', num_heads=4, alpha=1.3)
 
     Notes:
+        The model's own scaling and softcap stay as they are; gains and biases of the variant come
+        after the softcap. Learned sinks of the model stay its parameters. Only variants that have a
+        parameter for them can be used then (sink: b), and ``params`` must not set it.
+
         At b = -100 the gradient of a sink vanishes in fp32, so training does not move it. To
         train a sink, start with ``convert(model, "sink", b=-10.0)``, which is close to softmax.
 
@@ -89,25 +109,31 @@ def convert(
         raise ValueError(
             f"calibrate must be None: {variant!r} cannot be calibrated; variants that can: {known}"
         )
-    if start is not None:
-        learn, params = _from_identity(variant, start, learn, params)
+    identity = {} if start is None else _identity(variant, start, params)
+    _check_projections(variant, params)
     name = "inputs" if calibrate is None else "calibrate"
     given = inputs if calibrate is None else calibrate
-    calls = attention_modules(model, None if given is None else _batches(name, given, model))
-    chosen = _chosen(calls, layers)
+    calls = attention_modules(model, None if given is None else batches_of(name, given, model))
+    chosen = chosen_names(calls, layers)
     values = {
         name: {**(_calibrated(variant, call) if calibrate is not None else {}), **params}
         for name, call in calls.items()
         if name in chosen
     }
-    children = {
-        name: Attention(variant, calls[name].heads, learn=learn, **own)
-        for name, own in values.items()
-    }
+    children = {}
+    for name, own in values.items():
+        sink = _taken_sink(model, variant, calls[name], own)
+        own |= {key: value for key, value in identity.items() if key != sink}
+        _check_softcap(variant, calls[name], own)
+        children[name] = Attention(
+            variant, calls[name].heads, learn=_learned(variant, learn, identity, sink),
+            softcap=calls[name].softcap, given=() if sink is None else (sink,), **own,
+        )  # fmt: skip
     entries = {
         name: {
             "variant": variant, "num_heads": calls[name].heads,
-            "learn": list(children[name].learned),
+            "learn": list(children[name].learned), "given": list(children[name].given),
+            "softcap": children[name].softcap,
             "params": {key: json_value(value) for key, value in own.items()},
         } for name, own in values.items()
     }  # fmt: skip
@@ -168,13 +194,6 @@ def possible_names(model: Any, name: str) -> Iterator[str]:
     yield name
     yield name.removeprefix(prefix)
     yield prefix + name
-
-
-def implementations(model: Any) -> dict[str, str]:
-    """Attention implementations, keyed by the sub-config's name ("" is the model's own config)."""
-    own = {"": model.config._attn_implementation}
-    subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
-    return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
 
 
 def attach(model: Any, children: Mapping[str, Attention], loading: bool = False) -> None:
@@ -242,55 +261,95 @@ def _calibrated(variant: str, call: ObservedCall) -> dict[str, Any]:
     return calibrate(call.log_n)
 
 
-def _from_identity(
-    variant: str, start: str, learn: tuple[str, ...] | list[str] | None, params: dict[str, Any]
-) -> tuple[tuple[str, ...] | list[str], dict[str, Any]]:
-    """``learn`` and ``params``, with the parameters that make the variant equal to softmax."""
+def _identity(variant: str, start: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that make the variant equal to softmax."""
     if start != "identity":
         raise ValueError(f"start must be 'identity' or None, got {start!r}")
-    found = get_variant(variant)
-    if found.identity is None:
-        able = [name for name in list_variants() if get_variant(name).identity is not None]
+    found = _possible_identity(variant)
+    if found is None:
+        able = [name for name in list_variants() if _possible_identity(name) is not None]
         raise ValueError(
             f"start must be None: no parameters make {variant!r} equal to softmax at every length; "
             f"variants with start='identity': {', '.join(able)}"
         )
-    if twice := [name for name in found.identity if name in params]:
+    if twice := [name for name in found if name in params]:
         names = ", ".join(twice)
         raise ValueError(f"{names} must not be given with start='identity', which sets {names}")
-    if learn is None:
-        learn = tuple(
-            param.name
-            for param in found.params
-            if param.init is not None or (param.kind == "per_head" and param.name in found.identity)
-        )
-    return learn, {**found.identity, **params}
+    return found
 
 
-def _batches(argument: str, given: Any, model: Any) -> list[dict[str, Any]]:
-    """Inputs of any accepted type as keyword arguments of the model's forward."""
-    main = model.main_input_name
-    if isinstance(given, Tensor):
-        unbatched = main == "input_ids" and given.dim() == 1
-        return [{main: given[None] if unbatched else given}]
-    if isinstance(given, Mapping):
-        if isinstance(given.get(main), (list, tuple)):
-            raise TypeError(
-                f"{argument}: {main} must be a tensor, got {type(given[main]).__name__}; call the "
-                "tokenizer with return_tensors='pt'"
-            )
-        return [dict(given)]
-    if isinstance(given, (list, tuple)) and all(isinstance(x, (Tensor, Mapping)) for x in given):
-        if not given:
-            raise ValueError(f"{argument} must hold at least one batch, got none")
-        return [batch for one in given for batch in _batches(argument, one, model)]
-    kind = type(given).__name__
-    if isinstance(given, (list, tuple)):
-        kind += f" of {', '.join(sorted({type(x).__name__ for x in given}))}"
-    raise TypeError(
-        f"{argument} must be a tensor of {main}, a mapping of the model's forward arguments, or a "
-        f"list of these, got {kind}"
+def _possible_identity(variant: str) -> dict[str, Any] | None:
+    """The identity of a variant, unless it fixes what the variant makes from hidden states."""
+    found = get_variant(variant)
+    projected = {param.name for param in found.params if param.projection}
+    return None if projected & set(found.identity or ()) else found.identity
+
+
+def _learned(
+    variant: str, learn: Names | None, identity: dict[str, Any], sink: str | None
+) -> Names | None:
+    """The parameters to learn; None is the variant's default."""
+    if learn is not None or not identity:
+        return learn
+    return tuple(
+        param.name
+        for param in get_variant(variant).params
+        if param.name != sink
+        and (param.init is not None or (param.kind == "per_head" and param.name in identity))
     )
+
+
+def _owner(model: Any, module: Any) -> Any:
+    """The innermost model with its own config that contains the module."""
+    return [part for _, part in _parts(model) if any(one is module for one in part.modules())][-1]
+
+
+def _taken_sink(model: Any, variant: str, call: ObservedCall, params: dict[str, Any]) -> str | None:
+    """The variant's parameter that takes the host's sinks; None if the host has none."""
+    if not call.sinks:
+        return None
+    host, sink = type(call.module).__name__, host_sink(get_variant(variant))
+    if sink is None:
+        raise ValueError(
+            f"variant must take the learned sinks of {host}, got {variant!r}; variants that do: "
+            f"{sink_variants()}"
+        )
+    owner = _owner(model, call.module)
+    if not any(getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS):
+        raise ValueError(
+            f"model must support another attention than its own eager one, which the sinks of "
+            f"{host} need, got {type(owner).__name__}"
+        )
+    if sink in params:
+        raise ValueError(
+            f"{sink} must not be given, because {host} passes its own learned sinks, got "
+            f"{params[sink]!r}"
+        )
+    return sink
+
+
+def _check_softcap(variant: str, call: ObservedCall, params: dict[str, Any]) -> None:
+    """Raises if the variant does not support the host's softcap."""
+    if call.softcap is None:
+        return
+    q, k, v = torch.zeros(3, 1, call.heads, 2, 4).unbind()
+    plan = explain(q, k, v, variant, is_causal=True, softcap=call.softcap, **params)
+    if plan.reason is not None:
+        raise ValueError(
+            f"variant must support the softcap of {type(call.module).__name__}, got {variant!r}: "
+            f"{plan.reason}"
+        )
+
+
+def _check_projections(variant: str, params: dict[str, Any]) -> None:
+    """Raises if a parameter is made from hidden states, which a converted layer does not see."""
+    for param in get_variant(variant).params:
+        if param.projection and param.default is REQUIRED and param.name not in params:
+            raise ValueError(
+                f"{variant}'s {param.name} must be given to convert, as a number or a tensor (H,) "
+                "that holds for all tokens: the variant makes it from the hidden states, which a "
+                "converted layer does not see; attnzoo.nn.MultiheadAttention does"
+            )
 
 
 def _check_model(model: Any) -> None:
@@ -303,67 +362,3 @@ def _check_model(model: Any) -> None:
             f"model must use transformers' AttentionInterface, which {type(model).__name__} does "
             "not"
         )
-
-
-def attention_modules(
-    model: Any, batches: list[dict[str, Any]] | None = None
-) -> dict[str, ObservedCall]:
-    """The attention modules by name, in the order of execution. Does not change the model."""
-    before, training = implementations(model), model.training
-    try:
-        model.set_attn_implementation(NAME)
-        with observe_calls() as calls, torch.no_grad():
-            for batch in [_minimal_batch(model)] if batches is None else batches:
-                model.eval()(**batch)
-    finally:
-        model.train(training)
-        model.set_attn_implementation(before)
-    names = {id(module): name for name, module in model.named_modules()}
-    found: dict[str, ObservedCall] = {}
-    for call in calls:
-        name = names[id(call.module)]
-        found[name] = found[name].merge(call) if name in found else call
-    if not found:
-        raise ValueError(
-            f"model must have attention layers, but {type(model).__name__} called none"
-        )
-    return found
-
-
-def _minimal_batch(model: Any) -> dict[str, Tensor]:
-    """A batch of one short input of zeros, sized by the config."""
-    config, main, device = model.config, model.main_input_name, model.device
-    if main == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        shape = 1, getattr(config, "num_channels", 3), height, width
-        return {main: torch.zeros(shape, device=device, dtype=model.dtype)}
-    if main == "input_ids":
-        ids = torch.zeros(1, 4, dtype=torch.long, device=device)
-        return {main: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
-    raise ValueError(
-        f"inputs must be given for {type(model).__name__}, because its main input {main!r} has no "
-        "default batch"
-    )
-
-
-def _chosen(found: Mapping[str, ObservedCall], layers: Sequence[int | str] | None) -> list[str]:
-    names = list(found)
-    if layers is None:
-        return names
-    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
-        raise TypeError(
-            f"layers must be a non-empty list of numbers or names, or None, got {layers!r}"
-        )
-    chosen = []
-    for layer in layers:
-        if isinstance(layer, int) and not isinstance(layer, bool):
-            if not -len(names) <= layer < len(names):
-                raise ValueError(
-                    f"layers must be from {-len(names)} to {len(names) - 1}, got {layer}"
-                )
-            layer = names[layer]
-        if layer not in names:
-            raise ValueError(f"layers must be among {', '.join(names)}, got {layer!r}")
-        chosen.append(layer)
-    return chosen

@@ -1,11 +1,4 @@
-"""The attention function and the mask function that transformers calls, both named "attnzoo".
-
-If a mask hides only padding and future keys, the mask function returns a key mask
-(B, 1, 1, keys in use) of dtype uint8. Without a padding mask it returns None if the call is not
-causal or starts a sequence. With a key mask and with None, causality is passed as is_causal.
-Transformers itself makes no uint8 masks, so the dtype identifies a key mask. All other masks, and
-causal masks of a compiled static cache, are dense and include causality.
-"""
+"""The attention function that transformers calls, and the masks, both named "attnzoo"."""
 
 from __future__ import annotations
 
@@ -17,17 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    prepare_padding_mask,
-    sdpa_mask,
-)
 
 from attnzoo.core.arguments import check_call
-from attnzoo.core.forms import Variant
-from attnzoo.core.registry import get_variant
+from attnzoo.core.registry import get_variant, list_variants
+from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
+from attnzoo.integrations.transformers.masks import NAME, make_mask, read_mask
+from attnzoo.integrations.transformers.packed import packed_segments
 from attnzoo.nn import Attention
 
 try:
@@ -35,9 +24,8 @@ try:
 except ImportError:  # transformers versions that pass output_attentions to each layer
     _active_collector = None
 
-NAME = "attnzoo"
 # Keywords that models pass to other attention functions and that attnzoo does not support.
-UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache")
+UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cache", "indices")
 
 
 class ObservedCall(NamedTuple):
@@ -47,6 +35,8 @@ class ObservedCall(NamedTuple):
     heads: int  # query heads
     log_n: float  # mean of log n over the rows with a visible key
     rows: int  # number of these rows, one per batch entry, head and query
+    softcap: float | None = None  # of the host
+    sinks: bool = False  # whether the host passes the logits of sinks
 
     def merge(self, other: ObservedCall) -> ObservedCall:
         """Combines two calls of the same module."""
@@ -93,22 +83,68 @@ def attend(
             f"distances between {query.shape[2]} queries and {key.shape[2]} keys of another "
             "sequence are undefined"
         )
-    mask, causal, used = _mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
-    key, value = key[:, :, :used], value[:, :, :used]
+    layout = read_mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
+    key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
+    segments = layout.segment_ids
+    if segments is None:
+        segments = packed_segments(module, attention_mask, layout, query, key, kwargs)
     options: dict[str, Any] = {
-        "attn_mask": mask, "is_causal": causal, "scale": scaling, "dropout_p": dropout,
+        "attn_mask": layout.attn_mask, "is_causal": layout.is_causal, "window": layout.window,
+        "segment_ids": segments, "scale": scaling, "dropout_p": dropout,
         "enable_gqa": key.shape[1] != query.shape[1],
     }  # fmt: skip
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     calls = None if torch.compiler.is_compiling() else _observed.get()
     if calls is not None:
-        calls.append(ObservedCall(module, query.shape[1], *_log_n(query, key, value, options)))
+        log_n, rows = _log_n(query, key, value, options)
+        heads, has_sinks = query.shape[1], sinks is not None
+        calls.append(ObservedCall(module, heads, log_n, rows, softcap, has_sinks))
+    name, params = ("softmax", {}) if sinks is None else _with_sinks(module, child, sinks)
+    options |= params
     need_weights = _need_weights(kwargs)
     if child is None and not need_weights:  # a layer that was not converted
-        return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
-    child = child or Attention("softmax", query.shape[1])
+        out = attention(query, key, value, name, softcap=softcap, **options)
+        return out.transpose(1, 2).contiguous(), None
+    if child is None:
+        child = Attention(name, query.shape[1], softcap=softcap, given=tuple(params))
+    elif child.softcap != softcap:
+        raise ValueError(
+            f"softcap of {type(module).__name__} must be {child.softcap}, with which it was "
+            f"converted, got {softcap}: convert the model again"
+        )
     result: Any = child(query, key, value, need_weights=need_weights, **options)
     out, weights = result if need_weights else (result, None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def host_sink(variant: Variant) -> str | None:
+    """The name of the parameter that takes the sink logits of a host."""
+    return next((param.name for param in variant.params if param.host_sink), None)
+
+
+def _with_sinks(
+    module: nn.Module, child: nn.Module | None, sinks: Tensor
+) -> tuple[str, dict[str, Tensor]]:
+    """The variant of a layer with sinks, and the parameter that takes their logits."""
+    found = _variant(child) or _softmax_with_sinks()
+    name = host_sink(found)
+    if name is None:
+        raise ValueError(
+            f"{found.name} does not support the sinks of {type(module).__name__}; variants that "
+            f"do: {sink_variants()}"
+        )
+    return found.name, {name: sinks}
+
+
+def sink_variants() -> str:
+    """The variants that take the sink logits of a host, as text."""
+    return ", ".join(name for name in list_variants() if host_sink(get_variant(name))) or "none"
+
+
+def _softmax_with_sinks() -> Variant:
+    """Softmax with the sinks of a host, for layers that were not converted."""
+    every = map(get_variant, list_variants())
+    return next(one for one in every if host_sink(one) and one.scores and len(one.params) == 1)
 
 
 def _variant(child: nn.Module | None) -> Variant | None:
@@ -128,73 +164,12 @@ def _need_weights(kwargs: dict[str, Any]) -> bool:
     return any(name.endswith("attentions") for name in collected or ())
 
 
-def _mask(
-    mask: Tensor | None, causal: bool, queries: int, keys: int
-) -> tuple[Tensor | None, bool, int]:
-    """attn_mask, is_causal, and the number of keys in use."""
-    if mask is None:
-        # A causal call without a mask starts a sequence; further keys of a static cache are unused.
-        return None, causal and queries > 1, queries if causal else keys
-    if mask.dtype == torch.uint8:
-        return mask.view(torch.bool), causal and queries > 1, mask.shape[-1]
-    if mask.is_floating_point() and not torch.compiler.is_compiling():
-        # Models hide keys with the most negative finite number instead of -inf.
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        mask = ~hidden if bool((hidden | (mask == 0)).all()) else mask
-    return mask, False, keys
-
-
 def _log_n(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[float, int]:
     """The fields log_n and rows of an `ObservedCall`."""
     call = check_call(query, key, value, **options)
     counts = call.counts.expand(call.batch, call.heads, call.queries).float()
     counts = counts[counts > 0]
     return float(counts.log().mean()) if len(counts) else 0.0, len(counts)
-
-
-def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """transformers' mask function: returns None or a key mask where possible, else a dense mask."""
-    causal = mask_function is causal_mask_function
-    simple = causal or mask_function is bidirectional_mask_function
-    # A static cache keeps its length in a tensor, whose value a compiled graph cannot read.
-    unknown = isinstance(q_offset, Tensor) and torch.compiler.is_compiling()
-    if not simple or kv_offset != 0 or (causal and unknown):
-        if causal and unknown:
-            _check_not_positional(kwargs.get("config"))
-        for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
-            kwargs[name] = False
-        make: Any = sdpa_mask  # accepts a tensor q_offset, but its annotation does not say so
-        return make(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            **kwargs,
-        )  # fmt: skip
-    used = int(q_offset) + q_length if causal else kv_length
-    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        return padding[:, None, None, :used].to(torch.uint8)
-    if not causal or used == q_length:
-        return None
-    return torch.ones(batch_size, 1, 1, used, dtype=torch.uint8, device=kwargs.get("device", "cpu"))
-
-
-def _check_not_positional(config: Any) -> None:
-    """Raises for variants that need distances, which a compiled static cache does not provide."""
-    layers = (getattr(config, NAME, None) or {}).get("layers", {})
-    for name, layer in layers.items():
-        if get_variant(layer["variant"]).positional:
-            raise ValueError(
-                f"{layer['variant']} ({name}) does not support a compiled static cache: use a "
-                "dynamic cache"
-            )
 
 
 AttentionInterface.register(NAME, attend)

@@ -12,7 +12,7 @@ or φ' if it is not used.
 import triton
 import triton.language as tl
 
-from attnzoo.backends.triton.common.tile import INTERPRETED
+from attnzoo.backends.triton.common.tile import reciprocal
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -21,16 +21,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 def exp(x, shape):
     phi = tl.exp2(x)
     return phi, phi
-
-
-@triton.jit
-def reciprocal(x):
-    """Return 1/x for x ≥ 1e-30, to 1 ulp, in one instruction. Above 2^126 the result is 0."""
-    if INTERPRETED:
-        return 1.0 / x
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
 
 
 @triton.jit
@@ -83,6 +73,59 @@ def _q_exp(x, a):
     log_u = tl.where(tl.abs(y) < 0.125, series, LN2 * tl.log2(u))
     phi = tl.where(y > -1.0, tl.exp2(log_u * (1.0 / (a * LN2))), 0.0)
     return phi, u, y, log_u
+
+
+@triton.jit
+def relu(x, shape):
+    # tl.maximum would remove NaN.
+    return tl.where(x <= 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def relu2(x, shape):
+    u = tl.where(x <= 0.0, 0.0, x)
+    return u * u, u + u
+
+
+@triton.jit
+def relu_power(x, shape):
+    """φ = x^p and φ' = p x^{p−1} for x > 0, with p = shape."""
+    u, log_u = _positive_log2(x)
+    power = tl.exp2((shape - 1.0) * log_u)
+    return tl.where(x <= 0.0, 0.0, u * power), tl.where(x <= 0.0, 0.0, shape * power)
+
+
+@triton.jit
+def relu_power_shape_slope(x, shape):
+    """∂φ/∂p = φ log x."""
+    _, log_u = _positive_log2(x)
+    return tl.where(x <= 0.0, 0.0, tl.exp2(shape * log_u) * (log_u * LN2))
+
+
+@triton.jit
+def _positive_log2(x):
+    """Return u = max(x, smallest normal number), but NaN if x is NaN, and log2 u."""
+    u = tl.where(x <= 1.1754943508222875e-38, 1.1754943508222875e-38, x)
+    return u, tl.log2(u)
+
+
+@triton.jit
+def softpick(x, most):
+    """φ = [y]_+ and μ = |y| with y = (e^s − 1) e^{−M}.
+
+    x and ``most`` are s and M times log2 e.
+
+    Returns φ, φ', μ and μ'.
+    """
+    up, down = tl.exp2(x - most), tl.exp2(-most)
+    s = LN2 * x
+    # e^s − 1 loses digits near s = 0. There it is s Σ_k s^k / (k + 1)! with k up to 7.
+    series = 1.0 + s * (1.0 / 6.0) * (1.0 + s * (1.0 / 7.0) * (1.0 + s * (1.0 / 8.0)))
+    series = 1.0 + s * (1.0 / 3.0) * (1.0 + s * 0.25 * (1.0 + s * 0.2 * series))
+    series = s * (1.0 + 0.5 * s * series)
+    y = tl.where(tl.abs(s) < 0.5, series * down, up - down)
+    mu_slope = tl.where(x > 0.0, up, tl.where(x < 0.0, -up, 0.0))
+    return tl.where(y <= 0.0, 0.0, y), tl.where(x > 0.0, up, 0.0), tl.abs(y), mu_slope
 
 
 @triton.jit

@@ -13,12 +13,13 @@ A kernel has several entries, chosen by the features of the call:
 - "listed": a list of the blocks with nonzero weights, from a threshold; at most one feature of
   "one";
 - "heavy": at most one feature of "one", and an activation that needs many registers: it has a
-  per-query ``shape`` (with a list of blocks), or is normalized, not exp, and in fp16 (backward);
+  per-query ``shape`` (with a list of blocks); or, in the backward, it has a normalizer or a
+  factor, or is normalized, not exp, and in fp16;
 - "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
   PEAKED (see `fold`);
 - "listed several": the same, with a list of blocks, or with an activation as in "heavy";
 - "narrow": as "several", but the mask allows no wide loads, or the keys cannot be loaded by TMA
-  (forward), or the list is of small blocks;
+  (forward), or the list is of small blocks, or a shape is learned without a threshold (backward);
 - "unaligned": strides or addresses that allow no wide loads, with or without the above;
 - "listed unaligned": the same, with a list of blocks.
 
@@ -153,7 +154,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "dq heavy": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         "dkdv": (full(64, 128, 8, 2), full(64, 128, 8, 2), Config(64, 64, 8, 1)),
         "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), turned(64, 16, 4, 1)),
-        "dkdv heavy": (Config(32, 64, 4, 2), Config(32, 64, 4, 2), turned(64, 16, 4, 1)),
+        "dkdv heavy": (Config(32, 64, 4, 2), full(32, 64, 4, 2), turned(64, 16, 4, 1)),
         "stats": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
         "threshold": (full(128, 64, 8, 1), full(128, 64, 8, 1), full(128, 32, 8, 1)),
         "forward several": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 64, 8, 2)),

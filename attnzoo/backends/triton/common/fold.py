@@ -4,11 +4,12 @@
 divides, once, at the end. Partial results by form:
 
 - ``ONLINE`` (φ = exp, normalized): (m, Z, o). The running maximum m is used as τ.
-- ``SUM`` (another φ, normalized): (Z, o). τ is 0 or given.
+- ``SUM`` (another φ, normalized): (Z, o). τ is 0 or given. With ``NORMALIZER``, Z is a sum of μ.
+- ``SUM`` and ``SHIFTED``: (m, Z, o). m, the running maximum of 0 and the scores, is the shape of φ.
 - Without normalization: o.
 
-``PEAKED`` (normalize = "sum", values in fp16): φ and o are divided by m, the running maximum of 1
-and φ. An unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
+``PEAKED`` (normalize = "sum" or a factor, values in fp16): φ and o are divided by m, the running
+maximum of 1 and φ. An unbounded φ, such as a polynomial, may exceed 65504, the largest fp16 number.
 """
 
 import triton
@@ -16,6 +17,8 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
     activate,
+    activate_both,
+    capped,
     dot,
     hide,
     load_block,
@@ -65,8 +68,9 @@ def factored(
 def walk(
     acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, ONLINE: tl.constexpr,
-    SUM: tl.constexpr, PEAKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    SUM: tl.constexpr, PEAKED: tl.constexpr, NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the partial result (acc, m, z) after the blocks of keys [low, high).
 
@@ -77,7 +81,9 @@ def walk(
     """
     k, v, d, dv = tiles_kv
     local = tl.arange(0, BLOCK_N)
-    HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
+    HIDES: tl.constexpr = (
+        EDGE or where[0] is not None or where[4] is not None or where[6][0] is not None
+    )
     for n in range(low, high):
         block = n
         if blocks is not None:
@@ -89,6 +95,7 @@ def walk(
         else:
             k_tile = load_block(k, first, local, d, D, EDGE)  # [BN, D]
             product = times(q_side, (k_tile, k, first, local), D, PART, PRECISION)  # [BM, BN]
+        product = capped(product, where[6][3], PRECISION)
         if factor is None:
             s, seen = scores(
                 product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES
@@ -110,9 +117,21 @@ def walk(
             m = m_new
         else:
             s -= vectors[1]
-            p = activate(ACT, s, vectors[2], seen, HIDES and not VANISHES)[0]
-            if SUM:
-                z += tl.sum(p, 1)
+            MASKED: tl.constexpr = HIDES and not VANISHES
+            if SHIFTED:
+                m_new = tl.maximum(m, tl.max(s, 1))
+                p, _, mu, _ = activate_both(ACT, s, m_new[:, None], seen, MASKED)
+                decay = tl.exp2(m - m_new)
+                z = z * decay + tl.sum(mu, 1)
+                acc *= decay[:, None]
+                m = m_new
+            elif NORMALIZER:
+                p, _, mu, _ = activate_both(ACT, s, vectors[2], seen, MASKED)
+                z += tl.sum(mu, 1)
+            else:
+                p = activate(ACT, s, vectors[2], seen, MASKED)[0]
+                if SUM:
+                    z += tl.sum(p, 1)
             if PEAKED:
                 m_new = tl.maximum(m, tl.max(p, 1))
                 acc *= (m / m_new)[:, None]
@@ -125,9 +144,9 @@ def walk(
 
 @triton.jit
 def finish(
-    acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau,
-    ACT: tl.constexpr, UNIT: tl.constexpr,
-    ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
+    acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau, factor,
+    eps, ACT: tl.constexpr, UNIT: tl.constexpr, ONLINE: tl.constexpr, SUM: tl.constexpr,
+    PEAKED: tl.constexpr, NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Return the output [BM, DV]. Store lse, stat and weight_sum (see `flash_forward`)."""
     inside = index < queries
@@ -155,14 +174,24 @@ def finish(
     elif SUM:
         if sink is not None:
             last = tl.load(sink + at + index, mask=inside, other=0.0)[:, None] * UNIT
-            z += tl.sum(ACT(last, vectors[2])[0], 1)
+            z += tl.sum(ACT(last, vectors[2])[2 if NORMALIZER else 0], 1)
+        if eps is not None:
+            z += eps * tl.exp2(-m) if SHIFTED else eps
         z = tl.where(z == 0.0, 1.0, z)
         if PEAKED:
             acc *= (m / z)[:, None]
         else:
             acc /= z[:, None]
-        if stat is not None:
+        if weight_sum is not None:
+            tl.store(stat + at + index, m, mask=inside)
+            tl.store(weight_sum + at + index, z, mask=inside)
+        elif stat is not None:
             tl.store(stat + at + index, z, mask=inside)
         if tau is not None:
             acc += vectors[1] - vectors[1]  # Set NaN if τ is NaN: tl.maximum in φ removes NaN.
+    else:
+        if PEAKED:
+            acc *= m[:, None]
+        if factor is not None:
+            acc *= tl.load(factor + at + index, mask=inside, other=0.0)[:, None]
     return acc

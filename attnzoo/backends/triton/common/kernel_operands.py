@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.core.call import Call
-from attnzoo.core.forms import Pairwise, PerQuery
+from attnzoo.core.forms import Pairwise, PerKey, PerQuery
 
 
 class Form(NamedTuple):
@@ -21,6 +21,9 @@ class Form(NamedTuple):
     vanishes: bool  # φ(−∞) = 0
     normalize: str
     shape_slope: str | None = None  # "module:name" of the function for ∂φ/∂shape
+    normalizer: bool = False  # the Triton function returns (φ, φ', μ, μ')
+    shifted: bool = False  # φ and μ are relative to M
+    eps: float = 0.0  # added to the normalizer
 
     @property
     def act(self) -> Any:
@@ -51,38 +54,69 @@ class Maps(NamedTuple):
     live: Tensor | None = None  # uint8, shaped as blocks: 1 where a tile has nonzero weights
 
 
+class Extras(NamedTuple):
+    """Vectors beside those of `Vectors`, contiguous."""
+
+    key_bias: Tensor | None = None  # [B, H, Nk]
+    base: Tensor | None = None  # [B, H, Nq]; see `vectors_of`
+    factor: Tensor | None = None  # [B, H, Nq]
+
+
 def vectors_of(
     form: Pairwise, gain: PerQuery, layout: Layout, call: Call
-) -> tuple[Layout, Vectors]:
-    """Return the layout and the per-query vectors. The layout's scale includes a scalar gain.
+) -> tuple[Layout, Vectors, Extras]:
+    """Return the layout and the vectors. Scale and softcap of the layout include a scalar gain.
 
-    Vectors are expanded to (B, H, Nq). Autograd then sums their gradients over the expanded
-    dimensions.
+    Vectors are expanded to (B, H, Nq) or (B, H, Nk). Autograd then sums their gradients over the
+    expanded dimensions.
+
+    The kernels subtract `Vectors.offset` from the scores at the end, where φ also takes a solved
+    threshold. An offset that belongs to a key bias, or to the scores of a normalized form, is
+    passed as ``base`` instead.
     """
-    if isinstance(gain, Tensor):
+
+    def expanded(value: PerQuery | None) -> Tensor | None:
+        return None if value is None else call.expanded(value)
+
+    gain_vector = None
+    if isinstance(gain, Tensor) or (gain == 0.0 and layout.softcap is not None):
         gain_vector = call.expanded(gain)
-    else:
-        gain_vector = None
-        layout = layout if gain == 1.0 else layout._replace(scale=layout.scale * gain)
-    offset, shape, sink = form.offset, form.shape, form.sink
-    return layout, Vectors(
-        gain_vector,
-        None if offset is None else call.expanded(offset),
-        None if shape is None else call.expanded(shape),
-        None if sink is None else call.expanded(sink),
-    )
+    elif gain != 1.0:
+        # gain · c · tanh(z / c) with both scale and c multiplied by the gain.
+        softcap = None if layout.softcap is None else layout.softcap * gain
+        layout = layout._replace(scale=layout.scale * gain, softcap=softcap)
+    offset, base, key_bias = expanded(form.offset), None, None
+    if form.normalize != "none" or form.key_bias is not None:
+        offset, base = None, offset
+    if form.key_bias is not None:
+        key_bias = expanded_keys(form.key_bias, call)
+    vectors = Vectors(gain_vector, offset, expanded(form.shape), expanded(form.sink))
+    return layout, vectors, Extras(key_bias, base, expanded(form.factor))
+
+
+def expanded_keys(value: PerKey, call: Call) -> Tensor:
+    """A per-key vector as a contiguous tensor (B, H, Nk)."""
+    return call.per_key(value).expand(call.batch, call.heads, call.keys).contiguous()
 
 
 def layout_of(call: Call) -> Layout:
     """Convert the layout: a bool mask to uint8 (0: hidden), ALiBi slopes to (B, H, Nq)."""
     if call.mask is call.segments is call.alibi is None:
-        return Layout(call.scale, call.left, call.right, None, None, None, None)
+        return Layout(call.scale, call.left, call.right, None, None, None, None, call.softcap)
     mask, segments = call.mask, call.segments or (None, None)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     alibi = None if call.alibi is None else call.expanded(call.alibi.to(call.dtype))
     q_segments, k_segments = (x if x is None else x.contiguous() for x in segments)
-    return Layout(call.scale, call.left, call.right, mask, q_segments, k_segments, alibi)
+    return Layout(
+        call.scale, call.left, call.right, mask, q_segments, k_segments, alibi, call.softcap
+    )
+
+
+def is_peaked(form: Form, extras: Extras, values: Tensor) -> bool:
+    """Whether the kernels divide φ by its running maximum; see `fold`."""
+    unbounded = (form.normalize == "sum" and not form.shifted) or extras.factor is not None
+    return unbounded and values.dtype == torch.float16
 
 
 def new_vector(q: Tensor, two: bool = False) -> Tensor:
@@ -99,9 +133,12 @@ def like(x: Tensor, dim: int) -> Tensor:
     return x.new_empty(b, h, n, dim)
 
 
-def stands_apart(normalize: str, mask: Tensor | None) -> bool:
-    """True if softmax saves its maximum m and sum Z as two vectors instead of m + log Z.
+def stands_apart(form: Form, mask: Tensor | None) -> bool:
+    """True if the forward saves a maximum m and a sum Z as two vectors.
 
-    A float mask may add −1e9 to all scores of a query. m + log Z would lose all digits of log Z.
+    A shifted activation needs both. A softmax otherwise saves m + log Z, but a float mask may add
+    −1e9 to all scores of a query. m + log Z would lose all digits of log Z.
     """
-    return normalize == "online" and mask is not None and mask.is_floating_point()
+    if form.shifted:
+        return True
+    return form.normalize == "online" and mask is not None and mask.is_floating_point()

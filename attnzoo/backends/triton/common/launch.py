@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config
+from attnzoo.backends.triton.common.kernel_operands import Extras
 from attnzoo.backends.triton.common.tile import load_tile
 
 
@@ -165,7 +166,8 @@ def common(q: Tensor, k: Tensor, layout: Layout, unit: int = 1) -> dict[str, Any
         b, h, m = (s // unit if size > 1 else 0 for s, size in zip((b, h, m), mask.shape))
         stride = [b, h, None if mask.shape[2] == 1 else m, None if n == 1 else n]
     return {
-        "scale": layout.scale,
+        "scale": outer_scale(layout),
+        "inner": None if layout.softcap is None else layout.scale / layout.softcap,
         "heads": heads,
         "group": heads // k.shape[1] if k.shape[1] else 1,
         "queries": q.shape[2],
@@ -183,9 +185,15 @@ def common(q: Tensor, k: Tensor, layout: Layout, unit: int = 1) -> dict[str, Any
     }
 
 
-def arguments(vectors: Vectors) -> dict[str, Tensor | None]:
-    """The per-query vectors under the kernels' argument names."""
+def outer_scale(layout: Layout) -> float:
+    """The factor of q·k, or of tanh(inner · q·k) with a softcap."""
+    return layout.scale if layout.softcap is None else layout.softcap
+
+
+def arguments(vectors: Vectors, extras: Extras) -> dict[str, Tensor | None]:
+    """The vectors under the kernels' argument names."""
     return {
+        **extras._asdict(),
         "gain": vectors.gain,
         "tau": vectors.offset,
         "shape": vectors.shape,
@@ -201,9 +209,9 @@ def dense_mask(layout: Layout) -> bool:
     return layout.mask is not None and layout.mask.shape[2] > 1
 
 
-def count_extras(layout: Layout) -> int:
-    """Return how many of window, ALiBi, segments and mask the call has."""
-    extras = layout.left, layout.alibi, layout.k_segments, layout.mask
+def count_extras(layout: Layout, key_bias: Tensor | None = None) -> int:
+    """Return how many of window, ALiBi, segments, mask, softcap and key bias the call has."""
+    extras = layout.left, layout.alibi, layout.k_segments, layout.mask, layout.softcap, key_bias
     return sum(x is not None for x in extras)
 
 

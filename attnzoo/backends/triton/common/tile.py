@@ -140,17 +140,19 @@ def query_blocks(start, queries, keys, left, right, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit
 def load_vectors(
-    i, at, scale, gain, tau, shape, alibi, queries, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr
-):
-    """Return gain · scale, τ, shape and ALiBi slope of the queries i, each shaped as i.
+    i, at, scale, gain, tau, shape, alibi, base, queries,
+    UNIT: tl.constexpr, TAU_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Return gain · scale, τ, shape, ALiBi slope and base of the queries i, each shaped as i.
 
     ``at`` is the offset of the head. gain · scale and slope are multiplied by UNIT, τ by TAU_UNIT.
     TAU_UNIT is None for a τ that the forward has saved: it is finite and already in the unit.
-    If τ, shape or alibi is None, 0 is returned, and the compiler removes the operations with 0.
+    If τ, shape, alibi or base is None, 0 is returned, and the compiler removes the operations with
+    0.
     """
     factor = tl.full(i.shape, 1.0, tl.float32) * (scale * UNIT)
     tau_i = tl.zeros(i.shape, tl.float32)
-    shape_i, slope = tau_i, tau_i
+    shape_i, slope, base_i = tau_i, tau_i, tau_i
     if gain is not None:
         factor *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if tau is not None:
@@ -162,7 +164,9 @@ def load_vectors(
         shape_i = tl.load(shape + at + i, mask=i < queries, other=1.5)
     if alibi is not None:
         slope = tl.load(alibi + at + i, mask=i < queries, other=0.0) * UNIT
-    return factor, tau_i, shape_i, slope
+    if base is not None:
+        base_i = tl.load(base + at + i, mask=i < queries, other=0.0)
+    return factor, tau_i, shape_i, slope, base_i
 
 
 @triton.jit
@@ -190,21 +194,59 @@ def load_segments(segments, at, i, count):
 
 
 @triton.jit
+def reciprocal(x):
+    """Return 1/x for x ≥ 1e-30, to 1 ulp, in one instruction. Above 2^126 the result is 0."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def capped(product, inner, PRECISION: tl.constexpr):
+    """Return tanh(inner · product), or the product if ``inner`` is None.
+
+    The absolute error is 1e-7. For fp32 inputs, PRECISION "tf32x3", the relative error is 1e-6.
+    """
+    if inner is not None:
+        x = product * inner
+        t = 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * 2.8853900817779268))  # e^{2x} = 2^{2x/ln 2}
+        if PRECISION == "tf32x3":
+            x2 = x * x
+            series = 1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0)))
+            t = tl.where(x2 < 0.03, x * series, t)
+        return t
+    return product
+
+
+@triton.jit
 def scores(
     product, i, j, vectors, segment, where, size, UNIT: tl.constexpr,
     EDGE: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """Return the scores (−∞ for hidden keys) and a mask of the visible keys.
 
-    ``vectors``: from `load_vectors`. ``where``: (mask, mask_at, mask_m, mask_n, k_segments, alibi).
-    ``size``: (queries, keys, left, right). With EDGE the tile may extend beyond the matrix or
-    beyond the range of keys that causality and window allow.
+    ``vectors``: from `load_vectors`. ``where``: (mask, mask_at, mask_m, mask_n, k_segments, alibi,
+    terms) with terms = (key_bias, offset of the head in key_bias, base, inner); base is not None if
+    the vectors contain it. The product is from `capped`. ``size``: (queries, keys, left, right).
+    With EDGE the tile may extend beyond the matrix or beyond the range of keys that causality and
+    window allow.
     """
     alibi = where[5]
+    key_bias, bias_at, base, _ = where[6]
     queries, keys = size[0], size[1]
     s, seen = product * vectors[0], j < keys
     if alibi is not None:
         s -= vectors[3] * tl.abs(i + (keys - queries) - j)
+    if key_bias is not None:
+        # Both may be much larger than their difference, which is therefore formed first.
+        added = tl.load(key_bias + bias_at + j, mask=seen, other=0.0)
+        if base is not None:
+            added = added - vectors[4]
+        s += added * UNIT
+    elif base is not None:
+        s -= vectors[4] * UNIT
     if HIDES:
         s, seen = hide(s, i, j, segment, where, size, UNIT, EDGE)
     return s, seen
@@ -225,7 +267,7 @@ def out_of_unit(x, UNIT: tl.constexpr):
 
 @triton.jit
 def hide(s, i, j, segment, where, size, UNIT: tl.constexpr, EDGE: tl.constexpr):
-    mask, mask_at, mask_m, mask_n, k_segments, _ = where
+    mask, mask_at, mask_m, mask_n, k_segments, _, _ = where
     queries, keys, left, right = size
     exists = j < keys if EDGE else tl.full(j.shape, True, tl.int1)
     seen = exists
@@ -263,3 +305,13 @@ def activate(ACT: tl.constexpr, x, shape, seen, MASKED: tl.constexpr):
     if MASKED:
         phi, slope = tl.where(seen, phi, 0.0), tl.where(seen, slope, 0.0)
     return phi, slope
+
+
+@triton.jit
+def activate_both(ACT: tl.constexpr, x, shape, seen, MASKED: tl.constexpr):
+    """As `activate`, for an activation with a normalizer: return φ, φ', μ and μ'."""
+    phi, slope, mu, mu_slope = ACT(x, shape)
+    if MASKED:
+        phi, slope = tl.where(seen, phi, 0.0), tl.where(seen, slope, 0.0)
+        mu, mu_slope = tl.where(seen, mu, 0.0), tl.where(seen, mu_slope, 0.0)
+    return phi, slope, mu, mu_slope

@@ -48,17 +48,23 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     if isinstance(gain, FromStatistics):
         products, *statistics = ops.decode_statistics(q=q, k=k, layout=layout)
         gain = gain.gain(Statistics(*statistics))
-    layout, vectors = vectors_of(form, gain, layout, call)
+    layout, vectors, extras = vectors_of(form, gain, layout, call)
     kernel_form = flash.form_of(form)
     if form.normalize == "threshold":
         alpha = flash.alpha_of(form)
         products, tau = ops.decode_threshold(
-            q=q, k=k, vectors=vectors, layout=layout, form=kernel_form, alpha=alpha
+            q=q,
+            k=k,
+            vectors=vectors,
+            extras=extras,
+            layout=layout,
+            form=kernel_form,
+            alpha=alpha,
         )
         vectors = vectors._replace(offset=tau)
     return ops.decode_forward(
-        q=q, k=k, v=v, products=products, vectors=vectors, layout=layout, form=kernel_form,
-        want_lse=call.return_lse,
+        q=q, k=k, v=v, products=products, vectors=vectors, extras=extras, layout=layout,
+        form=kernel_form, want_lse=call.return_lse,
     )  # fmt: skip
 
 

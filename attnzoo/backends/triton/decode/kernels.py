@@ -16,6 +16,7 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.tile import (
+    capped,
     load_block,
     load_segments,
     load_tile,
@@ -65,9 +66,9 @@ def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.const
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
     m, z, t,  # fp32 [B·Hkv, splits, rows]; z, t: None without statistics
-    gain, alibi, mask, q_segments, k_segments,
+    gain, alibi, key_bias, base, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right, first, last, span, splits, width,
+    scale, inner, heads, group, queries, keys, left, right, first, last, span, splits, width,
     UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -79,12 +80,13 @@ def decode_products(
     q_side = (q_tile, (q, 1, 1 << 62, None, b, b), b * 0, q_at)
     k += (b * k_b + bh % (heads // group) * k_h) * ALIGN
     at = bh * rows_here
-    vectors = load_vectors(r, at, scale, gain, None, None, alibi, rows_here, UNIT, UNIT)
+    vectors = load_vectors(r, at, scale, gain, None, None, alibi, base, rows_here, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     # [BM, 1]. products + j points to the products with key j.
     products += (at + r) * width - first * BLOCK_N
@@ -98,6 +100,7 @@ def decode_products(
         k_tile = load_block(matrix, start, local, tl.arange(0, BLOCK_D), D, True)  # [BN, D]
         product = times(q_side, (k_tile, matrix, start, local), D, PART, PRECISION)  # [BM, BN]
         tl.store(products + j[None, :], product, mask=(lane < rows_here)[:, None])
+        product = capped(product, inner, PRECISION)
         s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, True, True)[0]
         if z is None:
             m_i = tl.maximum(m_i, tl.max(s, 1))
@@ -114,11 +117,12 @@ def decode_products(
 def decode(
     q, k, v, products,  # either q and k, or products of an earlier pass; the others are None
     part, m, z,  # fp32 [B·Hkv, splits, rows, DV] and [B·Hkv, splits, rows]; m, z or None
-    gain, tau, shape, alibi, mask, q_segments, k_segments,
+    gain, tau, shape, alibi, key_bias, base, mask, q_segments, k_segments,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right, first, last, span, splits, width,
+    scale, inner, heads, group, queries, keys, left, right, first, last, span, splits, width,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
+    NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -128,12 +132,13 @@ def decode(
     rows_here = group * queries
     hk = bh % (heads // group)
     at = bh * rows_here
-    vectors = load_vectors(r, at, scale, gain, tau, shape, alibi, rows_here, UNIT, UNIT)
+    vectors = load_vectors(r, at, scale, gain, tau, shape, alibi, base, rows_here, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     if k is None:
         q_side = products + (at + r) * width - first * BLOCK_N  # pointers [BM, 1], to key 0
@@ -151,19 +156,21 @@ def decode(
         tiles_kv = (None, v_matrix, None, dv)
     else:
         tiles_kv = ((k, k_n * ALIGN, keys, None, b, hk), v_matrix, d, dv)
-    m_i = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
+    least: tl.constexpr = float("-inf") if ONLINE else 0.0 if SHIFTED else 1.0
+    m_i = tl.full([BLOCK_M], least, tl.float32)
     z_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     low = first + split * span
     acc, m_i, z_i = walk(
         acc, m_i, z_i, low, tl.minimum(low + span, last), q_side, None, i, tiles_kv, size, vectors,
         segment, where, None,
-        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
+        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+        D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     if PEAKED:
         acc *= m_i[:, None]
     here = (bh * splits + split) * rows_here
-    if ONLINE:
+    if ONLINE or SHIFTED:
         tl.store(m + here + lane, m_i, mask=lane < rows_here)
     if SUM or ONLINE:
         tl.store(z + here + lane, z_i, mask=lane < rows_here)
@@ -172,9 +179,10 @@ def decode(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_merge(
-    part, m, z, o, lse, tau, shape, sink,
-    o_b, o_h, o_n, heads, group, queries, splits,
+    part, m, z, o, lse, tau, shape, sink, factor,
+    o_b, o_h, o_n, eps, heads, group, queries, splits,
     ACT: tl.constexpr, UNIT: tl.constexpr, ONLINE: tl.constexpr, SUM: tl.constexpr,
+    NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of all splits into the output of one query."""
@@ -182,12 +190,12 @@ def decode_merge(
     rows_here = group * queries
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
     one = tl.zeros([1], tl.int32)
-    vectors = load_vectors(one[:, None], row, 1.0, None, tau, shape, None, 1, UNIT, UNIT)
+    vectors = load_vectors(one[:, None], row, 1.0, None, tau, shape, None, None, 1, UNIT, UNIT)
     start = row // rows_here * splits * rows_here + row % rows_here
     every = tl.arange(0, MOST_SPLITS)[None, :]
     total, base = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     top = total
-    if ONLINE:
+    if ONLINE or SHIFTED:
         peaks = tl.load(m + start + every * rows_here, mask=every < splits, other=float("-inf"))
         top = tl.max(peaks, 1)
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -201,13 +209,13 @@ def decode_merge(
     for low in range(0, splits, CHUNK):
         s = low + tl.arange(0, CHUNK)
         tile = load_tile(part + start * DV, s, rows_here * DV, splits, dv, DV, True)  # [CHUNK, DV]
-        if ONLINE:
+        if ONLINE or SHIFTED:
             peak = tl.load(m + start + s * rows_here, mask=s < splits, other=float("-inf"))
             tile *= tl.exp2(peak - base)[:, None]
         acc += tl.sum(tile, 0)[None, :]
     acc = finish(
-        acc, top, total, row, one, 1, vectors, None, None, lse, sink, tau,
-        ACT, UNIT, ONLINE, SUM, False,
+        acc, top, total, row, one, 1, vectors, None, None, lse, sink, tau, factor,
+        eps, ACT, UNIT, ONLINE, SUM, False, NORMALIZER, SHIFTED,
     )  # fmt: skip
     store_tile(o + b * o_b + h * o_h + i * o_n, one, 0, 1, dv, DV, acc)
 
@@ -237,11 +245,11 @@ def decode_stats(m, z, t, lse, entropy, group, queries, splits):
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_threshold(
     products, m, candidates, tau,  # candidates: fp32, shaped as products
-    gain, shape, alibi, mask, q_segments, k_segments,
+    gain, shape, alibi, key_bias, base, mask, q_segments, k_segments,
     mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right, first, splits, width,
+    scale, inner, heads, group, queries, keys, left, right, first, splits, width,
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the vector shape holds α
-    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Solve for τ of one query; see `flash.threshold`.
 
@@ -254,12 +262,13 @@ def decode_threshold(
     b, h = row // (heads * queries), row // queries % heads
     one = tl.zeros([1, 1], tl.int32)
     i = one + (row % queries).to(tl.int32)
-    vectors = load_vectors(one, row, scale, gain, None, shape, alibi, 1, 1.0, 1.0)
+    vectors = load_vectors(one, row, scale, gain, None, shape, alibi, base, 1, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     a = vectors[2] - 1.0  # α − 1, [1, 1]
     if ALPHA is not None:
@@ -277,6 +286,7 @@ def decode_threshold(
         inside = n + column < width
         product = tl.load(products + n + column, mask=inside, other=0.0)
         j = first * BLOCK_N + n + column
+        product = capped(product, inner, PRECISION)
         s = scores(product, i, j, vectors, segment, where, size, 1.0, True, True)[0]
         s = tl.where(inside, s, float("-inf"))
         alive = (s - top > -1.0 / a).to(tl.int32)

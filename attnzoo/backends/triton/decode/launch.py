@@ -16,7 +16,13 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.configurations import ALL, Config, decode_config
-from attnzoo.backends.triton.common.kernel_operands import Form, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import (
+    Extras,
+    Form,
+    is_peaked,
+    like,
+    new_vector,
+)
 from attnzoo.backends.triton.common.launch import (
     Launch,
     align_of,
@@ -88,18 +94,19 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, arch: int, processors: int
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, arch: int, processors: int
 ) -> tuple[dict[str, Any], Config, Splits]:
     """Return the arguments and configuration of kernels with a loop over keys, and the splits."""
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many_rows = block_m * q.element_size() > 64
     mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
-    several = mask_per_head or dense_mask(layout) or count_extras(layout) > 1
+    several = mask_per_head or dense_mask(layout) or count_extras(layout, extras.key_bias) > 1
     safe = many_rows or several or align_of(q, k, v) == 1
     config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config, processors)
     args = {
-        **common(q, k, layout), "first": splits.first, "last": splits.last, "span": splits.span,
+        **common(q, k, layout), "key_bias": extras.key_bias, "base": extras.base,
+        "first": splits.first, "last": splits.last, "span": splits.span,
         "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
         **blocks_of(config),
     }  # fmt: skip
@@ -125,11 +132,11 @@ def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
 
 
 def _products_pass(
-    q: Tensor, k: Tensor, gain: Tensor | None, unit: float, layout: Layout, arch: int,
-    processors: int, stats: bool,
+    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, unit: float, layout: Layout,
+    arch: int, processors: int, stats: bool,
 ) -> tuple[Launch, dict[str, Any], Tensor]:  # fmt: skip
     """Return the launch that computes q kᵀ, its arguments, and the tensor for q kᵀ."""
-    args, config, splits = _arguments(q, k, q, layout, arch, processors)
+    args, config, splits = _arguments(q, k, q, layout, extras, arch, processors)
     align, products = align_of(q, k), new_products(q, k, layout)
     args |= {
         **strides(align, q=q, k=k), "q": q, "k": k, "products": products,
@@ -145,18 +152,22 @@ def describe_statistics(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Return the launches and their results: products, lse and entropy of the logits."""
     unit = 1 / LN2.value
-    walk, args, products = _products_pass(q, k, None, unit, layout, arch, processors, True)
+    walk, args, products = _products_pass(
+        q, k, None, Extras(), unit, layout, arch, processors, True
+    )
     lse, entropy = new_vector(q), new_vector(q)
     merge = _row_launch(kernels.decode_stats, {**args, "lse": lse, "entropy": entropy}, q)
     return [walk, merge], (products, lse, entropy)
 
 
 def describe_threshold(
-    q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors,
+    q: Tensor, k: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
     alpha: float | None, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the launches, the products and τ. Only gain and shape of ``vectors`` are read."""
-    walk, args, products = _products_pass(q, k, vectors.gain, 1.0, layout, arch, processors, False)
+    walk, args, products = _products_pass(
+        q, k, vectors.gain, extras, 1.0, layout, arch, processors, False
+    )
     tau = new_vector(q)
     args = {
         **args, "candidates": torch.empty_like(products), "tau": tau, "shape": vectors.shape,
@@ -167,23 +178,24 @@ def describe_threshold(
 
 def describe_decode(
     q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, layout: Layout, form: Form,
-    vectors: Vectors, want_lse: bool, arch: int, processors: int,
+    vectors: Vectors, extras: Extras, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
-    args, config, splits = _arguments(q, k, v, layout, arch, processors)
+    args, config, splits = _arguments(q, k, v, layout, extras, arch, processors)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
     align = align_of(q, k, v)
     args |= {
         **strides(align, q=q, k=k, v=v), **values(v), **strides(1, o=out),
-        **arguments(vectors),
+        **arguments(vectors, extras),
         "q": None if products is not None else q, "k": None if products is not None else k,
         "v": v, "products": products,
         "o": out, "lse": lse, "part": _partial(q, k, splits, v.shape[3]),
-        "m": _partial(q, k, splits) if online else None,
+        "m": _partial(q, k, splits) if online or form.shifted else None,
         "z": _partial(q, k, splits) if online or sums else None,
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes, "ONLINE": online,
-        "SUM": sums, "PEAKED": form.normalize == "sum" and v.dtype == torch.float16,
+        "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
+        "SUM": sums, "PEAKED": is_peaked(form, extras, v),
         "ALIGN": align, "CHUNK": PARTIALS,
     }  # fmt: skip
     kernel_args = {name: args[name] for name in kernels.decode.arg_names}

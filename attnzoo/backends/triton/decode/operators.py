@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
-from attnzoo.backends.triton.common.kernel_operands import Form, like, new_vector
+from attnzoo.backends.triton.common.kernel_operands import Extras, Form, like, new_vector
 
 
 def _launch(describe: Callable[..., Any], q: Tensor, *operands: Any) -> Any:
@@ -53,11 +53,12 @@ class Threshold(NamedTuple):
 
 @operator
 def decode_threshold(
-    *, q: Tensor, k: Tensor, vectors: Vectors, layout: Layout, form: Form, alpha: float | None
-) -> Threshold:
+    *, q: Tensor, k: Tensor, vectors: Vectors, extras: Extras, layout: Layout, form: Form,
+    alpha: float | None,
+) -> Threshold:  # fmt: skip
     from attnzoo.backends.triton.decode.launch import describe_threshold
 
-    return Threshold(*_launch(describe_threshold, q, k, layout, form, vectors, alpha))
+    return Threshold(*_launch(describe_threshold, q, k, layout, form, vectors, extras, alpha))
 
 
 @decode_threshold.fake
@@ -74,13 +75,13 @@ class Attended(NamedTuple):
 
 @operator
 def decode_forward(
-    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, layout: Layout,
-    form: Form, want_lse: bool,
+    *, q: Tensor, k: Tensor, v: Tensor, products: Tensor | None, vectors: Vectors, extras: Extras,
+    layout: Layout, form: Form, want_lse: bool,
 ) -> Attended:  # fmt: skip
     """Compute out and lse. If ``products`` are given, q and k are not read."""
     from attnzoo.backends.triton.decode.launch import describe_decode
 
-    operands = products, layout, form, vectors, want_lse
+    operands = products, layout, form, vectors, extras, want_lse
     return Attended(*_launch(describe_decode, q, k, v, *operands))
 
 

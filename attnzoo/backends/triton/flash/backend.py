@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from attnzoo.backends.base import Backend
+from attnzoo.backends.base import Backend, unsupported_extras
 from attnzoo.backends.transforms import reject_transforms
 from attnzoo.backends.triton.common.kernel_operands import Maps, layout_of, vectors_of
 from attnzoo.backends.triton.flash import operators as ops
@@ -24,6 +24,14 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SUPPORTED = (
+    "key_bias",
+    "offset",
+    "factor",
+    "eps",
+    "normalizer",
+    "softcap",
+)  # see `unsupported_extras`
 LARGEST = 256  # largest head dimension with an entry in `configurations`
 
 
@@ -37,6 +45,8 @@ def unsupported(form: Form, call: Call) -> str | None:
 
 def _unsupported_form(form: Pairwise, call: Call) -> str | None:
     name = form.activation.name
+    if (reason := unsupported_extras(form, call, *SUPPORTED)) is not None:
+        return reason
     if form.normalize == "select":
         return "does not support top-k selection (tiled does)"
     if form.activation.triton is None:
@@ -46,17 +56,17 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
     if call.return_lse and not form.softmax:
         return "does not support return_lse except for a softmax (tiled does)"
     half = call.input_dtype == torch.float16
-    if half and form.normalize == "none" and not form.activation.bounded:
-        # The weights may exceed 65504, the largest fp16 number.
-        return f"does not support fp16 for {name}, which is unbounded (tiled does)"
+    if half and form.normalize == "none" and not form.activation.bounded and form.factor is None:
+        # The weights may exceed 65504, the largest fp16 number. A factor such as 1/n keeps them
+        # small.
+        return (
+            f"does not support fp16 for {name}, which is unbounded, without a factor (tiled does)"
+        )
     if isinstance(form.gain, FromStatistics) and form.gain.differentiable and call.needs_grad:
         return "does not support a gradient through the statistics of the logits (tiled does)"
     learned = isinstance(form.shape, Tensor) and form.shape.requires_grad
-    if call.needs_grad and learned:
-        if form.activation.triton_shape_slope is None:
-            return f"does not support a gradient for the shape of {name} (tiled does)"
-        if form.normalize != "threshold":
-            return "does not support a gradient for the shape without a threshold (tiled does)"
+    if call.needs_grad and learned and form.activation.triton_shape_slope is None:
+        return f"does not support a gradient for the shape of {name} (tiled does)"
     return None
 
 
@@ -108,19 +118,19 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         with torch.no_grad():
             found = ops.flash_statistics(q=q.detach(), k=k.detach(), layout=layout)
         gain = gain.gain(found)
-    layout, vectors = vectors_of(form, gain, layout, call)
+    layout, vectors, extras = vectors_of(form, gain, layout, call)
     maps, kernel_form = Maps(), form_of(form)
     if form.normalize == "threshold":
         with torch.no_grad():
             alpha = alpha_of(form)
             tau, *found = ops.flash_threshold(
-                q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, layout=layout,
-                form=kernel_form, alpha=alpha,
+                q=q.detach(), k=k.detach(), v=v.detach(), vectors=vectors, extras=extras,
+                layout=layout, form=kernel_form, alpha=alpha,
             )  # fmt: skip
         vectors, maps = vectors._replace(offset=tau), Maps(*found)
     found = ops.flash_forward(
-        q=q, k=k, v=v, vectors=vectors, maps=maps, layout=layout, form=kernel_form,
-        want_lse=call.return_lse,
+        q=q, k=k, v=v, vectors=vectors, extras=extras, maps=maps, layout=layout,
+        form=kernel_form, want_lse=call.return_lse,
     )  # fmt: skip
     return found.out, found.lse
 
@@ -152,8 +162,9 @@ def form_of(form: Pairwise) -> ops.Form:
     assert activation.triton is not None
     return ops.Form(
         activation.triton, activation.unit, activation.vanishes, normalize(form),
-        activation.triton_shape_slope,
+        activation.triton_shape_slope, activation.normalizer is not None, activation.shifted,
+        float(form.eps),
     )  # fmt: skip
 
 
-BACKEND = Backend("flash", ("pairwise",), unsupported, run)
+BACKEND = Backend("flash", ("pairwise",), unsupported, run, walks_segments=True)

@@ -16,6 +16,8 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
     activate,
+    activate_both,
+    capped,
     dot,
     in_unit,
     load_block,
@@ -27,6 +29,7 @@ from attnzoo.backends.triton.common.tile import (
     times,
 )
 from attnzoo.backends.triton.flash.backward_q import RUNTIME
+from attnzoo.backends.triton.flash.segments import narrowed
 
 # An entry of `list_queries` is head · TILES + tile, with the index of the head in its group. The
 # number is a power of two, so that no step divides.
@@ -74,14 +77,16 @@ def list_queries(
 @triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dq", "o_")])
 def flash_dkdv(
     q, k, v, do, dk, dv,
+    dkey_bias,  # fp32 [2, B, H, Nk], initially 0, or None; the gradient is the sum of both parts
     q_descriptor, do_descriptor,  # for TMA, with blocks of BLOCK_M rows; or None
-    gain, tau, per_z, shape, alibi, lse, dlse, delta,  # vectors or None
-    mask, q_segments, k_segments,
+    gain, tau, per_z, shape, alibi, lse, dlse, delta, key_bias, base,  # vectors or None
+    mask, q_segments, k_segments, ranges,
     blocks, counts,  # from `list_queries`, per tile of MAP_N keys; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dk_b, dk_h, dk_n,
     dv_b, dv_h, dv_n, mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right,
+    scale, inner, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     MAP_M: tl.constexpr, MAP_N: tl.constexpr, TURNED: tl.constexpr,
@@ -118,11 +123,15 @@ def flash_dkdv(
         k_segments += b * keys + start
     q_side = (q, q_h * ALIGN, q_n * ALIGN, q_descriptor, d)
     do_side = (do, do_h * ALIGN, do_n * ALIGN, do_descriptor, d_v)
-    head = (b, h, at, mask_at)
-    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale)
-    where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments)
+    bias_at = (b * heads + h) * keys + start
+    if dkey_bias is not None:
+        dkey_bias += bias_at
+    head = (b, h, at, mask_at, bias_at)
+    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale, base, inner)
+    where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias)
     size = (queries, keys - start, left, right)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    low, high = narrowed(low, high, ranges, b * tiles + tile, BLOCK_M)
     acc_k = tl.zeros([BLOCK_D, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_DV, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_DV], tl.float32)
     PARTS: tl.constexpr = 1 if blocks is None else MAP_M // BLOCK_M
@@ -141,8 +150,9 @@ def flash_dkdv(
         span, steps = (low, first, last, high), (first - low + high - last) * group
     acc_k, acc_v = _sum_over_queries(
         acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
-        blocks,
-        ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, TURNED, True, PRECISION,
+        blocks, keys, dkey_bias,
+        ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER,
+        D, DV, BLOCK_M, PARTS, PART, TURNED, True, PRECISION,
     )  # fmt: skip
     if SPLIT:
         if blocks is not None:
@@ -151,16 +161,20 @@ def flash_dkdv(
             steps = full * PARTS
         else:
             span, steps = (first, last, last, last), (last - first) * group
+        if dkey_bias is not None:
+            dkey_bias += tl.num_programs(0).to(tl.int64) // tiles * group * keys
         acc_k, acc_v = _sum_over_queries(
             acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
-            blocks,
-            ACT, UNIT, TAU_UNIT, VANISHES, D, DV, BLOCK_M, PARTS, PART, TURNED, False, PRECISION,
+            blocks, keys, dkey_bias,
+            ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER,
+            D, DV, BLOCK_M, PARTS, PART, TURNED, False, PRECISION,
         )  # fmt: skip
     dk += (b * dk_b + hk * dk_h) * ALIGN
     dv += (b * dv_b + hk * dv_h) * ALIGN
     if TURNED:
         acc_k, acc_v = tl.trans(acc_k), tl.trans(acc_v)
-    store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k * scale)
+    acc_k *= scale if inner is None else scale * inner
+    store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k)
     store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
 
 
@@ -202,10 +216,10 @@ def _load_vectors(
     EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return the gain, and what `load_vectors` returns, of the queries row + i."""
-    gain, tau, _, shape, alibi, _, _, _, scale = vectors
+    gain, tau, _, shape, alibi, _, _, _, scale, base, _ = vectors
     one = tl.full(i.shape, 1.0, tl.float32)
     factor, gain_i = one * (scale * UNIT), one
-    tau_i, shape_i, slope_i = one * 0, one * 0, one * 0
+    tau_i, shape_i, slope_i, base_i = one * 0, one * 0, one * 0, one * 0
     if gain is not None:
         gain_i = _load_vector(gain, row, i, rest, 0.0, EDGE)
         factor *= gain_i
@@ -219,7 +233,9 @@ def _load_vectors(
         shape_i = _load_vector(shape, row, i, rest, 1.5, EDGE)
     if alibi is not None:
         slope_i = _load_vector(alibi, row, i, rest, 0.0, EDGE) * UNIT
-    return gain_i, (factor, tau_i, shape_i, slope_i)
+    if base is not None:
+        base_i = _load_vector(base, row, i, rest, 0.0, EDGE)
+    return gain_i, (factor, tau_i, shape_i, slope_i, base_i)
 
 
 @triton.jit
@@ -241,8 +257,9 @@ def _limited(seen, i, j, offset, left, right, TURNED: tl.constexpr, MASKED: tl.c
 @triton.jit
 def _sum_over_queries(
     acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
-    blocks,
+    blocks, all_keys, dkey_bias,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
     PART: tl.constexpr, TURNED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -250,12 +267,14 @@ def _sum_over_queries(
 
     ``span`` (low, first, last, high): the blocks [low, first) and [last, high) of each head.
     With ``blocks``, a list of tiles of PARTS blocks (see `list_queries`), ``span`` is not used.
+    Blocks of the same head follow each other. After the last of them, Σ_i dS_ij is stored in
+    dkey_bias. Then ``delta`` is δ, otherwise gain · δ.
     """
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
-    b, h, at, mask_at = head
-    _, _, per_z, _, alibi, lse, dlse, delta, _ = vectors
-    mask, mask_h, mask_m, mask_n, k_segments, q_segments = where
+    b, h, at, mask_at, bias_at = head
+    _, _, per_z, _, alibi, lse, dlse, delta, _, base, inner = vectors
+    mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias = where
     queries, keys, left, right = size
     low, first, last, high = span
     MASKED: tl.constexpr = mask is not None or k_segments is not None
@@ -267,6 +286,7 @@ def _sum_over_queries(
     if blocks is None:
         start = tl.where(low == first, last, low)
         block, turn = start, tl.full([], 0, tl.int32)  # turn: index of the head in its group
+    total = tl.zeros([k_side[3].shape[0]], tl.float32)
     # A single loop runs over the heads of the group and their blocks of queries, because nested
     # loops need twice as many registers.
     for step in range(steps):
@@ -289,6 +309,7 @@ def _sum_over_queries(
         else:
             product = times(k_side, q_now, D, PART, PRECISION)  # [BN, BM]
             dp = times(v_side, do_now, DV, PART, PRECISION)
+        product = capped(product, inner, PRECISION)
         gain_i, loaded = _load_vectors(vectors, row, i, rest, UNIT, TAU_UNIT, HIDES, EDGE)
         segment = load_segments(q_segments, b * queries + begin, i, rest)
         mask_now = mask_at
@@ -296,31 +317,52 @@ def _sum_over_queries(
             mask_now += turn.to(tl.int64) * mask_h
             if mask_m is not None:
                 mask_now += begin.to(tl.int64) * mask_m
+        terms = (key_bias, bias_at + turn.to(tl.int64) * all_keys, base, inner)
         s, seen = scores(
             product, i, j, loaded, segment,
-            (mask, mask_now, mask_m, mask_n, k_segments, alibi), (rest, keys, None, None), UNIT,
-            EDGE, MASKED,
+            (mask, mask_now, mask_m, mask_n, k_segments, alibi, terms),
+            (rest, keys, None, None), UNIT, EDGE, MASKED,
         )  # fmt: skip
         if EDGE:
             # Keys and queries that do not exist need no comparison: their results are not stored,
             # or 0.
             seen = _limited(seen, i, j, keys - rest, left, right, TURNED, MASKED)
+            if key_bias is not None:
+                # φ of a query that does not exist would be ∞ for a large bias, and ∞ · 0 is NaN.
+                s = tl.where(i < rest, s, float("-inf") if VANISHES else 0.0)
             # Otherwise `activate` sets the weights of hidden keys to 0.
             if VANISHES and (left is not None or right is not None):
                 s = tl.where(seen, s, float("-inf"))
-        p, slope = activate(ACT, s - loaded[1], loaded[2], seen, HIDES and not VANISHES)
+        HIDDEN: tl.constexpr = HIDES and not VANISHES
+        if NORMALIZER:
+            p, slope, _mu, other = activate_both(ACT, s - loaded[1], loaded[2], seen, HIDDEN)
+        else:
+            p, slope = activate(ACT, s - loaded[1], loaded[2], seen, HIDDEN)
         if per_z is not None:
             per_z_i = _load_vector(per_z, row, i, rest, 1.0, EDGE)
             p, slope = p * per_z_i, slope * per_z_i
-        dp *= gain_i
-        if delta is not None:
-            dp -= _load_vector(delta, row, i, rest, 0.0, EDGE)
-        ds = slope * dp
+            if NORMALIZER:
+                other *= per_z_i
+        if dkey_bias is None:
+            dp *= gain_i
+        if NORMALIZER:
+            ds = slope * dp - other * _load_vector(delta, row, i, rest, 0.0, EDGE)
+        else:
+            if delta is not None:
+                dp -= _load_vector(delta, row, i, rest, 0.0, EDGE)
+            ds = slope * dp
         if dlse is not None:
             lse_i = _load_vector(lse, row, i, rest, float("-inf"), EDGE)
             lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
             dlse_i = _load_vector(dlse, row, i, rest, 0.0, EDGE)
-            ds += tl.exp2(s - lse_i) * (dlse_i * gain_i)
+            if dkey_bias is None:
+                dlse_i *= gain_i
+            ds += tl.exp2(s - lse_i) * dlse_i
+        if dkey_bias is not None:
+            total += tl.sum(ds, 0 if TURNED else 1)
+            ds *= gain_i
+        if inner is not None:
+            ds *= (1.0 - product) * (1.0 + product)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
         if TURNED:
             acc_v = dot(tl.trans(do_tile), p, acc_v, PRECISION)  # [DV, BN]
@@ -333,6 +375,18 @@ def _sum_over_queries(
             block = tl.where(block == first, last, block)
             # After the last block of a head comes the first block of the next head.
             ends = block == high
-            turn += ends.to(tl.int32)
+            following = turn + ends.to(tl.int32)
             block = tl.where(ends, start, block)
+        elif dkey_bias is not None:
+            # No entry has the head 2047.
+            entry = tl.load(blocks + (step + 1) // PARTS, mask=step + 1 < steps, other=0x7FFFFFFF)
+            following = entry // TILES
+        if dkey_bias is not None:
+            ends = following != turn
+            # The interpreter does not combine this scalar with a block by "and".
+            inside = k_side[3] < tl.where(ends, keys, 0)
+            tl.store(dkey_bias + turn.to(tl.int64) * all_keys + k_side[3], total, mask=inside)
+            total = tl.where(ends, 0.0, total)
+        if blocks is None:
+            turn = following
     return acc_k, acc_v

@@ -2,6 +2,7 @@
 
     dV_j  = Σ_i φ_ij/Z_i dO_i          dS_ij = φ'_ij (dO_i·v_j − δ_i) / Z_i  (+ e^{s−lse} dlse_i)
     dq_i  = gain_i · scale · Σ_j dS_ij k_j      dk_j = scale · Σ_i gain_i dS_ij q_i
+    With a normalizer μ ≠ φ: dS_ij = (φ'_ij dO_i·v_j − μ'_ij δ_i) / Z_i
     δ_i   = dO_i·o_i if SUM;  Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij if THRESHOLD;  otherwise 0
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
@@ -16,6 +17,8 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
     activate,
+    activate_both,
+    capped,
     dot,
     in_unit,
     key_blocks,
@@ -29,6 +32,7 @@ from attnzoo.backends.triton.common.tile import (
     times,
 )
 from attnzoo.backends.triton.flash.forward import RUNTIME as FORWARD
+from attnzoo.backends.triton.flash.segments import narrowed
 
 RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv_n".split())
 
@@ -37,15 +41,17 @@ RUNTIME = (*FORWARD, *"do_b do_h do_n dq_b dq_h dq_n dk_b dk_h dk_n dv_b dv_h dv
 def flash_dq(
     q, k, v, o, do, dq,
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
-    delta, per_z, dgain, dtau, dshape, dsink, dalibi,  # vectors to write, or None. delta: gain · δ
-    gain, tau, z, shape, sink, alibi, lse, dlse,  # vectors or None
-    mask, q_segments, k_segments, blocks, counts,
+    # Vectors to write, or None. delta is gain · δ, or δ with PLAIN_DELTA. dtau: of τ or of base.
+    delta, per_z, dgain, dtau, dshape, dsink, dalibi, dfactor,
+    gain, tau, z, shape, sink, alibi, lse, dlse, key_bias, base, factor,  # vectors or None
+    mask, q_segments, k_segments, ranges, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right,
+    scale, inner, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
     SHAPE_SLOPE: tl.constexpr,  # function of (x, shape) that returns ∂φ/∂shape, or None
-    SUM: tl.constexpr, THRESHOLD: tl.constexpr,
+    SUM: tl.constexpr, THRESHOLD: tl.constexpr, PLAIN_DELTA: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
     PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -70,9 +76,10 @@ def flash_dq(
     do_matrix = (do, do_n * ALIGN, queries, None, b, h)
     do_tile = load_block(do_matrix, start, q_side[3], dv, DV, True)  # [BM, DV]
     do_side = (do_tile, do_matrix, start, q_side[3])
-    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, TAU_UNIT)
+    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, queries, UNIT, TAU_UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     b_now, h_now = b.to(tl.int32), hk.to(tl.int32)
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b_now, h_now)
@@ -83,12 +90,16 @@ def flash_dq(
     if z is not None:
         per_z_i = 1.0 / tl.load(z + at + i, mask=i < queries, other=1.0)
         tl.store(per_z + at + i, per_z_i, mask=i < queries)
+    if factor is not None:
+        per_z_i = tl.load(factor + at + i, mask=i < queries, other=0.0)
     if dlse is not None:
         lse_i = tl.load(lse + at + i, mask=i < queries, other=float("-inf"))
         lse_i = tl.where(lse_i == float("-inf"), 0.0, in_unit(lse_i, UNIT))
         dlse_i = tl.load(dlse + at + i, mask=i < queries, other=0.0)
 
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
+    low, high = narrowed(low, high, ranges, tile_row, BLOCK_N)
     if blocks is not None:
         map_row = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
         blocks += map_row * tl.cdiv(keys, BLOCK_N)
@@ -109,39 +120,47 @@ def flash_dq(
     if SUM or THRESHOLD:
         # `flash_dkdv` multiplies the whole of dS by the gain.
         gained = mean
-        if gain is not None:
+        if gain is not None and not PLAIN_DELTA:
             gained *= tl.load(gain + at + i, mask=i < queries, other=0.0)
         tl.store(delta + at + i, gained, mask=i < queries)
     if dsink is not None:
         # The sink acts as a key whose value is 0.
         last = tl.load(sink + at + i, mask=i < queries, other=0.0) * UNIT
         last -= vectors[1]
-        last = ACT(last, vectors[2])[1]
+        last = ACT(last, vectors[2])[3 if NORMALIZER else 1]
         tl.store(dsink + at + i, -last * mean * per_z_i, mask=i < queries)
 
     mean *= per_z_i
+    # A threshold's dshape is known, see `_threshold_mean`.
+    SHAPE: tl.constexpr = None if THRESHOLD else SHAPE_SLOPE
     TOTAL: tl.constexpr = dtau is not None
+    AMOUNT: tl.constexpr = dfactor is not None
     DISTANCE: tl.constexpr = dalibi is not None
-    # dgain is q·Σ dS k, but a wide q does not fit in registers after the loop.
-    PRODUCTS: tl.constexpr = dgain is not None and BLOCK_D > 128 and PART is None
-    # acc: Σ dS k. sums: Σ dS, Σ dS |i − j| and Σ dS q·k.
+    # dgain is q·Σ dS k, but a wide q does not fit in registers after the loop, and with a softcap
+    # the sum over keys contains its slope.
+    WIDE: tl.constexpr = BLOCK_D > 128 and PART is None
+    PRODUCTS: tl.constexpr = dgain is not None and (WIDE or inner is not None)
+    # acc: Σ dS k. sums: Σ dS, Σ dS |i − j|, Σ dS q·k or Σ dS tanh, Σ φ dP,
+    # and Σ ∂φ/∂shape (dP/Z − δ/Z).
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     nothing = tl.zeros([BLOCK_M], tl.float32)
-    sums = (nothing, nothing, nothing)
+    sums = (nothing, nothing, nothing, nothing, nothing)
     if SPLIT and blocks is None:
         acc, sums = _sum_over_keys(
             acc, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
             mean, lse_i, dlse_i, dlse, where, None,
-            ACT, UNIT, VANISHES, TOTAL, DISTANCE, PRODUCTS, D, DV, BLOCK_N, PART, False, PRECISION,
+            ACT, SHAPE, UNIT, VANISHES, TOTAL, DISTANCE, PRODUCTS, AMOUNT, NORMALIZER,
+            D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     acc, sums = _sum_over_keys(
         acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
         mean, lse_i, dlse_i, dlse, where, blocks,
-        ACT, UNIT, VANISHES, TOTAL, DISTANCE, PRODUCTS, D, DV, BLOCK_N, PART, True, PRECISION,
+        ACT, SHAPE, UNIT, VANISHES, TOTAL, DISTANCE, PRODUCTS, AMOUNT, NORMALIZER,
+        D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
-    total, dist, products = sums
-    acc *= scale
+    total, dist, products, amount, change = sums
+    acc *= scale if inner is None else scale * inner
     if dgain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
         # gain is 0, for example log 1.
@@ -154,6 +173,10 @@ def flash_dq(
         acc *= tl.load(gain + at + i, mask=i < queries, other=0.0)
     if dtau is not None:
         tl.store(dtau + at + index, -total, mask=index < queries)
+    if dfactor is not None:
+        tl.store(dfactor + at + index, amount, mask=index < queries)
+    if SHAPE is not None:
+        tl.store(dshape + at + index, change, mask=index < queries)
     if dalibi is not None:
         tl.store(dalibi + at + index, -dist, mask=index < queries)
     store_tile(dq, index, dq_n * ALIGN, queries, d, D, acc)
@@ -221,6 +244,7 @@ def _threshold_mean(
         v_tile = load_block(v, first, local, dv, DV, True)
         k_side, v_side = (k_tile, k, first, local), (v_tile, v, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
+        product = capped(product, where[6][3], PRECISION)
         s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, True, True)
         slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)[1]
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
@@ -238,15 +262,19 @@ def _threshold_mean(
 def _sum_over_keys(
     acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
     mean, lse_i, dlse_i, dlse, where, blocks,
-    ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, TOTAL: tl.constexpr,
-    DISTANCE: tl.constexpr, PRODUCTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, SHAPE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    TOTAL: tl.constexpr, DISTANCE: tl.constexpr, PRODUCTS: tl.constexpr, AMOUNT: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks of keys [low, high) to Σ dS k, and to Σ dS, Σ dS |i − j| and Σ dS q·k."""
+    """Add the blocks of keys [low, high) to Σ dS k and to ``sums``, of those that are wanted."""
     k, v, d, dv = tiles_kv
-    total, dist, products = sums
+    total, dist, products, amount, change = sums
     local = tl.arange(0, BLOCK_N)
-    HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
+    HIDES: tl.constexpr = (
+        EDGE or where[0] is not None or where[4] is not None or where[6][0] is not None
+    )
     for n in range(low, high):
         block = n
         if blocks is not None:
@@ -257,10 +285,22 @@ def _sum_over_keys(
         v_tile = load_block(v, first, local, dv, DV, EDGE)  # [BN, DV]
         k_side, v_side = (k_tile, k, first, local), (v_tile, v, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
+        product = capped(product, where[6][3], PRECISION)
         s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)
-        slope = activate(ACT, s - vectors[1], vectors[2], seen, HIDES and not VANISHES)[1]
+        MASKED: tl.constexpr = HIDES and not VANISHES
+        if NORMALIZER:
+            phi, slope, _mu, other = activate_both(ACT, s - vectors[1], vectors[2], seen, MASKED)
+        else:
+            phi, slope = activate(ACT, s - vectors[1], vectors[2], seen, MASKED)
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
-        ds = slope * (dp * per_z_i - mean)
+        if AMOUNT:
+            amount += tl.sum(phi * dp, 1)
+        if SHAPE is not None:
+            shape_slope = SHAPE(s - vectors[1], vectors[2])
+            if HIDES and not VANISHES:
+                shape_slope = tl.where(seen, shape_slope, 0.0)
+            change += tl.sum(shape_slope * (dp * per_z_i - mean), 1)
+        ds = slope * dp * per_z_i - other * mean if NORMALIZER else slope * (dp * per_z_i - mean)
         if dlse is not None:
             # φ(s − τ) cannot be used here: τ includes the sink, lse does not.
             ds += tl.exp2(s - lse_i) * dlse_i
@@ -270,5 +310,7 @@ def _sum_over_keys(
             dist += tl.sum(ds * tl.abs(i + (size[1] - size[0]) - j[None, :]), 1)
         if PRODUCTS:
             products += tl.sum(ds * product, 1)
+        if where[6][3] is not None:
+            ds *= (1.0 - product) * (1.0 + product)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
-    return acc, (total, dist, products)
+    return acc, (total, dist, products, amount, change)

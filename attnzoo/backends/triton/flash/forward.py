@@ -17,6 +17,7 @@ from attnzoo.backends.triton.common.tile import (
     query_tile,
     store_tile,
 )
+from attnzoo.backends.triton.flash.segments import narrowed
 
 # Lengths and strides change from call to call, and must not trigger a recompilation.
 RUNTIME = (
@@ -29,17 +30,19 @@ RUNTIME = (
 def flash_forward(
     # stat, weight_sum and lse are outputs: per-query vectors or None. With SUM, stat is Z. With
     # ONLINE and no weight_sum, stat is log2 Σ 2^s. With ONLINE and weight_sum, stat is the largest
-    # score m and weight_sum is Σ 2^{s−m}. stat and weight_sum include the sink, lse does not. Of a
+    # score m and weight_sum is Σ 2^{s−m}. With SHIFTED, stat is M and weight_sum is Z.
+    # stat and weight_sum include the sink, lse does not. Of a
     # query without keys stat is 0 with ONLINE, weight_sum and Z are 1, and lse is −∞.
     q, k, v, o, stat, weight_sum, lse,
     k_descriptor, v_descriptor,  # for TMA, or both None
-    gain, tau, shape, sink, alibi,  # per-query vectors or None
-    mask, q_segments, k_segments,
+    gain, tau, shape, sink, alibi, key_bias, base, factor,  # vectors or None
+    mask, q_segments, k_segments, ranges,  # ranges: see `segments`
     blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right,
+    scale, inner, eps, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr, LATE: tl.constexpr,
+    NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     PART: tl.constexpr, MAP_M: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr,
@@ -61,40 +64,47 @@ def flash_forward(
         k_segments += b * keys
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     # The vectors are [BM, 1] each.
-    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, queries, UNIT, UNIT)
+    vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, hk)
     v_matrix = (v, v_n * ALIGN, keys, v_descriptor, b, hk)
     tiles_kv = (k_matrix, v_matrix, d, dv)
-    factor = None  # scores are computed before the maximum
+    late = None  # scores are computed before the maximum
     if LATE is not None:
-        q_tile, factor = factor_out(q_tile, vectors, LATE)
+        q_tile, late = factor_out(q_tile, vectors, LATE)
         q_side = (q_tile, q_side[1], start, q_side[3])
 
-    # m is the running maximum of the scores (ONLINE), or of 1 and φ (PEAKED).
-    m = tl.full([BLOCK_M], float("-inf") if ONLINE else 1.0, tl.float32)
+    # m is the running maximum of the scores (ONLINE), of 0 and the scores (SHIFTED), or of 1 and φ
+    # (PEAKED).
+    least: tl.constexpr = float("-inf") if ONLINE else 0.0 if SHIFTED else 1.0
+    m = tl.full([BLOCK_M], least, tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
+    low, high = narrowed(low, high, ranges, tile_row, BLOCK_N)
     if blocks is not None:
         map_row = (b * heads + h) * tl.cdiv(queries, MAP_M) + start // MAP_M
         blocks += map_row * tl.cdiv(keys, BLOCK_N)
         low, high = 0, tl.load(counts + map_row)
     if SPLIT and blocks is None:
         acc, m, z = walk(
-            acc, m, z, low, full, q_side, factor, i, tiles_kv, size, vectors, segment, where, None,
-            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, False, PRECISION,
+            acc, m, z, low, full, q_side, late, i, tiles_kv, size, vectors, segment, where, None,
+            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+            D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     acc, m, z = walk(
-        acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
-        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, D, DV, BLOCK_N, PART, True, PRECISION,
+        acc, m, z, low, high, q_side, late, i, tiles_kv, size, vectors, segment, where, blocks,
+        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+        D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
 
     acc = finish(
-        acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau,
-        ACT, UNIT, ONLINE, SUM, PEAKED,
+        acc, m, z, at, index, queries, vectors, stat, weight_sum, lse, sink, tau, factor,
+        eps, ACT, UNIT, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
     )  # fmt: skip
     store_tile(o, index, o_n * ALIGN, queries, dv, DV, acc)

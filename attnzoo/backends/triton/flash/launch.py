@@ -12,8 +12,10 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.configurations import Config, map_tile, pick
 from attnzoo.backends.triton.common.kernel_operands import (
+    Extras,
     Form,
     Maps,
+    is_peaked,
     like,
     new_vector,
     stands_apart,
@@ -30,6 +32,7 @@ from attnzoo.backends.triton.common.launch import (
     descriptors,
     fits_tma,
     mask_align,
+    outer_scale,
     padded,
     stride_align,
     strides,
@@ -38,6 +41,7 @@ from attnzoo.backends.triton.common.launch import (
 from attnzoo.backends.triton.flash.backward_kv import flash_dkdv, list_queries
 from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.forward import flash_forward
+from attnzoo.backends.triton.flash.segments import segment_ranges
 from attnzoo.backends.triton.flash.statistics import row_stats
 from attnzoo.backends.triton.flash.threshold import threshold
 from attnzoo.core.forms import Statistics
@@ -48,7 +52,7 @@ class Features(NamedTuple):
 
     tile: the tile of the block map, if there is one. heavy: the activation needs many registers.
     rare: the call has a feature of "several" that its layout does not show. narrow: a dense mask
-    allows no wide loads.
+    allows no wide loads. key_bias: the call's key bias.
     """
 
     align: int
@@ -56,14 +60,19 @@ class Features(NamedTuple):
     heavy: bool = False
     rare: bool = False
     narrow: bool = False
+    key_bias: Tensor | None = None
 
 
 def _config(
     kernel: str, arch: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features
 ) -> Config:
     """Return the configuration for the features of a call; see `configurations`."""
-    align, tile, heavy, rare, narrow = features
-    extras, dims, bits = count_extras(layout), (q.shape[3], v.shape[3]), 8 * q.element_size()
+    align, tile, heavy, rare, narrow, key_bias = features
+    extras, dims, bits = (
+        count_extras(layout, key_bias),
+        (q.shape[3], v.shape[3]),
+        8 * q.element_size(),
+    )
     mapped = tile is not None
     several = rare or dense_mask(layout) or extras > 1
     narrow |= mapped and tile != map_tile(max(dims), bits, False)
@@ -100,14 +109,15 @@ def _common(q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
 
 
 def _new_tile(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None
-) -> tuple[int, int]:
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None,
+    key_bias: Tensor | None,
+) -> tuple[int, int]:  # fmt: skip
     """The tile of a block map that is to be made.
 
     It does not depend on addresses, because a fake tensor has none.
     """
     dim, bits, mask = max(q.shape[3], v.shape[3]), 8 * q.element_size(), layout.mask
-    small, several = stride_align(q, k, v) == 1, count_extras(layout) > 1
+    small, several = stride_align(q, k, v) == 1, count_extras(layout, key_bias) > 1
     if bits == 32 or shape is not None:
         small |= dense_mask(layout) or several
     elif mask is not None and dense_mask(layout):
@@ -145,94 +155,134 @@ def _programs(x: Tensor, block: int) -> int:
     return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
 
 
-def _late(q: Tensor, layout: Layout, gain: Tensor | None, arch: int) -> str | None:
+def _ranges(
+    layout: Layout, block: int, arch: int, of_keys: bool = False
+) -> tuple[Tensor | None, list[Launch]]:
+    """Return the ranges of `segments` for tiles of ``block`` queries or keys, and their launch.
+
+    Without segments: None and no launch.
+    """
+    own, other = layout.q_segments, layout.k_segments
+    if own is None or other is None:
+        return None, []
+    own, other = (other, own) if of_keys else (own, other)
+    batch, count = own.shape
+    tiles = triton.cdiv(count, block)
+    ranges = own.new_empty(batch, tiles, 2, dtype=torch.int32)
+    args = {
+        "own": own, "other": other, "ranges": ranges, "own_count": count,
+        "other_count": other.shape[1], "BLOCK": block, "CHUNK": 128 if arch == 0 else 1024,
+    }  # fmt: skip
+    return ranges, [Launch(segment_ranges, batch * tiles, args, Config(1, 1, 4, 1))]
+
+
+def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: int) -> str | None:
     """How a softmax applies the factor of q kᵀ after the maximum; None: before. See `factor_out`.
 
     Possible only if scores are multiples of the products. A wide q in fp32 is read in parts from
     memory, where its sign cannot be changed, and a changed q costs many registers.
     """
     added = layout.mask is not None and layout.mask.is_floating_point()
-    if added or layout.alibi is not None:
+    if added or not (layout.alibi is extras.key_bias is extras.base is None):
         return None
-    if gain is None and layout.scale >= 0:
+    if gain is None and outer_scale(layout) >= 0:
         return "keep"
     widest = 64 if arch // 10 == 10 else 128
     return "flip" if q.element_size() == 2 and q.shape[3] <= widest else None
 
 
 def describe_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, maps: Maps,
-    want_lse: bool, arch: int,
-) -> tuple[Launch, tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
-    """Return the launch and its results: out, stat (see `flash_forward`) and lse."""
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
+    maps: Maps, want_lse: bool, arch: int,
+) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
+    """Return the launches and their results: out, stat (see `flash_forward`) and lse."""
     out = like(q, v.shape[3])
-    two_vectors = stands_apart(form.normalize, layout.mask)
+    two_vectors = stands_apart(form, layout.mask)
     stat = None if form.normalize == "none" else new_vector(q, two_vectors)
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
-    peaked = form.normalize == "sum" and v.dtype == torch.float16
+    peaked = is_peaked(form, extras, v)
     tile = _tile(maps, q, k, v)
     heavy, narrow = vectors.shape is not None, _narrow(layout)
-    features = Features(align, tile, heavy, rare=peaked, narrow=narrow)
+    features = Features(align, tile, heavy, rare=peaked, narrow=narrow, key_bias=extras.key_bias)
     config = _config("forward", arch, q, k, v, layout, features)
     online = form.normalize == "online"
-    late = _late(q, layout, vectors.gain, arch) if online else None
+    late = _late(q, layout, vectors.gain, extras, arch) if online else None
+    ranges, before = (None, []) if tile else _ranges(layout, config.block_m, arch)
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
-        **blocks_of(config), **arguments(vectors), "q": q, "k": k, "v": v, "o": out,
+        **blocks_of(config), **arguments(vectors, extras), "q": q, "k": k, "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
         "stat": stat[0] if two_vectors and stat is not None else stat,
+        "ranges": ranges,
         "weight_sum": stat[1] if two_vectors and stat is not None else None, "lse": lse,
         "blocks": maps.blocks, "counts": maps.counts,
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "ONLINE": online, "SUM": form.normalize in ("sum", "threshold"),
-        "PEAKED": peaked, "LATE": late,
+        "PEAKED": peaked, "LATE": late, "NORMALIZER": form.normalizer, "SHIFTED": form.shifted,
+        "eps": form.eps or None,
         "SPLIT": config.split, "MAP_M": 0 if tile is None else tile[0], "ALIGN": align,
     }  # fmt: skip
     launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
-    return launch, (out, stat, lse)
+    return [*before, launch], (out, stat, lse)
 
 
 def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     stat: Tensor | None, lse: Tensor | None, layout: Layout, form: Form, vectors: Vectors,
-    maps: Maps, wanted: Collection[str], arch: int,
+    extras: Extras, maps: Maps, wanted: Collection[str], arch: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
     """Return the launches, and the gradients of q, k, v and the wanted vectors by name."""
     grads = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
     grads |= {name: new_vector(q) for name in wanted if name not in grads}
-    online, tau, z = form.normalize == "online", vectors.offset, stat
+    if "key_bias" in wanted:
+        b, h, n = q.shape[0], q.shape[1], k.shape[2]
+        grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
+    online, tau, z, shape = form.normalize == "online", vectors.offset, stat, vectors.shape
     if online and stat is not None:
-        two_vectors = stands_apart(form.normalize, layout.mask)
+        two_vectors = stands_apart(form, layout.mask)
         tau, z = stat if two_vectors else (stat, None)
+    if form.shifted and stat is not None:
+        shape, z = stat
     shared = {
         **_common(q, k, layout), **values(v),
-        "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": vectors.shape,
+        "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": shape,
         "tau": tau, "per_z": None if z is None else new_vector(q),
+        "key_bias": extras.key_bias, "base": extras.base,
         "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
+        "NORMALIZER": form.normalizer,
         "TAU_UNIT": 1.0 if online else form.unit,  # the saved stat is already multiplied by unit
     }  # fmt: skip
     align = align_of(q, k, v, out, do, grads["q"], grads["k"], grads["v"])
-    heavy = vectors.shape is not None or (form.normalize == "sum" and v.dtype == torch.float16)
+    peaked = form.normalize == "sum" and v.dtype == torch.float16
+    heavy = vectors.shape is not None or peaked or form.normalizer or extras.factor is not None
     tile = _tile(maps, q, k, v)
     map_args = dict(zip(("MAP_M", "MAP_N"), tile or (0, 0)))
-    features = Features(align, tile, heavy, rare=dlse is not None, narrow=_narrow(layout))
+    terms = extras.key_bias is not None or layout.softcap is not None
+    learned_power = "shape" in grads and form.normalize != "threshold"
+    rare = dlse is not None or (tile is not None and terms)
+    narrow = learned_power or _narrow(layout)
+    features = Features(align, tile, heavy, rare, narrow, extras.key_bias)
     config = _config("dq", arch, q, k, v, layout, features)
+    ranges, before = (None, []) if tile else _ranges(layout, config.block_m, arch)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": map_args["MAP_M"],
         **descriptors(config, arch, config.block_n, k=k, v=v),
         **strides(align, q=q, k=k, v=v, o=out, do=do, dq=grads["q"]), "o": out, "dq": grads["q"],
-        "z": z, "dgain": grads.get("gain"), "dtau": grads.get("offset"), "dsink": grads.get("sink"),
-        "dshape": grads.get("shape"), "dalibi": grads.get("alibi"), "sink": vectors.sink,
+        "z": z, "dgain": grads.get("gain"), "dtau": grads.get("offset", grads.get("base")),
+        "dsink": grads.get("sink"), "dfactor": grads.get("factor"), "factor": extras.factor,
+        "PLAIN_DELTA": "key_bias" in grads, "dshape": grads.get("shape"),
+        "dalibi": grads.get("alibi"), "sink": vectors.sink,
         "SHAPE_SLOPE": form.shape_act if "shape" in grads else None,
         "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
-        "blocks": maps.blocks, "counts": maps.counts,
+        "blocks": maps.blocks, "counts": maps.counts, "ranges": ranges,
     }  # fmt: skip
-    launches = [Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
+    launches = [*before, Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
     config = _config("dkdv", arch, q, k, v, layout, features)
+    ranges, before = (None, []) if tile else _ranges(layout, config.block_n, arch, of_keys=True)
     columns, listing = _describe_columns(maps, {**shared, **map_args, "SPLIT": config.split})
     dkdv_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
@@ -240,9 +290,13 @@ def describe_backward(
         **descriptors(config, arch, config.block_m, q=q, do=do),
         **strides(align, q=q, k=k, v=v, do=do, dk=grads["k"], dv=grads["v"]),
         "dk": grads["k"], "dv": grads["v"], "blocks": columns.blocks, "counts": columns.counts,
-        **map_args,
+        **map_args, "dkey_bias": grads.get("key_bias"), "ranges": ranges,
     }  # fmt: skip
-    launches += [*listing, Launch(flash_dkdv, _programs(k, config.block_n), dkdv_args, config)]
+    if extras.factor is not None:
+        dkdv_args["per_z"] = extras.factor
+    zeroed = ("dkey_bias",) if "key_bias" in grads else ()
+    programs = _programs(k, config.block_n)
+    launches += [*before, *listing, Launch(flash_dkdv, programs, dkdv_args, config, zeroed)]
     return launches, grads
 
 
@@ -266,47 +320,58 @@ def _describe_columns(maps: Maps, given: dict[str, Any]) -> tuple[Maps, list[Lau
     return Maps(blocks, counts), [launch]
 
 
-def describe_stats(q: Tensor, k: Tensor, layout: Layout, arch: int) -> tuple[Launch, Statistics]:
+def describe_stats(
+    q: Tensor, k: Tensor, layout: Layout, arch: int
+) -> tuple[list[Launch], Statistics]:
     align = align_of(q, k)
     config = _config("stats", arch, q, k, q, layout, Features(align, narrow=_narrow(layout)))
     lse, entropy = new_vector(q), new_vector(q)
+    ranges, before = _ranges(layout, config.block_m, arch)
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
         **descriptors(config, arch, config.block_n, k=k), "q": q, "k": k, "lse": lse,
-        "entropy": entropy, "LATE": _late(q, layout, None, arch), "SPLIT": config.split,
-        "ALIGN": align,
+        "entropy": entropy, "LATE": _late(q, layout, None, Extras(), arch), "SPLIT": config.split,
+        "ALIGN": align, "ranges": ranges,
     }  # fmt: skip
     launch = Launch(row_stats, _programs(q, config.block_m), args, config)
-    return launch, Statistics(lse, entropy)
+    return [*before, launch], Statistics(lse, entropy)
 
 
 def empty_maps(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None,
+    key_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return new, uninitialized tensors for the fields of `Maps`."""
-    heads, tiles = q.shape[0] * q.shape[1], _tiles(_new_tile(q, k, v, layout, shape), q, k)
+    heads, tiles = (
+        q.shape[0] * q.shape[1],
+        _tiles(_new_tile(q, k, v, layout, shape, key_bias), q, k),
+    )
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
     counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
     return blocks, counts, q.new_empty(heads, *tiles, dtype=torch.uint8)
 
 
 def describe_threshold(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
     alpha: float | None, arch: int,
-) -> tuple[Launch, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return the launch, τ and the block map. Only gain and shape of ``vectors`` are read."""
+) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Return the launches, τ and the block map. Only gain and shape of ``vectors`` are read."""
     align = align_of(q, k)
-    tile = _new_tile(q, k, v, layout, vectors.shape)
-    config = _config("threshold", arch, q, k, v, layout, Features(stride_align(q, k), tile))
-    tau, (blocks, counts, live) = new_vector(q), empty_maps(q, k, v, layout, vectors.shape)
+    tile = _new_tile(q, k, v, layout, vectors.shape, extras.key_bias)
+    features = Features(stride_align(q, k), tile, key_bias=extras.key_bias)
+    config = _config("threshold", arch, q, k, v, layout, features)
+    maps = empty_maps(q, k, v, layout, vectors.shape, extras.key_bias)
+    tau, (blocks, counts, live) = new_vector(q), maps
+    ranges, before = _ranges(layout, config.block_m, arch)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == tile
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
         "tau": tau, "blocks": blocks, "counts": counts, "live": live,
-        "gain": vectors.gain, "shape": vectors.shape, "ACT": form.act, "ALPHA": alpha,
-        "SPLIT": config.split, "FLIPS": vectors.gain is not None or layout.scale < 0.0,
-        "ALIGN": align,
+        "gain": vectors.gain, "shape": vectors.shape, "key_bias": extras.key_bias,
+        "base": extras.base, "ACT": form.act, "ALPHA": alpha,
+        "SPLIT": config.split, "FLIPS": vectors.gain is not None or outer_scale(layout) < 0.0,
+        "ALIGN": align, "ranges": ranges,
     }  # fmt: skip
     launch = Launch(threshold, _programs(q, config.block_m), args, config, zeroed=("live",))
-    return launch, (tau, blocks, counts, live)
+    return [*before, launch], (tau, blocks, counts, live)

@@ -13,6 +13,7 @@ from torch import Tensor
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Vectors
 from attnzoo.backends.triton.common.kernel_operands import (
+    Extras,
     Form,
     Maps,
     like,
@@ -59,18 +60,20 @@ class Threshold(NamedTuple):
 
 @operator
 def flash_threshold(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, layout: Layout, form: Form,
-    alpha: float | None,
+    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout,
+    form: Form, alpha: float | None,
 ) -> Threshold:  # fmt: skip
     """Solve for τ and make the block map, whose tile size depends on v's head dimension."""
     common, prepared, flash = _modules()
-    operands = q, k, v, layout, form, vectors, alpha, common.architecture(q.device)
+    operands = q, k, v, layout, form, vectors, extras, alpha, common.architecture(q.device)
     return Threshold(*prepared.launch(flash.describe_threshold, *operands))
 
 
 @flash_threshold.fake
-def _(*, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, layout: Layout) -> Threshold:
-    maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape)
+def _(
+    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout
+) -> Threshold:
+    maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape, extras.key_bias)
     return Threshold(new_vector(q), *maps)
 
 
@@ -84,29 +87,30 @@ class Attended(NamedTuple):
 
 @operator
 def flash_forward(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, maps: Maps, layout: Layout, form: Form,
-    want_lse: bool,
+    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, maps: Maps,
+    layout: Layout, form: Form, want_lse: bool,
 ) -> Attended:  # fmt: skip
     common, prepared, flash = _modules()
-    operands = q, k, v, layout, form, vectors, maps, want_lse, common.architecture(q.device)
+    arch = common.architecture(q.device)
+    operands = q, k, v, layout, form, vectors, extras, maps, want_lse, arch
     return Attended(*prepared.launch(flash.describe_forward, *operands))
 
 
 @flash_forward.fake
 def _(*, q: Tensor, v: Tensor, layout: Layout, form: Form, want_lse: bool) -> Attended:
-    two_vectors = stands_apart(form.normalize, layout.mask)
+    two_vectors = stands_apart(form, layout.mask)
     stat = None if form.normalize == "none" else new_vector(q, two_vectors)
     return Attended(like(q, v.shape[3]), stat, new_vector(q) if want_lse else None)
 
 
 @flash_forward.backward(
-    "q", "k", "v", "gain", "offset", "shape", "sink", "alibi",
+    "q", "k", "v", "gain", "offset", "shape", "sink", "alibi", "key_bias", "base", "factor",
     like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
 )  # fmt: skip
 def flash_backward(
-    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, maps: Maps, layout: Layout, form: Form,
-    out: Tensor, stat: Tensor | None, lse: Tensor | None, dout: Tensor, dlse: Tensor | None,
-    wanted: list[str],
+    *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, maps: Maps,
+    layout: Layout, form: Form, out: Tensor, stat: Tensor | None, lse: Tensor | None,
+    dout: Tensor, dlse: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     common, prepared, flash = _modules()
     # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
@@ -115,7 +119,10 @@ def flash_backward(
         # For a query without keys lse is the constant −∞, so its dlse has no effect. The kernels
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
-    return prepared.launch(
-        flash.describe_backward, dout, dlse, q, k, v, out, stat, lse, layout, form, vectors, maps,
-        wanted, common.architecture(q.device),
+    found = prepared.launch(
+        flash.describe_backward, dout, dlse, q, k, v, out, stat, lse, layout, form, vectors,
+        extras, maps, wanted, common.architecture(q.device),
     )  # fmt: skip
+    if "key_bias" in wanted:
+        found["key_bias"] = found["key_bias"].sum(0)
+    return found

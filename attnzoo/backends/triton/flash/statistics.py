@@ -13,6 +13,7 @@ import triton.language as tl
 from attnzoo.backends.triton.common.activations import LN2
 from attnzoo.backends.triton.common.fold import factor_out, factored
 from attnzoo.backends.triton.common.tile import (
+    capped,
     key_blocks,
     load_block,
     load_segments,
@@ -23,6 +24,7 @@ from attnzoo.backends.triton.common.tile import (
     scores,
     times,
 )
+from attnzoo.backends.triton.flash.segments import narrowed
 
 RUNTIME = (
     "q_b q_h q_n k_b k_h k_n mask_b mask_h mask_m mask_n heads group queries keys left right"
@@ -31,9 +33,9 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def row_stats(
-    q, k, k_descriptor, lse, entropy, alibi, mask, q_segments, k_segments,
+    q, k, k_descriptor, lse, entropy, alibi, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right,
+    scale, inner, heads, group, queries, keys, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, LATE: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -51,9 +53,9 @@ def row_stats(
     if k_segments is not None:
         k_segments += b * keys
     d = tl.arange(0, BLOCK_D)
-    vectors = load_vectors(i, at, scale, None, None, None, alibi, queries, UNIT, UNIT)
+    vectors = load_vectors(i, at, scale, None, None, None, alibi, None, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, (None, 0, None, inner))
     size = (queries, keys, left, right)
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, h // group)
     factor = None
@@ -63,6 +65,8 @@ def row_stats(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z, t = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
+    low, high = narrowed(low, high, ranges, tile_row, BLOCK_N)
     if SPLIT:
         m, z, t = _add_keys(
             m, z, t, low, full, q_side, factor, i, k_matrix, d, size, vectors, segment, where,
@@ -90,6 +94,7 @@ def _add_keys(
         k_tile = load_block(k_matrix, first, local, d, D, EDGE)  # [BN, D]
         k_side = (k_tile, k_matrix, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
+        product = capped(product, where[6][3], PRECISION)
         if factor is None:
             s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)[0]
             scaled = tl.full(m.shape, 1.0, tl.float32)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from attnzoo.backends.triton.common.tile import (
     INTERPRETED,
+    capped,
     key_blocks,
     load_block,
     load_segments,
@@ -28,6 +29,7 @@ from attnzoo.backends.triton.common.tile import (
     scores,
     times,
 )
+from attnzoo.backends.triton.flash.segments import narrowed
 
 # A step is the last one of a query if |Z − 1| ≤ RESIDUAL before the step. Convergence is quadratic,
 # so every weight is then accurate to 1e-6. With many equal scores, rounding τ alone can change Z by
@@ -46,9 +48,9 @@ RUNTIME = (
 def threshold(
     q, k, tau, blocks, counts,  # blocks: int32 [B·H, tiles of queries, tiles of keys]
     live,  # uint8, shaped as blocks, initially 0: 1 where a tile has nonzero weights
-    gain, shape, alibi, mask, q_segments, k_segments,
+    gain, shape, alibi, key_bias, base, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
-    scale, heads, group, queries, keys, left, right,
+    scale, inner, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the vector shape holds α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, FLIPS: tl.constexpr,  # FLIPS: factors may be negative
@@ -69,9 +71,10 @@ def threshold(
     blocks += map_row * tl.cdiv(keys, BLOCK_N)
     live += map_row * tl.cdiv(keys, BLOCK_N)
     k_matrix = (k, k_n * ALIGN, keys, None, b, h // group)
-    vectors = load_vectors(i, at, scale, gain, None, shape, alibi, queries, 1.0, 1.0)
+    vectors = load_vectors(i, at, scale, gain, None, shape, alibi, base, queries, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi)
+    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     if ALPHA is None:
         a = tl.load(shape + at + index, mask=index < queries, other=1.5) - 1.0  # α − 1
@@ -81,9 +84,9 @@ def threshold(
     # Loops use r = score / late, with late > 0: queries with a negative factor flip q's sign. The
     # factor is then applied to r − m, which is exactly 0 for each of several equal maxima. If the
     # factor came first, the compiler could fuse it with the subtraction, which then would not give
-    # 0 for large scores. Where ALiBi or a mask is added to the products, r is the score.
+    # 0 for large scores. Where something is added to the products, r is the score.
     late = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    if mask is None and alibi is None:
+    if mask is None and alibi is None and key_bias is None and base is None:
         sign = late
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
         late = tl.maximum(tl.abs(vectors[0]), 1e-37, propagate_nan=tl.PropagateNan.ALL)
@@ -93,10 +96,12 @@ def threshold(
                 q_tile = (q_side[0].to(tl.float32) * sign).to(q.dtype.element_ty)
                 q_side = (q_tile, q_side[1], q_side[2], q_side[3])
                 sign = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-        vectors = (sign, vectors[1], vectors[2], vectors[3])
+        vectors = (sign, vectors[1], vectors[2], vectors[3], vectors[4])
     tiles = (q_side, i, k_matrix, vectors, segment, where, size)
 
     low, full, high = key_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
+    tile_row = b * tl.cdiv(queries, BLOCK_M) + start // BLOCK_M
+    low, high = narrowed(low, high, ranges, tile_row, BLOCK_N)
     if not SPLIT:
         full = low
     # Find the maximum m of r. List the blocks that can have nonzero weights, given the running
@@ -207,8 +212,11 @@ def block_scores(
     local, first = tl.arange(0, BLOCK_N), tl.full([], BLOCK_N, tl.int32) * block
     k_tile = load_block(k, first, local, tl.arange(0, q_side[0].shape[1]), D, EDGE)  # [BN, D]
     product = times(q_side, (k_tile, k, first, local), D, PART, PRECISION)
+    product = capped(product, where[6][3], PRECISION)
     j = (first + local)[None, :]
-    HIDES: tl.constexpr = EDGE or where[0] is not None or where[4] is not None
+    HIDES: tl.constexpr = (
+        EDGE or where[0] is not None or where[4] is not None or where[6][0] is not None
+    )
     return scores(product, i, j, vectors, segment, where, size, 1.0, EDGE, HIDES)[0]
 
 

@@ -1,0 +1,49 @@
+"""The range of keys that share a segment with a tile of queries, and the reverse.
+
+Without it, packed sequences would cost N² instead of Σ n_i². The range of a tile reaches from the
+first to the last entry of the other side whose segment lies between the smallest and the largest
+segment of the tile. If segments are sorted, it holds little more than the tile's own segments. If
+they are not, it may hold all entries. Masks in the kernels decide in both cases.
+
+The ranges are computed on the device, so no call waits for them.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["own_count", "other_count"])
+def segment_ranges(
+    own, other, ranges, own_count, other_count, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Write (first, last + 1) for each tile of BLOCK entries of ``own``.
+
+    ``own`` and ``other`` are int64 [B, own_count] and [B, other_count], ``ranges`` is int32
+    [B, tiles, 2]. Grid: one program per (batch, tile). The range of a tile that shares no segment
+    is empty: (other_count, 0).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(own_count, BLOCK)
+    b, start = row // tiles, row % tiles * BLOCK
+    i = tl.minimum(start + tl.arange(0, BLOCK), own_count - 1)
+    ids = tl.load(own + b * own_count + i)
+    lowest, highest = tl.min(ids, 0), tl.max(ids, 0)
+    first, last = tl.zeros([], tl.int32) + other_count, tl.zeros([], tl.int32)
+    for begin in range(0, other_count, CHUNK):
+        j = begin + tl.arange(0, CHUNK)
+        found = tl.load(other + b * other_count + j, mask=j < other_count, other=0)
+        inside = (found >= lowest) & (found <= highest) & (j < other_count)
+        first = tl.minimum(first, tl.min(tl.where(inside, j, other_count), 0))
+        last = tl.maximum(last, tl.max(tl.where(inside, j + 1, 0), 0))
+    tl.store(ranges + 2 * row, first)
+    tl.store(ranges + 2 * row + 1, last)
+
+
+@triton.jit
+def narrowed(low, high, ranges, row, BLOCK: tl.constexpr):
+    """The part of the blocks [low, high) that holds the range of a tile, see `segment_ranges`."""
+    if ranges is not None:
+        low = tl.maximum(low, tl.load(ranges + 2 * row) // BLOCK)
+        high = tl.minimum(high, tl.cdiv(tl.load(ranges + 2 * row + 1), BLOCK))
+        low = tl.minimum(low, high)
+    return low, high

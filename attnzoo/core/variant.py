@@ -1,0 +1,167 @@
+"""A variant: its definition, its parameters and what other code must know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from attnzoo.core.forms import Form
+
+if TYPE_CHECKING:
+    from attnzoo.core.call import Call
+
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How a module that sees the hidden states makes a parameter: value(x·Wᵀ + b), per head.
+
+    Attributes:
+        value: ``value(projected)``, elementwise, for ``projected`` of shape (B, H, N).
+        bias: Initial value of b.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> attnzoo.Projection(torch.nn.functional.logsigmoid, bias=5.0).bias
+        5.0
+    """
+
+    value: Callable[[Tensor], Tensor]
+    bias: float = 0.0
+
+
+@dataclass(frozen=True)
+class Param:
+    """One keyword parameter of a variant.
+
+    Attributes:
+        name: Its name as a keyword of `attention`.
+        default: The value if none is given; `REQUIRED` if one must be given. None is only
+            accepted as a value if it is the default.
+        kind: "per_head": a float, or a tensor () or (H,) that may get a gradient. "tensor": a
+            tensor (H, …), such as a feature map of a linear form; see ``size``. "int", "float",
+            "bool": a setting without a gradient.
+        doc: What it means and which shapes it may have, for error messages and documentation.
+        init: Initial value in `attnzoo.nn.Attention`, which then learns the parameter by default.
+            None: it is learned only on request. Only for kind "per_head".
+        per_token: Whether a tensor (B, H, Nq) is accepted too. Only for kind "per_head".
+        per_key: Whether a tensor (B, H, Nk) is accepted too. Only for kind "per_head", and not with
+            ``per_token``.
+        size: ``size(D)`` -> the dimensions after the first of a tensor (H, …), for head dimension
+            D. Required by kind "tensor", and only for it.
+        projection: How modules that see the hidden states make the parameter; None: they do not.
+            Only with ``per_key`` or ``per_token``.
+        host_sink: Whether the parameter takes the sink logits that a host model has learned. Only
+            for kind "per_head".
+        check: ``check(value) -> bool`` for a number, elementwise for a tensor; None accepts all
+            finite values.
+        allowed: What ``check`` accepts, in words that follow "must be".
+        between: Open interval (low, high) in which a learned value is kept. Only for kind
+            "per_head".
+
+    Example:
+        >>> import attnzoo
+        >>> attnzoo.Param("power", 1.0, doc="exponent; a number, or one per head (H,)",
+        ...               check=lambda x: x > 0, allowed="above 0").kind
+        'per_head'
+    """
+
+    name: str
+    default: Any = REQUIRED
+    kind: Literal["per_head", "tensor", "int", "float", "bool"] = "per_head"
+    doc: str = ""
+    init: float | None = None
+    per_token: bool = False
+    check: Callable[[Any], Any] | None = None
+    allowed: str = "finite"
+    between: tuple[float, float] | None = None
+    per_key: bool = False
+    size: Callable[[int], tuple[int, ...]] | None = None
+    projection: Projection | None = None
+    host_sink: bool = False
+
+
+def no_forms(call: Call, **params: Any) -> tuple[Form, ...]:
+    return ()
+
+
+def no_restriction(call: Call, **params: Any) -> str | None:
+    return None
+
+
+def no_state(**params: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to turn logits into attention weights; add it with `register_variant`.
+
+    Only the first four fields are required. A definition (``weights``) is enough for masks, GQA,
+    gradients and memory linear in N; forms make the faster backends available.
+
+    Parameters are passed to the functions by name. A parameter of kind "per_head" is a float or a
+    tensor. In ``weights`` and ``scores`` the tensor broadcasts against the scores:
+    (1, H, 1, 1) or (B, H, Nq, 1), or (B, H, 1, Nk) if it is per key. In ``forms`` and
+    ``unsupported`` it broadcasts against vectors such as ``call.log_n``: (1, H, 1) or (B, H, Nq),
+    or (B, H, Nk). A parameter of kind "tensor" keeps its shape (H, …).
+
+    Attributes:
+        name: The name by which `attention` finds it; a Python identifier.
+        formula: The formula of the weights, for tables.
+        paper: Citation, such as "Nakanishi 2025, arXiv:2501.19399".
+        weights: The definition, ``weights(q, k, call, **params) -> (B, H, Nq, Nk)``, in plain
+            PyTorch, 0 for invisible keys, in the dtype of ``call.scores(q, k)``.
+        params: Its parameters.
+        forms: ``forms(call, **params)`` -> a tuple of forms, the preferred one first. Each form
+            must give the same weights as the definition in this call.
+        scores: ``scores(q, k, call, **params) -> (B, H, Nq, Nk)`` if the weights are a softmax of
+            these scores (up to a sink). Visible keys that the variant drops, as topk does, have
+            the score −∞. Required for ``return_lse``.
+        unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
+            the variant, or None.
+        normalized: Whether every row with a visible key sums to 1.
+        positional: Whether weights depend on the distance between query and key.
+        calibrate: ``calibrate(log_n)`` -> parameters with which the mean gain is 1, if ``log_n`` is
+            the mean of log n_i over the rows. Rows with fewer keys get a gain below 1, rows with
+            more keys a gain above 1. The outputs of a trained softmax model therefore still change.
+        identity: Parameters with which the variant equals softmax for any number of keys, so that
+            a model trained with softmax keeps its outputs; None if there are none.
+        example: ``example(length)`` -> parameters suited to at most ``length`` keys. All required
+            parameters must be included. Evals, benchmarks and tests use them unless others are
+            given.
+        inference_only: Whether it is meant for models trained with softmax, not for training.
+        has_state: ``has_state(**params)`` -> whether a linear form exists for these parameters. If
+            so, `linear_attention` supports it, and decoding can use a state of constant size. A
+            tensor that each call passes is None here.
+        use: When to use it, for tables: one or two short sentences, 100 characters at most.
+        output_defaults: Defaults of parameters in an output layer (`attnzoo.losses`), where they
+            differ from those in attention.
+
+    Notes:
+        ``forms``, ``unsupported`` and ``has_state`` must depend on their arguments only, and no
+        function may write into a tensor of the call: results are reused in later calls of the same
+        sizes.
+    """
+
+    name: str
+    formula: str
+    paper: str
+    weights: Callable[..., Tensor]
+    params: tuple[Param, ...] = ()
+    forms: Callable[..., tuple[Form, ...]] = no_forms
+    scores: Callable[..., Tensor] | None = None
+    unsupported: Callable[..., str | None] = no_restriction
+    normalized: bool = True
+    positional: bool = False
+    calibrate: Callable[[float], dict[str, Any]] | None = None
+    identity: dict[str, Any] | None = None
+    example: Callable[[int], dict[str, Any]] | None = None
+    inference_only: bool = False
+    has_state: Callable[..., bool] = no_state
+    use: str = ""
+    output_defaults: dict[str, Any] | None = None

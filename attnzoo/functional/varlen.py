@@ -1,0 +1,245 @@
+"""varlen_attention(): attention within each of several sequences that lie one after the other."""
+
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from attnzoo.backends import BACKENDS
+from attnzoo.backends.selection import candidates, check_backend
+from attnzoo.core.arguments import ARGUMENTS
+from attnzoo.core.call import in_full_precision
+from attnzoo.core.checks import runs_eagerly
+from attnzoo.core.varlen_arguments import check_ends, check_longest, check_tokens, with_batch
+from attnzoo.functional import packed
+from attnzoo.functional.attention import attention
+from attnzoo.functional.packed import Runs, Segment
+from attnzoo.functional.padded import padded_attention, sequences
+from attnzoo.functional.prepare import prepare
+
+
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    variant: str = "softmax",
+    *,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: Literal[False] = False,
+    **params: Tensor | float | None,
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    variant: str = "softmax",
+    *,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: Literal[True],
+    **params: Tensor | float | None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    variant: str = "softmax",
+    *,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: bool,
+    **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    variant: str = "softmax",
+    *,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    return_lse: bool = False,
+    **params: Tensor | float | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several packed sequences: out_i = Σ_j w_ij v_j.
+
+    Sequence s has the queries ``cu_seq_q[s]`` … ``cu_seq_q[s + 1] − 1`` and the keys
+    ``cu_seq_k[s]`` … ``cu_seq_k[s + 1] − 1``. The results are those of `attention` on each
+    sequence: n_i counts its keys, and its positions start anew. The first seven arguments are those
+    of `torch.nn.attention.varlen.varlen_attn`.
+
+    Args:
+        query: Queries (Tq, H, D) of all sequences, in fp16, bf16, fp32 or fp64.
+        key: Keys (Tk, Hkv, D), of the same dtype and on the same device.
+        value: Values (Tk, Hkv, Dv), likewise.
+        cu_seq_q: Int32 or int64 (S + 1,): 0, then the sums of the lengths of the first 1, 2, …, S
+            sequences, so that the last entry is Tq. A length may be 0.
+        cu_seq_k: The same for the keys; the last entry is Tk.
+        max_q: The largest number of queries in a sequence, or more.
+        max_k: The largest number of keys in a sequence, or more.
+        variant: A name from `list_variants`.
+        is_causal: A query sees the keys up to its own position. The last query of a sequence has
+            the position of its last key.
+        window: As for `attention`, from a query's position in its sequence.
+        scale: Factor of q·k. None is D^-½.
+        enable_gqa: Allow H to be a multiple of Hkv.
+        softcap: As for `attention`.
+        alibi: Slopes (H,), as for `attention`.
+        dropout_p: As for `attention`.
+        backend: As for `attention`.
+        return_lse: As for `attention`.
+        **params: Parameters of the variant, as for `attention`; a tensor with one value per query
+            or per key is (H, Tq) or (H, Tk).
+
+    Returns:
+        The output (Tq, H, Dv) in the dtype of ``query``. With ``return_lse`` a pair (output, lse),
+        lse of shape (H, Tq) in fp32 (fp64 for fp64 inputs). A query of a sequence without keys has
+        output 0, lse −inf and gradient 0.
+
+    Raises:
+        ValueError: An argument has a wrong value or shape, or the call is unsupported by the
+            variant or by the named backend.
+        TypeError: An argument has a wrong type or dtype, or a parameter is unknown or missing.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> q, k, v = torch.randn(3, 10, 4, 16).unbind()
+        >>> ends = torch.tensor([0, 3, 10])
+        >>> out = attnzoo.varlen_attention(q, k, v, ends, ends, 7, 7, "ssmax", is_causal=True)
+        >>> out.shape
+        torch.Size([10, 4, 16])
+        >>> first = [x[None, :3].transpose(1, 2) for x in (q, k, v)]
+        >>> alone = attnzoo.attention(*first, "ssmax", is_causal=True)
+        >>> torch.allclose(out[:3], alone[0].transpose(0, 1), atol=1e-6)
+        True
+
+    Notes:
+        On a CPU, sequences of equal lengths run as one batch, and others in one call each. Where
+        the values of ``cu_seq_q`` and ``cu_seq_k`` cannot be read without waiting for a device (on
+        a GPU, and under `torch.compile`), they are not checked. Sequences are then padded to
+        ``max_q`` and ``max_k``, unless ``cu_seq_q`` and ``cu_seq_k`` are the same tensor and the
+        backend reads the bounds of the sequences itself.
+    """
+    check_tokens(query, key, value, enable_gqa)
+    max_q, max_k = check_longest("max_q", max_q), check_longest("max_k", max_k)
+    queries = check_ends("cu_seq_q", cu_seq_q, "query", query, max_q)
+    keys = check_ends("cu_seq_k", cu_seq_k, "key", key, max_k)
+    if len(cu_seq_k) != len(cu_seq_q):
+        raise ValueError(
+            "cu_seq_k must have as many entries as cu_seq_q, one more than there are sequences, "
+            f"got {len(cu_seq_k)} and {len(cu_seq_q)}"
+        )
+    check_backend(backend)
+    for name in ARGUMENTS.intersection(params):
+        raise TypeError(
+            f"varlen_attention does not accept {name}; cu_seq_q and cu_seq_k give the sequences, "
+            "is_causal and window the visible keys"
+        )
+    own, of_queries, of_keys = with_batch(variant, params, query, key)
+    arguments: dict[str, Any] = dict(
+        is_causal=is_causal,
+        window=window,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        softcap=softcap,
+        alibi=alibi,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+    )
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    lengths = None if queries is None or keys is None else (queries, keys)
+    if len(query) == 0 or len(key) == 0 or (lengths and not any(map(min, *lengths))):
+        nothing = {name: own[name][..., :0] for name in of_keys}
+        result = attention(
+            q, k[:, :, :0], v[:, :, :0], variant, backend=backend, **arguments, **own | nothing
+        )
+        out, lse = result if return_lse else (result, None)
+    elif lengths is not None and runs_eagerly():
+        found = [Segment(0, i, i) for i, pair in enumerate(zip(*lengths)) if min(pair) > 0]
+        runs = Runs(*([own] for own in lengths), segments=found, restart=True)
+        ready = prepare(q, k, v, variant, arguments | own)
+        with in_full_precision(query.device):
+            out, lse = packed.run(ready, runs, backend)
+    else:
+        done = None
+        if cu_seq_q is cu_seq_k:
+            done = _walked(q, k, v, cu_seq_q, variant, backend, arguments | own)
+        if done is None:
+            return padded_attention(
+                query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), variant, backend,
+                arguments, own, (of_queries, of_keys),
+            )  # fmt: skip
+        out, lse = done
+    out = out[0].transpose(0, 1)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse[0]
+
+
+def _walked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    variant: str,
+    backend: str | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None] | None:
+    """Run the sequences as segments of one row; None if no backend walks them in this call."""
+    ids = sequences(ends, q.shape[2])[None]
+    ready = prepare(q, k, v, variant, arguments | {"segment_ids": ids})
+    if ready.unsupported is not None:
+        return None
+    call = ready.call
+    with in_full_precision(call.device):
+        for name, form, reason, _ in candidates(variant, (*ready.forms, ready.definition), call):
+            if reason is None and backend in (None, name):
+                if not BACKENDS[name].walks_segments:
+                    return None
+                out, lse = BACKENDS[name].run(ready.q, ready.k, ready.v, call, form)
+                return out.to(call.input_dtype), lse
+    return None

@@ -1,0 +1,113 @@
+"""The attention modules of a model, found by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.integrations.transformers.interface import ObservedCall, observe_calls
+from attnzoo.integrations.transformers.masks import NAME
+
+Batch = Tensor | Mapping[str, Any]
+
+
+def attention_modules(
+    model: Any, batches: list[dict[str, Any]] | None = None
+) -> dict[str, ObservedCall]:
+    """The attention modules by name, in the order of execution. Does not change the model."""
+    before, training = implementations(model), model.training
+    try:
+        model.set_attn_implementation(NAME)
+        with observe_calls() as calls, torch.no_grad():
+            for batch in [_minimal_batch(model)] if batches is None else batches:
+                model.eval()(**batch)
+    finally:
+        model.train(training)
+        model.set_attn_implementation(before)
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, ObservedCall] = {}
+    for call in calls:
+        name = names[id(call.module)]
+        found[name] = found[name].merge(call) if name in found else call
+    if not found:
+        raise ValueError(
+            f"model must have attention layers, but {type(model).__name__} called none"
+        )
+    return found
+
+
+def _minimal_batch(model: Any) -> dict[str, Tensor]:
+    """A batch of one short input of zeros, sized by the config."""
+    config, main, device = model.config, model.main_input_name, model.device
+    if main == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = 1, getattr(config, "num_channels", 3), height, width
+        return {main: torch.zeros(shape, device=device, dtype=model.dtype)}
+    if main == "input_ids":
+        ids = torch.zeros(1, 4, dtype=torch.long, device=device)
+        return {main: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+    raise ValueError(
+        f"inputs must be given for {type(model).__name__}, because its main input {main!r} has no "
+        "default batch"
+    )
+
+
+def chosen_names(
+    found: Mapping[str, ObservedCall], layers: Sequence[int | str] | None
+) -> list[str]:
+    names = list(found)
+    if layers is None:
+        return names
+    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
+        raise TypeError(
+            f"layers must be a non-empty list of numbers or names, or None, got {layers!r}"
+        )
+    chosen = []
+    for layer in layers:
+        if isinstance(layer, int) and not isinstance(layer, bool):
+            if not -len(names) <= layer < len(names):
+                raise ValueError(
+                    f"layers must be from {-len(names)} to {len(names) - 1}, got {layer}"
+                )
+            layer = names[layer]
+        if layer not in names:
+            raise ValueError(f"layers must be among {', '.join(names)}, got {layer!r}")
+        chosen.append(layer)
+    return chosen
+
+
+def implementations(model: Any) -> dict[str, str]:
+    """Attention implementations, keyed by the sub-config's name ("" is the model's own config)."""
+    own = {"": model.config._attn_implementation}
+    subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
+
+
+def batches_of(argument: str, given: Any, model: Any) -> list[dict[str, Any]]:
+    """Inputs of any accepted type as keyword arguments of the model's forward."""
+    main = model.main_input_name
+    if isinstance(given, Tensor):
+        unbatched = main == "input_ids" and given.dim() == 1
+        return [{main: given[None] if unbatched else given}]
+    if isinstance(given, Mapping):
+        if isinstance(given.get(main), (list, tuple)):
+            raise TypeError(
+                f"{argument}: {main} must be a tensor, got {type(given[main]).__name__}; call the "
+                "tokenizer with return_tensors='pt'"
+            )
+        return [dict(given)]
+    if isinstance(given, (list, tuple)) and all(isinstance(x, (Tensor, Mapping)) for x in given):
+        if not given:
+            raise ValueError(f"{argument} must hold at least one batch, got none")
+        return [batch for one in given for batch in batches_of(argument, one, model)]
+    kind = type(given).__name__
+    if isinstance(given, (list, tuple)):
+        kind += f" of {', '.join(sorted({type(x).__name__ for x in given}))}"
+    raise TypeError(
+        f"{argument} must be a tensor of {main}, a mapping of the model's forward arguments, or a "
+        f"list of these, got {kind}"
+    )

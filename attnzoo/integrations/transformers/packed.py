@@ -1,0 +1,97 @@
+"""Packed batches that a mask does not show: sequence lengths and position ids that layers receive.
+
+Transformers' mask shows a packed batch only if the model passes its position ids on to the mask,
+and if there is no cache. The arguments of flash attention and the position ids reach every layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.core.arguments import Segments
+from attnzoo.core.checks import runs_eagerly
+from attnzoo.integrations.transformers.masks import Layout
+
+
+class _Found:
+    """The segments of the forward in progress, found by its first layer."""
+
+    def __init__(self, source: Tensor, shape: tuple[int, int], segments: Segments) -> None:
+        self.source, self.shape, self.segments = weakref.ref(source), shape, segments
+        self.layers: set[int] = set()
+
+
+_found: _Found | None = None
+
+
+def packed_segments(
+    module: nn.Module,
+    mask: Tensor | None,
+    layout: Layout,
+    query: Tensor,
+    key: Tensor,
+    kwargs: dict[str, Any],
+) -> Segments:
+    """The segments of a packed batch; None if it is not packed.
+
+    Reads the values of position ids once per forward, and none of the sequence lengths.
+    """
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    lengths = kwargs.get("cu_seq_lens_q")
+    if lengths is not None:
+        other = kwargs.get("cu_seq_lens_k")
+        other = lengths if other is None else other
+        own = _once(module, lengths, (batch, queries), _from_lengths)
+        if other is lengths and keys == queries:
+            return own
+        return own, _from_lengths(other, (batch, layout.stop))[:, layout.start :]
+    positions = kwargs.get("position_ids")
+    # A mask that holds values shows padding, for which position ids restart too.
+    start = layout.is_causal and queries == keys and (mask is None or mask.numel() == 0)
+    if not start or not isinstance(positions, Tensor) or positions.shape[-1] != queries:
+        return None
+    if positions.dim() != 2 or positions.shape[0] not in (1, batch) or not _readable(positions):
+        return None
+    return _once(module, positions, (batch, queries), _from_positions)
+
+
+def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) -> Any:
+    """``make(source, shape)``, made by the first layer of a forward and used by the others.
+
+    A layer that asks twice starts another forward.
+    """
+    global _found
+    if not runs_eagerly():
+        return make(source, shape)
+    found = _found
+    known = found is not None and found.source() is source and found.shape == shape
+    if found is None or not known or id(module) in found.layers:
+        _found = found = _Found(source, shape, make(source, shape))
+    found.layers.add(id(module))
+    return found.segments
+
+
+def _from_lengths(cumulative: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Segment ids (B, N) from the cumulative lengths of the sequences in all B · N tokens."""
+    tokens = torch.arange(shape[0] * shape[1], device=cumulative.device)
+    return torch.bucketize(tokens, cumulative[1:], right=True, out_int32=True).view(shape)
+
+
+def _from_positions(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """Segment ids (B, N) if all steps other than 1 go back to the first position, else None."""
+    new = positions[:, 1:] != positions[:, :-1] + 1
+    restarts = ~new | (positions[:, 1:] == positions[:, :1])
+    if not bool(new.any() & restarts.all()):
+        return None
+    ids = torch.nn.functional.pad(new.cumsum(-1, dtype=torch.int32), (1, 0))
+    return ids.expand(shape)
+
+
+def _readable(positions: Tensor) -> bool:
+    """Whether values may be read: not in a trace and not in the capture of a CUDA graph."""
+    capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()
+    return runs_eagerly() and not capturing

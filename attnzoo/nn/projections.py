@@ -1,0 +1,94 @@
+"""Projections: parameters of a variant that modules make from the hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnzoo.core.registry import get_variant
+from attnzoo.core.variant import Param
+from attnzoo.nn.parameters import Names, local
+
+
+class HeadProjection(nn.Module):
+    """x·Wᵀ + b with one output per head: (B, N, features) -> (B, H, N).
+
+    W is 0 initially, so that each head starts with the same value for all tokens, and models with
+    the same seed have the same other matrices for every variant. W still gets gradients.
+    """
+
+    def __init__(self, features: int, num_heads: int, start: float, **kind: Any) -> None:
+        super().__init__()
+        self.start = start
+        self.weight = nn.Parameter(torch.empty(num_heads, features, **kind))
+        self.bias = nn.Parameter(torch.empty(num_heads, **kind))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, self.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, local(self.weight))
+        # The bias is added in fp32, because bf16 would round a sum near 5 to multiples of 1/32.
+        out = out if out.dtype == torch.float64 else out.float()
+        return (out + local(self.bias)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        heads, features = self.weight.shape
+        return f"features={features}, num_heads={heads}"
+
+
+class Projections(nn.ModuleDict):
+    """The projections that make parameters of a variant, by name of the parameter."""
+
+    def __init__(
+        self, variant: str, names: Names, num_heads: int, query_dim: int, key_dim: int, **kind: Any
+    ) -> None:
+        super().__init__()
+        self.variant = variant
+        for name, spec in _projected(variant).items():
+            if name in names:
+                assert spec.projection is not None
+                features = key_dim if spec.per_key else query_dim
+                self[name] = HeadProjection(features, num_heads, spec.projection.bias, **kind)
+
+    def reset_parameters(self) -> None:
+        for projection in self.values():
+            assert isinstance(projection, HeadProjection)
+            projection.reset_parameters()
+
+    def forward(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
+        """The parameters (B, H, N), keyed by name, from hidden states (B, N, features).
+
+        Parameters with one value per key are made from ``key``, others from ``query``.
+        """
+        found = {}
+        for name, spec in _projected(self.variant).items():
+            if name in self:
+                assert spec.projection is not None
+                found[name] = spec.projection.value(self[name](key if spec.per_key else query))
+        return found
+
+
+def projected_names(variant: str, options: dict[str, Any]) -> list[str]:
+    """The parameters that a layer with these options makes from the hidden states.
+
+    A parameter with a projection is among them unless ``options`` have a value for it, or a
+    ``learn`` that does not name it.
+    """
+    names = [name for name in _projected(variant) if name not in options]
+    learn = options.get("learn")
+    if learn is None:
+        return names
+    if not isinstance(learn, (tuple, list)):
+        return []  # `Attention` raises
+    return [name for name in names if learn.count(name) == 1]  # `Attention` raises for twice
+
+
+def _projected(variant: str) -> dict[str, Param]:
+    params = get_variant(variant).params
+    return {param.name: param for param in params if param.projection is not None}

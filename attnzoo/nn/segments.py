@@ -1,0 +1,47 @@
+"""Segments of packed sequences: positions that restart with each document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.core.checks import check_dense, is_readable
+
+
+def restarted(segment_ids: Tensor) -> Tensor:
+    """The position of each token in its segment, (B, N), for adjacent equal ids (B, N)."""
+    at = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand(segment_ids.shape)
+    starts = segment_ids.new_ones(segment_ids.shape, dtype=torch.bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return at - at.masked_fill(~starts, 0).cummax(dim=1).values
+
+
+def check_segments(segment_ids: Any, tokens: Tensor, start: int) -> None:
+    """Raises unless the ids are (B, start + N) for tokens (B, N), and equal ids are adjacent.
+
+    `attention` checks the dtype. Ids that are not readable are not checked for adjacency.
+    """
+    check_dense("segment_ids", segment_ids)
+    expected = (tokens.shape[0], start + tokens.shape[1])
+    if segment_ids.shape != expected:
+        cached = ", all tokens so far," if start else ""
+        raise ValueError(
+            f"segment_ids must have shape {expected}{cached} for tokens {tuple(tokens.shape)}, got "
+            f"{tuple(segment_ids.shape)}"
+        )
+    if segment_ids.device != tokens.device:
+        raise ValueError(
+            f"segment_ids must be on the device of tokens {tokens.device}, got {segment_ids.device}"
+        )
+    if not is_readable(segment_ids):
+        return
+    ordered = segment_ids.sort(dim=1).values
+    runs, distinct = (x.diff(dim=1).count_nonzero(dim=1) for x in (segment_ids, ordered))
+    if bool((runs != distinct).any()):
+        row = int((runs != distinct).nonzero()[0])
+        raise ValueError(
+            f"segment_ids must be equal only in adjacent tokens, got {segment_ids[row].tolist()} "
+            f"in row {row}"
+        )

@@ -1,0 +1,242 @@
+"""`flash` and `decode` with each term of a pairwise form, against the form written out in fp64.
+
+The terms are the softcap, the key bias, the offset and the factor. The allowed error of each
+element is that of `error_budget`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from attnzoo.backends import BACKENDS
+from attnzoo.core.activations import (
+    ENTMAX15,
+    EXP,
+    RELU,
+    RELU2,
+    RELU_POWER,
+    SIGMOID,
+    SOFTPICK,
+    SPARSEMAX,
+    TAYLOR,
+)
+from attnzoo.core.arguments import check_call
+from attnzoo.core.call import Call
+from helpers.agreement import disagreements as variant_disagreements
+from helpers.agreement import make, violations
+from helpers.cases import rand
+from helpers.error_budget import Problem, analyse
+from helpers.pairwise import dense_output
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+QUERIES, KEYS = 37, 45
+
+# Name -> the activation, the normalization, and the vectors of a form: (mean, deviation).
+FORMS: dict[str, tuple[attnzoo.Activation, Any, dict[str, Any]]] = {
+    "plain": (EXP, "sum", {}),
+    "gain": (EXP, "sum", {"gain": (0.5, 1.0)}),
+    "key bias": (EXP, "sum", {"key_bias": (0.0, 0.7)}),
+    "key bias, offset, gain": (
+        EXP, "sum", {"key_bias": (30.0, 0.7), "offset": (30.0, 0.5), "gain": (1.0, 0.3)},
+    ),
+    "offset, sink": (EXP, "sum", {"offset": (0.5, 0.3), "sink": (0.0, 0.5)}),
+    "key bias, sink": (EXP, "sum", {"key_bias": (0.0, 0.5), "sink": (0.0, 0.5)}),
+    "sigmoid, key bias, gain": (
+        SIGMOID, "none", {"key_bias": (0.0, 0.7), "offset": (2.0, 0.5), "gain": (1.0, 0.3)},
+    ),
+    "factor": (SIGMOID, "none", {"offset": (1.0, 0.3), "factor": (0.5, 0.3)}),
+    "relu, factor": (RELU, "none", {"offset": (0.0, 0.3), "factor": (0.1, 0.05)}),
+    "relu2, factor, gain": (
+        RELU2, "none", {"offset": (0.0, 0.3), "factor": (0.1, 0.05), "gain": (1.0, 0.3)},
+    ),
+    "relu to a power": (
+        RELU_POWER, "none", {"offset": (0.0, 0.3), "shape": (1.7, 0.1), "factor": (0.1, 0.05)},
+    ),
+    "relu2, key bias": (RELU2, "sum", {"key_bias": (0.3, 0.7), "offset": (0.2, 0.3)}),
+    "taylor, key bias": (TAYLOR[2], "sum", {"key_bias": (0.0, 0.7), "sink": (0.0, 0.3)}),
+    "eps": (RELU2, "sum", {"gain": (1.0, 0.3), "eps": 0.3}),
+    "shifted": (SOFTPICK, "sum", {"gain": (2.0, 0.5), "eps": 1e-8}),
+    "shifted, key bias": (
+        SOFTPICK, "sum", {"key_bias": (3.0, 2.0), "offset": (2.0, 0.5), "eps": 0.1},
+    ),
+    "threshold, key bias": (
+        ENTMAX15, "threshold", {"key_bias": (10.0, 0.7), "offset": (10.0, 0.5), "gain": (1.0, 0.3)},
+    ),
+    "threshold, offset": (SPARSEMAX, "threshold", {"offset": (2.0, 0.5)}),
+}  # fmt: skip
+
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window, key mask": {"is_causal": True, "window": 9,
+                         "attn_mask": rand(1, 1, 1, KEYS, seed=9) > -0.5},
+    "mask": {"attn_mask": rand(1, 1, QUERIES, KEYS, seed=9) > 1.5},
+    "softcap": {"is_causal": True, "softcap": 1.5},
+    "softcap, mask, alibi": {"softcap": 30.0, "attn_mask": rand(1, 1, QUERIES, KEYS, seed=9) > 0,
+                             "alibi": torch.linspace(0.1, 0.5, HEADS)},
+    "float mask, alibi": {"attn_mask": rand(1, HEADS, QUERIES, KEYS, seed=8).float(),
+                          "alibi": torch.linspace(0.1, 0.5, HEADS)},
+}  # fmt: skip
+
+
+def cases() -> list[Any]:
+    """Each form with each call. One call per form is quick."""
+    found = []
+    for n, form in enumerate(FORMS):
+        for m, call in enumerate(CALLS):
+            marks = [] if m == n % len(CALLS) else [pytest.mark.slow]
+            dtype = (torch.float32, torch.bfloat16)[(n + m) % 2]
+            found.append(pytest.param(form, call, dtype, marks=marks, id=f"{form}-{call}"))
+    return found
+
+
+def inputs(dtype: torch.dtype, batch: int, queries: int) -> dict[str, Tensor]:
+    shapes = {"q": (HEADS, queries), "k": (KV_HEADS, KEYS), "v": (KV_HEADS, KEYS)}
+    return {
+        name: (1.2 * rand(batch, *shape, DIM, seed=seed)).to(dtype)
+        for seed, (name, shape) in enumerate(shapes.items(), 11)
+    }
+
+
+def vectors_of(form: str, batch: int, queries: int) -> dict[str, Tensor]:
+    """The vectors of `FORMS`, (B, H, Nq) or (B, H, Nk) in fp32."""
+    found = {}
+    given = {name: x for name, x in FORMS[form][2].items() if name != "eps"}
+    for seed, (name, (mean, deviation)) in enumerate(given.items(), 21):
+        size = KEYS if name == "key_bias" else queries
+        found[name] = (mean + deviation * rand(batch, HEADS, size, seed=seed)).float()
+    return found
+
+
+def eps_of(form: str) -> dict[str, float]:
+    return {name: x for name, x in FORMS[form][2].items() if name == "eps"}
+
+
+def exact(form: str, tensors: list[Tensor], call: Call, own: dict[str, Tensor]) -> Tensor:
+    activation, normalize, _ = FORMS[form]
+    made = attnzoo.Pairwise(activation, normalize, **own, **eps_of(form))
+    if normalize == "threshold":  # the solver of `tiled`, which `test_tiled` checks
+        return BACKENDS["tiled"].run(*tensors, call, made)[0]
+    return dense_output(*tensors, call, made)
+
+
+def differentiated(out: Tensor, leaves: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
+    found = torch.autograd.grad(out, list(leaves.values()), do.to(out.dtype))
+    return {"out": out.detach(), **dict(zip([f"d{name}" for name in leaves], found, strict=True))}
+
+
+def wide(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+
+
+def disagreements(
+    backend: str, form: str, options: dict[str, Any], dtype: torch.dtype,
+    batch: int = 1, queries: int = QUERIES,
+) -> list[str]:  # fmt: skip
+    """One message for each result or gradient whose error is above its bound."""
+    activation, normalize, _ = FORMS[form]
+    leaves = {**inputs(dtype, batch, queries), **vectors_of(form, batch, queries)}
+    grad = backend != "decode"
+    leaves = {name: x.requires_grad_(grad) for name, x in leaves.items()}
+    do = rand(batch, HEADS, queries, DIM, seed=31).to(dtype)
+
+    def of(leaves: dict[str, Tensor]) -> tuple[Call, list[Tensor], dict[str, Tensor]]:
+        tensors = [leaves[name] for name in "qkv"]
+        own = {name: x for name, x in leaves.items() if name not in "qkv"}
+        given, mask = dict(options), options.get("attn_mask")
+        if mask is not None and mask.is_floating_point() and tensors[0].dtype == torch.float64:
+            given["attn_mask"] = mask.double()
+        return check_call(*tensors, enable_gqa=True, **given), tensors, own
+
+    call, tensors, own = of(leaves)
+    made = attnzoo.Pairwise(activation, normalize, **own, **eps_of(form))
+    assert BACKENDS[backend].unsupported(made, call) is None
+    out = BACKENDS[backend].run(*tensors, call, made)[0]
+    found = differentiated(out, leaves, do) if grad else {"out": out}
+    doubled = wide(leaves)
+    call, tensors, own = of(doubled)
+    want = differentiated(exact(form, tensors, call, own), doubled, do)
+    fixed = {name: x.detach() for name, x in own.items()}
+    problem = Problem(
+        variant=None,
+        definition=None,
+        backend=backend,
+        call=call,
+        params={},
+        do=do.double(),
+        dlse=do.double()[..., 0],
+        dtype=dtype,
+        **{name: doubled[name].detach() for name in "qkv"},
+    )  # type: ignore[arg-type]
+    with torch.no_grad():
+        bounds = analyse(problem, attnzoo.Pairwise(activation, normalize, **fixed, **eps_of(form)))
+    allowed = {
+        name: x.error[..., 0] if x.error.dim() > want[name].dim() else x.error
+        for name, x in bounds.items()
+        if name in found
+    }
+    return violations(backend, found, {name: want[name] for name in found}, allowed)
+
+
+@pytest.mark.parametrize(("form", "call", "dtype"), cases())
+def test_flash_agrees_with_the_form(form: str, call: str, dtype: torch.dtype) -> None:
+    batch = 2 if form == "key bias, offset, gain" else 1
+    assert disagreements("flash", form, CALLS[call], dtype, batch) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_decode_agrees_with_the_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnzoo.backends.triton.decode.launch.LEAST_KEYS", 32)  # two splits
+    dtype = torch.float32 if len(form) % 2 else torch.bfloat16
+    options = {"is_causal": True, **({"softcap": 2.0} if "gain" in form else {})}
+    assert disagreements("decode", form, options, dtype, batch=2, queries=3) == []
+
+
+@pytest.mark.parametrize("backend", ["flash", "decode"])
+@pytest.mark.parametrize("variant", ["adaptive_temperature", "entmax"])
+def test_statistics_and_thresholds_use_capped_logits(variant: str, backend: str) -> None:
+    row = {
+        "shape": (3, 70), "dtype": torch.float32, "span": "causal", "mask": "none", "heads": "gqa",
+        "values": "same", "alibi": False, "segments": False, "dropout": False, "lse": False,
+        "params": "default", "softcap": 0.8, "dims": (16, 16),
+    }  # fmt: skip
+    inputs = make(variant, row)
+    assert variant_disagreements(variant, backend, inputs, gradients=backend == "flash") == []
+
+
+@pytest.mark.parametrize("gain", [0.0, -0.7, 1.3])
+def test_a_constant_gain_multiplies_capped_logits(gain: float) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(torch.float32, 1, QUERIES).values())
+    call = check_call(q, k, v, enable_gqa=True, softcap=0.5)
+    form = attnzoo.Pairwise(EXP, "sum", gain=gain)
+    do = rand(1, HEADS, QUERIES, DIM, seed=31).float()
+    found = {
+        backend: differentiated(
+            BACKENDS[backend].run(q, k, v, call, form)[0], {"q": q, "k": k, "v": v}, do
+        )
+        for backend in ("flash", "tiled")
+    }
+    for name, want in found["tiled"].items():
+        torch.testing.assert_close(found["flash"][name], want, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_saturated_logits_and_tiny_logits_of_a_softcap() -> None:
+    """tanh of large arguments does not overflow, and small logits keep their digits."""
+    q, k, v = inputs(torch.float32, 1, QUERIES).values()
+    for size, softcap in ((1e4, 3.0), (1e-5, 1e4), (1.0, 1e6)):
+        found, exact = (
+            attnzoo.attention(
+                size * x, k.to(x.dtype), v.to(x.dtype), softcap=softcap, enable_gqa=True,
+                return_lse=True, backend=backend,
+            )
+            for x, backend in ((q, "flash"), (q.double(), "eager"))
+        )  # fmt: skip
+        for have, want in zip(found, exact, strict=True):
+            torch.testing.assert_close(have.double(), want, rtol=0, atol=3e-5)

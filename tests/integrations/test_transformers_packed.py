@@ -1,0 +1,374 @@
+"""Packed batches, sliding windows and chunks of converted models, without dense masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, ModernBertConfig, ModernBertModel
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_compatibility_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import attnzoo
+from attnzoo.integrations.transformers import convert, masks, packed
+from attnzoo.integrations.transformers.masks import make_mask, read_mask
+from helpers.cases import params_of
+from helpers.hf_models import (
+    eager,
+    gemma2,
+    generate,
+    gpt_oss,
+    ids,
+    large_llama,
+    left_padding,
+    llama4,
+    mistral,
+    quiet,
+)
+
+pytestmark = quiet
+PACKED = {"llama": (large_llama, "softmax"), "gemma2": (gemma2, "softmax"),
+          "gpt_oss": (gpt_oss, "sink")}  # fmt: skip
+LAYOUTS = {"mistral": (mistral, "softmax"), "llama4": (llama4, "softmax")}
+LENGTHS = (7, 4, 1, 8)
+every_packed = pytest.mark.parametrize(("make", "variant"), PACKED.values(), ids=PACKED)
+every_layout = pytest.mark.parametrize(("make", "variant"), LAYOUTS.values(), ids=LAYOUTS)
+
+
+def documents() -> list[Tensor]:
+    return list(ids(sum(LENGTHS))[:1].split(LENGTHS, dim=1))
+
+
+def batch(**options: Any) -> dict[str, Any]:
+    """The documents in one row, as transformers' collator makes it."""
+    collate = DataCollatorWithFlattening(**options)
+    made = collate([{"input_ids": one[0].tolist()} for one in documents()])
+    made.pop("labels")
+    return made
+
+
+class Seen:
+    """The calls of `attnzoo.attention` by converted layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[dict[str, Any]] = []
+        real = attnzoo.attention
+
+        def spy(q: Tensor, k: Tensor, v: Tensor, variant: str, **options: Any) -> Any:
+            self.calls.append({"queries": q.shape[2], "keys": k.shape[2], **options})
+            return real(q, k, v, variant, **options)
+
+        monkeypatch.setattr("attnzoo.nn.attention.attention", spy)
+
+    def is_dense(self) -> bool:
+        masks = [call["attn_mask"] for call in self.calls]
+        return any(mask is not None and mask.shape[-2] > 1 for mask in masks)
+
+
+# ---- packed batches ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "both"])
+@every_packed
+def test_packed_batch_equals_its_documents_one_by_one(
+    make: Any, variant: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, and gradients of all weights. The documents are also longer than the window."""
+    single = eager(make())
+    expected = torch.cat([single(one, use_cache=False).logits for one in documents()], dim=1)
+    expected.square().mean().backward()
+    model, seen = convert(make(), variant), Seen(monkeypatch)
+    given = batch(
+        return_position_ids=how != "cu_seq_lens", return_flash_attn_kwargs=how != "position_ids"
+    )
+    actual = model(**given, use_cache=False).logits
+    actual.square().mean().backward()
+    # Without position ids, the rotations of a later document are of larger angles.
+    assert torch.allclose(actual, expected, atol=1e-5 if how != "cu_seq_lens" else 3e-5)
+    for (name, one), other in zip(single.named_parameters(), model.parameters(), strict=True):
+        if one.grad is None:
+            assert other.grad is None, name
+            continue
+        bound = 3e-5 * max(float(one.grad.abs().max()), 1.0)
+        assert float((one.grad - other.grad).abs().max()) <= bound, name
+    assert not seen.is_dense()
+    assert all(call["segment_ids"] is not None for call in seen.calls)
+
+
+@pytest.mark.parametrize("variant", ["ssmax", "entmax", "sigmoid", "cosformer", "forgetting"])
+def test_packed_batch_with_other_variants_equals_its_documents(variant: str) -> None:
+    """n is counted in each document."""
+    model = convert(large_llama(), variant, **params_of(variant))
+    expected = torch.cat([model(one).logits for one in documents()], dim=1)
+    assert torch.allclose(model(**batch()).logits, expected, atol=1e-4)
+
+
+@every_packed
+def test_packed_batch_is_recognized_with_a_cache_too(make: Any, variant: str) -> None:
+    """Transformers' masks do not show it then, and never in gpt-oss; its flash attention does."""
+    model = convert(make(), variant)
+    expected = model(**batch(), use_cache=False).logits
+    assert torch.allclose(model(**batch(), use_cache=True).logits, expected, atol=1e-5)
+
+
+def test_rows_of_a_batch_may_be_packed_differently() -> None:
+    model, tokens = convert(large_llama(), "softmax"), ids()
+    rows = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [*range(12)]])
+    for options in ({}, {"use_cache": False}):
+        together = model(tokens, position_ids=rows, **options).logits
+        for row in range(2):
+            one = slice(row, row + 1)
+            alone = model(tokens[one], position_ids=rows[one], **options).logits
+            assert torch.allclose(together[one], alone, atol=1e-5)
+    lengths = torch.tensor([0, 5, 9, 12, 24], dtype=torch.int32)
+    actual = model(tokens, position_ids=rows, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths).logits
+    assert torch.allclose(actual, together, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "positions", [[0, 0, 1, 1, 2, 2], [3, 4, 5, 6, 7, 8], [0, 1, 2, 9, 10, 11]]
+)
+def test_positions_that_do_not_restart_are_not_packed(positions: list[int]) -> None:
+    """With a cache, where transformers' masks take no notice of positions."""
+    given = torch.tensor([positions])
+    model, tokens = convert(large_llama(), "softmax"), ids(6)[:1]
+    expected = eager(large_llama())(tokens, position_ids=given).logits
+    assert torch.allclose(model(tokens, position_ids=given).logits, expected, atol=1e-5)
+
+
+def test_position_ids_are_read_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they are changed in place between two forwards, and in inference mode."""
+    model, given = convert(gpt_oss(), "sink"), batch()
+    reads, real = [], packed._from_positions
+    monkeypatch.setattr(packed, "_from_positions", lambda *args: reads.append(1) or real(*args))
+    expected = model(**given).logits
+    assert len(reads) == 1
+    whole = torch.arange(sum(LENGTHS))[None]
+    with torch.inference_mode():
+        positions = whole.clone()
+        model(given["input_ids"], position_ids=positions)
+        positions.copy_(given["position_ids"])
+        actual = model(given["input_ids"], position_ids=positions).logits
+    assert len(reads) == 3
+    assert torch.allclose(actual, expected, atol=1e-5)
+    assert not torch.allclose(model(given["input_ids"]).logits, expected, atol=1e-2)
+
+
+def test_gradient_checkpointing_keeps_packed_gradients() -> None:
+    gradients = []
+    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        model = convert(gemma2(), "ssmax").train()
+        if options is not None:
+            model.gradient_checkpointing_enable(options)
+        model(**batch(), use_cache=False).logits.square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for other in gradients[1:]:
+        assert all(
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients[0], other, strict=True)
+        )
+
+
+# ---- windows and chunks -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@every_layout
+def test_windows_and_chunks_equal_those_of_eager(
+    make: Any, variant: str, padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = {"none": None, "left": left_padding(), "right": left_padding().flip(1)}[padding]
+    expected = eager(make())(ids(), attention_mask=mask).logits
+    model, seen = convert(make(), variant), Seen(monkeypatch)
+    actual = model(ids(), attention_mask=mask).logits
+    kept = torch.ones_like(ids(), dtype=torch.bool) if mask is None else mask.bool()
+    assert torch.allclose(actual[kept], expected[kept], atol=1e-5)
+    assert not seen.is_dense()
+    limited = seen.calls[0]["window"] is not None or seen.calls[0]["segment_ids"] is not None
+    assert limited
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}],
+    ids=["dynamic", "beams", "no cache", "static"],
+)
+@every_layout
+def test_generated_tokens_equal_those_of_eager(make: Any, variant: str, options: dict) -> None:
+    options = {**options, "disable_compile": True}
+    expected = generate(eager(make()), **options)
+    assert torch.equal(generate(convert(make(), variant), **options), expected)
+
+
+@pytest.mark.parametrize("make", [gemma2, llama4])
+def test_parts_of_a_prompt_continue_a_cache(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of a layer with a window holds only its last keys."""
+    model, seen = convert(make(), "ssmax"), Seen(monkeypatch)
+    tokens = ids(20)
+    whole = model(tokens, use_cache=False).logits
+    cache, parts = None, []
+    for part in tokens.split([7, 6, 1, 1, 5], dim=1):
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+    assert not seen.is_dense()
+    assert all(call["attn_mask"] is None for call in seen.calls if make is gemma2)
+
+
+def test_decoding_of_a_window_reads_only_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from a cache that keeps all keys."""
+    model, tokens = convert(mistral(), "softmax"), ids(20)
+    whole = model(tokens, use_cache=False).logits
+    from transformers import DynamicCache
+
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        model(tokens[:, :-1], past_key_values=cache)
+        seen = Seen(monkeypatch)
+        last = model(tokens[:, -1:], past_key_values=cache).logits
+        assert torch.allclose(last, whole[:, -1:], atol=1e-5)
+        assert [(call["keys"], call["attn_mask"]) for call in seen.calls] == [(5, None)] * 2
+
+
+def test_window_to_both_sides_equals_that_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = ModernBertConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, pad_token_id=0,
+        num_attention_heads=4, local_attention=6, global_attn_every_n_layers=2,
+        initializer_range=0.3,
+    )  # fmt: skip
+    model = ModernBertModel(config).eval()
+    padding = left_padding().flip(1)
+    expected = eager(model)(ids(), attention_mask=padding)[0]
+    seen = Seen(monkeypatch)
+    actual = convert(model, "softmax")(ids(), attention_mask=padding)[0]
+    assert torch.allclose(actual[padding.bool()], expected[padding.bool()], atol=1e-5)
+    assert not seen.is_dense()
+    assert sorted(call["window"] or (0, 0) for call in seen.calls) == [(0, 0), (3, 3)]
+
+
+# ---- masks ------------------------------------------------------------------------------------
+
+
+def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
+    window = sliding_window_causal_mask_function(4)
+    assert make_mask(2, 12, 12) is None
+    assert make_mask(2, 4, 4, mask_function=window) is None
+    for mask, (queries, keys), expected in (
+        (make_mask(2, 1, 20, q_offset=torch.tensor(7)), (1, 20), (False, None, 0, 8)),
+        (make_mask(2, 12, 20), (12, 20), (True, None, 0, 12)),
+        (make_mask(2, 3, 10, q_offset=7), (3, 10), (True, None, 0, 10)),
+        (make_mask(2, 12, 12, mask_function=window), (12, 12), (True, 4, 0, 12)),
+        (make_mask(2, 1, 12, 11, mask_function=window), (1, 12), (False, None, 8, 12)),
+        (make_mask(2, 2, 12, 10, mask_function=window), (2, 12), (True, 4, 7, 12)),
+    ):
+        assert mask is not None
+        assert mask.numel() == 0
+        found = read_mask(mask, True, queries, keys)
+        assert (found.is_causal, found.window, found.start, found.stop) == expected
+        assert (found.attn_mask, found.segment_ids) == (None, None)
+
+
+def functions() -> dict[str, Any]:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]).expand(2, -1)
+    pack = (positions, torch.tensor([[0] * 7 + [1] * 5]).expand(2, -1))
+    none, left = torch.tensor([0, 0]), torch.tensor([0, 4])
+    bases = {
+        "causal": causal_mask_function,
+        "window": sliding_window_causal_mask_function(3),
+        "both sides": sliding_window_bidirectional_mask_function(3),
+        "chunk": chunked_causal_mask_function(3, none),
+    }
+    made = {
+        f"packed {n}": packed_sequence_compatibility_function(f, *pack) for n, f in bases.items()
+    }
+    shifted = {"chunk after padding": chunked_causal_mask_function(3, left)}
+    return {**bases, **shifted, **made}
+
+
+@pytest.mark.parametrize("name", functions())
+def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -> None:
+    function = functions()[name]
+    paddings = (
+        [None] if "packed" in name else [None, left_padding().bool(), left_padding().flip(1).bool()]
+    )
+    for padding in paddings:
+        dense = masks._dense(2, 12, 12, 0, 0, function, padding)
+        made = make_mask(2, 12, 12, mask_function=function, attention_mask=padding)
+        assert made is None or made.dtype in (torch.uint8, torch.int32)
+        found = read_mask(made, "both" not in name, 12, 12)
+        q = torch.zeros(2, 1, 12, 4)
+        weights = attnzoo.attention_weights(
+            q, q, q, attn_mask=found.attn_mask, is_causal=found.is_causal, window=found.window,
+            segment_ids=found.segment_ids,
+        )  # fmt: skip
+        rows = torch.ones(2, 12, dtype=torch.bool) if padding is None else padding
+        assert torch.equal((weights > 0).squeeze(1)[rows], dense.squeeze(1)[rows])
+
+
+def test_other_mask_functions_become_dense_masks() -> None:
+    def own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key != 3
+
+    two = and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(5))
+    for function in (
+        or_masks(causal_mask_function, own),
+        and_masks(causal_mask_function, own),
+        two,
+    ):
+        made = make_mask(2, 12, 12, mask_function=function)
+        assert made is not None
+        assert (made.dtype, made.shape) == (torch.bool, (2, 1, 12, 12))
+
+
+def test_models_that_change_their_masks_get_dense_ones() -> None:
+    """A static cache that may be compiled gets a key mask for its single query instead."""
+    window = sliding_window_causal_mask_function(3)
+    for function in (causal_mask_function, window):
+        options: dict[str, Any] = {"mask_function": function, "allow_is_causal_skip": False}
+        made = make_mask(2, 12, 12, **options)
+        assert made is not None
+        assert (made.dtype, made.shape) == (torch.bool, (2, 1, 12, 12))
+        seen = [1] * 8 if function is causal_mask_function else [0] * 5 + [1] * 3
+        for keys, dtype in ((8, torch.bool), (20, torch.uint8)):
+            made = make_mask(2, 1, keys, 7, **options)
+            assert made is not None
+            assert made.dtype == dtype
+            assert made.int().tolist() == [[[seen]]] * 2
+    made = make_mask(
+        2, 12, 12, mask_function=bidirectional_mask_function, allow_is_bidirectional_skip=False
+    )
+    assert made is not None
+    assert made.dtype == torch.bool
+
+
+def test_causal_call_without_a_mask_whose_keys_are_unclear_raises() -> None:
+    with pytest.raises(ValueError, match="attention_mask must be given for a causal call with 1"):
+        read_mask(None, True, 1, 7)
+    assert read_mask(None, False, 1, 7).stop == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "variant"), [(gemma2, "softmax"), (gpt_oss, "sink"), (mistral, "ssmax")]
+)
+def test_windows_compile_as_one_graph(make: Any, variant: str) -> None:
+    model = convert(make(), variant)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for given in ({"attention_mask": left_padding()}, {}):
+            expected = model(ids(), use_cache=False, **given).logits
+            actual = compiled(ids(), use_cache=False, **given).logits
+            kept = given.get("attention_mask", torch.ones_like(ids())).bool()
+            assert torch.allclose(actual[kept], expected[kept], atol=1e-5)
+    torch.compiler.reset()
