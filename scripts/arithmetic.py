@@ -22,10 +22,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 # Test files that compare computed numbers: test_<name>.py.
 NUMERICAL = (
-    "backends cache call call_cache checkpointing contract coverage decode dropout error_budget "
-    "extremes flash flash_edges flash_linear flash_ops gradients large linear_state minilm "
-    "multihead nn own_activations own_variants papers taylor threshold tiled transformer "
-    "transformers transformers_start"
+    "backends cache cache_per_key call call_cache causal_only checkpointing contract coverage "
+    "decode dropout error_budget extremes flash flash_edges flash_linear flash_ops flash_segments "
+    "flash_terms gradients large linear_state minilm multihead nn own_activations own_variants "
+    "packed packed_transformer papers projections score_terms taylor tensor_parameters threshold "
+    "tiled transformer transformers transformers_packed transformers_softcap_sinks "
+    "transformers_start varlen"
 ).split()
 SETTINGS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 OF_NUMPY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
