@@ -67,7 +67,7 @@ def check_call(
         input_dtype=q.dtype,
         device=q.device,
         query_origin=keys - queries,
-        softcap=None if softcap is None else _softcap(softcap, dtype),
+        softcap=check_softcap(softcap, dtype),
         left=left,
         right=right,
         mask=_mask(attn_mask, (batch, heads, queries, keys), q, dtype),
@@ -149,7 +149,10 @@ def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
     return float(scale)
 
 
-def _softcap(softcap: Any, dtype: torch.dtype) -> float:
+def check_softcap(softcap: Any, dtype: torch.dtype) -> float | None:
+    """The validated softcap of a call with scores of this dtype."""
+    if softcap is None:
+        return None
     softcap = plain(softcap)
     if not is_number(softcap):
         raise TypeError(f"softcap must be a number above 0 or None, got {shown(softcap)}")

@@ -120,8 +120,8 @@ class Variant:
         forms: ``forms(call, **params)`` -> a tuple of forms, the preferred one first. Each form
             must give the same weights as the definition in this call.
         scores: ``scores(q, k, call, **params) -> (B, H, Nq, Nk)`` if the weights are a softmax of
-            these scores (up to a sink). Visible keys that the variant drops, as topk does, have
-            the score −∞. Required for ``return_lse``.
+            these scores (up to a sink). Visible keys that the variant drops have the score −∞.
+            Required for ``return_lse``.
         unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
             the variant, or None.
         normalized: Whether every row with a visible key sums to 1.

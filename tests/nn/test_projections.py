@@ -171,6 +171,18 @@ def test_a_projecting_layer_compiles_as_one_graph() -> None:
     assert torch.allclose(compiled(x, x, x, **call)[0], layer(x, x, x, **call)[0])
 
 
+def test_a_causal_mask_and_is_causal_may_come_with_weights() -> None:
+    """Torch ignores is_causal then, but a causal variant needs it."""
+    layer, x = multihead(), rand(2, 9, E)
+    expected, weights = layer(x, x, x, is_causal=True)
+    blocked = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    for mask in (blocked, torch.zeros(9, 9).double().masked_fill(blocked, float("-inf"))):
+        for call in ({}, {"need_weights": False}):
+            out, found = layer(x, x, x, attn_mask=mask, is_causal=True, **call)
+            assert torch.allclose(out, expected)
+            assert found is None or torch.allclose(found, weights)
+
+
 # ---- initial values, state dict, learn --------------------------------------------------------
 
 
@@ -291,6 +303,22 @@ def test_replace_adds_and_removes_projections() -> None:
     assert torch.allclose(model(x, mask=mask, is_causal=True), capped)
     attend = model.layers[0].self_attn.new_attend("forgetting")
     assert attend.projections["log_gates"].weight.dtype == torch.float64
+
+
+def test_a_decoder_keeps_its_attention_to_another_sequence() -> None:
+    """A causal variant has no meaning there, so only the other layers are replaced."""
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerDecoder(layer, 2).double()
+    x, memory = rand(2, 9, E), rand(2, 5, E, seed=1)
+    mask = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+    for part in model.layers:
+        part.self_attn = replace(part.self_attn, "forgetting")
+    model(x, memory, tgt_mask=mask, tgt_is_causal=True).sum().backward()
+    assert all(name in named(model.layers[0].self_attn) for name in NAMES)
+    replace(model, "forgetting")
+    with pytest.raises(ValueError, match="forgetting .* is_causal must be True"):
+        model(x, memory, tgt_mask=mask, tgt_is_causal=True)
 
 
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
