@@ -241,6 +241,13 @@ def _as_alibi(alibi: Tensor, dtype: torch.dtype) -> Tensor:
     return alibi.view(1, -1, 1)
 
 
+def check_ids(what: str, ids: Any) -> None:
+    """Raise unless the ids are a dense tensor of ints."""
+    check_dense(what, ids)
+    if ids.dtype not in ID_DTYPES:
+        raise TypeError(f"segment_ids must be uint8, int8, int16, int32 or int64, got {ids.dtype}")
+
+
 def _segments(
     ids: Segments, batch: int, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
@@ -254,11 +261,7 @@ def _segments(
         )
     checked = []
     for x, length, whose in zip(pair, (queries, keys), ("queries", "keys")):
-        check_dense(f"segment_ids of the {whose}", x)
-        if x.dtype not in ID_DTYPES:
-            raise TypeError(
-                f"segment_ids must be uint8, int8, int16, int32 or int64, got {x.dtype}"
-            )
+        check_ids(f"segment_ids of the {whose}", x)
         if x.shape != (batch, length):
             raise ValueError(
                 f"segment_ids of the {whose} must have shape ({batch}, {length}), got "

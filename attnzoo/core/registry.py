@@ -126,8 +126,8 @@ def _check_shapes(what: str, param: Param) -> None:
         raise ValueError(f"{what}: per_token and per_key must not both be True")
     if (param.kind == "tensor") != (param.size is not None):
         raise ValueError(f"{what}: size must be given for kind 'tensor', and only for it")
-    if param.size is not None and not callable(param.size):
-        raise TypeError(f"{what}: size must be a function of D, got {shown(param.size)}")
+    if param.size is not None:
+        _check_function(f"{what}: size", param.size, ("D",), ())
     if param.kind == "tensor" and param.default not in (REQUIRED, None):
         raise ValueError(f"{what}: default must be REQUIRED or None for kind 'tensor'")
     if param.projection is None:

@@ -134,6 +134,11 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "segment_ids must be uint8, int8, int16, int32 or int64, got torch.float64",
     ),
     (
+        lambda: model()(TOKENS, segment_ids=IDS.to(torch.uint16)),
+        TypeError,
+        "segment_ids must be uint8, int8, int16, int32 or int64, got torch.uint16",
+    ),
+    (
         lambda: model()(TOKENS, segment_ids=IDS.to("meta")),
         ValueError,
         "segment_ids must be on the device of tokens cpu, got meta",
