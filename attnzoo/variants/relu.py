@@ -14,8 +14,8 @@ Source: Wortsman et al. 2023, arXiv:2309.08586, which compares powers of n with 
 Differences: The paper divides by the constant sequence length. Here n_i counts the visible keys of
 each query.
 
-Notes: Powers of fp32 scores overflow above 10^(38/power), so power is at most 16. Weights and slopes
-of scores up to 200 are then finite.
+Notes: Powers of fp32 scores overflow above 10^(38/power), so power is at most 16. The weights and
+gradients of scores up to 200 are then finite.
 """
 
 from torch import Tensor
