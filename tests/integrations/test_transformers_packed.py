@@ -135,6 +135,31 @@ def test_rows_of_a_batch_may_be_packed_differently() -> None:
     assert torch.allclose(actual, together, atol=1e-5)
 
 
+def test_first_document_of_a_row_may_be_the_end_of_one() -> None:
+    """With a cache, where transformers' masks take no notice of positions."""
+    model, tokens = convert(large_llama(), "softmax"), ids()[:1]
+    positions = torch.tensor([[*range(7, 12), *range(4), *range(3)]])
+    parts = zip(tokens.split((5, 4, 3), 1), positions.split((5, 4, 3), 1), strict=True)
+    expected = torch.cat([model(one, position_ids=at).logits for one, at in parts], dim=1)
+    assert torch.allclose(model(tokens, position_ids=positions).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ([0, 5, 12], TypeError, "cu_seq_lens_q must be a tensor, got list"),
+        (torch.tensor([0.0, 12.0]), TypeError, "cu_seq_lens_q must be int32 or int64, got"),
+        (torch.tensor([[0, 5, 12]]), ValueError, r"cu_seq_lens_q must have shape \(S \+ 1,\)"),
+        (torch.tensor([0, 5, 24]), ValueError, "number of tokens of the queries, 12, got 24"),
+        (torch.tensor([0, 7, 5, 12]), ValueError, "cu_seq_lens_q must not decrease, got 7 and"),
+    ],
+)
+def test_wrong_lengths_raise(lengths: Any, error: type[Exception], message: str) -> None:
+    model, tokens = convert(large_llama(), "softmax"), ids()[:1]
+    with pytest.raises(error, match=message):
+        model(tokens, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
+
+
 @pytest.mark.parametrize(
     "positions", [[0, 0, 1, 1, 2, 2], [3, 4, 5, 6, 7, 8], [0, 1, 2, 9, 10, 11]]
 )

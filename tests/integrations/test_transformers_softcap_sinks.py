@@ -217,6 +217,12 @@ def test_unsupported_hosts_raise_and_stay_unchanged(
     assert not hasattr(model.config, "attnzoo")
 
 
+@pytest.mark.parametrize("name", ["softcap", "given", "num_heads"])
+def test_arguments_that_come_from_the_host_raise(name: str) -> None:
+    with pytest.raises(TypeError, match=f"convert does not accept {name}, which comes from the"):
+        convert(gemma2(), "softmax", **{name: 3})
+
+
 def test_changed_softcap_of_a_converted_host_raises() -> None:
     model = convert(gemma2(), "softmax")
     model.model.layers[0].self_attn.attn_logit_softcapping = 50.0
