@@ -23,10 +23,14 @@ import attnzoo
 from attnzoo.integrations.transformers import convert, masks, packed
 from attnzoo.integrations.transformers.masks import make_mask, read_mask
 from helpers.cases import params_of
+from helpers.hf_checks import (
+    assert_equal_gradients,
+    assert_generates_as_eager,
+    every_way_to_generate,
+)
 from helpers.hf_models import (
     eager,
     gemma2,
-    generate,
     gpt_oss,
     ids,
     large_llama,
@@ -95,12 +99,7 @@ def test_packed_batch_equals_its_documents_one_by_one(
     actual.square().mean().backward()
     # Without position ids, the rotations of a later document are of larger angles.
     assert torch.allclose(actual, expected, atol=1e-5 if how != "cu_seq_lens" else 3e-5)
-    for (name, one), other in zip(single.named_parameters(), model.parameters(), strict=True):
-        if one.grad is None:
-            assert other.grad is None, name
-            continue
-        bound = 3e-5 * max(float(one.grad.abs().max()), 1.0)
-        assert float((one.grad - other.grad).abs().max()) <= bound, name
+    assert_equal_gradients(model, single, 3e-5)
     assert not seen.is_dense()
     assert all(call["segment_ids"] is not None for call in seen.calls)
 
@@ -223,16 +222,10 @@ def test_windows_and_chunks_equal_those_of_eager(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}],
-    ids=["dynamic", "beams", "no cache", "static"],
-)
+@every_way_to_generate
 @every_layout
 def test_generated_tokens_equal_those_of_eager(make: Any, variant: str, options: dict) -> None:
-    options = {**options, "disable_compile": True}
-    expected = generate(eager(make()), **options)
-    assert torch.equal(generate(convert(make(), variant), **options), expected)
+    assert_generates_as_eager(make, variant, options)
 
 
 @pytest.mark.parametrize("make", [gemma2, llama4])

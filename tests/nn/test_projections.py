@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from attnzoo import Param, Projection
 from attnzoo.core import registry
 from attnzoo.nn import MultiheadAttention, Transformer, parameter_groups, replace
 from helpers.cases import ALL_VARIANTS, rand, unprojected
+from helpers.errors import WrongCalls, raising
 
 E, H = 16, 4
 NAMES = ["attend.projections.log_gates.weight", "attend.projections.log_gates.bias"]
@@ -321,7 +321,7 @@ def test_a_decoder_keeps_its_attention_to_another_sequence() -> None:
         model(x, memory, tgt_mask=mask, tgt_is_causal=True)
 
 
-WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+WRONG: WrongCalls = [
     (
         lambda: fresh(add_bias_kv=True),
         ValueError,
@@ -345,12 +345,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=[w[2][:40] for w in WRONG])
-def test_wrong_arguments_raise(
-    call: Callable[[], Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments_raise = raising(WRONG)
 
 
 # ---- softcap ----------------------------------------------------------------------------------
