@@ -110,7 +110,9 @@ def test_compiles_without_graph_break_and_agrees(
     for have, want in zip(
         results(compiled, attend, options), results(attend, attend, options), strict=True
     ):
-        assert torch.allclose(have, want, rtol=1e-5, atol=1e-6)
+        # Entries near 0 are sums of terms as large as others, whose order differs.
+        largest = max(1.0, float(want.masked_fill(want.isinf(), 0.0).abs().max()))
+        assert torch.allclose(have, want, rtol=1e-5, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
