@@ -52,7 +52,7 @@ class Param:
         per_key: Whether a tensor (B, H, Nk) is accepted too. Only for kind "per_head", and not with
             ``per_token``.
         size: ``size(D)`` -> the dimensions after the first of a tensor (H, …), for head dimension
-            D. Required by kind "tensor", and only for it.
+            D, a tuple of ints. Required by kind "tensor", and only for it.
         projection: How modules that see the hidden states make the parameter; None: they do not.
             Only with ``per_key`` or ``per_token``.
         host_sink: Whether the parameter takes the sink logits that a host model has learned. Only
