@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
+from attnzoo.core.checks import is_finite, is_number, shown
 from attnzoo.core.forms import Form
 
 if TYPE_CHECKING:
@@ -32,6 +34,14 @@ class Projection:
 
     value: Callable[[Tensor], Tensor]
     bias: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.value):
+            raise TypeError(f"value of a Projection must be a function, got {shown(self.value)}")
+        if not is_number(self.bias):
+            raise TypeError(f"bias of a Projection must be a number, got {shown(self.bias)}")
+        if not is_finite(self.bias, torch.float32):
+            raise ValueError(f"bias of a Projection must be finite, got {shown(self.bias)}")
 
 
 @dataclass(frozen=True)
