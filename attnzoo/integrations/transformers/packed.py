@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from attnzoo.core.arguments import Segments
 from attnzoo.core.checks import check_dense, runs_eagerly
 from attnzoo.core.varlen_arguments import check_ends
-from attnzoo.integrations.transformers.masks import Layout
+from attnzoo.integrations.transformers.masks import Layout, chunks_of
+from attnzoo.nn.segments import restarted
 
 
 class _Found:
@@ -53,13 +54,32 @@ def packed_segments(
             return own
         return own, _from_lengths("k", other, (batch, layout.stop))[:, layout.start :]
     positions = kwargs.get("position_ids")
-    # A mask that holds values shows padding, for which position ids restart too.
-    start = layout.is_causal and queries == keys and (mask is None or mask.numel() == 0)
-    if not start or not isinstance(positions, Tensor) or positions.shape[-1] != queries:
+    # A mask that holds values shows padding, for which position ids restart too, or chunks.
+    empty = mask is None or mask.numel() == 0 or layout.chunk
+    if (
+        not (empty and layout.is_causal and queries == keys)
+        or not isinstance(positions, Tensor)
+        or positions.shape[-1] != queries
+    ):
         return None
     if positions.dim() != 2 or positions.shape[0] not in (1, batch) or not _readable(positions):
         return None
     return _once(module, positions, (batch, queries), _from_positions)
+
+
+def chunked(documents: Segments, size: int) -> Segments:
+    """The chunks of each document of a packed batch; the documents if size is 0."""
+    if not size or documents is None:
+        return documents
+    if isinstance(documents, Tensor):
+        return chunks_of(documents, restarted(documents), size)
+    queries, keys = documents
+    if queries.shape != keys.shape:
+        raise ValueError(
+            "cu_seq_lens_k must be those of cu_seq_lens_q for a model with chunked attention, got "
+            f"{queries.shape[1]} queries and {keys.shape[1]} keys"
+        )
+    return chunks_of(queries, restarted(queries), size), chunks_of(keys, restarted(keys), size)
 
 
 def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) -> Any:
