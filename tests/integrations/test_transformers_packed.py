@@ -120,6 +120,12 @@ def test_chunks_start_anew_with_each_document(how: str) -> None:
     for cached in (False,) if how == "position_ids" else (False, True):
         actual = model(**given, use_cache=cached).logits
         assert torch.allclose(actual, expected, atol=3e-5)
+    if how != "position_ids":
+        padding = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+        for kept in (sum(LENGTHS), sum(LENGTHS) - 2):
+            padding[:, kept:] = 0
+            actual = model(**given, attention_mask=padding).logits
+            assert torch.allclose(actual[:, :kept], expected[:, :kept], atol=3e-5)
 
 
 def test_rows_of_a_batch_may_be_packed_differently() -> None:

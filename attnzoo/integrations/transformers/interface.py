@@ -88,7 +88,7 @@ def attend(
     segments = layout.segment_ids
     if segments is None or layout.chunk:
         documents = packed_segments(module, attention_mask, layout, query, key, kwargs)
-        segments = segments if documents is None else chunked(documents, layout.chunk)
+        segments = segments if documents is None else chunked(documents, layout)
     options: dict[str, Any] = {
         "attn_mask": layout.attn_mask, "is_causal": layout.is_causal, "window": layout.window,
         "segment_ids": segments, "scale": scaling, "dropout_p": dropout,

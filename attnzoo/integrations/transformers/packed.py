@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attnzoo.core.arguments import Segments
 from attnzoo.core.checks import check_dense, runs_eagerly
 from attnzoo.core.varlen_arguments import check_ends
-from attnzoo.integrations.transformers.masks import Layout, chunks_of
+from attnzoo.integrations.transformers.masks import PADDING, Layout, chunks_of
 from attnzoo.nn.segments import restarted
 
 
@@ -55,7 +55,7 @@ def packed_segments(
         return own, _from_lengths("k", other, (batch, layout.stop))[:, layout.start :]
     positions = kwargs.get("position_ids")
     # A mask that holds values shows padding, for which position ids restart too, or chunks.
-    empty = mask is None or mask.numel() == 0 or layout.chunk
+    empty = mask is None or mask.numel() == 0 or (layout.chunk and not layout.padded)
     if (
         not (empty and layout.is_causal and queries == keys)
         or not isinstance(positions, Tensor)
@@ -67,19 +67,23 @@ def packed_segments(
     return _once(module, positions, (batch, queries), _from_positions)
 
 
-def chunked(documents: Segments, size: int) -> Segments:
-    """The chunks of each document of a packed batch; the documents if size is 0."""
-    if not size or documents is None:
+def chunked(documents: Segments, layout: Layout) -> Segments:
+    """The chunks of each document of a packed batch; the documents if the layout has no chunks."""
+    if not layout.chunk or documents is None:
         return documents
-    if isinstance(documents, Tensor):
-        return chunks_of(documents, restarted(documents), size)
-    queries, keys = documents
+    queries, keys = (documents, documents) if isinstance(documents, Tensor) else documents
     if queries.shape != keys.shape:
         raise ValueError(
             "cu_seq_lens_k must be those of cu_seq_lens_q for a model with chunked attention, got "
             f"{queries.shape[1]} queries and {keys.shape[1]} keys"
         )
-    return chunks_of(queries, restarted(queries), size), chunks_of(keys, restarted(keys), size)
+    found = chunks_of(queries, restarted(queries), layout.chunk)
+    others = found if keys is queries else chunks_of(keys, restarted(keys), layout.chunk)
+    if layout.padded:
+        assert isinstance(layout.segment_ids, Tensor)  # as many queries as keys
+        padding = (layout.segment_ids < 0) | (layout.segment_ids == PADDING)
+        others = torch.where(padding, PADDING, others)
+    return found, others
 
 
 def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) -> Any:
