@@ -44,10 +44,11 @@ def check_call(
     return_lse: bool = False,
 ) -> Call:
     """Validate the common arguments, without reading values on a GPU, and make the `Call`."""
-    _check_tensors(q, k, v)
+    check_tensors("B, H, N, D", {"q": q, "k": k, "v": v})
+    _check_shapes(q, k, v)
     batch, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
-    _check_heads(heads, kv_heads, enable_gqa)
+    check_heads(("q", "k"), heads, kv_heads, enable_gqa)
     is_causal, return_lse = check_bool("is_causal", is_causal), check_bool("return_lse", return_lse)
     dtype = score_dtype(q)
     left, right = _bounds(window, is_causal)
@@ -67,7 +68,7 @@ def check_call(
         input_dtype=q.dtype,
         device=q.device,
         query_origin=keys - queries,
-        softcap=None if softcap is None else _softcap(softcap, dtype),
+        softcap=check_softcap(softcap, dtype),
         left=left,
         right=right,
         mask=_mask(attn_mask, (batch, heads, queries, keys), q, dtype),
@@ -94,23 +95,52 @@ def layout_tensors(given: dict[str, Tensor], call: Call) -> dict[str, Any]:
 ARGUMENTS = frozenset(signature(check_call).parameters) - frozenset("qkv")
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def check_tensors(axes: str, given: dict[str, Tensor]) -> None:
+    """Raise unless all tensors have these axes, and the first one's dtype and device.
+
+    Args:
+        axes: The names of the axes, such as "B, H, N, D". The second one is of heads.
+        given: The queries first, by the names of the arguments.
+    """
+    (first, like), *_ = given.items()
+    dims = len(axes.split(", "))
+    for name, x in given.items():
         check_dense(name, x)
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(x.shape)}")
+        if x.dim() != dims:
+            raise ValueError(f"{name} must have shape ({axes}), got {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"q, k and v must share a dtype: q is {q.dtype}, {name} is {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(
-                f"q, k and v must share a device: q is on {q.device}, {name} on {x.device}"
-            )
-    if q.shape[-1] == 0:
-        raise ValueError(f"q must have a head dimension of at least 1, got {tuple(q.shape)}")
-    if q.shape[1] == 0:
-        raise ValueError(f"q must have at least one head, got {tuple(q.shape)}")
+        if x.dtype != like.dtype:
+            raise TypeError(f"{name} must have {first}'s dtype {like.dtype}, got {x.dtype}")
+        if x.device != like.device:
+            raise ValueError(f"{name} must be on {first}'s device {like.device}, got {x.device}")
+    if like.shape[-1] == 0:
+        raise ValueError(
+            f"{first} must have a head dimension of at least 1, got {tuple(like.shape)}"
+        )
+    if like.shape[1] == 0:
+        raise ValueError(f"{first} must have at least one head, got {tuple(like.shape)}")
+
+
+def check_heads(names: tuple[str, str], heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    """Raise unless each key/value head belongs to one query head, or to a group with GQA.
+
+    Args:
+        names: The names of the queries and of the keys.
+    """
+    q, k = names
+    if not check_bool("enable_gqa", enable_gqa) and heads != kv_heads:
+        raise ValueError(
+            f"{q} and {k} must have the same number of heads, got {heads} and {kv_heads}; "
+            "enable_gqa=True lets groups of query heads share a key/value head"
+        )
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"{q}'s heads must be a multiple of {k}'s with enable_gqa, got {heads} and {kv_heads}"
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"k must be (B, Hkv, Nk, D) with q's B={q.shape[0]} and D={q.shape[-1]}, "
@@ -120,18 +150,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"v must be (B, Hkv, Nk, Dv) with (B, Hkv, Nk) = {tuple(k.shape[:3])} as in k, got "
             f"{tuple(v.shape)}"
-        )
-
-
-def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
-    if not check_bool("enable_gqa", enable_gqa) and heads != kv_heads:
-        raise ValueError(
-            f"q and k must have the same number of heads, got {heads} and {kv_heads}; "
-            "enable_gqa=True lets groups of query heads share a key/value head"
-        )
-    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(
-            f"q's heads must be a multiple of k's with enable_gqa, got {heads} and {kv_heads}"
         )
 
 
@@ -149,7 +167,10 @@ def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
     return float(scale)
 
 
-def _softcap(softcap: Any, dtype: torch.dtype) -> float:
+def check_softcap(softcap: Any, dtype: torch.dtype) -> float | None:
+    """The validated softcap of a call with scores of this dtype."""
+    if softcap is None:
+        return None
     softcap = plain(softcap)
     if not is_number(softcap):
         raise TypeError(f"softcap must be a number above 0 or None, got {shown(softcap)}")
@@ -238,6 +259,13 @@ def _as_alibi(alibi: Tensor, dtype: torch.dtype) -> Tensor:
     return alibi.view(1, -1, 1)
 
 
+def check_ids(what: str, ids: Any) -> None:
+    """Raise unless the ids are a dense tensor of ints."""
+    check_dense(what, ids)
+    if ids.dtype not in ID_DTYPES:
+        raise TypeError(f"segment_ids must be uint8, int8, int16, int32 or int64, got {ids.dtype}")
+
+
 def _segments(
     ids: Segments, batch: int, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
@@ -251,11 +279,7 @@ def _segments(
         )
     checked = []
     for x, length, whose in zip(pair, (queries, keys), ("queries", "keys")):
-        check_dense(f"segment_ids of the {whose}", x)
-        if x.dtype not in ID_DTYPES:
-            raise TypeError(
-                f"segment_ids must be uint8, int8, int16, int32 or int64, got {x.dtype}"
-            )
+        check_ids(f"segment_ids of the {whose}", x)
         if x.shape != (batch, length):
             raise ValueError(
                 f"segment_ids of the {whose} must have shape ({batch}, {length}), got "

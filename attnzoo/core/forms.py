@@ -53,6 +53,15 @@ class FromStatistics:
     differentiable: bool
 
 
+def _check_vector(field: str, vector: Any, other: str) -> None:
+    """Raise unless the vector is a tensor, or a number that is not NaN."""
+    # Numbers come first, because isinstance is slow for the class Tensor.
+    if isinstance(vector, bool) or not isinstance(vector, (float, int, Tensor)):
+        raise TypeError(f"{field} must be a float, a tensor or {other}, got {shown(vector)}")
+    if isinstance(vector, float) and vector != vector:
+        raise ValueError(f"{field} must not be NaN, got {shown(vector)}")
+
+
 @dataclass(frozen=True)
 class Pairwise:
     """The form w_ij = c_i · φ(s_ij − τ_i) of the scores s_ij.
@@ -119,17 +128,15 @@ class Pairwise:
         how = self.normalize
         if not isinstance(how, str) or how not in _NORMALIZE:
             raise ValueError(f"normalize must be one of {', '.join(_NORMALIZE)}, got {shown(how)}")
-        # Numbers come first, because isinstance is slow for the class Tensor.
-        if not isinstance(self.gain, (float, int, Tensor, FromStatistics)):
-            raise TypeError(
-                f"gain must be a float, a tensor or FromStatistics, got {shown(self.gain)}"
-            )
+        if not isinstance(self.gain, FromStatistics):
+            _check_vector("gain", self.gain, "FromStatistics")
         for field in ("offset", "shape", "sink", "key_bias", "decay", "factor"):
-            vector = getattr(self, field)
-            if vector is not None and not isinstance(vector, (float, int, Tensor)):
-                raise TypeError(f"{field} must be a float, a tensor or None, got {shown(vector)}")
+            if (vector := getattr(self, field)) is not None:
+                _check_vector(field, vector, "None")
         if self.keep is not None and not (is_int(self.keep) and self.keep >= 1):
             raise ValueError(f"keep must be an int of at least 1, got {shown(self.keep)}")
+        if not is_number(self.eps):
+            raise TypeError(f"eps must be a finite number >= 0, got {shown(self.eps)}")
         for field, needed in _OWN.items():
             value = getattr(self, field)
             if value is not None and needed != how and not (field == "eps" and value == 0):
@@ -188,7 +195,7 @@ class Pairwise:
             and self.decay.requires_grad
         ):
             self.distance.check_slopes()
-        if not is_number(self.eps) or not 0 <= self.eps < float("inf"):
+        if not 0 <= self.eps < float("inf"):
             raise ValueError(f"eps must be a finite number >= 0, got {shown(self.eps)}")
         if self.eps and self.activation.exponential:
             raise ValueError(

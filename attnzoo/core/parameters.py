@@ -98,7 +98,7 @@ def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
         raise TypeError(f"{what} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
     if value.device != call.device:
         raise ValueError(f"{what} must be on q's device {call.device}, got {value.device}")
-    shapes = _shapes(param, call)
+    shapes = _shapes(what, param, call)
     # `in` would fail: torch.compile does not find a symbolic size in a tuple.
     if not any(value.shape == shape for shape in shapes):
         allowed = " or ".join(map(str, shapes))
@@ -106,18 +106,31 @@ def _bind_one(what: str, param: Param, value: Any, call: Call) -> Any:
     return as_vector(what, param, value, call)
 
 
-def _shapes(param: Param, call: Call) -> list[tuple[int, ...]]:
+def _shapes(what: str, param: Param, call: Call) -> list[tuple[int, ...]]:
     """The shapes that a tensor may have."""
     batch, heads = call.batch, call.heads
     if param.kind == "tensor":
-        assert param.size is not None  # checked at registration
-        return [(heads, *param.size(call.head_dim))]
+        return [(heads, *_size(what, param, call.head_dim))]
     shapes: list[tuple[int, ...]] = [(), (heads,)]
     if param.per_token:
         shapes.append((batch, heads, call.queries))
     if param.per_key:
         shapes.append((batch, heads, call.keys))
     return shapes
+
+
+def _size(what: str, param: Param, head_dim: int) -> tuple[int, ...]:
+    """The dimensions of a tensor (H, …) after the first, validated because users write variants."""
+    assert param.size is not None  # checked at registration
+    found = param.size(head_dim)
+    if not isinstance(found, tuple):
+        raise TypeError(f"{what}: size(D) must be a tuple of ints, got {shown(found)}")
+    for n in found:
+        if not (is_int(n) or isinstance(n, torch.SymInt)):
+            raise TypeError(f"{what}: size(D) must be a tuple of ints, got {shown(found)}")
+        if n < 1:
+            raise ValueError(f"{what}: size(D) must have ints of at least 1, got {shown(found)}")
+    return found
 
 
 def as_vector(what: str, param: Param, value: Tensor, call: Call) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnzoo.core.arguments import ARGUMENTS
-from attnzoo.core.checks import did_you_mean, is_number, shown
+from attnzoo.core.checks import did_you_mean, is_finite, is_number, shown
 from attnzoo.core.parameters import check_value
 from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
 
@@ -76,6 +76,11 @@ def register_variant(variant: Variant) -> Variant:
                 f"name ({', '.join(sorted(RESERVED))}) or the name of a torch.nn.Module attribute"
             )
         _check_param(f"variant {variant.name!r}: parameter {param.name!r}", param)
+    if len(sinks := [param.name for param in variant.params if param.host_sink]) > 1:
+        raise ValueError(
+            f"variant {variant.name!r}: one parameter at most may have host_sink, got "
+            f"{', '.join(sinks)}"
+        )
     _check_fields(variant)
     _VARIANTS[variant.name] = variant
     return variant
@@ -115,8 +120,10 @@ def _check_param(what: str, param: Param) -> None:
     ends = param.between
     if not isinstance(ends, tuple) or len(ends) != 2 or not all(map(is_number, ends)):
         raise TypeError(f"{what}: between must be a pair of numbers, got {shown(ends)}")
-    if not ends[0] < ends[1]:
-        raise ValueError(f"{what}: between must be (low, high) with low < high, got {shown(ends)}")
+    if not ends[0] < ends[1] or not all(map(is_finite, ends)):
+        raise ValueError(
+            f"{what}: between must be finite (low, high) with low < high, got {shown(ends)}"
+        )
     if param.init is not None and not ends[0] < param.init < ends[1]:
         raise ValueError(f"{what}: init must lie inside {ends}, got {shown(param.init)}")
 
@@ -126,8 +133,8 @@ def _check_shapes(what: str, param: Param) -> None:
         raise ValueError(f"{what}: per_token and per_key must not both be True")
     if (param.kind == "tensor") != (param.size is not None):
         raise ValueError(f"{what}: size must be given for kind 'tensor', and only for it")
-    if param.size is not None and not callable(param.size):
-        raise TypeError(f"{what}: size must be a function of D, got {shown(param.size)}")
+    if param.size is not None:
+        _check_function(f"{what}: size", param.size, ("D",), ())
     if param.kind == "tensor" and param.default not in (REQUIRED, None):
         raise ValueError(f"{what}: default must be REQUIRED or None for kind 'tensor'")
     if param.projection is None:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
+from attnzoo.core.checks import is_finite, is_number, shown
 from attnzoo.core.forms import Form
 
 if TYPE_CHECKING:
@@ -33,6 +35,14 @@ class Projection:
     value: Callable[[Tensor], Tensor]
     bias: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not callable(self.value):
+            raise TypeError(f"value of a Projection must be a function, got {shown(self.value)}")
+        if not is_number(self.bias):
+            raise TypeError(f"bias of a Projection must be a number, got {shown(self.bias)}")
+        if not is_finite(self.bias, torch.float32):
+            raise ValueError(f"bias of a Projection must be finite, got {shown(self.bias)}")
+
 
 @dataclass(frozen=True)
 class Param:
@@ -52,7 +62,7 @@ class Param:
         per_key: Whether a tensor (B, H, Nk) is accepted too. Only for kind "per_head", and not with
             ``per_token``.
         size: ``size(D)`` -> the dimensions after the first of a tensor (H, …), for head dimension
-            D. Required by kind "tensor", and only for it.
+            D, a tuple of ints. Required by kind "tensor", and only for it.
         projection: How modules that see the hidden states make the parameter; None: they do not.
             Only with ``per_key`` or ``per_token``.
         host_sink: Whether the parameter takes the sink logits that a host model has learned. Only
@@ -120,8 +130,8 @@ class Variant:
         forms: ``forms(call, **params)`` -> a tuple of forms, the preferred one first. Each form
             must give the same weights as the definition in this call.
         scores: ``scores(q, k, call, **params) -> (B, H, Nq, Nk)`` if the weights are a softmax of
-            these scores (up to a sink). Visible keys that the variant drops, as topk does, have
-            the score −∞. Required for ``return_lse``.
+            these scores (up to a sink). Visible keys that the variant drops have the score −∞.
+            Required for ``return_lse``.
         unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
             the variant, or None.
         normalized: Whether every row with a visible key sums to 1.

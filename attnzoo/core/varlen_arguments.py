@@ -3,32 +3,81 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo.core.checks import DTYPES, check_bool, check_dense, is_int, is_readable, plain, shown
+from attnzoo.core.arguments import check_heads, check_tensors
+from attnzoo.core.checks import check_dense, is_int, is_readable, plain, shown
 from attnzoo.core.registry import get_variant
+
+
+class Packed(NamedTuple):
+    """Packed tokens, and where their sequences end.
+
+    Attributes:
+        query, key, value: As for `varlen_attention`.
+        ends: cu_seq_q and cu_seq_k.
+        longest: max_q and max_k.
+        lengths: Numbers of queries and of keys of each sequence; None if they cannot be read.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    ends: tuple[Tensor, Tensor]
+    longest: tuple[int, int]
+    lengths: tuple[list[int], list[int]] | None
+
+    @property
+    def attends(self) -> bool:
+        """Whether a query may see a key, as far as is known."""
+        if len(self.query) == 0 or len(self.key) == 0:
+            return False
+        return self.lengths is None or any(map(min, *self.lengths))
+
+
+class TokenParams(NamedTuple):
+    """The parameters of a variant, those per query or per key with shape (1, H, T).
+
+    Attributes:
+        values: All parameters, by name.
+        of_queries: The names of those per query.
+        of_keys: The names of those per key.
+    """
+
+    values: dict[str, Any]
+    of_queries: set[str]
+    of_keys: set[str]
+
+
+def check_packed(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    enable_gqa: bool,
+) -> Packed:
+    """Validate (query, key, value), (cu_seq_q, cu_seq_k) and (max_q, max_k)."""
+    query, key, value = tensors
+    check_tokens(query, key, value, enable_gqa)
+    queries = check_ends("cu_seq_q", ends[0], "query", query, len(query))
+    keys = check_ends("cu_seq_k", ends[1], "key", key, len(key))
+    if len(ends[1]) != len(ends[0]):
+        raise ValueError(
+            "cu_seq_k must have as many entries as cu_seq_q, one more than there are sequences, "
+            f"got {len(ends[1])} and {len(ends[0])}"
+        )
+    count = len(ends[0]) - 1
+    max_q = check_longest("max_q", longest[0], queries, count, len(query))
+    max_k = check_longest("max_k", longest[1], keys, count, len(key))
+    lengths = None if queries is None or keys is None else (queries, keys)
+    return Packed(query, key, value, ends, (max_q, max_k), lengths)
 
 
 def check_tokens(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """Raise unless query, key and value are (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv)."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_dense(name, x)
-        if x.dim() != 3:
-            raise ValueError(f"{name} must have shape (T, H, D), got {tuple(x.shape)}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
-        if x.device != query.device:
-            raise ValueError(f"{name} must be on query's device {query.device}, got {x.device}")
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if heads == 0 or query.shape[2] == 0:
-        raise ValueError(
-            f"query must have at least one head and head dimension 1, got {tuple(query.shape)}"
-        )
+    check_tensors("T, H, D", {"query": query, "key": key, "value": value})
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"key must have query's head dimension {query.shape[2]}, got {tuple(key.shape)}"
@@ -38,34 +87,17 @@ def check_tokens(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
             f"value must have as many tokens and heads as key, {tuple(key.shape[:2])}, got "
             f"{tuple(value.shape)}"
         )
-    if heads != kv_heads and not check_bool("enable_gqa", enable_gqa):
-        raise ValueError(
-            f"key must have as many heads as query, {heads}, got {kv_heads}; enable_gqa=True lets "
-            "groups of query heads share a key/value head"
-        )
-    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(
-            f"key must have a number of heads that divides query's, {heads}, got {kv_heads}"
-        )
+    check_heads(("query", "key"), query.shape[1], key.shape[1], enable_gqa)
 
 
-def check_longest(name: str, value: Any) -> int:
-    value = plain(value)
-    if not is_int(value):
-        raise TypeError(f"{name} must be an int, got {shown(value)}")
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0, got {shown(value)}")
-    return value
-
-
-def check_ends(name: str, ends: Tensor, of: str, x: Tensor, longest: int) -> list[int] | None:
-    """Validate cu_seq_q or cu_seq_k. Return the lengths, or None if they cannot be read.
+def check_ends(name: str, ends: Tensor, of: str, like: Tensor, tokens: int) -> list[int] | None:
+    """Validate the ends of sequences. Return their lengths, or None if they cannot be read.
 
     Args:
-        name: "cu_seq_q" or "cu_seq_k".
+        name: The name of ``ends``.
         of: The name of the tensor that is cut at ``ends``.
-        x: That tensor.
-        longest: The value of max_q or max_k.
+        like: That tensor.
+        tokens: Its number of tokens.
     """
     check_dense(name, ends)
     if ends.dtype not in (torch.int32, torch.int64):
@@ -74,44 +106,47 @@ def check_ends(name: str, ends: Tensor, of: str, x: Tensor, longest: int) -> lis
         raise ValueError(
             f"{name} must have shape (S + 1,) for S sequences, got {tuple(ends.shape)}"
         )
-    if ends.device != x.device:
-        raise ValueError(f"{name} must be on {of}'s device {x.device}, got {ends.device}")
-    most = f"max_{name[-1]}"
-    if not (is_readable(ends) and is_readable(x)):
-        if (len(ends) - 1) * longest < len(x):
-            raise ValueError(
-                f"{most} must be at least the length of the longest sequence; {longest} is too "
-                f"small for {len(x)} tokens in {len(ends) - 1} sequences"
-            )
+    if ends.device != like.device:
+        raise ValueError(f"{name} must be on {of}'s device {like.device}, got {ends.device}")
+    if not (is_readable(ends) and is_readable(like)):
         return None
     values = ends.tolist()
-    lengths = [stop - start for start, stop in pairwise(values)]
     if values[0] != 0:
         raise ValueError(f"{name} must start with 0, got {values[0]}")
-    if any(length < 0 for length in lengths):
-        at = next(i for i, length in enumerate(lengths) if length < 0)
+    for at, (start, stop) in enumerate(pairwise(values), 1):
+        if stop < start:
+            raise ValueError(f"{name} must not decrease, got {start} and then {stop} at {at}")
+    if values[-1] != tokens:
         raise ValueError(
-            f"{name} must not decrease, got {values[at]} and then {values[at + 1]} at {at + 1}"
+            f"{name} must end with the number of tokens of {of}, {tokens}, got {values[-1]}"
         )
-    if values[-1] != len(x):
-        raise ValueError(
-            f"{name} must end with the number of tokens of {of}, {len(x)}, got {values[-1]}"
-        )
-    if max(lengths, default=0) > longest:
-        raise ValueError(
-            f"{most} must be at least the length of the longest sequence, {max(lengths)}, got "
-            f"{longest}"
-        )
-    return lengths
+    return [stop - start for start, stop in pairwise(values)]
 
 
-def with_batch(
-    variant: str, params: dict[str, Any], query: Tensor, key: Tensor
-) -> tuple[dict[str, Any], set[str], set[str]]:
-    """The parameters for a batch of one row, and the names of those per query and per key.
+def check_longest(
+    name: str, value: Any, lengths: list[int] | None, sequences: int, tokens: int
+) -> int:
+    """Validate max_q or max_k; ``lengths`` is None if they cannot be read."""
+    value = plain(value)
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int, got {shown(value)}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {shown(value)}")
+    if lengths is None and sequences * value < tokens:
+        raise ValueError(
+            f"{name} must be at least the length of the longest sequence; {value} is too small for "
+            f"{tokens} tokens in {sequences} sequences"
+        )
+    if lengths is not None and max(lengths, default=0) > value:
+        raise ValueError(
+            f"{name} must be at least the length of the longest sequence, {max(lengths)}, got "
+            f"{value}"
+        )
+    return value
 
-    Tensors (H, Tq) and (H, Tk) become (1, H, Tq) and (1, H, Tk).
-    """
+
+def with_batch(variant: str, params: dict[str, Any], query: Tensor, key: Tensor) -> TokenParams:
+    """The parameters for a batch of one row: tensors (H, T) become (1, H, T)."""
     found, of_queries, of_keys = dict(params), set(), set()
     for param in get_variant(variant).params:
         value = params.get(param.name)
@@ -131,4 +166,4 @@ def with_batch(
                 f"{tuple(value.shape)}"
             )
         found[param.name] = value[None]
-    return found, of_queries, of_keys
+    return TokenParams(found, of_queries, of_keys)

@@ -74,8 +74,8 @@ def linear_attention(
         Katharopoulos et al. 2020, arXiv:2006.16236 (linear attention as a recurrence).
 
     Notes:
-        The state is kept in fp32 (fp64 for fp64 inputs). In fp32, ``taylor`` needs normalized q
-        and k.
+        The state is kept in fp32 (fp64 for fp64 inputs). In fp32, a feature map with negative
+        features (`Linear.cancels`) needs normalized q and k.
     """
     for name in {"backend", *ARGUMENTS}.intersection(params):
         raise TypeError(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.core.varlen_arguments import Packed, TokenParams
 from attnzoo.functional.attention import attention
 
 
@@ -41,44 +42,32 @@ def sequences(ends: Tensor, tokens: int) -> Tensor:
 
 
 def padded_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    variant: str,
-    backend: str | None,
-    arguments: dict[str, Any],
-    params: dict[str, Any],
-    per_token: tuple[set[str], set[str]],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The output (Tq, H, Dv) of `varlen_attention`, or a pair with lse (H, Tq).
-
-    Args:
-        ends: cu_seq_q and cu_seq_k.
-        longest: max_q and max_k.
-        params: The parameters, those per query or per key with shape (1, H, T).
-        per_token: The names of the parameters per query and of those per key.
-    """
-    queries, keys = (Rows.of(e, len(x), width) for e, x, width in zip(ends, (query, key), longest))
-    q = query[queries.tokens].transpose(1, 2)  # [S, H, max_q, D]
-    k, v = (x[keys.tokens].transpose(1, 2) for x in (key, value))
-    params = dict(params)
-    for rows, names in zip((queries, keys), per_token):
+    given: Packed, variant: str, backend: str | None, arguments: dict[str, Any], own: TokenParams
+) -> tuple[Tensor, Tensor | None]:
+    """The output (Tq, H, Dv) of `varlen_attention`, and lse (H, Tq) if the call asks for it."""
+    queries, keys = (
+        Rows.of(ends, len(x), width)
+        for ends, x, width in zip(given.ends, (given.query, given.key), given.longest)
+    )
+    q = given.query[queries.tokens].transpose(1, 2)  # [S, H, max_q, D]
+    k, v = (x[keys.tokens].transpose(1, 2) for x in (given.key, given.value))
+    params = dict(own.values)
+    for rows, names in ((queries, own.of_queries), (keys, own.of_keys)):
         for name in names:
             params[name] = params[name][0][:, rows.tokens].transpose(0, 1)  # [S, H, width]
     result = attention(
         q, k, v, variant, attn_mask=keys.valid[:, None, None], backend=backend, **arguments,
         **params,
     )  # fmt: skip
-    row = sequences(ends[0], len(query))
-    place = torch.arange(len(query), device=query.device) - ends[0][1:][row] + longest[0]
+    tokens, width = len(given.query), given.longest[0]
+    row = sequences(given.ends[0], tokens)
+    place = torch.arange(tokens, device=row.device) - given.ends[0][1:][row] + width
 
-    def tokens(x: Tensor) -> Tensor:
+    def unpadded(x: Tensor) -> Tensor:
         """(S, H, max_q, …) as (Tq, H, …)."""
         return x.transpose(1, 2)[row, place]
 
     if isinstance(result, Tensor):
-        return tokens(result)
+        return unpadded(result), None
     out, lse = result
-    return tokens(out), tokens(lse).T
+    return unpadded(out), unpadded(lse).T

@@ -88,6 +88,12 @@ class BoundVariant(NamedTuple):
                 return form
         return None
 
+    def extras(self, call: RowCall) -> list[str]:
+        """The `Pairwise.extras` of the variant's forms for this call."""
+        forms = self.variant.forms(call, **self.params)
+        found = [name for form in forms if isinstance(form, Pairwise) for name in form.extras]
+        return list(dict.fromkeys(found))
+
 
 def row_call(scores: Tensor, mask: Tensor | None, input_dtype: torch.dtype) -> RowCall:
     """The call for scores (R, n) in fp32 or fp64, and a bool mask (R, n) or (1, n)."""
@@ -128,11 +134,7 @@ def bind_rows(
             only ``per_token`` parameters may have one value per row.
     """
     found = get_variant(variant)
-    if found.positional:
-        raise ValueError(
-            f"variant of {function} must not depend on positions, got {found.name!r}, whose "
-            "weights depend on the distance between query and key"
-        )
+    check_not_positional(function, variant)
     known = {param.name: param for param in found.params if param.kind == "per_head"}
     if output_layer:
         params = {**(found.output_defaults or {}), **params}
@@ -150,6 +152,14 @@ def bind_rows(
     if reason is not None:
         raise ValueError(reason)
     return BoundVariant(found, bound)
+
+
+def check_not_positional(function: str, variant: str) -> None:
+    if get_variant(variant).positional:
+        raise ValueError(
+            f"variant of {function} must not depend on positions, got {variant!r}, whose weights "
+            "depend on the distance between query and key"
+        )
 
 
 def _row_values(what: str, value: Tensor, lead: tuple[int, ...], example: Tensor) -> Tensor:

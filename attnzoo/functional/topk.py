@@ -46,10 +46,10 @@ def topk_probabilities(
 ) -> TopK:
     """The k most probable entries of given scores: the k largest of w = probabilities(scores).
 
-    Formula: w as in `probabilities`. For softmax, ssmax, log_n, sink, sigmoid, sparsemax, entmax,
-    asentmax and topk, the largest scores have the largest probabilities. Only these k probabilities
-    are then computed, with a sum or a threshold over the line. For other variants all probabilities
-    are computed, for a few rows at a time.
+    Formula: w as in `probabilities`. If the largest scores have the largest probabilities, only
+    these k probabilities are computed, with a sum or a threshold over the line. That is so for a
+    pairwise form with an increasing activation (`Activation.increasing`). For other variants all
+    probabilities are computed, for a few rows at a time.
 
     Args:
         scores: Logits of any shape (…, n, …) in fp16, bf16, fp32 or fp64.

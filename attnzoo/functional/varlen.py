@@ -9,7 +9,7 @@ from attnzoo.backends.selection import candidates, check_backend
 from attnzoo.core.arguments import ARGUMENTS
 from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import runs_eagerly
-from attnzoo.core.varlen_arguments import check_ends, check_longest, check_tokens, with_batch
+from attnzoo.core.varlen_arguments import Packed, TokenParams, check_packed, with_batch
 from attnzoo.functional import packed
 from attnzoo.functional.attention import attention
 from attnzoo.functional.packed import Runs, Segment
@@ -157,28 +157,23 @@ def varlen_attention(
         True
 
     Notes:
+        In place of ``window_size`` there are ``is_causal`` and ``window``, and in place of
+        ``return_aux`` there is ``return_lse``.
+
         On a CPU, sequences of equal lengths run as one batch, and others in one call each. Where
         the values of ``cu_seq_q`` and ``cu_seq_k`` cannot be read without waiting for a device (on
         a GPU, and under `torch.compile`), they are not checked. Sequences are then padded to
         ``max_q`` and ``max_k``, unless ``cu_seq_q`` and ``cu_seq_k`` are the same tensor and the
         backend reads the bounds of the sequences itself.
     """
-    check_tokens(query, key, value, enable_gqa)
-    max_q, max_k = check_longest("max_q", max_q), check_longest("max_k", max_k)
-    queries = check_ends("cu_seq_q", cu_seq_q, "query", query, max_q)
-    keys = check_ends("cu_seq_k", cu_seq_k, "key", key, max_k)
-    if len(cu_seq_k) != len(cu_seq_q):
-        raise ValueError(
-            "cu_seq_k must have as many entries as cu_seq_q, one more than there are sequences, "
-            f"got {len(cu_seq_k)} and {len(cu_seq_q)}"
-        )
+    ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
+    given = check_packed((query, key, value), ends, longest, enable_gqa)
     check_backend(backend)
     for name in ARGUMENTS.intersection(params):
         raise TypeError(
             f"varlen_attention does not accept {name}; cu_seq_q and cu_seq_k give the sequences, "
             "is_causal and window the visible keys"
         )
-    own, of_queries, of_keys = with_batch(variant, params, query, key)
     arguments: dict[str, Any] = dict(
         is_causal=is_causal,
         window=window,
@@ -189,35 +184,43 @@ def varlen_attention(
         dropout_p=dropout_p,
         return_lse=return_lse,
     )
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    lengths = None if queries is None or keys is None else (queries, keys)
-    if len(query) == 0 or len(key) == 0 or (lengths and not any(map(min, *lengths))):
-        nothing = {name: own[name][..., :0] for name in of_keys}
-        result = attention(
-            q, k[:, :, :0], v[:, :, :0], variant, backend=backend, **arguments, **own | nothing
-        )
-        out, lse = result if return_lse else (result, None)
-    elif lengths is not None and runs_eagerly():
-        found = [Segment(0, i, i) for i, pair in enumerate(zip(*lengths)) if min(pair) > 0]
-        runs = Runs(*([own] for own in lengths), segments=found, restart=True)
-        ready = prepare(q, k, v, variant, arguments | own)
-        with in_full_precision(query.device):
-            out, lse = packed.run(ready, runs, backend)
-    else:
-        done = None
-        if cu_seq_q is cu_seq_k:
-            done = _walked(q, k, v, cu_seq_q, variant, backend, arguments | own)
-        if done is None:
-            return padded_attention(
-                query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), variant, backend,
-                arguments, own, (of_queries, of_keys),
-            )  # fmt: skip
-        out, lse = done
-    out = out[0].transpose(0, 1)
+    own = with_batch(variant, params, query, key)
+    out, lse = _attend(given, variant, backend, arguments, own)
     if not return_lse:
         return out
     assert lse is not None
-    return out, lse[0]
+    return out, lse
+
+
+def _attend(
+    given: Packed, variant: str, backend: str | None, arguments: dict[str, Any], own: TokenParams
+) -> tuple[Tensor, Tensor | None]:
+    """The output (Tq, H, Dv), and lse (H, Tq) if the call asks for it."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (given.query, given.key, given.value))
+    options = arguments | own.values
+    if not given.attends:
+        options |= {name: own.values[name][..., :0] for name in own.of_keys}
+        result = attention(q, k[:, :, :0], v[:, :, :0], variant, backend=backend, **options)
+        out, lse = (result, None) if isinstance(result, Tensor) else result
+    elif given.lengths is not None and runs_eagerly():
+        ready = prepare(q, k, v, variant, options)
+        with in_full_precision(q.device):
+            out, lse = packed.run(ready, _runs(*given.lengths), backend)
+    else:
+        walked = None
+        if given.ends[0] is given.ends[1]:
+            walked = _walked(q, k, v, given.ends[0], variant, backend, options)
+        if walked is None:
+            return padded_attention(given, variant, backend, arguments, own)
+        out, lse = walked
+    return out[0].transpose(0, 1), None if lse is None else lse[0]
+
+
+def _runs(queries: list[int], keys: list[int]) -> Runs:
+    """The sequences as the segments of one row."""
+    pairs = enumerate(zip(queries, keys, strict=True))
+    segments = [Segment(0, i, i) for i, pair in pairs if min(pair) > 0]
+    return Runs([queries], [keys], segments=segments, restart=True)
 
 
 def _walked(

@@ -225,7 +225,9 @@ def bind_form(
     call = row_call(scores, class_mask, input.dtype)
     form = bound.pairwise(call)
     if form is None:
-        raise ValueError(f"variant {variant!r} has no loss: it has no pairwise form for rows")
+        extras = ", ".join(bound.extras(call))
+        why = f"losses do not support {extras} of its form" if extras else "it has no pairwise form"
+        raise ValueError(f"variant {variant!r} has no loss: {why}")
     return BoundForm(bound, call, form)
 
 

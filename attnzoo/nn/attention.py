@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.arguments import Segments, Window, check_call
+from attnzoo.core.arguments import Segments, Window, check_softcap
 from attnzoo.core.checks import check_bool, check_dense, check_sizes, shown
 from attnzoo.core.registry import get_variant
 from attnzoo.functional.attention import attention, attention_weights
@@ -28,14 +28,14 @@ class Attention(VariantParameters):
         variant: a name from `attnzoo.list_variants`.
         num_heads: number of query heads, H.
         learn: names of the parameters to learn. None is the variant's default, as in its paper
-            (ssmax: s; sink: b; asentmax: beta and gamma). () learns nothing.
+            (`Param.init`). () learns nothing.
         softcap: softcap c of every call, as for `attnzoo.attention`; None is no softcap.
         given: names of parameters that the module does not own. Each call must pass them to
             forward as keywords, with values as for `attnzoo.attention`.
         **params: values of the variant's parameters: floats or tensors of shape (H,). For a learned
             parameter this is the initial value; the default is the variant's own. A
-            `torch.nn.Parameter` given here is learned. A parameter with an allowed range (entmax's
-            alpha) is learned through a sigmoid and stays inside the range.
+            `torch.nn.Parameter` given here is learned. A parameter with an interval
+            (`Param.between`) is learned through a sigmoid and stays inside.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -61,6 +61,9 @@ class Attention(VariantParameters):
     Notes:
         Exclude these parameters from weight decay with `parameter_groups`: zero is not a neutral
         value for them.
+
+        A learned parameter without an interval may leave its allowed values in training. On a CPU,
+        forward then raises a ValueError; on a GPU, values are not read.
     """
 
     projections: Projections | None
@@ -77,7 +80,8 @@ class Attention(VariantParameters):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads)
-        self.num_heads, self.softcap = num_heads, _softcap(softcap)
+        self.num_heads = num_heads
+        self.softcap = check_softcap(softcap, torch.float32)
         self._own(variant, num_heads, learn, params, given=given)
         self.projections = None  # see `projecting_attention`
 
@@ -217,8 +221,8 @@ class Attention(VariantParameters):
 
         Notes:
             A state of F features has F·(Dv + 1) numbers per head. Keys and values have D + Dv
-            numbers per head and token. The state of `taylor` with D = Dv = 64 (F = 2145) is smaller
-            than the keys and values of 1090 or more tokens; use "keys" for shorter sequences.
+            numbers per head and token. With F = 2145 and D = Dv = 64 the state is smaller than the
+            keys and values of 1090 or more tokens; use "keys" for shorter sequences.
         """
         if kind not in (None, "keys", "state"):
             raise ValueError(f"kind must be 'keys', 'state' or None, got {shown(kind)}")
@@ -301,12 +305,6 @@ def projecting_attention(
     if names:
         new.projections = Projections(variant, names, num_heads, query_dim, key_dim, **kind)
     return new
-
-
-def _softcap(softcap: float | None) -> float | None:
-    """The softcap, validated as in a call with fp32 scores."""
-    x = torch.empty(1, 1, 1, 1, dtype=torch.float32)
-    return check_call(x, x, x, softcap=softcap).softcap
 
 
 def _dense(

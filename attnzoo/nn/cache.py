@@ -17,9 +17,8 @@ from attnzoo.functional.linear_attention import LinearState
 class KVCache:
     """Keys and values of up to ``max_length`` tokens, for any variant.
 
-    A variant whose parameters may have one value per key (B, H, Nk), such as the gates of
-    ``forgetting``, has these values in the cache too. Memory is allocated once, at the first
-    update, with the shapes, dtypes and device of the given tensors.
+    Parameters of the variant with one value per key (B, H, Nk) are in the cache too. Memory is
+    allocated once, at the first update, with the shapes, dtypes and device of the given tensors.
 
     Args:
         max_length: number of tokens that the cache can hold.

@@ -40,8 +40,8 @@ class MultiheadAttention(nn.Module):
         learn: names of the variant's parameters to learn, as for `Attention`.
         softcap: softcap of the logits, as for `Attention`.
         **params: parameters of the variant, as for `Attention`. If a parameter has a projection,
-            such as the gates of ``forgetting``, and no value is given here, the layer learns the
-            projection: from ``key`` for one value per key, from ``query`` for one per query.
+            and no value is given here, the layer learns the projection: from ``key`` for one value
+            per key, from ``query`` for one per query.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -60,7 +60,8 @@ class MultiheadAttention(nn.Module):
         attend.)
 
         Differences from torch: a query whose keys are all blocked gives the output bias, not NaN.
-        ``is_causal=True`` works without a mask. Torch's fused encoder path is not used.
+        ``is_causal=True`` works without a mask. With ``need_weights`` it applies together with
+        ``attn_mask``; torch uses the mask only. Torch's fused encoder path is not used.
     """
 
     # Torch's encoder layers use their fused softmax only if this attribute is True.
@@ -210,8 +211,9 @@ class MultiheadAttention(nn.Module):
             need_weights: also return the weights, which takes memory for B·H·L·S numbers.
             attn_mask: (L, S) or (B·H, L, S). Bool: True = blocked. Float: added to the scores.
             average_attn_weights: average the weights over the heads.
-            is_causal: causal attention. With attn_mask, a hint that this mask is causal: the mask
-                is then ignored, unless L ≠ S, a key is appended, or need_weights is True.
+            is_causal: causal attention. With attn_mask, a hint that this mask is causal. If L = S
+                and no key is appended, the mask is then ignored, or with need_weights both apply.
+                Otherwise only the mask applies.
 
         Returns:
             (output, weights). The output has the layout of ``query``. The weights are (B, L, S), or
@@ -235,9 +237,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = self._project(*tensors)  # [B, H, L, D], [B, Hkv, S, D] twice
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        if need_weights and attn_mask is not None:
-            is_causal = False  # torch ignores the hint if it returns weights
-        mask, causal = self._masks(key_padding_mask, attn_mask, is_causal, q, k)
+        mask, causal = self._masks(key_padding_mask, attn_mask, is_causal, need_weights, q, k)
         k, v = self._extended(k, v)
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
         options |= self.attend.projected(tensors[0], tensors[1])
@@ -322,13 +322,15 @@ class MultiheadAttention(nn.Module):
         return k, v
 
     def _masks(
-        self, padding: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor
-    ) -> tuple[Tensor | None, bool]:
+        self, padding: Tensor | None, mask: Tensor | None, is_causal: bool, need_weights: bool,
+        q: Tensor, k: Tensor,
+    ) -> tuple[Tensor | None, bool]:  # fmt: skip
         """attn_mask and is_causal for `attnzoo.attention`."""
         (batch, _, length, _), keys = q.shape, k.shape[2]
         extra = (self.bias_k is not None) + self.add_zero_attn
         if is_causal and not extra and (mask is None or length == keys):
-            mask = None
+            # Torch ignores the hint if it returns weights, but variants may need to know it.
+            mask = mask if need_weights else None
         elif is_causal:
             # is_causal would hide the appended keys, so it becomes a mask.
             is_causal = False

@@ -22,6 +22,7 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     The new layers share the parameters of the old ones, so an existing optimizer stays valid. The
     parameters that the variant learns are new, under each layer's ``attend``. In a layer that is
     already a `MultiheadAttention`, they replace the learned parameters of the former variant.
+    Attention to another sequence, as in a `torch.nn.TransformerDecoderLayer`, is replaced too.
 
     Args:
         model: the model to change.
@@ -45,6 +46,13 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
         torch.Size([1, 5, 32])
         >>> model.layers[0].self_attn.attend
         Attention('ssmax', num_heads=4, s=0.168 (learned), b=0.0)
+
+    Notes:
+        A variant that supports causal calls only raises a ValueError when a layer calls it without
+        ``is_causal``, as attention to another sequence does. Replace the other layers one by one::
+
+            for layer in decoder.layers:
+                layer.self_attn = replace(layer.self_attn, variant)
     """
     check_module("model", model)
     theirs = [m for m in model.modules() if type(m) is nn.MultiheadAttention]

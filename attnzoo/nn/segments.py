@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.core.checks import check_dense, is_readable
+from attnzoo.core.arguments import check_ids
+from attnzoo.core.checks import is_readable
 
 
 def restarted(segment_ids: Tensor) -> Tensor:
@@ -21,9 +22,9 @@ def restarted(segment_ids: Tensor) -> Tensor:
 def check_segments(segment_ids: Any, tokens: Tensor, start: int) -> None:
     """Raises unless the ids are (B, start + N) for tokens (B, N), and equal ids are adjacent.
 
-    `attention` checks the dtype. Ids that are not readable are not checked for adjacency.
+    Ids that are not readable are not checked for adjacency.
     """
-    check_dense("segment_ids", segment_ids)
+    check_ids("segment_ids", segment_ids)
     expected = (tokens.shape[0], start + tokens.shape[1])
     if segment_ids.shape != expected:
         cached = ", all tokens so far," if start else ""

@@ -63,8 +63,7 @@ class Transformer(nn.Module):
         softcap: softcap of the attention logits of each layer, as for `Attention`; None is no
             softcap. ``output_params`` has the softcap of the output layer.
         **params: parameters of the variant, if it is the same in all layers. If a parameter has a
-            projection, such as the gates of ``forgetting``, and no value is given, each layer
-            learns the projection.
+            projection and no value is given, each layer learns the projection.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.

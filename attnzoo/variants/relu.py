@@ -13,6 +13,9 @@ Source: Wortsman et al. 2023, arXiv:2309.08586, which compares powers of n with 
 
 Differences: The paper divides by the constant sequence length. Here n_i counts the visible keys of
 each query.
+
+Notes: Powers of fp32 scores overflow above 10^(38/power), so power is at most 16. The weights and
+gradients of scores up to 200 are then finite.
 """
 
 from torch import Tensor
@@ -24,11 +27,10 @@ from attnzoo.core.variant import Param, Variant
 
 
 def weights(q: Tensor, k: Tensor, call: Call, power: PerQuery) -> Tensor:
-    s = call.scores(q, k) + call.bias
+    s = call.zero_hidden(call.scores(q, k) + call.bias)  # a score of 0 has weight 0
     # Replacing scores below 0 keeps the gradient of the power finite. NaN stays NaN.
     powers = s.masked_fill(s <= 0, 1.0) ** power
-    phi = powers.masked_fill(s <= 0, 0.0)
-    return call.zero_hidden(phi / call.counts.clamp(min=1)[..., None])
+    return powers.masked_fill(s <= 0, 0.0) / call.counts.clamp(min=1)[..., None]
 
 
 def forms(call: Call, power: PerQuery) -> tuple[Form, ...]:
@@ -51,8 +53,9 @@ VARIANT = Variant(
             "power",
             1.0,
             doc="exponent p; a number, or one per head (H,)",
-            check=lambda x: x > 0,
-            allowed="finite and above 0",
+            check=lambda x: (x > 0) & (x <= 16),
+            allowed="above 0 and at most 16",
+            between=(0.0, 16.0),
         ),
     ),
     forms=forms,

@@ -275,3 +275,16 @@ def test_wrong_activation_raises(
 def test_wrong_pairwise_raises(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Pairwise(**fields)
+
+
+@pytest.mark.parametrize(
+    "field", ["gain", "offset", "shape", "sink", "key_bias", "decay", "factor", "eps"]
+)
+def test_numbers_of_a_pairwise_form_are_neither_bools_nor_nan(field: str) -> None:
+    how = "none" if field == "factor" else "sum"
+    given: dict[str, Any] = {"activation": SQUARE, "normalize": how, "offset": 0.0}
+    for wrong in (True, "1"):
+        with pytest.raises(TypeError, match=f"{field} must be .*, got {wrong!r}"):
+            Pairwise(**given | {field: wrong})
+    with pytest.raises(ValueError, match=f"{field} must .*, got nan"):
+        Pairwise(**given | {field: float("nan")})

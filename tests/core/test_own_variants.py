@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo import Param
+from attnzoo import Param, Projection
 from attnzoo.core import registry
 from attnzoo.core.activations import EXP, SIGMOID
 from helpers.cases import rand
@@ -132,7 +132,7 @@ def weights(q: Tensor, k: Tensor, call: Any, **params: Any) -> Tensor:
     return call.softmax(call.scores(q, k))
 
 
-A = Param("a", 1.0)
+A, INF = Param("a", 1.0), float("inf")
 
 
 def positive(**fields: Any) -> tuple[Param]:
@@ -207,8 +207,42 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"params": (Param("a", per_token=1),)}, TypeError, "per_token must be a bool, got 1"),
     ({"params": (Param("a", between=1),)}, TypeError, "between must be a pair of numbers, got 1"),
     ({"params": (Param("a", between=(2, 1)),)}, ValueError, r"with low < high, got \(2, 1\)"),
+    ({"params": (Param("a", between=(0, INF)),)}, ValueError, r"finite \(low, high\).*\(0, inf\)"),
     ({"params": (Param("a", init=5, between=(0, 2)),)}, ValueError, r"inside \(0, 2\), got 5"),
+    ({"params": (Param("a", per_token=True, per_key=True),)}, ValueError, "must not both be True"),
+    ({"params": (Param("a", kind="tensor"),)}, ValueError, "size must be given for kind 'tensor'"),
+    ({"params": (Param("a", size=lambda d: (d,)),)}, ValueError, "size must be given for kind"),
+    (
+        {"params": (Param("a", kind="tensor", size=lambda: (1,)),)},
+        TypeError,
+        r"size must be a function of \(D\), got \(\): too many",
+    ),
+    ({"params": (Param("a", projection=Projection(abs)),)}, ValueError, "projection requires per_"),
+    (
+        {"params": (Param("a", per_key=True, projection=abs),)},
+        TypeError,
+        "projection must be a Projection, got <built-in function abs>",
+    ),
+    (
+        {"params": (Param("a", host_sink=True), Param("b", host_sink=True))},
+        ValueError,
+        "one parameter at most may have host_sink, got a, b",
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"value": 3}, TypeError, "value of a Projection must be a function, got 3"),
+        ({"bias": "5"}, TypeError, "bias of a Projection must be a number, got '5'"),
+        ({"bias": True}, TypeError, "bias of a Projection must be a number, got True"),
+        ({"bias": float("nan")}, ValueError, "bias of a Projection must be finite, got nan"),
+    ],
+)
+def test_wrong_projections_raise(fields: dict[str, Any], error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        Projection(**{"value": torch.tanh, **fields})
 
 
 @pytest.mark.parametrize("case", WRONG_FIELDS, ids=lambda case: case[2][:30])

@@ -46,6 +46,12 @@ FACTORS: dict[str, tuple] = {
     "softcap": (None, 2.0),
 }
 
+# A row without its layout, for calls that are not drawn
+CAUSAL: dict[str, Any] = {
+    "mask": "none", "span": "causal", "heads": "gqa", "params": "default", "values": "same",
+    "alibi": False, "lse": False,
+}  # fmt: skip
+
 
 def ids_of(layout: Lengths) -> tuple[Tensor, Tensor]:
     """Segment ids of the queries and of the keys, (B, N)."""
@@ -118,10 +124,7 @@ def test_split_segments_agree_with_the_definition(
 @pytest.mark.parametrize("backend", ["eager", "tiled", "linear"])
 @pytest.mark.parametrize("layout", ["even", "rows", "cross"])
 def test_named_backends_split(layout: str, backend: str) -> None:
-    row = {
-        "layout": layout, "mask": "keys", "span": "causal", "heads": "gqa", "params": "default",
-        "values": "other", "alibi": False, "lse": False,
-    }  # fmt: skip
+    row = {**CAUSAL, "layout": layout, "mask": "keys", "values": "other"}
     inputs = inputs_of("cosformer", row, 1)
     if backend == "linear" and layout == "cross":
         with pytest.raises(ValueError, match="last query at another position"):
@@ -134,13 +137,10 @@ def test_named_backends_split(layout: str, backend: str) -> None:
 
 
 def test_parameters_per_query_and_per_key_are_split() -> None:
-    row = {
-        "layout": "rows", "mask": "none", "span": "causal", "heads": "gqa", "params": "per_token",
-        "values": "same", "alibi": True, "lse": False,
-    }  # fmt: skip
-    inputs = inputs_of("asentmax", row, 2)
+    row = {**CAUSAL, "layout": "rows", "alibi": True}
+    inputs = inputs_of("asentmax", {**row, "params": "per_token"}, 2)
     assert_close(found_by("asentmax", inputs)[0], reference("asentmax", inputs))
-    inputs = inputs_of("forgetting", {**row, "params": "default", "lse": True}, 2)
+    inputs = inputs_of("forgetting", {**row, "lse": True}, 2)
     inputs.leaves["log_gates"] = -rand(2, 4, 12, seed=9).abs()
     inputs.rest.pop("log_gates", None)
     have, plan = found_by("forgetting", inputs)
@@ -150,11 +150,7 @@ def test_parameters_per_query_and_per_key_are_split() -> None:
 
 def test_gates_of_queries_outside_of_their_segment_are_not_split() -> None:
     """Then lse depends on the gates of other segments."""
-    row = {
-        "layout": "cross", "mask": "none", "span": "causal", "heads": "mha", "params": "default",
-        "values": "same", "alibi": False, "lse": True,
-    }  # fmt: skip
-    inputs = inputs_of("forgetting", row, 3)
+    inputs = inputs_of("forgetting", {**CAUSAL, "layout": "cross", "lse": True}, 3)
     have, plan = found_by("forgetting", inputs)
     assert plan.parts is None
     assert_close(have, reference("forgetting", inputs))

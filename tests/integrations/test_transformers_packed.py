@@ -8,25 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening, ModernBertConfig, ModernBertModel
-from transformers.masking_utils import (
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    or_masks,
-    packed_sequence_compatibility_function,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
 
 import attnzoo
-from attnzoo.integrations.transformers import convert, masks, packed
-from attnzoo.integrations.transformers.masks import make_mask, read_mask
+from attnzoo.integrations.transformers import convert, packed
 from helpers.cases import params_of
+from helpers.hf_checks import (
+    assert_equal_gradients,
+    assert_generates_as_eager,
+    every_way_to_generate,
+)
 from helpers.hf_models import (
     eager,
     gemma2,
-    generate,
     gpt_oss,
     ids,
     large_llama,
@@ -95,12 +88,7 @@ def test_packed_batch_equals_its_documents_one_by_one(
     actual.square().mean().backward()
     # Without position ids, the rotations of a later document are of larger angles.
     assert torch.allclose(actual, expected, atol=1e-5 if how != "cu_seq_lens" else 3e-5)
-    for (name, one), other in zip(single.named_parameters(), model.parameters(), strict=True):
-        if one.grad is None:
-            assert other.grad is None, name
-            continue
-        bound = 3e-5 * max(float(one.grad.abs().max()), 1.0)
-        assert float((one.grad - other.grad).abs().max()) <= bound, name
+    assert_equal_gradients(model, single, 3e-5)
     assert not seen.is_dense()
     assert all(call["segment_ids"] is not None for call in seen.calls)
 
@@ -121,6 +109,25 @@ def test_packed_batch_is_recognized_with_a_cache_too(make: Any, variant: str) ->
     assert torch.allclose(model(**batch(), use_cache=True).logits, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "both"])
+def test_chunks_start_anew_with_each_document(how: str) -> None:
+    """With a cache, layers of Llama 4 get the sequence lengths and no position ids."""
+    model = convert(llama4(), "ssmax")
+    expected = torch.cat([model(one).logits for one in documents()], dim=1)
+    given = batch(
+        return_position_ids=how != "cu_seq_lens", return_flash_attn_kwargs=how != "position_ids"
+    )
+    for cached in (False,) if how == "position_ids" else (False, True):
+        actual = model(**given, use_cache=cached).logits
+        assert torch.allclose(actual, expected, atol=3e-5)
+    if how != "position_ids":
+        padding = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+        for kept in (sum(LENGTHS), sum(LENGTHS) - 2):
+            padding[:, kept:] = 0
+            actual = model(**given, attention_mask=padding).logits
+            assert torch.allclose(actual[:, :kept], expected[:, :kept], atol=3e-5)
+
+
 def test_rows_of_a_batch_may_be_packed_differently() -> None:
     model, tokens = convert(large_llama(), "softmax"), ids()
     rows = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [*range(12)]])
@@ -133,6 +140,31 @@ def test_rows_of_a_batch_may_be_packed_differently() -> None:
     lengths = torch.tensor([0, 5, 9, 12, 24], dtype=torch.int32)
     actual = model(tokens, position_ids=rows, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths).logits
     assert torch.allclose(actual, together, atol=1e-5)
+
+
+def test_first_document_of_a_row_may_be_the_end_of_one() -> None:
+    """With a cache, where transformers' masks take no notice of positions."""
+    model, tokens = convert(large_llama(), "softmax"), ids()[:1]
+    positions = torch.tensor([[*range(7, 12), *range(4), *range(3)]])
+    parts = zip(tokens.split((5, 4, 3), 1), positions.split((5, 4, 3), 1), strict=True)
+    expected = torch.cat([model(one, position_ids=at).logits for one, at in parts], dim=1)
+    assert torch.allclose(model(tokens, position_ids=positions).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ([0, 5, 12], TypeError, "cu_seq_lens_q must be a tensor, got list"),
+        (torch.tensor([0.0, 12.0]), TypeError, "cu_seq_lens_q must be int32 or int64, got"),
+        (torch.tensor([[0, 5, 12]]), ValueError, r"cu_seq_lens_q must have shape \(S \+ 1,\)"),
+        (torch.tensor([0, 5, 24]), ValueError, "number of tokens of the queries, 12, got 24"),
+        (torch.tensor([0, 7, 5, 12]), ValueError, "cu_seq_lens_q must not decrease, got 7 and"),
+    ],
+)
+def test_wrong_lengths_raise(lengths: Any, error: type[Exception], message: str) -> None:
+    model, tokens = convert(large_llama(), "softmax"), ids()[:1]
+    with pytest.raises(error, match=message):
+        model(tokens, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
 
 
 @pytest.mark.parametrize(
@@ -198,16 +230,10 @@ def test_windows_and_chunks_equal_those_of_eager(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}],
-    ids=["dynamic", "beams", "no cache", "static"],
-)
+@every_way_to_generate
 @every_layout
 def test_generated_tokens_equal_those_of_eager(make: Any, variant: str, options: dict) -> None:
-    options = {**options, "disable_compile": True}
-    expected = generate(eager(make()), **options)
-    assert torch.equal(generate(convert(make(), variant), **options), expected)
+    assert_generates_as_eager(make, variant, options)
 
 
 @pytest.mark.parametrize("make", [gemma2, llama4])
@@ -255,107 +281,6 @@ def test_window_to_both_sides_equals_that_of_eager(monkeypatch: pytest.MonkeyPat
     assert torch.allclose(actual[padding.bool()], expected[padding.bool()], atol=1e-5)
     assert not seen.is_dense()
     assert sorted(call["window"] or (0, 0) for call in seen.calls) == [(0, 0), (3, 3)]
-
-
-# ---- masks ------------------------------------------------------------------------------------
-
-
-def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
-    window = sliding_window_causal_mask_function(4)
-    assert make_mask(2, 12, 12) is None
-    assert make_mask(2, 4, 4, mask_function=window) is None
-    for mask, (queries, keys), expected in (
-        (make_mask(2, 1, 20, q_offset=torch.tensor(7)), (1, 20), (False, None, 0, 8)),
-        (make_mask(2, 12, 20), (12, 20), (True, None, 0, 12)),
-        (make_mask(2, 3, 10, q_offset=7), (3, 10), (True, None, 0, 10)),
-        (make_mask(2, 12, 12, mask_function=window), (12, 12), (True, 4, 0, 12)),
-        (make_mask(2, 1, 12, 11, mask_function=window), (1, 12), (False, None, 8, 12)),
-        (make_mask(2, 2, 12, 10, mask_function=window), (2, 12), (True, 4, 7, 12)),
-    ):
-        assert mask is not None
-        assert mask.numel() == 0
-        found = read_mask(mask, True, queries, keys)
-        assert (found.is_causal, found.window, found.start, found.stop) == expected
-        assert (found.attn_mask, found.segment_ids) == (None, None)
-
-
-def functions() -> dict[str, Any]:
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]).expand(2, -1)
-    pack = (positions, torch.tensor([[0] * 7 + [1] * 5]).expand(2, -1))
-    none, left = torch.tensor([0, 0]), torch.tensor([0, 4])
-    bases = {
-        "causal": causal_mask_function,
-        "window": sliding_window_causal_mask_function(3),
-        "both sides": sliding_window_bidirectional_mask_function(3),
-        "chunk": chunked_causal_mask_function(3, none),
-    }
-    made = {
-        f"packed {n}": packed_sequence_compatibility_function(f, *pack) for n, f in bases.items()
-    }
-    shifted = {"chunk after padding": chunked_causal_mask_function(3, left)}
-    return {**bases, **shifted, **made}
-
-
-@pytest.mark.parametrize("name", functions())
-def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -> None:
-    function = functions()[name]
-    paddings = (
-        [None] if "packed" in name else [None, left_padding().bool(), left_padding().flip(1).bool()]
-    )
-    for padding in paddings:
-        dense = masks._dense(2, 12, 12, 0, 0, function, padding)
-        made = make_mask(2, 12, 12, mask_function=function, attention_mask=padding)
-        assert made is None or made.dtype in (torch.uint8, torch.int32)
-        found = read_mask(made, "both" not in name, 12, 12)
-        q = torch.zeros(2, 1, 12, 4)
-        weights = attnzoo.attention_weights(
-            q, q, q, attn_mask=found.attn_mask, is_causal=found.is_causal, window=found.window,
-            segment_ids=found.segment_ids,
-        )  # fmt: skip
-        rows = torch.ones(2, 12, dtype=torch.bool) if padding is None else padding
-        assert torch.equal((weights > 0).squeeze(1)[rows], dense.squeeze(1)[rows])
-
-
-def test_other_mask_functions_become_dense_masks() -> None:
-    def own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key != 3
-
-    two = and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(5))
-    for function in (
-        or_masks(causal_mask_function, own),
-        and_masks(causal_mask_function, own),
-        two,
-    ):
-        made = make_mask(2, 12, 12, mask_function=function)
-        assert made is not None
-        assert (made.dtype, made.shape) == (torch.bool, (2, 1, 12, 12))
-
-
-def test_models_that_change_their_masks_get_dense_ones() -> None:
-    """A static cache that may be compiled gets a key mask for its single query instead."""
-    window = sliding_window_causal_mask_function(3)
-    for function in (causal_mask_function, window):
-        options: dict[str, Any] = {"mask_function": function, "allow_is_causal_skip": False}
-        made = make_mask(2, 12, 12, **options)
-        assert made is not None
-        assert (made.dtype, made.shape) == (torch.bool, (2, 1, 12, 12))
-        seen = [1] * 8 if function is causal_mask_function else [0] * 5 + [1] * 3
-        for keys, dtype in ((8, torch.bool), (20, torch.uint8)):
-            made = make_mask(2, 1, keys, 7, **options)
-            assert made is not None
-            assert made.dtype == dtype
-            assert made.int().tolist() == [[[seen]]] * 2
-    made = make_mask(
-        2, 12, 12, mask_function=bidirectional_mask_function, allow_is_bidirectional_skip=False
-    )
-    assert made is not None
-    assert made.dtype == torch.bool
-
-
-def test_causal_call_without_a_mask_whose_keys_are_unclear_raises() -> None:
-    with pytest.raises(ValueError, match="attention_mask must be given for a causal call with 1"):
-        read_mask(None, True, 1, 7)
-    assert read_mask(None, False, 1, 7).stop == 7
 
 
 @pytest.mark.slow

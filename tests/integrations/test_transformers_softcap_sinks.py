@@ -17,10 +17,14 @@ from attnzoo.core.variant import no_forms
 from attnzoo.integrations.transformers import convert, from_pretrained, revert
 from attnzoo.integrations.transformers.interface import attend
 from helpers.cases import NO_LOGITS, params_of
+from helpers.hf_checks import (
+    assert_equal_gradients,
+    assert_generates_as_eager,
+    every_way_to_generate,
+)
 from helpers.hf_models import (
     eager,
     gemma2,
-    generate,
     gpt_oss,
     ids,
     left_padding,
@@ -48,20 +52,12 @@ def logits(model: Any, **options: Any) -> Tensor:
 def test_outputs_and_gradients_equal_those_of_eager(make: Any, variant: str, padded: bool) -> None:
     """Of all parameters, the sinks and the projections before the softcap among them."""
     options = {"attention_mask": left_padding()} if padded else {}
-    results = []
-    for model in (eager(make()), convert(make(), variant)):
-        out = logits(model, **options)
-        out.square().mean().backward()
-        results.append((out, {n: p.grad for n, p in model.named_parameters()}))
-    (expected, wanted), (actual, gradients) = results
+    models = eager(make()), convert(make(), variant)
+    expected, actual = (logits(model, **options) for model in models)
     assert float((actual - expected).detach().abs().max()) <= 1e-5
-    assert gradients.keys() == wanted.keys()
-    for name, gradient in gradients.items():
-        if wanted[name] is None:
-            assert gradient is None, name
-            continue
-        scale = float(wanted[name].abs().max())
-        assert float((gradient - wanted[name]).abs().max()) <= 1e-5 * max(scale, 1.0), name
+    for out in (expected, actual):
+        out.square().mean().backward()
+    assert_equal_gradients(models[1], models[0], 1e-5)
 
 
 def test_softcap_and_sinks_change_the_outputs() -> None:
@@ -76,17 +72,10 @@ def test_softcap_and_sinks_change_the_outputs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}],
-    ids=["dynamic", "beams", "no cache", "static"],
-)
+@every_way_to_generate
 @every_host
 def test_generated_tokens_equal_those_of_eager(make: Any, variant: str, options: dict) -> None:
-    """The prompts are longer than the window."""
-    options = {**options, "disable_compile": True}
-    expected = generate(eager(make()), **options)
-    assert torch.equal(generate(convert(make(), variant), **options), expected)
+    assert_generates_as_eager(make, variant, options)
 
 
 @every_host
@@ -215,6 +204,12 @@ def test_unsupported_hosts_raise_and_stay_unchanged(
         convert(model, variant, **params)
     assert (set(model.state_dict()), model.config._attn_implementation) == before
     assert not hasattr(model.config, "attnzoo")
+
+
+@pytest.mark.parametrize("name", ["softcap", "given", "num_heads"])
+def test_arguments_that_come_from_the_host_raise(name: str) -> None:
+    with pytest.raises(TypeError, match=f"convert does not accept {name}, which comes from the"):
+        convert(gemma2(), "softmax", **{name: 3})
 
 
 def test_changed_softcap_of_a_converted_host_raises() -> None:

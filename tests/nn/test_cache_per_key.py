@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.nn import Attention, KVCache, StateCache, Transformer, attend
 from helpers.cases import rand
+from helpers.errors import WrongCalls, raising
 
 LENGTH = 13
 PIECES = [5, 1, 3, 1, 1, 2]  # tokens per decoding call
@@ -150,7 +150,7 @@ def update(**per_key: Any) -> Any:
     return KVCache(LENGTH).update(k, v, **per_key)
 
 
-WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+WRONG: WrongCalls = [
     (
         lambda: after_five(log_gates=-0.1),
         ValueError,
@@ -197,9 +197,4 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=[w[2][:45] for w in WRONG])
-def test_wrong_arguments_raise(
-    call: Callable[[], Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments_raise = raising(WRONG)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.nn import Attention, KVCache, StateCache
 from helpers.cases import CASES, NO_LOGITS, VARIANTS, learned, params_of, rand
+from helpers.errors import WrongCalls, raising
 
 LEARNABLE = [v for v in VARIANTS if CASES[v].learned]
 
@@ -90,7 +89,7 @@ def test_a_host_passes_its_sinks_in_one_compiled_graph() -> None:
 
 
 Q = rand(2, 4, 3, 8)
-WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+WRONG: WrongCalls = [
     (lambda: Attention("sink", 4, softcap=0), ValueError, "softcap must be a number above 0 .*0"),
     (lambda: Attention("sink", 4, softcap="x"), TypeError, "softcap must be a .* None, got 'x'"),  # type: ignore
     (lambda: Attention("sink", 4, given="b"), TypeError, "given must be a tuple of names, got 'b'"),  # type: ignore
@@ -153,9 +152,4 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=[w[2][:40] for w in WRONG])
-def test_wrong_arguments_raise(
-    call: Callable[[], Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments_raise = raising(WRONG)

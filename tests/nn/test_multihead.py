@@ -331,6 +331,15 @@ def test_output_equals_torchs_if_is_causal_contradicts_the_mask() -> None:
         assert torch.allclose(ours(*given, **call)[0], theirs(*given, **call)[0])
 
 
+def test_attn_mask_and_is_causal_both_apply_with_weights() -> None:
+    _, ours = pair()
+    given = tensors(ours, 6, 6)
+    first = torch.zeros(6, 6, dtype=torch.bool)
+    first[2:, 0] = True
+    weights = ours(*given, attn_mask=first, is_causal=True)[1]
+    assert torch.equal(weights > 0, (~first).tril().expand(2, 6, 6))
+
+
 def test_compiles_as_one_graph() -> None:
     layer = MultiheadAttention(16, 4, batch_first=True, variant="ssmax")
     x = rand(2, 9, 16).float()

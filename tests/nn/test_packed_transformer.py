@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from attnzoo.nn import Transformer
 from attnzoo.nn.segments import restarted
 from attnzoo.nn.transformer import POSITIONS
 from helpers.cases import ALL_VARIANTS, NO_SCORE, rand, unprojected
+from helpers.errors import WrongCalls, raising
 
 IDS = torch.tensor([[4] * 5 + [2] + [7] * 8, [0] * 14])
 DOCUMENTS = [(0, slice(0, 5)), (0, slice(5, 6)), (0, slice(6, 14)), (1, slice(0, 14))]
@@ -117,7 +117,7 @@ def test_a_packed_call_compiles_as_one_graph() -> None:
     assert torch.allclose(compiled(TOKENS, segment_ids=IDS), expected, atol=1e-5)
 
 
-WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+WRONG: WrongCalls = [
     (
         lambda: model()(TOKENS, segment_ids=[[0]]),
         TypeError,
@@ -132,6 +132,11 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: model()(TOKENS, segment_ids=IDS.double()),
         TypeError,
         "segment_ids must be uint8, int8, int16, int32 or int64, got torch.float64",
+    ),
+    (
+        lambda: model()(TOKENS, segment_ids=IDS.to(torch.uint16)),
+        TypeError,
+        "segment_ids must be uint8, int8, int16, int32 or int64, got torch.uint16",
     ),
     (
         lambda: model()(TOKENS, segment_ids=IDS.to("meta")),
@@ -151,12 +156,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=[w[2][:45] for w in WRONG])
-def test_wrong_segment_ids_raise(
-    call: Callable[[], Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_segment_ids_raise = raising(WRONG)
 
 
 def test_segment_ids_with_caches_cover_all_tokens_so_far() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from attnzoo import Param, Projection
 from attnzoo.core import registry
 from attnzoo.nn import MultiheadAttention, Transformer, parameter_groups, replace
 from helpers.cases import ALL_VARIANTS, rand, unprojected
+from helpers.errors import WrongCalls, raising
 
 E, H = 16, 4
 NAMES = ["attend.projections.log_gates.weight", "attend.projections.log_gates.bias"]
@@ -171,6 +171,18 @@ def test_a_projecting_layer_compiles_as_one_graph() -> None:
     assert torch.allclose(compiled(x, x, x, **call)[0], layer(x, x, x, **call)[0])
 
 
+def test_a_causal_mask_and_is_causal_may_come_with_weights() -> None:
+    """Torch ignores is_causal then, but a causal variant needs it."""
+    layer, x = multihead(), rand(2, 9, E)
+    expected, weights = layer(x, x, x, is_causal=True)
+    blocked = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    for mask in (blocked, torch.zeros(9, 9).double().masked_fill(blocked, float("-inf"))):
+        for call in ({}, {"need_weights": False}):
+            out, found = layer(x, x, x, attn_mask=mask, is_causal=True, **call)
+            assert torch.allclose(out, expected)
+            assert found is None or torch.allclose(found, weights)
+
+
 # ---- initial values, state dict, learn --------------------------------------------------------
 
 
@@ -239,6 +251,9 @@ def test_values_and_learn_choose_what_is_learned() -> None:
         assert list(named(fresh(**options).attend)) == [name[7:] for name in NAMES]
     per_head = fresh(learn=("log_gates",), log_gates=-0.1)
     assert {n: tuple(p.shape) for n, p in per_head.attend.named_parameters()} == {"log_gates": (H,)}
+    nn.init.constant_(per_head.attend.log_gates, 0.1)  # as after a step of an optimizer
+    with pytest.raises(ValueError, match="forgetting's log_gates must be between -1e4 and 0 throu"):
+        per_head(x, x, x, is_causal=True)
     with pytest.raises(TypeError, match="'forgetting' requires the parameter 'log_gates'"):
         fresh(learn=())
     with pytest.raises(TypeError, match="learn must be a tuple of names or None, got 'log_gates'"):
@@ -293,7 +308,23 @@ def test_replace_adds_and_removes_projections() -> None:
     assert attend.projections["log_gates"].weight.dtype == torch.float64
 
 
-WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+def test_a_decoder_keeps_its_attention_to_another_sequence() -> None:
+    """A causal variant has no meaning there, so only the other layers are replaced."""
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerDecoder(layer, 2).double()
+    x, memory = rand(2, 9, E), rand(2, 5, E, seed=1)
+    mask = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+    for part in model.layers:
+        part.self_attn = replace(part.self_attn, "forgetting")
+    model(x, memory, tgt_mask=mask, tgt_is_causal=True).sum().backward()
+    assert all(name in named(model.layers[0].self_attn) for name in NAMES)
+    replace(model, "forgetting")
+    with pytest.raises(ValueError, match="forgetting .* is_causal must be True"):
+        model(x, memory, tgt_mask=mask, tgt_is_causal=True)
+
+
+WRONG: WrongCalls = [
     (
         lambda: fresh(add_bias_kv=True),
         ValueError,
@@ -317,12 +348,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=[w[2][:40] for w in WRONG])
-def test_wrong_arguments_raise(
-    call: Callable[[], Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments_raise = raising(WRONG)
 
 
 # ---- softcap ----------------------------------------------------------------------------------

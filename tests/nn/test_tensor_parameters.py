@@ -34,6 +34,15 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> None:
     attnzoo.register_variant(attnzoo.Variant("mine", "-", "-", weights, params=params))
 
 
+def register(size: Any) -> None:
+    """A variant with a tensor parameter of these dimensions."""
+    registry._VARIANTS.pop("own", None)
+    params = (Param("b", kind="tensor", size=size),)
+    attnzoo.register_variant(
+        attnzoo.Variant("own", "-", "-", lambda q, k, call, b: call.scores(q, k), params=params)
+    )
+
+
 def qkv() -> list[Tensor]:
     return [rand(2, H, 7, D, seed=i) for i in range(3)]
 
@@ -113,6 +122,18 @@ def test_wrong_tensors_raise() -> None:
     ):
         with pytest.raises(error, match=message):
             Attention("mine", H, **options)
+    with pytest.raises(TypeError, match=r"'b': size must be a function of \(D\), got \(8, 3\)"):
+        register(size=(8, 3))
+    for size, error, message in (
+        (lambda d: [d, 3], TypeError, r"own's b: size\(D\) must be a tuple of ints, got \[8, 3\]"),
+        (lambda d: d, TypeError, "own's b: .* tuple of ints, got 8"),
+        (lambda d: (d, 1.5), TypeError, r"own's b: .* tuple of ints, got \(8, 1.5\)"),
+        (lambda d: (d, True), TypeError, r"own's b: .* tuple of ints, got \(8, True\)"),
+        (lambda d: (d, 0), ValueError, r"own's b: .* ints of at least 1, got \(8, 0\)"),
+    ):
+        register(size)
+        with pytest.raises(error, match=message):
+            attnzoo.attention(*qkv(), "own", b=torch.ones(H, D))
     module = Attention("mine", H, map=torch.ones(H, 5, 3))
     with pytest.raises(ValueError, match=r"map must have shape \(4, 8, 3\), got \(4, 5, 3\)"):
         module(*qkv())

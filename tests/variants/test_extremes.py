@@ -319,3 +319,22 @@ def test_linear_is_accurate_for_nearly_orthogonal_queries_and_keys(
     for have, gradient in zip(found, gradients, strict=True):
         scale = float(gradient.abs().max())
         assert float((have.double() - gradient).abs().max()) < 4 * eps * scale
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
+def test_the_largest_power_of_relu_is_finite(backend: str) -> None:
+    """Scores are up to 200, and 1000 for keys that are not visible, whose power overflows."""
+    q, v = torch.full((1, 1, 2, 4), 1.0), rand(1, 1, 2, 4).float()
+    k = torch.tensor([200.0, 1000.0]).view(1, 1, 2, 1).expand(1, 1, 2, 4).contiguous()
+    power = torch.tensor(16.0, requires_grad=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)] + [power]
+    mask = torch.tensor([True, False])
+    out = attnzoo.attention(
+        *leaves[:3], "relu", power=power, scale=0.25, attn_mask=mask, backend=backend
+    )
+    assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.sum() / 1e30, leaves))
+    expected = 200.0**16 * v[:, :, :1].double().expand(1, 1, 2, 4)
+    assert torch.allclose(out.double(), expected, rtol=1e-4)
+    for wrong in (17.0, 0.0, torch.tensor([1.0, 17.0])):
+        with pytest.raises(ValueError, match="relu's power must be above 0 and at most 16"):
+            attnzoo.attention(*qkv(torch.float32), "relu", power=wrong)

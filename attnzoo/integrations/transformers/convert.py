@@ -101,6 +101,7 @@ def convert(
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
     """
     _check_model(model)
+    _check_own(params)
     for other, given in (("start", start), ("inputs", inputs)):
         if calibrate is not None and given is not None:
             raise ValueError(f"{other} must be None when calibrate is given")
@@ -122,27 +123,32 @@ def convert(
     }
     children = {}
     for name, own in values.items():
-        sink = _taken_sink(model, variant, calls[name], own)
+        call, sink = calls[name], _taken_sink(model, variant, calls[name], own)
         own |= {key: value for key, value in identity.items() if key != sink}
-        _check_softcap(variant, calls[name], own)
+        _check_softcap(variant, call, own)
         children[name] = Attention(
-            variant, calls[name].heads, learn=_learned(variant, learn, identity, sink),
-            softcap=calls[name].softcap, given=() if sink is None else (sink,), **own,
+            variant, call.heads, learn=_learned(variant, learn, identity, sink),
+            softcap=call.softcap, given=() if sink is None else (sink,), **own,
         )  # fmt: skip
-    entries = {
-        name: {
-            "variant": variant, "num_heads": calls[name].heads,
-            "learn": list(children[name].learned), "given": list(children[name].given),
-            "softcap": children[name].softcap,
-            "params": {key: json_value(value) for key, value in own.items()},
-        } for name, own in values.items()
-    }  # fmt: skip
+    entries = {name: _entry(child, values[name]) for name, child in children.items()}
     specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in _parts(model)]
     attach(model, children)
     for config, spec in specs:
         if spec["layers"]:
             write_spec(config, spec)
     return model
+
+
+def _entry(child: Attention, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The config's entry of a converted layer; ``params`` are those given to ``child``."""
+    return {
+        "variant": child.variant,
+        "num_heads": child.num_heads,
+        "learn": list(child.learned),
+        "given": list(child.given),
+        "softcap": child.softcap,
+        "params": {name: json_value(value) for name, value in params.items()},
+    }
 
 
 def _parts(model: Any) -> list[tuple[str, Any]]:
@@ -350,6 +356,13 @@ def _check_projections(variant: str, params: dict[str, Any]) -> None:
                 "that holds for all tokens: the variant makes it from the hidden states, which a "
                 "converted layer does not see; attnzoo.nn.MultiheadAttention does"
             )
+
+
+def _check_own(params: dict[str, Any]) -> None:
+    """Raises if the parameters name arguments of `Attention` that the host decides."""
+    for name in ("num_heads", "softcap", "given"):
+        if name in params:
+            raise TypeError(f"convert does not accept {name}, which comes from the model")
 
 
 def _check_model(model: Any) -> None:

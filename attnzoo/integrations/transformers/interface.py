@@ -16,7 +16,7 @@ from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers.masks import NAME, make_mask, read_mask
-from attnzoo.integrations.transformers.packed import packed_segments
+from attnzoo.integrations.transformers.packed import chunked, packed_segments
 from attnzoo.nn import Attention
 
 try:
@@ -86,8 +86,9 @@ def attend(
     layout = read_mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
     key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
     segments = layout.segment_ids
-    if segments is None:
-        segments = packed_segments(module, attention_mask, layout, query, key, kwargs)
+    if segments is None or layout.chunk:
+        documents = packed_segments(module, attention_mask, layout, query, key, kwargs)
+        segments = segments if documents is None else chunked(documents, layout)
     options: dict[str, Any] = {
         "attn_mask": layout.attn_mask, "is_causal": layout.is_causal, "window": layout.window,
         "segment_ids": segments, "scale": scaling, "dropout_p": dropout,

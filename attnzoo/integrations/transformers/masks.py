@@ -7,6 +7,8 @@ returns what they need; `read_mask` turns this into arguments of `attnzoo.attent
 - None: no window, padding or segments, and as many queries as keys if the call is causal.
 - uint8 (B, W + 1, S, keys in use): a key mask.
 - int32 (B, W + 1, S, keys in use): the segment of each key. The queries are the last keys.
+- int32 (B, C + 1, 3 or 4, keys in use): the same, if the segments are chunks of C keys of the whole
+  row; 4 with padding.
 - uint8 (keys in use, W + 1, S, 0): neither of them.
 
 W is the window, 0 for none. It is a size because sizes are known without reading a GPU; a window
@@ -37,6 +39,7 @@ from attnzoo.core.checks import is_int
 from attnzoo.core.registry import get_variant
 
 NAME = "attnzoo"
+PADDING = torch.iinfo(torch.int32).max  # the segment of padding after the segments
 
 
 class Pattern(NamedTuple):
@@ -59,6 +62,8 @@ class Layout(NamedTuple):
     segment_ids: Segments
     start: int
     stop: int
+    chunk: int = 0  # size of the chunks, if segment_ids are chunks of the whole row
+    padded: bool = False  # whether some of segment_ids are PADDING
 
 
 def make_mask(
@@ -97,8 +102,10 @@ def make_mask(
             seen, window = last if seen is None else seen & last, 0
     if segments is not None:
         if seen is not None:  # padding gets a segment of its own, and the segments stay sorted
-            padded = torch.where(segments < 0, segments, torch.iinfo(torch.int32).max)
+            padded = torch.where(segments < 0, segments, PADDING)
             segments = torch.where(seen, segments, padded)
+        if pattern.chunk is not None and pattern.documents is None:
+            window, sides = pattern.chunk[0], 3 if seen is None else 4
         values = segments.to(torch.int32)
     elif seen is not None:
         values = seen.to(torch.uint8)
@@ -151,6 +158,8 @@ def read_mask(mask: Tensor | None, causal: bool, queries: int, keys: int) -> Lay
     if mask.dtype not in (torch.uint8, torch.int32):
         return Layout(_other_mask(mask), False, None, None, 0, keys)
     window, stop = mask.shape[1] - 1, mask.shape[3] or mask.shape[0]
+    chunk = window if mask.shape[2] > 2 else 0
+    window = 0 if chunk else window
     if window and mask.shape[2] == 2:
         bounds: Window = (window, window)
         start, causal = 0, False
@@ -168,7 +177,7 @@ def read_mask(mask: Tensor | None, causal: bool, queries: int, keys: int) -> Lay
         return Layout(values.view(torch.bool), causal, bounds, None, start, stop)
     ids = values[:, 0, 0]
     segments = ids if queries == stop - start else (ids[:, stop - start - queries :], ids)
-    return Layout(None, causal, bounds, segments, start, stop)
+    return Layout(None, causal, bounds, segments, start, stop, chunk, mask.shape[2] == 4)
 
 
 def _other_mask(mask: Tensor) -> Tensor:
@@ -269,13 +278,18 @@ def _segments(pattern: Pattern, first: int, used: int) -> Tensor | None:
     at = torch.arange(first, first + used, device=left_padding.device)
     if pattern.documents is not None:
         at = at if pattern.positions is None else pattern.positions
-        chunk = (at - left_padding[:, None]) // size
-        ids = torch.stack([pattern.documents, chunk.expand_as(pattern.documents)])
-        new = (ids[..., 1:] != ids[..., :-1]).any(0)
-        return torch.nn.functional.pad(new.cumsum(-1), (1, 0))
+        return chunks_of(pattern.documents, at - left_padding[:, None], size)
     if first + used <= size:
         return None
     return (at - left_padding[:, None]) // size
+
+
+def chunks_of(documents: Tensor, positions: Tensor, size: int) -> Tensor:
+    """Segment ids (B, N): the chunks of ``size`` positions of each document, ids (B, N)."""
+    chunks = (positions // size).expand_as(documents)
+    ids = torch.stack([documents, chunks.to(documents.dtype)])
+    new = (ids[..., 1:] != ids[..., :-1]).any(0)
+    return torch.nn.functional.pad(new.cumsum(-1), (1, 0))
 
 
 def _dense(*given: Any, **kwargs: Any) -> Tensor | None:

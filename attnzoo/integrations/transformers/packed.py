@@ -7,14 +7,17 @@ and if there is no cache. The arguments of flash attention and the position ids 
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.core.arguments import Segments
-from attnzoo.core.checks import runs_eagerly
-from attnzoo.integrations.transformers.masks import Layout
+from attnzoo.core.checks import check_dense, runs_eagerly
+from attnzoo.core.varlen_arguments import check_ends
+from attnzoo.integrations.transformers.masks import PADDING, Layout, chunks_of
+from attnzoo.nn.segments import restarted
 
 
 class _Found:
@@ -38,25 +41,49 @@ def packed_segments(
 ) -> Segments:
     """The segments of a packed batch; None if it is not packed.
 
-    Reads the values of position ids once per forward, and none of the sequence lengths.
+    Reads the values of position ids once per forward, and of sequence lengths only on a CPU.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     lengths = kwargs.get("cu_seq_lens_q")
     if lengths is not None:
         other = kwargs.get("cu_seq_lens_k")
         other = lengths if other is None else other
-        own = _once(module, lengths, (batch, queries), _from_lengths)
+        check_dense("cu_seq_lens_q", lengths)
+        own = _once(module, lengths, (batch, queries), partial(_from_lengths, "q"))
         if other is lengths and keys == queries:
             return own
-        return own, _from_lengths(other, (batch, layout.stop))[:, layout.start :]
+        return own, _from_lengths("k", other, (batch, layout.stop))[:, layout.start :]
     positions = kwargs.get("position_ids")
-    # A mask that holds values shows padding, for which position ids restart too.
-    start = layout.is_causal and queries == keys and (mask is None or mask.numel() == 0)
-    if not start or not isinstance(positions, Tensor) or positions.shape[-1] != queries:
+    # A mask that holds values shows padding, for which position ids restart too, or chunks.
+    empty = mask is None or mask.numel() == 0 or (layout.chunk and not layout.padded)
+    if (
+        not (empty and layout.is_causal and queries == keys)
+        or not isinstance(positions, Tensor)
+        or positions.shape[-1] != queries
+    ):
         return None
     if positions.dim() != 2 or positions.shape[0] not in (1, batch) or not _readable(positions):
         return None
     return _once(module, positions, (batch, queries), _from_positions)
+
+
+def chunked(documents: Segments, layout: Layout) -> Segments:
+    """The chunks of each document of a packed batch; the documents if the layout has no chunks."""
+    if not layout.chunk or documents is None:
+        return documents
+    queries, keys = (documents, documents) if isinstance(documents, Tensor) else documents
+    if queries.shape != keys.shape:
+        raise ValueError(
+            "cu_seq_lens_k must be those of cu_seq_lens_q for a model with chunked attention, got "
+            f"{queries.shape[1]} queries and {keys.shape[1]} keys"
+        )
+    found = chunks_of(queries, restarted(queries), layout.chunk)
+    others = found if keys is queries else chunks_of(keys, restarted(keys), layout.chunk)
+    if layout.padded:
+        assert isinstance(layout.segment_ids, Tensor)  # as many queries as keys
+        padding = (layout.segment_ids < 0) | (layout.segment_ids == PADDING)
+        others = torch.where(padding, PADDING, others)
+    return found, others
 
 
 def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) -> Any:
@@ -75,16 +102,26 @@ def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) 
     return found.segments
 
 
-def _from_lengths(cumulative: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Segment ids (B, N) from the cumulative lengths of the sequences in all B · N tokens."""
+def _from_lengths(side: str, cumulative: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Segment ids (B, N) from the cumulative lengths of the sequences in all B · N tokens.
+
+    Args:
+        side: "q" for cu_seq_lens_q, "k" for cu_seq_lens_k.
+    """
+    of = "the queries" if side == "q" else "the keys"
+    check_ends(f"cu_seq_lens_{side}", cumulative, of, cumulative, shape[0] * shape[1])
     tokens = torch.arange(shape[0] * shape[1], device=cumulative.device)
     return torch.bucketize(tokens, cumulative[1:], right=True, out_int32=True).view(shape)
 
 
 def _from_positions(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    """Segment ids (B, N) if all steps other than 1 go back to the first position, else None."""
-    new = positions[:, 1:] != positions[:, :-1] + 1
-    restarts = ~new | (positions[:, 1:] == positions[:, :1])
+    """Segment ids (B, N) if all steps other than 1 go back to a start, else None.
+
+    A start is the first position, or 0, as the first document of a row may be the end of one.
+    """
+    later = positions[:, 1:]
+    new = later != positions[:, :-1] + 1
+    restarts = ~new | (later == positions[:, :1]) | (later == 0)
     if not bool(new.any() & restarts.all()):
         return None
     ids = torch.nn.functional.pad(new.cumsum(-1, dtype=torch.int32), (1, 0))

@@ -1,0 +1,124 @@
+"""What the mask functions of transformers become: small tensors, and dense masks otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_compatibility_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import attnzoo
+from attnzoo.integrations.transformers import masks
+from attnzoo.integrations.transformers.masks import make_mask, read_mask
+from helpers.hf_models import left_padding, quiet
+
+pytestmark = quiet
+
+
+def test_masks_that_say_nothing_about_single_keys_hold_no_values() -> None:
+    window = sliding_window_causal_mask_function(4)
+    assert make_mask(2, 12, 12) is None
+    assert make_mask(2, 4, 4, mask_function=window) is None
+    for mask, (queries, keys), expected in (
+        (make_mask(2, 1, 20, q_offset=torch.tensor(7)), (1, 20), (False, None, 0, 8)),
+        (make_mask(2, 12, 20), (12, 20), (True, None, 0, 12)),
+        (make_mask(2, 3, 10, q_offset=7), (3, 10), (True, None, 0, 10)),
+        (make_mask(2, 12, 12, mask_function=window), (12, 12), (True, 4, 0, 12)),
+        (make_mask(2, 1, 12, 11, mask_function=window), (1, 12), (False, None, 8, 12)),
+        (make_mask(2, 2, 12, 10, mask_function=window), (2, 12), (True, 4, 7, 12)),
+    ):
+        assert mask is not None
+        assert mask.numel() == 0
+        found = read_mask(mask, True, queries, keys)
+        assert (found.is_causal, found.window, found.start, found.stop) == expected
+        assert (found.attn_mask, found.segment_ids) == (None, None)
+
+
+def functions() -> dict[str, Any]:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]).expand(2, -1)
+    pack = (positions, torch.tensor([[0] * 7 + [1] * 5]).expand(2, -1))
+    none, left = torch.tensor([0, 0]), torch.tensor([0, 4])
+    bases = {
+        "causal": causal_mask_function,
+        "window": sliding_window_causal_mask_function(3),
+        "both sides": sliding_window_bidirectional_mask_function(3),
+        "chunk": chunked_causal_mask_function(3, none),
+    }
+    made = {
+        f"packed {n}": packed_sequence_compatibility_function(f, *pack) for n, f in bases.items()
+    }
+    shifted = {"chunk after padding": chunked_causal_mask_function(3, left)}
+    return {**bases, **shifted, **made}
+
+
+@pytest.mark.parametrize("name", functions())
+def test_every_recognized_mask_shows_the_same_keys_as_the_dense_one(name: str) -> None:
+    function = functions()[name]
+    paddings = (
+        [None] if "packed" in name else [None, left_padding().bool(), left_padding().flip(1).bool()]
+    )
+    for padding in paddings:
+        dense = masks._dense(2, 12, 12, 0, 0, function, padding)
+        made = make_mask(2, 12, 12, mask_function=function, attention_mask=padding)
+        assert made is None or made.dtype in (torch.uint8, torch.int32)
+        found = read_mask(made, "both" not in name, 12, 12)
+        q = torch.zeros(2, 1, 12, 4)
+        weights = attnzoo.attention_weights(
+            q, q, q, attn_mask=found.attn_mask, is_causal=found.is_causal, window=found.window,
+            segment_ids=found.segment_ids,
+        )  # fmt: skip
+        rows = torch.ones(2, 12, dtype=torch.bool) if padding is None else padding
+        assert torch.equal((weights > 0).squeeze(1)[rows], dense.squeeze(1)[rows])
+
+
+def test_other_mask_functions_become_dense_masks() -> None:
+    def own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key != 3
+
+    two = and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(5))
+    for function in (
+        or_masks(causal_mask_function, own),
+        and_masks(causal_mask_function, own),
+        two,
+    ):
+        made = make_mask(2, 12, 12, mask_function=function)
+        assert made is not None
+        assert (made.dtype, made.shape) == (torch.bool, (2, 1, 12, 12))
+
+
+def test_models_that_change_their_masks_get_dense_ones() -> None:
+    """A static cache that may be compiled gets a key mask for its single query instead."""
+    window = sliding_window_causal_mask_function(3)
+    for function in (causal_mask_function, window):
+        options: dict[str, Any] = {"mask_function": function, "allow_is_causal_skip": False}
+        made = make_mask(2, 12, 12, **options)
+        assert made is not None
+        assert (made.dtype, made.shape) == (torch.bool, (2, 1, 12, 12))
+        seen = [1] * 8 if function is causal_mask_function else [0] * 5 + [1] * 3
+        for keys, dtype in ((8, torch.bool), (20, torch.uint8)):
+            made = make_mask(2, 1, keys, 7, **options)
+            assert made is not None
+            assert made.dtype == dtype
+            assert made.int().tolist() == [[[seen]]] * 2
+    made = make_mask(
+        2, 12, 12, mask_function=bidirectional_mask_function, allow_is_bidirectional_skip=False
+    )
+    assert made is not None
+    assert made.dtype == torch.bool
+
+
+def test_causal_call_without_a_mask_whose_keys_are_unclear_raises() -> None:
+    with pytest.raises(ValueError, match="attention_mask must be given for a causal call with 1"):
+        read_mask(None, True, 1, 7)
+    assert read_mask(None, False, 1, 7).stop == 7
