@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.core.distance import LOGARITHMIC
 from benchmarks.kernels.activations import activations
 from benchmarks.kernels.specializations import DTYPES, EXTRAS, Specialization
 
@@ -93,8 +94,11 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         key_bias=key_bias if "key-bias" in extras else None,
         base=vector if "key-bias" in extras else None,
         factor=vector if "factor" in kind else None,
+        decay=vector[..., 0] if "distance" in extras else None,
     )
     form = backend.form_of(use.form)
+    if "distance" in extras:
+        form = form._replace(distance=LOGARITHMIC.triton, distance_slope=LOGARITHMIC.triton_slope)
     return Described(layout, form, vectors, terms, backend.alpha_of(use.form), lse)
 
 
@@ -108,7 +112,7 @@ def describe_flash(spec: Specialization) -> Any:
     layout, form, vectors, extras, alpha, lse = described(spec, q, q.shape[2])
     normalize = form.normalize
     maps = (
-        Maps(*launch.empty_maps(q, q, q, layout, vectors.shape, extras.key_bias))
+        Maps(*launch.empty_maps(q, q, q, layout, vectors.shape, extras))
         if normalize == "threshold"
         else Maps()
     )
@@ -126,7 +130,7 @@ def describe_flash(spec: Specialization) -> Any:
         "gain": vectors.gain is not None, "sink": lse,
         "offset": normalize == "none" and vectors.offset is not None,
         "key_bias": extras.key_bias is not None, "base": extras.base is not None,
-        "factor": extras.factor is not None,
+        "factor": extras.factor is not None, "decay": extras.decay is not None,
         "alibi": layout.alibi is not None, "shape": vectors.shape is not None,
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]

@@ -17,8 +17,8 @@ QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "segments", "linear", "decode", "rows")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
-# Terms of the form, a key bias with an offset, and a softcap.
-TERMS = ("key-bias", "softcap")
+# Terms of the form: a key bias with an offset, a softcap, and a gain and a bias by distance.
+TERMS = ("key-bias", "softcap", "distance")
 # Kinds of activations, see `VariantForm.kind`, that few variants have
 RARE = ("factor", "factor-family", "vanishing-sum", "shifted")
 # "full" calls are not causal. "no gain" calls have no per-query gain.
@@ -102,6 +102,8 @@ GROUPS = (
     Group(("stats",), "online", "bf16", POWERS, ("mask",)),
     Group((*PASSES, "threshold"), "online none threshold", "bf16", POWERS, ("key-bias",)),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("softcap",)),
+    Group(PASSES, "online", "bf16", POWERS, ("distance", "distance full")),
+    Group((*PASSES, "threshold"), "threshold", "bf16", (128,), ("distance",)),
     Group(PASSES, "online", "fp32", (128,), TERMS),
     Group(PASSES, " ".join(RARE), "bf16", QUICK_DIMS),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("fp32 mask",)),
@@ -118,7 +120,7 @@ GROUPS = (
     Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("", "all")),
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias")),
+    Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias", "distance")),
     Group(("decode",), "factor shifted", "bf16", (128,)),
     Group(("decode merge",), "factor shifted", "fp32", (128,)),
     Group(("decode products",), "threshold", "bf16", (128,), TERMS),

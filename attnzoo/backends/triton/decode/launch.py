@@ -100,12 +100,13 @@ def _arguments(
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many_rows = block_m * q.element_size() > 64
     mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
-    several = mask_per_head or dense_mask(layout) or count_extras(layout, extras.key_bias) > 1
+    several = mask_per_head or dense_mask(layout) or count_extras(layout, extras) > 1
     safe = many_rows or several or align_of(q, k, v) == 1
     config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config, processors)
     args = {
         **common(q, k, layout), "key_bias": extras.key_bias, "base": extras.base,
+        "decay": extras.decay,
         "first": splits.first, "last": splits.last, "span": splits.span,
         "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
         **blocks_of(config),
@@ -132,8 +133,8 @@ def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
 
 
 def _products_pass(
-    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, unit: float, layout: Layout,
-    arch: int, processors: int, stats: bool,
+    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, distance: Any, unit: float,
+    layout: Layout, arch: int, processors: int, stats: bool,
 ) -> tuple[Launch, dict[str, Any], Tensor]:  # fmt: skip
     """Return the launch that computes q kᵀ, its arguments, and the tensor for q kᵀ."""
     args, config, splits = _arguments(q, k, q, layout, extras, arch, processors)
@@ -142,7 +143,7 @@ def _products_pass(
         **strides(align, q=q, k=k), "q": q, "k": k, "products": products,
         "m": _partial(q, k, splits), "z": _partial(q, k, splits) if stats else None,
         "t": _partial(q, k, splits) if stats else None,
-        "gain": gain, "UNIT": unit, "ALIGN": align,
+        "gain": gain, "DISTANCE": distance, "UNIT": unit, "ALIGN": align,
     }  # fmt: skip
     return Launch(kernels.decode_products, _programs(q, k, splits), args, config), args, products
 
@@ -153,7 +154,7 @@ def describe_statistics(
     """Return the launches and their results: products, lse and entropy of the logits."""
     unit = 1 / LN2.value
     walk, args, products = _products_pass(
-        q, k, None, Extras(), unit, layout, arch, processors, True
+        q, k, None, Extras(), None, unit, layout, arch, processors, True
     )
     lse, entropy = new_vector(q), new_vector(q)
     merge = _row_launch(kernels.decode_stats, {**args, "lse": lse, "entropy": entropy}, q)
@@ -166,7 +167,7 @@ def describe_threshold(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the launches, the products and τ. Only gain and shape of ``vectors`` are read."""
     walk, args, products = _products_pass(
-        q, k, vectors.gain, extras, 1.0, layout, arch, processors, False
+        q, k, vectors.gain, extras, form.distance_act, 1.0, layout, arch, processors, False
     )
     tau = new_vector(q)
     args = {
@@ -193,7 +194,8 @@ def describe_decode(
         "o": out, "lse": lse, "part": _partial(q, k, splits, v.shape[3]),
         "m": _partial(q, k, splits) if online or form.shifted else None,
         "z": _partial(q, k, splits) if online or sums else None,
-        "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes, "ONLINE": online,
+        "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
+        "VANISHES": form.vanishes, "ONLINE": online,
         "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
         "SUM": sums, "PEAKED": is_peaked(form, extras, v),
         "ALIGN": align, "CHUNK": PARTIALS,
