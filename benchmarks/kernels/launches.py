@@ -40,7 +40,8 @@ def arch_of(spec: Specialization) -> int:
 
 
 def extras_of(spec: Specialization) -> tuple[str, ...]:
-    return EXTRAS if spec.extra.startswith("all") else tuple(spec.extra.split())
+    named = tuple(spec.extra.split())
+    return (*EXTRAS, *named) if "all" in named else named
 
 
 def empty(spec: Specialization, *shape: int) -> Tensor:

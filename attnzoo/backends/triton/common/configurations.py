@@ -18,8 +18,10 @@ A kernel has several entries, chosen by the features of the call:
 - "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
   PEAKED (see `fold`);
 - "listed several": the same, with a list of blocks, or with an activation as in "heavy";
+- "distance": a gain and a bias by distance, and at most one feature of "one";
 - "narrow": as "several", but the mask allows no wide loads, or the keys cannot be loaded by TMA
   (forward), or the list is of small blocks, or a shape is learned without a threshold (backward);
+  or "distance" together with another feature;
 - "unaligned": strides or addresses that allow no wide loads, with or without the above;
 - "listed unaligned": the same, with a list of blocks.
 
@@ -141,6 +143,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dkdv several": (Config(32, 64, 4, 2), turned(128, 32, 8, 2), turned(128, 16, 8, 1)),
+        "dq distance": (Config(128, 32, 8, 2), Config(128, 32, 8, 2), Config(128, 16, 8, 2)),
     },
     (100, 16): {
         **SAFE,
@@ -164,6 +167,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
             full(32, 64, 4, 2),
             turned(64, 32, 8, 1),
         ),
+        "dq distance": (full(64, 64, 8, 2), full(64, 64, 8, 2), Config(64, 64, 8, 1)),
     },
 }
 
@@ -227,6 +231,7 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
 REPLACED = {
     "heavy": ("listed",),
     "listed several": ("several",),
+    "distance": ("several",),
     "narrow": ("several",),
     "unaligned": ("narrow", "several"),
     "listed unaligned": ("unaligned", "narrow", "several"),

@@ -209,16 +209,10 @@ def dense_mask(layout: Layout) -> bool:
     return layout.mask is not None and layout.mask.shape[2] > 1
 
 
-def count_extras(layout: Layout, extras: Extras) -> int:
-    """Return how many of window, ALiBi, segments, mask, softcap and key bias the call has.
-
-    A function of the distance counts twice, because it needs as many registers.
-    """
-    given = (
-        layout.left, layout.alibi, layout.k_segments, layout.mask, layout.softcap,
-        extras.key_bias, extras.decay, extras.decay,
-    )  # fmt: skip
-    return sum(x is not None for x in given)
+def count_extras(layout: Layout, key_bias: Tensor | None = None) -> int:
+    """Return how many of window, ALiBi, segments, mask, softcap and key bias the call has."""
+    extras = layout.left, layout.alibi, layout.k_segments, layout.mask, layout.softcap, key_bias
+    return sum(x is not None for x in extras)
 
 
 def blocks_of(config: Config) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _arguments(
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many_rows = block_m * q.element_size() > 64
     mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
-    several = mask_per_head or dense_mask(layout) or count_extras(layout, extras) > 1
+    several = mask_per_head or dense_mask(layout) or count_extras(layout, extras.key_bias) > 1
     safe = many_rows or several or align_of(q, k, v) == 1
     config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config, processors)

@@ -70,7 +70,7 @@ def _config(
     """Return the configuration for the features of a call; see `configurations`."""
     align, tile, heavy, rare, narrow, given = features
     extras, dims, bits = (
-        count_extras(layout, given),
+        count_extras(layout, given.key_bias),
         (q.shape[3], v.shape[3]),
         8 * q.element_size(),
     )
@@ -82,6 +82,8 @@ def _config(
         feature = "listed unaligned" if mapped else "unaligned"
     elif narrow or (several and pointers):
         feature = "narrow"
+    elif given.decay is not None:
+        feature = "narrow" if several or heavy or mapped or pointers else "distance"
     elif several:
         feature = "listed several" if mapped or heavy else "several"
     elif heavy:
@@ -117,7 +119,8 @@ def _new_tile(
     It does not depend on addresses, because a fake tensor has none.
     """
     dim, bits, mask = max(q.shape[3], v.shape[3]), 8 * q.element_size(), layout.mask
-    small, several = stride_align(q, k, v) == 1, count_extras(layout, extras) > 1
+    several = count_extras(layout, extras.key_bias) > 1
+    small = stride_align(q, k, v) == 1 or extras.decay is not None
     if bits == 32 or shape is not None:
         small |= dense_mask(layout) or several
     elif mask is not None and dense_mask(layout):
