@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 
 from attnzoo.backends.triton.common.activations import LN2
-from attnzoo.backends.triton.common.tile import reciprocal
+from attnzoo.backends.triton.common.tile import reciprocal, short_log2
 
 
 @triton.jit
 def logarithmic(t, decay):
     """a = sqrt(1 + 2 log(1 + t/τ)) and m = −2 log(1 + t/τ)."""
     growth = _growth(t * (1.0 / decay))
-    return tl.sqrt(1.0 + growth), -growth
+    square = 1.0 + growth
+    return square * tl.rsqrt(square), -growth
 
 
 @triton.jit
@@ -26,10 +27,10 @@ def logarithmic_slope(t, decay):
     x = t * per_decay
     slope = x * per_decay * reciprocal(1.0 + x)
     growth = _growth(x)
-    return -slope * reciprocal(tl.sqrt(1.0 + growth)), 2.0 * slope
+    return -slope * tl.rsqrt(1.0 + growth), 2.0 * slope
 
 
 @triton.jit
 def _growth(x):
-    """2 log(1 + x). The absolute error is that of a few roundings of 1."""
-    return (2.0 * LN2) * tl.log2(1.0 + x)
+    """2 log(1 + x), with an absolute error of 5e-7 up to x = 1, and a relative one above."""
+    return (2.0 * LN2) * short_log2(1.0 + x)

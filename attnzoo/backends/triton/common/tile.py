@@ -204,6 +204,19 @@ def reciprocal(x):
 
 
 @triton.jit
+def short_log2(x):
+    """Return log2 x in one instruction. ``tl.log2`` takes about 15.
+
+    The error is 2.4e-7: absolute for 0.5 < x < 2, otherwise relative.
+    """
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def capped(product, inner, PRECISION: tl.constexpr):
     """Return tanh(inner · product), or the product if ``inner`` is None.
 
@@ -232,7 +245,9 @@ def load_decay(decay, at):
 @triton.jit
 def by_distance(DISTANCE: tl.constexpr, i, j, size, decay):
     """Return the two results of a function of (distance, decay), for a tile of scores."""
-    return DISTANCE(tl.abs(i + (size[1] - size[0]) - j).to(tl.float32), decay)
+    # As numbers in fp32, rows and columns are converted once instead of each entry.
+    t = tl.abs((i + (size[1] - size[0])).to(tl.float32) - j.to(tl.float32))
+    return DISTANCE(t, decay)
 
 
 @triton.jit

@@ -83,7 +83,8 @@ def _config(
     elif narrow or (several and pointers):
         feature = "narrow"
     elif given.decay is not None:
-        feature = "narrow" if several or heavy or mapped or pointers else "distance"
+        alone = "listed distance" if mapped else "distance"
+        feature = "narrow" if several or heavy or pointers else alone
     elif several:
         feature = "listed several" if mapped or heavy else "several"
     elif heavy:
@@ -119,9 +120,11 @@ def _new_tile(
     It does not depend on addresses, because a fake tensor has none.
     """
     dim, bits, mask = max(q.shape[3], v.shape[3]), 8 * q.element_size(), layout.mask
-    several = count_extras(layout, extras.key_bias) > 1
-    small = stride_align(q, k, v) == 1 or extras.decay is not None
+    several, distance = count_extras(layout, extras.key_bias) > 1, extras.decay is not None
+    small = stride_align(q, k, v) == 1
     if bits == 32 or shape is not None:
+        small |= dense_mask(layout) or several or distance
+    elif distance:
         small |= dense_mask(layout) or several
     elif mask is not None and dense_mask(layout):
         small |= several or mask_align(mask) == 1 or mask.element_size() > q.element_size()
