@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.core.distance import LOGARITHMIC
-from benchmarks.kernels.activations import activations
+from benchmarks.kernels.activations import activations, distance
 from benchmarks.kernels.specializations import DTYPES, EXTRAS, Specialization
 
 # Features per token in linear calls. taylor has 153 at D = 16, padded to a multiple of 8.
@@ -99,7 +98,7 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
     )
     form = backend.form_of(use.form)
     if "distance" in extras:
-        form = form._replace(distance=LOGARITHMIC.triton, distance_slope=LOGARITHMIC.triton_slope)
+        form = form._replace(distance=distance().triton, distance_slope=distance().triton_slope)
     return Described(layout, form, vectors, terms, backend.alpha_of(use.form), lse)
 
 

@@ -103,7 +103,7 @@ GROUPS = (
     Group((*PASSES, "threshold"), "online none threshold", "bf16", POWERS, ("key-bias",)),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("softcap",)),
     Group(PASSES, "online", "bf16", POWERS, ("distance", "distance full")),
-    Group((*PASSES, "threshold"), "threshold", "bf16", QUICK_DIMS, ("distance full",)),
+    Group((*PASSES, "threshold"), "threshold", "bf16", POWERS, ("distance full",)),
     Group(PASSES, "online", "fp32", (128,), TERMS),
     Group(PASSES, " ".join(RARE), "bf16", QUICK_DIMS),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("fp32 mask",)),
