@@ -175,7 +175,7 @@ def few_queries(spec: Specialization) -> int:
     The number depends on ``spec.extra`` and ``spec.dtype``, so that tiles of 16, 32 and 64 rows are
     compiled.
     """
-    queries = {"": 1, "keys": 1, "heads": 1, "window": 4}
+    queries = {"": 1, "keys": 1, "heads": 1, "distance": 1, "window": 4}
     return queries.get(spec.extra, 4 if spec.dtype == "fp32" else 8)
 
 
@@ -198,4 +198,4 @@ def describe_decode(spec: Specialization) -> Any:
         )
     else:
         launches, _ = launch.describe_statistics(q, k, layout, *machine)
-    return launches[stage not in ("", "products")]
+    return launches[-2 if stage in ("", "products") else -1]

@@ -27,6 +27,7 @@ from attnzoo.backends.triton.common.tile import (
     store_tile,
     times,
 )
+from attnzoo.backends.triton.flash.segments import narrowed
 from attnzoo.backends.triton.flash.statistics import add_scores, store_statistics
 from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, round_tau
 
@@ -55,6 +56,19 @@ def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N: tl.constexpr):
+    """Return the blocks of keys [low, high) of this split.
+
+    With ``ranges``, see `flash.segments`, the splits share the range of the batch.
+    """
+    if ranges is not None:
+        first, last = narrowed(first, last, ranges, b, BLOCK_N)
+        span = tl.cdiv(last - first, splits)
+    low = first + split * span
+    return low, tl.minimum(low + span, last)
+
+
+@triton.jit
 def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the queries [BM, D], a pointer to the batch, and the memory offset of each row."""
     at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
@@ -67,7 +81,7 @@ def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.const
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
     m, z, t,  # fp32 [B·Hkv, splits, rows]; z, t: None without statistics
-    gain, alibi, key_bias, base, decay, mask, q_segments, k_segments,
+    gain, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right, first, last, span, splits, width,
     DISTANCE: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -94,8 +108,8 @@ def decode_products(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z_i, t_i = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     matrix, local = (k, k_n * ALIGN, keys, None, b, h), tl.arange(0, BLOCK_N)
-    low = first + split * span
-    for n in range(low, tl.minimum(low + span, last)):
+    low, high = split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N)
+    for n in range(low, high):
         start = n * BLOCK_N
         j = start + local  # [BN]
         k_tile = load_block(matrix, start, local, tl.arange(0, BLOCK_D), D, True)  # [BN, D]
@@ -120,7 +134,7 @@ def decode_products(
 def decode(
     q, k, v, products,  # either q and k, or products of an earlier pass; the others are None
     part, m, z,  # fp32 [B·Hkv, splits, rows, DV] and [B·Hkv, splits, rows]; m, z or None
-    gain, tau, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments,
+    gain, tau, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right, first, last, span, splits, width,
     ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
@@ -163,10 +177,9 @@ def decode(
     m_i = tl.full([BLOCK_M], least, tl.float32)
     z_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    low = first + split * span
+    low, high = split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N)
     acc, m_i, z_i = walk(
-        acc, m_i, z_i, low, tl.minimum(low + span, last), q_side, None, i, tiles_kv, size, vectors,
-        segment, where, None,
+        acc, m_i, z_i, low, high, q_side, None, i, tiles_kv, size, vectors, segment, where, None,
         ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
         D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip

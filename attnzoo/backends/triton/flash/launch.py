@@ -161,7 +161,7 @@ def _programs(x: Tensor, block: int) -> int:
     return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
 
 
-def _ranges(
+def ranges_of(
     layout: Layout, block: int, arch: int, of_keys: bool = False
 ) -> tuple[Tensor | None, list[Launch]]:
     """Return the ranges of `segments` for tiles of ``block`` queries or keys, and their launch.
@@ -214,7 +214,7 @@ def describe_forward(
     config = _config("forward", arch, q, k, v, layout, features)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, extras, arch) if online else None
-    ranges, before = (None, []) if tile else _ranges(layout, config.block_m, arch)
+    ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors, extras), "q": q, "k": k, "v": v, "o": out,
@@ -272,7 +272,7 @@ def describe_backward(
     narrow = learned_power or _narrow(layout)
     features = Features(align, tile, heavy, rare, narrow, extras)
     config = _config("dq", arch, q, k, v, layout, features)
-    ranges, before = (None, []) if tile else _ranges(layout, config.block_m, arch)
+    ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": map_args["MAP_M"],
@@ -290,7 +290,7 @@ def describe_backward(
     }  # fmt: skip
     launches = [*before, Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
     config = _config("dkdv", arch, q, k, v, layout, features)
-    ranges, before = (None, []) if tile else _ranges(layout, config.block_n, arch, of_keys=True)
+    ranges, before = (None, []) if tile else ranges_of(layout, config.block_n, arch, of_keys=True)
     columns, listing = _describe_columns(maps, {**shared, **map_args, "SPLIT": config.split})
     dkdv_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
@@ -334,7 +334,7 @@ def describe_stats(
     align = align_of(q, k)
     config = _config("stats", arch, q, k, q, layout, Features(align, narrow=_narrow(layout)))
     lse, entropy = new_vector(q), new_vector(q)
-    ranges, before = _ranges(layout, config.block_m, arch)
+    ranges, before = ranges_of(layout, config.block_m, arch)
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
         **descriptors(config, arch, config.block_n, k=k), "q": q, "k": k, "lse": lse,
@@ -369,7 +369,7 @@ def describe_threshold(
     config = _config("threshold", arch, q, k, v, layout, features)
     maps = empty_maps(q, k, v, layout, vectors.shape, extras)
     tau, (blocks, counts, live) = new_vector(q), maps
-    ranges, before = _ranges(layout, config.block_m, arch)
+    ranges, before = ranges_of(layout, config.block_m, arch)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == tile
     args = {
