@@ -151,7 +151,9 @@ def _products_pass(
         "t": _partial(q, k, splits) if stats else None,
         "gain": gain, "DISTANCE": distance, "UNIT": unit, "ALIGN": align,
     }  # fmt: skip
-    launch = Launch(kernels.decode_products, _programs(q, k, splits), args, config)
+    # Products of keys in other segments are not computed. The operator returns them as 0.
+    zeroed = ("products",) if before else ()
+    launch = Launch(kernels.decode_products, _programs(q, k, splits), args, config, zeroed)
     return [*before, launch], args, products
 
 
