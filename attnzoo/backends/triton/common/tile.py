@@ -245,7 +245,7 @@ def load_decay(decay, at):
 @triton.jit
 def by_distance(DISTANCE: tl.constexpr, i, j, size, decay):
     """Return the two results of a function of (distance, decay), for a tile of scores."""
-    # In fp32, rows and columns are converted once instead of each entry. Exact up to 2^24 positions.
+    # In fp32, rows and columns are converted once, not each entry. Exact up to 2^24 positions.
     t = tl.abs((i + (size[1] - size[0])).to(tl.float32) - j.to(tl.float32))
     return DISTANCE(t, decay)
 
