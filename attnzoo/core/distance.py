@@ -26,6 +26,13 @@ class Distance:
         bias: ``bias(t, decay) -> m``, elementwise; None is m = 0.
         gain_slope: ``gain_slope(t, decay) -> ∂a/∂decay``; required if a decay gets a gradient.
         bias_slope: ``bias_slope(t, decay) -> ∂m/∂decay``; likewise.
+        triton: The Triton implementation as "module:name", imported when a kernel needs it: a
+            ``@triton.jit`` function of (t, decay) that returns (a, m), with a = 1 without ``gain``
+            and m = 0 without ``bias``. t is an fp32 tile, decay a number or one per row of the
+            tile. None: the kernels do not support this distance.
+        triton_slope: The Triton implementation of the slopes, a function of (t, decay) that returns
+            (∂a/∂decay, ∂m/∂decay), named like ``triton``. None: the kernels compute no gradient for
+            ``decay``.
 
     Example:
         >>> import attnzoo
@@ -40,6 +47,8 @@ class Distance:
     bias: Callable[[Tensor, Tensor], Tensor] | None = None
     gain_slope: Callable[[Tensor, Tensor], Tensor] | None = None
     bias_slope: Callable[[Tensor, Tensor], Tensor] | None = None
+    triton: str | None = None
+    triton_slope: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -59,6 +68,15 @@ class Distance:
                 raise ValueError(
                     f"distance {self.name!r}: {field}_slope must be None without {field}"
                 )
+        for field in ("triton", "triton_slope"):
+            path = getattr(self, field)
+            if path is not None and not isinstance(path, str):
+                raise TypeError(
+                    f"distance {self.name!r}: {field} must be 'module:name' or None, got "
+                    f"{shown(path)}"
+                )
+        if self.triton is None and self.triton_slope is not None:
+            raise ValueError(f"distance {self.name!r}: triton_slope must be None without triton")
 
     def check_slopes(self) -> None:
         """Raise ValueError if a function lacks the slope that a gradient of ``decay`` needs."""
@@ -79,6 +97,8 @@ def _growth_slope(t: Tensor, tau: Tensor) -> Tensor:
     return -t / (tau * (tau + t)) / _growth(t, tau)
 
 
+TRITON = "attnzoo.backends.triton.common.distances:"  # followed by a function's name
+
 # Anson et al. 2025, arXiv:2505.17083: decay is τ.
 LOGARITHMIC = Distance(
     "logarithmic",
@@ -86,6 +106,8 @@ LOGARITHMIC = Distance(
     bias=lambda t, tau: -2 * torch.log1p(t / tau),
     gain_slope=_growth_slope,
     bias_slope=lambda t, tau: 2 * t / (tau * (tau + t)),
+    triton=TRITON + "logarithmic",
+    triton_slope=TRITON + "logarithmic_slope",
 )
 
 # Registered first, so that its key equals its name in every process.

@@ -109,6 +109,14 @@ def kinds() -> dict[str, str]:
     return found
 
 
+@cache
+def distance() -> attnzoo.Distance:
+    """The first `Distance` with Triton functions among the forms of the registered variants."""
+    forms = (source.form for source in variant_forms(attnzoo.list_variants()))
+    given = (form.distance for form in forms if form.distance is not None)
+    return next(x for x in given if x.triton is not None and x.triton_slope is not None)
+
+
 def plugin_activations(path: Path) -> list[str]:
     """The names of the activations that the plugin defines.
 

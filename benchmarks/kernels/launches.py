@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.activations import activations
+from benchmarks.kernels.activations import activations, distance
 from benchmarks.kernels.specializations import DTYPES, EXTRAS, Specialization
 
 # Features per token in linear calls. taylor has 153 at D = 16, padded to a multiple of 8.
@@ -39,7 +39,8 @@ def arch_of(spec: Specialization) -> int:
 
 
 def extras_of(spec: Specialization) -> tuple[str, ...]:
-    return EXTRAS if spec.extra.startswith("all") else tuple(spec.extra.split())
+    named = tuple(spec.extra.split())
+    return (*EXTRAS, *named) if "all" in named else named
 
 
 def empty(spec: Specialization, *shape: int) -> Tensor:
@@ -93,8 +94,11 @@ def described(spec: Specialization, q: Tensor, keys: int) -> Described:
         key_bias=key_bias if "key-bias" in extras else None,
         base=vector if "key-bias" in extras else None,
         factor=vector if "factor" in kind else None,
+        decay=vector[..., 0] if "distance" in extras else None,
     )
     form = backend.form_of(use.form)
+    if "distance" in extras:
+        form = form._replace(distance=distance().triton, distance_slope=distance().triton_slope)
     return Described(layout, form, vectors, terms, backend.alpha_of(use.form), lse)
 
 
@@ -108,7 +112,7 @@ def describe_flash(spec: Specialization) -> Any:
     layout, form, vectors, extras, alpha, lse = described(spec, q, q.shape[2])
     normalize = form.normalize
     maps = (
-        Maps(*launch.empty_maps(q, q, q, layout, vectors.shape, extras.key_bias))
+        Maps(*launch.empty_maps(q, q, q, layout, vectors.shape, extras))
         if normalize == "threshold"
         else Maps()
     )
@@ -126,7 +130,7 @@ def describe_flash(spec: Specialization) -> Any:
         "gain": vectors.gain is not None, "sink": lse,
         "offset": normalize == "none" and vectors.offset is not None,
         "key_bias": extras.key_bias is not None, "base": extras.base is not None,
-        "factor": extras.factor is not None,
+        "factor": extras.factor is not None, "decay": extras.decay is not None,
         "alibi": layout.alibi is not None, "shape": vectors.shape is not None,
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
@@ -171,7 +175,7 @@ def few_queries(spec: Specialization) -> int:
     The number depends on ``spec.extra`` and ``spec.dtype``, so that tiles of 16, 32 and 64 rows are
     compiled.
     """
-    queries = {"": 1, "keys": 1, "heads": 1, "window": 4}
+    queries = {"": 1, "keys": 1, "heads": 1, "distance": 1, "window": 4}
     return queries.get(spec.extra, 4 if spec.dtype == "fp32" else 8)
 
 
@@ -194,4 +198,4 @@ def describe_decode(spec: Specialization) -> Any:
         )
     else:
         launches, _ = launch.describe_statistics(q, k, layout, *machine)
-    return launches[stage not in ("", "products")]
+    return launches[-2 if stage in ("", "products") else -1]

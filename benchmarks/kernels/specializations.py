@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS, ROW_KERNELS, is_older
+from attnzoo.backends.triton.common.configurations import LINEAR_KERNELS, ROW_KERNELS
 from benchmarks.kernels.activations import kinds
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -17,8 +17,8 @@ QUICK_DIMS = (64, 128)
 KERNELS = ("forward", "dq", "dkdv", "stats", "threshold", "segments", "linear", "decode", "rows")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXTRAS = ("window", "alibi", "segments", "keys", "mask")
-# Terms of the form, a key bias with an offset, and a softcap.
-TERMS = ("key-bias", "softcap")
+# Terms of the form: a key bias with an offset, a softcap, and a gain and a bias by distance.
+TERMS = ("key-bias", "softcap", "distance")
 # Kinds of activations, see `VariantForm.kind`, that few variants have
 RARE = ("factor", "factor-family", "vanishing-sum", "shifted")
 # "full" calls are not causal. "no gain" calls have no per-query gain.
@@ -102,6 +102,8 @@ GROUPS = (
     Group(("stats",), "online", "bf16", POWERS, ("mask",)),
     Group((*PASSES, "threshold"), "online none threshold", "bf16", POWERS, ("key-bias",)),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("softcap",)),
+    Group(PASSES, "online", "bf16", POWERS, ("distance", "distance full")),
+    Group((*PASSES, "threshold"), "threshold", "bf16", POWERS, ("distance full",)),
     Group(PASSES, "online", "fp32", (128,), TERMS),
     Group(PASSES, " ".join(RARE), "bf16", QUICK_DIMS),
     Group(FLASH, "online threshold", "bf16", QUICK_DIMS, ("fp32 mask",)),
@@ -118,7 +120,7 @@ GROUPS = (
     Group(("decode",), "threshold", "bf16 fp32", DECODE_DIMS, ("", "all")),
     Group(("decode",), "sum", "fp16", DECODE_DIMS),
     Group(("decode",), "online", "bf16", QUICK_DIMS, ("full no gain",)),
-    Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias")),
+    Group(("decode",), "online", "bf16", (128,), ("offset", "key-bias", "distance")),
     Group(("decode",), "factor shifted", "bf16", (128,)),
     Group(("decode merge",), "factor shifted", "fp32", (128,)),
     Group(("decode products",), "threshold", "bf16", (128,), TERMS),
@@ -168,16 +170,14 @@ def quick_specializations(archs: list[str]) -> Iterator[Specialization]:
 
     Terms of the form and rare activations are compiled once, for sm_90 and a head dimension of 128.
     A learned power has small tiles, whose work is done more than once, and is left out.
-    Triton before 3.9 leaves all of them out: with 3.6, three of these kernels spill 8 bytes.
     """
-    older = is_older()
     rare = {name for kind, name in kinds().items() if kind in RARE}
     for spec in specializations(archs, list(QUICK_DIMS)):
         common = spec.dtype == "bf16" or spec.kernel in STAGES
         if not common or spec.activation in (kinds()["family"], kinds()["factor-family"]):
             continue
         if spec.extra in TERMS or spec.activation in rare:
-            once = (spec.arch, spec.head_dim) == ("sm_90", 128) and not older
+            once = (spec.arch, spec.head_dim) == ("sm_90", 128)
             if once and spec.extra in ("", *TERMS):
                 yield spec
         elif spec.extra in ("", *BARE):

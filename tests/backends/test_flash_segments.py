@@ -55,6 +55,31 @@ def test_other_documents_are_not_read(variant: str, is_causal: bool) -> None:
             torch.testing.assert_close(have[..., part, :], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("variant", ["softmax", "entmax", "adaptive_temperature"])
+def test_decode_does_not_read_other_documents(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last two queries are in the last document, of which the splits share the blocks."""
+    monkeypatch.setattr("attnzoo.backends.triton.decode.launch.LEAST_KEYS", 32)
+    q, k, v = (
+        rand(2, heads, n, 16, seed=n + heads).float() for heads, n in ((4, 2), (2, 200), (2, 200))
+    )
+    ids = torch.arange(200).expand(2, -1) // 60  # the documents begin at 0, 60, 120 and 180
+    last = ids == 3
+    v[..., :160, :] = float("nan")  # blocks have 32 keys: the one from 160 on is read
+    v[..., 160:180, :] = 0.0
+    params = {"alpha": 1.5} if variant == "entmax" else {}
+    found = attnzoo.attention(
+        q, k, v, variant, segment_ids=(ids[:, -2:], ids), is_causal=True, enable_gqa=True,
+        backend="decode", **params,
+    )  # fmt: skip
+    alone = (x[:, :, last[0]] for x in (k, v))
+    want = attnzoo.attention(
+        q, *alone, variant, is_causal=True, enable_gqa=True, backend="eager", **params
+    )
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
 IDS = {
     "sorted": ([0] * 30 + [3] * 40, [0] * 50 + [2] * 10 + [3] * 15),
     "not sorted": ([5, -1] * 35, [-1, 5, 7] * 25),

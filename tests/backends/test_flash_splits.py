@@ -26,7 +26,7 @@ import attnzoo
 from attnzoo.backends.shared_operands import Layout
 from attnzoo.backends.triton.common.tile import key_blocks, query_blocks
 from attnzoo.backends.triton.flash import operators as flash_ops
-from attnzoo.backends.triton.flash.backward_kv import _full_blocks
+from attnzoo.backends.triton.flash.query_lists import full_blocks
 from helpers.cases import rand
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
@@ -328,7 +328,7 @@ def ranges(out, sizes, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     tl.store(out + 7 * at + 2, high)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
     size = (queries, keys, left, right)
-    first, last = _full_blocks(start, low, high, size, BLOCK_M, BLOCK_N, False)
+    first, last = full_blocks(start, low, high, size, BLOCK_M, BLOCK_N, False)
     tl.store(out + 7 * at + 3, low)
     tl.store(out + 7 * at + 4, first)
     tl.store(out + 7 * at + 5, last)

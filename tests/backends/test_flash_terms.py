@@ -1,11 +1,12 @@
 """`flash` and `decode` with each term of a pairwise form, against the form written out in fp64.
 
-The terms are the softcap, the key bias, the offset and the factor. The allowed error of each
-element is that of `error_budget`.
+The terms are the softcap, the key bias, the offset, the gain and the bias by distance, and the
+factor. The allowed error of each element is that of `error_budget`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from attnzoo.core.activations import (
 )
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
+from attnzoo.core.distance import LOGARITHMIC
 from helpers.agreement import disagreements as variant_disagreements
 from helpers.agreement import make, violations
 from helpers.cases import rand
@@ -38,7 +40,24 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory"
 HEADS, KV_HEADS, DIM = 4, 2, 16
 QUERIES, KEYS = 37, 45
 
-# Name -> the activation, the normalization, and the vectors of a form: (mean, deviation).
+OWN = "helpers.own_kernels:"  # functions of a plugin
+NEAR = attnzoo.Distance(
+    "near",
+    gain=lambda t, decay: 1 / (1 + decay * t),
+    gain_slope=lambda t, decay: -t / (1 + decay * t) ** 2,
+    triton=OWN + "near",
+    triton_slope=OWN + "near_slope",
+)
+ROOT = attnzoo.Distance(
+    "root",
+    bias=lambda t, decay: -decay * t.sqrt(),
+    bias_slope=lambda t, decay: -t.sqrt(),
+    triton=OWN + "root",
+    triton_slope=OWN + "root_slope",
+)
+
+# Name -> the activation, the normalization, and the fields of a form. A pair is the mean and the
+# deviation of a vector.
 FORMS: dict[str, tuple[attnzoo.Activation, Any, dict[str, Any]]] = {
     "plain": (EXP, "sum", {}),
     "gain": (EXP, "sum", {"gain": (0.5, 1.0)}),
@@ -69,6 +88,23 @@ FORMS: dict[str, tuple[attnzoo.Activation, Any, dict[str, Any]]] = {
     "threshold, key bias": (
         ENTMAX15, "threshold", {"key_bias": (10.0, 0.7), "offset": (10.0, 0.5), "gain": (1.0, 0.3)},
     ),
+    "distance": (EXP, "sum", {"distance": LOGARITHMIC, "decay": (6.0, 1.0)}),
+    "distance, gain, sink, offset": (
+        EXP, "sum",
+        {"distance": LOGARITHMIC, "decay": (2.0, 0.3), "gain": (1.0, 0.3), "sink": (0.0, 0.5),
+         "offset": (0.5, 0.3)},
+    ),
+    "gain by distance, key bias": (
+        EXP, "sum", {"distance": NEAR, "decay": (0.2, 0.03), "key_bias": (0.0, 0.7)},
+    ),
+    "sigmoid, bias by distance, gain": (
+        SIGMOID, "none",
+        {"distance": ROOT, "decay": (0.5, 0.1), "offset": (2.0, 0.5), "gain": (1.0, 0.3)},
+    ),
+    "relu2, distance": (RELU2, "sum", {"distance": LOGARITHMIC, "decay": (40.0, 5.0)}),
+    "threshold, distance": (
+        ENTMAX15, "threshold", {"distance": LOGARITHMIC, "decay": (9.0, 1.0), "gain": (1.0, 0.3)},
+    ),
     "threshold, offset": (SPARSEMAX, "threshold", {"offset": (2.0, 0.5)}),
 }  # fmt: skip
 
@@ -81,6 +117,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "softcap": {"is_causal": True, "softcap": 1.5},
     "softcap, mask, alibi": {"softcap": 30.0, "attn_mask": rand(1, 1, QUERIES, KEYS, seed=9) > 0,
                              "alibi": torch.linspace(0.1, 0.5, HEADS)},
+    "segments": {"is_causal": True, "segment_ids": (torch.arange(QUERIES)[None] // 9,
+                                                    torch.arange(KEYS)[None] // 11)},
     "float mask, alibi": {"attn_mask": rand(1, HEADS, QUERIES, KEYS, seed=8).float(),
                           "alibi": torch.linspace(0.1, 0.5, HEADS)},
 }  # fmt: skip
@@ -106,22 +144,22 @@ def inputs(dtype: torch.dtype, batch: int, queries: int) -> dict[str, Tensor]:
 
 
 def vectors_of(form: str, batch: int, queries: int) -> dict[str, Tensor]:
-    """The vectors of `FORMS`, (B, H, Nq) or (B, H, Nk) in fp32."""
+    """The vectors of `FORMS`, (B, H, Nq), (B, H, Nk) or (B, H, 1) in fp32."""
     found = {}
-    given = {name: x for name, x in FORMS[form][2].items() if name != "eps"}
+    given = {name: x for name, x in FORMS[form][2].items() if isinstance(x, tuple)}
     for seed, (name, (mean, deviation)) in enumerate(given.items(), 21):
-        size = KEYS if name == "key_bias" else queries
+        size = {"key_bias": KEYS, "decay": 1}.get(name, queries)
         found[name] = (mean + deviation * rand(batch, HEADS, size, seed=seed)).float()
     return found
 
 
-def eps_of(form: str) -> dict[str, float]:
-    return {name: x for name, x in FORMS[form][2].items() if name == "eps"}
+def fixed_of(form: str) -> dict[str, Any]:
+    return {name: x for name, x in FORMS[form][2].items() if not isinstance(x, tuple)}
 
 
 def exact(form: str, tensors: list[Tensor], call: Call, own: dict[str, Tensor]) -> Tensor:
     activation, normalize, _ = FORMS[form]
-    made = attnzoo.Pairwise(activation, normalize, **own, **eps_of(form))
+    made = attnzoo.Pairwise(activation, normalize, **own, **fixed_of(form))
     if normalize == "threshold":  # the solver of `tiled`, which `test_tiled` checks
         return BACKENDS["tiled"].run(*tensors, call, made)[0]
     return dense_output(*tensors, call, made)
@@ -151,12 +189,14 @@ def disagreements(
         tensors = [leaves[name] for name in "qkv"]
         own = {name: x for name, x in leaves.items() if name not in "qkv"}
         given, mask = dict(options), options.get("attn_mask")
+        if "segment_ids" in given:
+            given["segment_ids"] = tuple(x.expand(batch, -1) for x in given["segment_ids"])
         if mask is not None and mask.is_floating_point() and tensors[0].dtype == torch.float64:
             given["attn_mask"] = mask.double()
         return check_call(*tensors, enable_gqa=True, **given), tensors, own
 
     call, tensors, own = of(leaves)
-    made = attnzoo.Pairwise(activation, normalize, **own, **eps_of(form))
+    made = attnzoo.Pairwise(activation, normalize, **own, **fixed_of(form))
     assert BACKENDS[backend].unsupported(made, call) is None
     out = BACKENDS[backend].run(*tensors, call, made)[0]
     found = differentiated(out, leaves, do) if grad else {"out": out}
@@ -176,7 +216,9 @@ def disagreements(
         **{name: doubled[name].detach() for name in "qkv"},
     )  # type: ignore[arg-type]
     with torch.no_grad():
-        bounds = analyse(problem, attnzoo.Pairwise(activation, normalize, **fixed, **eps_of(form)))
+        bounds = analyse(
+            problem, attnzoo.Pairwise(activation, normalize, **fixed, **fixed_of(form))
+        )
     allowed = {
         name: x.error[..., 0] if x.error.dim() > want[name].dim() else x.error
         for name, x in bounds.items()
@@ -187,7 +229,7 @@ def disagreements(
 
 @pytest.mark.parametrize(("form", "call", "dtype"), cases())
 def test_flash_agrees_with_the_form(form: str, call: str, dtype: torch.dtype) -> None:
-    batch = 2 if form == "key bias, offset, gain" else 1
+    batch = 2 if form in ("key bias, offset, gain", "distance") else 1
     assert disagreements("flash", form, CALLS[call], dtype, batch) == []
 
 
@@ -197,6 +239,37 @@ def test_decode_agrees_with_the_form(form: str, monkeypatch: pytest.MonkeyPatch)
     dtype = torch.float32 if len(form) % 2 else torch.bfloat16
     options = {"is_causal": True, **({"softcap": 2.0} if "gain" in form else {})}
     assert disagreements("decode", form, options, dtype, batch=2, queries=3) == []
+
+
+def test_a_distance_without_triton_functions_is_unsupported() -> None:
+    q, k, v = inputs(torch.float32, 1, 1).values()
+    call = replace(check_call(q, k, v, enable_gqa=True), needs_grad=True)
+    bare = attnzoo.Distance("bare", bias=lambda t, decay: -decay * t, bias_slope=lambda t, _: -t)
+    half = attnzoo.Distance(
+        "half", bias=lambda t, decay: -decay * t, bias_slope=lambda t, _: -t, triton=OWN + "root"
+    )
+    learned = torch.ones(1, HEADS, 1, requires_grad=True)
+    for distance, decay, reason in (
+        (bare, 1.0, "does not support bare, which has no Triton implementation"),
+        (half, learned, "does not support a gradient for the decay of half"),
+    ):
+        form = attnzoo.Pairwise(EXP, "sum", distance=distance, decay=decay)
+        for backend in ("flash", "decode"):
+            found = BACKENDS[backend].unsupported(form, call)
+            assert found is not None
+            assert found.startswith(reason)
+    assert BACKENDS["flash"].unsupported(
+        attnzoo.Pairwise(EXP, "sum", distance=half, decay=1.0), call
+    ) is None  # fmt: skip
+
+
+def test_a_triton_function_that_does_not_exist_raises() -> None:
+    q, k, v = inputs(torch.float32, 1, 1).values()
+    call = check_call(q, k, v, enable_gqa=True)
+    missing = attnzoo.Distance("missing", bias=lambda t, decay: -t, triton=OWN + "missing")
+    form = attnzoo.Pairwise(EXP, "sum", distance=missing, decay=1.0)
+    with pytest.raises(ValueError, match=r"Distance.triton must name a function as 'module:name'"):
+        BACKENDS["flash"].run(q, k, v, call, form)
 
 
 @pytest.mark.parametrize("backend", ["flash", "decode"])

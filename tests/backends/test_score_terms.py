@@ -227,6 +227,10 @@ def test_normalizers_belong_to_sums() -> None:
         attnzoo.Distance("nothing")
     with pytest.raises(ValueError, match="bias_slope must be None without bias"):
         attnzoo.Distance("half", gain=lambda t, d: t, bias_slope=lambda t, d: t)
+    with pytest.raises(TypeError, match="triton must be 'module:name' or None, got 3"):
+        attnzoo.Distance("half", gain=lambda t, d: t, triton=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="triton_slope must be None without triton"):
+        attnzoo.Distance("half", gain=lambda t, d: t, triton_slope="m:f")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
     },
     "scale_invariant": {
         "sdpa": "does not support distance",
-        "flash": "does not support distance",
+        "flash": RUNS,
         "linear": NO_LINEAR,
         "flash_linear": NO_LINEAR,
     },

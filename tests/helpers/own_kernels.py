@@ -1,4 +1,7 @@
-"""Triton functions of user-defined activations; see `test_own_activations`."""
+"""Triton functions of user-defined activations and distances.
+
+See `test_own_activations` and `test_flash_terms`.
+"""
 
 import triton
 import triton.language as tl
@@ -25,3 +28,26 @@ def tame(x, shape):
     y = tl.minimum(x, 0.0)
     phi = 1.0 / (1.0 + y * y)
     return phi, -2.0 * tl.maximum(y, -1e18) * phi * phi
+
+
+@triton.jit
+def near(t, decay):
+    """a = 1 / (1 + decay · t) and m = 0."""
+    return 1.0 / (1.0 + decay * t), tl.zeros(t.shape, tl.float32)
+
+
+@triton.jit
+def near_slope(t, decay):
+    a = 1.0 / (1.0 + decay * t)
+    return -t * a * a, tl.zeros(t.shape, tl.float32)
+
+
+@triton.jit
+def root(t, decay):
+    """a = 1 and m = −decay · √t."""
+    return tl.full(t.shape, 1.0, tl.float32), -decay * tl.sqrt(t)
+
+
+@triton.jit
+def root_slope(t, decay):
+    return tl.zeros(t.shape, tl.float32), -tl.sqrt(t)

@@ -18,8 +18,11 @@ A kernel has several entries, chosen by the features of the call:
 - "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
   PEAKED (see `fold`);
 - "listed several": the same, with a list of blocks, or with an activation as in "heavy";
+- "distance": a gain and a bias by distance, and at most one feature of "one";
+- "listed distance": the same, with a list of blocks;
 - "narrow": as "several", but the mask allows no wide loads, or the keys cannot be loaded by TMA
   (forward), or the list is of small blocks, or a shape is learned without a threshold (backward);
+  or "distance" together with another feature;
 - "unaligned": strides or addresses that allow no wide loads, with or without the above;
 - "listed unaligned": the same, with a list of blocks.
 
@@ -85,6 +88,7 @@ SAFE: dict[str, ByHeadDim] = {
     ),
     "dq narrow": (full(32, 64, 8, 1), full(16, 32, 8, 1), full(16, 32, 8, 1, 32)),
     "dq unaligned": (full(16, 32, 8, 1), full(16, 32, 8, 1), full(16, 16, 4, 1, 16)),
+    "dq listed distance": (full(32, 64, 8, 1), full(16, 64, 8, 1), full(16, 32, 8, 1, 32)),
     "dkdv narrow": (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
     "stats several": (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
     "stats unaligned": (Config(128, 16, 8, 1),) * 3,
@@ -141,6 +145,12 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dq several": (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         "dkdv several": (Config(32, 64, 4, 2), turned(128, 32, 8, 2), turned(128, 16, 8, 1)),
+        "dq distance": (Config(128, 32, 8, 2), Config(128, 32, 8, 2), Config(128, 16, 8, 2)),
+        "dq listed several": (
+            Config(128, 64, 8, 2),
+            Config(128, 64, 8, 2),
+            Config(128, 32, 8, 2),
+        ),
     },
     (100, 16): {
         **SAFE,
@@ -164,6 +174,8 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
             full(32, 64, 4, 2),
             turned(64, 32, 8, 1),
         ),
+        "dq distance": (full(64, 64, 8, 2), full(64, 64, 8, 2), Config(64, 64, 8, 1)),
+        "dkdv distance": (turned(64, 64, 8, 2), full(32, 64, 4, 2), turned(64, 32, 8, 1)),
     },
 }
 
@@ -200,9 +212,17 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
             128: Config(128, 32, 8, 2),
             256: Config(64, 32, 8, 2),
         },
+        "dq listed several": {
+            64: Config(128, 32, 8, 2),
+            128: full(64, 32, 8, 2),
+            256: Config(64, 32, 8, 2),
+        },
+        "dq distance": {128: Config(128, 16, 8, 2)},
         "dq narrow": {64: Config(32, 64, 8, 2)},
         "dq unaligned": {128: Config(16, 32, 8, 1)},
         "dkdv": {128: turned(128, 64, 8, 2)},
+        "dkdv one": {128: turned(128, 32, 8, 2)},
+        "dkdv heavy": {128: turned(128, 32, 8, 2)},
         "dkdv narrow": {256: full(64, 16, 8, 1)},
         "threshold": {256: full(128, 32, 16, 1)},
     },
@@ -227,6 +247,8 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
 REPLACED = {
     "heavy": ("listed",),
     "listed several": ("several",),
+    "distance": ("several",),
+    "listed distance": ("listed several", "several"),
     "narrow": ("several",),
     "unaligned": ("narrow", "several"),
     "listed unaligned": ("unaligned", "narrow", "several"),

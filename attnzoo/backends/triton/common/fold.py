@@ -67,7 +67,8 @@ def factored(
 @triton.jit
 def walk(
     acc, m, z, low, high, q_side, factor, i, tiles_kv, size, vectors, segment, where, blocks,
-    ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr, ONLINE: tl.constexpr,
+    ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    ONLINE: tl.constexpr,
     SUM: tl.constexpr, PEAKED: tl.constexpr, NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,7 +99,7 @@ def walk(
         product = capped(product, where[6][3], PRECISION)
         if factor is None:
             s, seen = scores(
-                product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES
+                product, i, j[None, :], vectors, segment, where, size, UNIT, DISTANCE, EDGE, HIDES
             )
             scaled = tl.full(m.shape, 1.0, tl.float32)
         else:

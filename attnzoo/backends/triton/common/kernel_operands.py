@@ -24,25 +24,37 @@ class Form(NamedTuple):
     normalizer: bool = False  # the Triton function returns (φ, φ', μ, μ')
     shifted: bool = False  # φ and μ are relative to M
     eps: float = 0.0  # added to the normalizer
+    distance: str | None = None  # "module:name" of the function for (a, m) of a `Distance`
+    distance_slope: str | None = None  # "module:name" of the function for their slopes
 
     @property
     def act(self) -> Any:
-        return _function("triton", self.activation)
+        return _function("Activation.triton", self.activation)
 
     @property
     def shape_act(self) -> Any:
         """The Triton function for ∂φ/∂shape, or None."""
-        name = self.shape_slope
-        return None if name is None else _function("triton_shape_slope", name)
+        return _function("Activation.triton_shape_slope", self.shape_slope)
+
+    @property
+    def distance_act(self) -> Any:
+        """The Triton function for the gain and bias by distance, or None."""
+        return _function("Distance.triton", self.distance)
+
+    @property
+    def distance_slope_act(self) -> Any:
+        return _function("Distance.triton_slope", self.distance_slope)
 
 
-def _function(field: str, path: str) -> Any:
+def _function(field: str, path: str | None) -> Any:
+    if path is None:
+        return None
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"Activation.{field} must name a function as 'module:name', got {path!r}: {error}"
+            f"{field} must name a function as 'module:name', got {path!r}: {error}"
         ) from error
 
 
@@ -60,6 +72,7 @@ class Extras(NamedTuple):
     key_bias: Tensor | None = None  # [B, H, Nk]
     base: Tensor | None = None  # [B, H, Nq]; see `vectors_of`
     factor: Tensor | None = None  # [B, H, Nq]
+    decay: Tensor | None = None  # [B, H]
 
 
 def vectors_of(
@@ -67,8 +80,8 @@ def vectors_of(
 ) -> tuple[Layout, Vectors, Extras]:
     """Return the layout and the vectors. Scale and softcap of the layout include a scalar gain.
 
-    Vectors are expanded to (B, H, Nq) or (B, H, Nk). Autograd then sums their gradients over the
-    expanded dimensions.
+    Vectors are expanded to (B, H, Nq), (B, H, Nk) or (B, H). Autograd then sums their gradients
+    over the expanded dimensions.
 
     The kernels subtract `Vectors.offset` from the scores at the end, where φ also takes a solved
     threshold. An offset that belongs to a key bias, or to the scores of a normalized form, is
@@ -91,12 +104,18 @@ def vectors_of(
     if form.key_bias is not None:
         key_bias = expanded_keys(form.key_bias, call)
     vectors = Vectors(gain_vector, offset, expanded(form.shape), expanded(form.sink))
-    return layout, vectors, Extras(key_bias, base, expanded(form.factor))
+    decay = None if form.decay is None else expanded_heads(form.decay, call)
+    return layout, vectors, Extras(key_bias, base, expanded(form.factor), decay)
 
 
 def expanded_keys(value: PerKey, call: Call) -> Tensor:
     """A per-key vector as a contiguous tensor (B, H, Nk)."""
     return call.per_key(value).expand(call.batch, call.heads, call.keys).contiguous()
+
+
+def expanded_heads(value: PerQuery, call: Call) -> Tensor:
+    """A vector that broadcasts to (B, H, 1) as a contiguous tensor (B, H)."""
+    return call.per_query(value).expand(call.batch, call.heads, 1)[..., 0].contiguous()
 
 
 def layout_of(call: Call) -> Layout:

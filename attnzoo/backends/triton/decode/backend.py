@@ -68,4 +68,4 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     )  # fmt: skip
 
 
-BACKEND = Backend("decode", ("pairwise",), unsupported, run)
+BACKEND = Backend("decode", ("pairwise",), unsupported, run, walks_segments=True)

@@ -18,6 +18,7 @@ from attnzoo.backends.triton.common.fold import finish, walk
 from attnzoo.backends.triton.common.tile import (
     capped,
     load_block,
+    load_decay,
     load_segments,
     load_tile,
     load_vectors,
@@ -26,6 +27,7 @@ from attnzoo.backends.triton.common.tile import (
     store_tile,
     times,
 )
+from attnzoo.backends.triton.flash.segments import narrowed
 from attnzoo.backends.triton.flash.statistics import add_scores, store_statistics
 from attnzoo.backends.triton.flash.threshold import MAX_STEPS, newton, round_tau
 
@@ -54,6 +56,19 @@ def packed(heads, group, queries, splits, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N: tl.constexpr):
+    """Return the blocks of keys [low, high) of this split.
+
+    With ``ranges``, see `flash.segments`, the splits share the range of the batch.
+    """
+    if ranges is not None:
+        first, last = narrowed(first, last, ranges, b, BLOCK_N)
+        span = tl.cdiv(last - first, splits)
+    low = first + split * span
+    return low, tl.minimum(low + span, last)
+
+
+@triton.jit
 def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the queries [BM, D], a pointer to the batch, and the memory offset of each row."""
     at = tl.reshape(h * q_h + i * q_n, [h.shape[0]])
@@ -66,10 +81,10 @@ def packed_queries(q, b, h, i, q_b, q_h, q_n, D: tl.constexpr, BLOCK_D: tl.const
 def decode_products(
     q, k, products,  # fp32 [B·Hkv, rows, width], q kᵀ
     m, z, t,  # fp32 [B·Hkv, splits, rows]; z, t: None without statistics
-    gain, alibi, key_bias, base, mask, q_segments, k_segments,
+    gain, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right, first, last, span, splits, width,
-    UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    DISTANCE: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +100,7 @@ def decode_products(
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     # [BM, 1]. products + j points to the products with key j.
@@ -93,15 +108,17 @@ def decode_products(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z_i, t_i = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     matrix, local = (k, k_n * ALIGN, keys, None, b, h), tl.arange(0, BLOCK_N)
-    low = first + split * span
-    for n in range(low, tl.minimum(low + span, last)):
+    low, high = split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N)
+    for n in range(low, high):
         start = n * BLOCK_N
         j = start + local  # [BN]
         k_tile = load_block(matrix, start, local, tl.arange(0, BLOCK_D), D, True)  # [BN, D]
         product = times(q_side, (k_tile, matrix, start, local), D, PART, PRECISION)  # [BM, BN]
         tl.store(products + j[None, :], product, mask=(lane < rows_here)[:, None])
         product = capped(product, inner, PRECISION)
-        s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, True, True)[0]
+        s = scores(
+            product, i, j[None, :], vectors, segment, where, size, UNIT, DISTANCE, True, True
+        )[0]
         if z is None:
             m_i = tl.maximum(m_i, tl.max(s, 1))
         else:
@@ -117,10 +134,10 @@ def decode_products(
 def decode(
     q, k, v, products,  # either q and k, or products of an earlier pass; the others are None
     part, m, z,  # fp32 [B·Hkv, splits, rows, DV] and [B·Hkv, splits, rows]; m, z or None
-    gain, tau, shape, alibi, key_bias, base, mask, q_segments, k_segments,
+    gain, tau, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right, first, last, span, splits, width,
-    ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr,
     NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -137,7 +154,7 @@ def decode(
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     if k is None:
@@ -160,11 +177,10 @@ def decode(
     m_i = tl.full([BLOCK_M], least, tl.float32)
     z_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    low = first + split * span
+    low, high = split_blocks(first, last, span, split, splits, ranges, b, BLOCK_N)
     acc, m_i, z_i = walk(
-        acc, m_i, z_i, low, tl.minimum(low + span, last), q_side, None, i, tiles_kv, size, vectors,
-        segment, where, None,
-        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+        acc, m_i, z_i, low, high, q_side, None, i, tiles_kv, size, vectors, segment, where, None,
+        ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
         D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
     if PEAKED:
@@ -245,10 +261,11 @@ def decode_stats(m, z, t, lse, entropy, group, queries, splits):
 @triton.jit(do_not_specialize=RUNTIME)
 def decode_threshold(
     products, m, candidates, tau,  # candidates: fp32, shaped as products
-    gain, shape, alibi, key_bias, base, mask, q_segments, k_segments,
+    gain, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments,
     mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right, first, splits, width,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the vector shape holds α
+    ACT: tl.constexpr, DISTANCE: tl.constexpr,
+    ALPHA: tl.constexpr,  # None if the vector shape holds α
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Solve for τ of one query; see `flash.threshold`.
@@ -267,7 +284,7 @@ def decode_threshold(
     if k_segments is not None:
         k_segments += b * keys
     mask_at = place_mask(mask, b, h, mask_b, mask_h, 1)
-    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     a = vectors[2] - 1.0  # α − 1, [1, 1]
@@ -287,7 +304,7 @@ def decode_threshold(
         product = tl.load(products + n + column, mask=inside, other=0.0)
         j = first * BLOCK_N + n + column
         product = capped(product, inner, PRECISION)
-        s = scores(product, i, j, vectors, segment, where, size, 1.0, True, True)[0]
+        s = scores(product, i, j, vectors, segment, where, size, 1.0, DISTANCE, True, True)[0]
         s = tl.where(inside, s, float("-inf"))
         alive = (s - top > -1.0 / a).to(tl.int32)
         tl.store(candidates + kept + tl.cumsum(alive, 1) - 1, s - base, mask=alive > 0)

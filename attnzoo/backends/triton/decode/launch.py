@@ -36,6 +36,7 @@ from attnzoo.backends.triton.common.launch import (
     values,
 )
 from attnzoo.backends.triton.decode import kernels
+from attnzoo.backends.triton.flash.launch import ranges_of
 
 # Fewest keys per split. A split with fewer keys costs more time than it saves.
 LEAST_KEYS = 256
@@ -95,8 +96,11 @@ def _splits(q: Tensor, k: Tensor, layout: Layout, config: Config, processors: in
 
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, arch: int, processors: int
-) -> tuple[dict[str, Any], Config, Splits]:
-    """Return the arguments and configuration of kernels with a loop over keys, and the splits."""
+) -> tuple[dict[str, Any], Config, Splits, list[Launch]]:
+    """Return the arguments and configuration of kernels with a loop over keys, and the splits.
+
+    The launches, if any, must run before.
+    """
     dim, block_m = max(q.shape[3], v.shape[3]), max(16, triton.next_power_of_2(_rows(q, k)))
     many_rows = block_m * q.element_size() > 64
     mask_per_head = layout.mask is not None and layout.mask.shape[1] > 1
@@ -104,15 +108,18 @@ def _arguments(
     safe = many_rows or several or align_of(q, k, v) == 1
     config = decode_config(arch, 8 * q.element_size(), dim, safe)._replace(block_m=block_m)
     splits = _splits(q, k, layout, config, processors)
+    # One tile holds all queries.
+    ranges, before = ranges_of(layout, triton.next_power_of_2(max(1, q.shape[2])), arch)
     args = {
-        **common(q, k, layout), "key_bias": extras.key_bias, "base": extras.base,
+        **common(q, k, layout), "ranges": ranges, "key_bias": extras.key_bias, "base": extras.base,
+        "decay": extras.decay,
         "first": splits.first, "last": splits.last, "span": splits.span,
         "splits": splits.number, "width": (splits.last - splits.first) * config.block_n,
         **blocks_of(config),
     }  # fmt: skip
     if layout.mask is not None and layout.mask.shape[1] == 1:
         args["mask_h"] = None
-    return args, config, splits
+    return args, config, splits, before
 
 
 def _partial(q: Tensor, k: Tensor, splits: Splits, *dim: int) -> Tensor:
@@ -132,19 +139,22 @@ def _row_launch(kernel: Any, args: dict[str, Any], q: Tensor) -> Launch:
 
 
 def _products_pass(
-    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, unit: float, layout: Layout,
-    arch: int, processors: int, stats: bool,
-) -> tuple[Launch, dict[str, Any], Tensor]:  # fmt: skip
-    """Return the launch that computes q kᵀ, its arguments, and the tensor for q kᵀ."""
-    args, config, splits = _arguments(q, k, q, layout, extras, arch, processors)
+    q: Tensor, k: Tensor, gain: Tensor | None, extras: Extras, distance: Any, unit: float,
+    layout: Layout, arch: int, processors: int, stats: bool,
+) -> tuple[list[Launch], dict[str, Any], Tensor]:  # fmt: skip
+    """Return the launches that compute q kᵀ, their arguments, and the tensor for q kᵀ."""
+    args, config, splits, before = _arguments(q, k, q, layout, extras, arch, processors)
     align, products = align_of(q, k), new_products(q, k, layout)
     args |= {
         **strides(align, q=q, k=k), "q": q, "k": k, "products": products,
         "m": _partial(q, k, splits), "z": _partial(q, k, splits) if stats else None,
         "t": _partial(q, k, splits) if stats else None,
-        "gain": gain, "UNIT": unit, "ALIGN": align,
+        "gain": gain, "DISTANCE": distance, "UNIT": unit, "ALIGN": align,
     }  # fmt: skip
-    return Launch(kernels.decode_products, _programs(q, k, splits), args, config), args, products
+    # Products of keys in other segments are not computed. The operator returns them as 0.
+    zeroed = ("products",) if before else ()
+    launch = Launch(kernels.decode_products, _programs(q, k, splits), args, config, zeroed)
+    return [*before, launch], args, products
 
 
 def describe_statistics(
@@ -153,11 +163,11 @@ def describe_statistics(
     """Return the launches and their results: products, lse and entropy of the logits."""
     unit = 1 / LN2.value
     walk, args, products = _products_pass(
-        q, k, None, Extras(), unit, layout, arch, processors, True
+        q, k, None, Extras(), None, unit, layout, arch, processors, True
     )
     lse, entropy = new_vector(q), new_vector(q)
     merge = _row_launch(kernels.decode_stats, {**args, "lse": lse, "entropy": entropy}, q)
-    return [walk, merge], (products, lse, entropy)
+    return [*walk, merge], (products, lse, entropy)
 
 
 def describe_threshold(
@@ -166,14 +176,14 @@ def describe_threshold(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the launches, the products and τ. Only gain and shape of ``vectors`` are read."""
     walk, args, products = _products_pass(
-        q, k, vectors.gain, extras, 1.0, layout, arch, processors, False
+        q, k, vectors.gain, extras, form.distance_act, 1.0, layout, arch, processors, False
     )
     tau = new_vector(q)
     args = {
         **args, "candidates": torch.empty_like(products), "tau": tau, "shape": vectors.shape,
         "ACT": form.act, "ALPHA": alpha, "BLOCK": 256 if arch == 0 else SCORES,
     }  # fmt: skip
-    return [walk, _row_launch(kernels.decode_threshold, args, q)], (products, tau)
+    return [*walk, _row_launch(kernels.decode_threshold, args, q)], (products, tau)
 
 
 def describe_decode(
@@ -181,7 +191,7 @@ def describe_decode(
     vectors: Vectors, extras: Extras, want_lse: bool, arch: int, processors: int,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None]]:  # fmt: skip
     """Return the launches and their results: out and lse."""
-    args, config, splits = _arguments(q, k, v, layout, extras, arch, processors)
+    args, config, splits, before = _arguments(q, k, v, layout, extras, arch, processors)
     out, lse = like(q, v.shape[3]), new_vector(q) if want_lse else None
     online, sums = form.normalize == "online", form.normalize in ("sum", "threshold")
     align = align_of(q, k, v)
@@ -193,11 +203,12 @@ def describe_decode(
         "o": out, "lse": lse, "part": _partial(q, k, splits, v.shape[3]),
         "m": _partial(q, k, splits) if online or form.shifted else None,
         "z": _partial(q, k, splits) if online or sums else None,
-        "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes, "ONLINE": online,
+        "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
+        "VANISHES": form.vanishes, "ONLINE": online,
         "NORMALIZER": form.normalizer, "SHIFTED": form.shifted, "eps": form.eps or None,
         "SUM": sums, "PEAKED": is_peaked(form, extras, v),
         "ALIGN": align, "CHUNK": PARTIALS,
     }  # fmt: skip
     kernel_args = {name: args[name] for name in kernels.decode.arg_names}
     walk = Launch(kernels.decode, _programs(q, k, splits), kernel_args, config)
-    return [walk, _row_launch(kernels.decode_merge, args, q)], (out, lse)
+    return [*before, walk, _row_launch(kernels.decode_merge, args, q)], (out, lse)

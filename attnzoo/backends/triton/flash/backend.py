@@ -27,6 +27,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SUPPORTED = (
     "key_bias",
     "offset",
+    "distance",
     "factor",
     "eps",
     "normalizer",
@@ -51,6 +52,8 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
         return "does not support top-k selection (tiled does)"
     if form.activation.triton is None:
         return f"does not support {name}, which has no Triton implementation (tiled does)"
+    if form.distance is not None and (reason := _unsupported_distance(form, call)) is not None:
+        return reason
     if form.normalize == "threshold" and form.activation.alpha is None:
         return f"does not support a threshold for {name}, which has no alpha (tiled does)"
     if call.return_lse and not form.softmax:
@@ -67,6 +70,17 @@ def _unsupported_form(form: Pairwise, call: Call) -> str | None:
     learned = isinstance(form.shape, Tensor) and form.shape.requires_grad
     if call.needs_grad and learned and form.activation.triton_shape_slope is None:
         return f"does not support a gradient for the shape of {name} (tiled does)"
+    return None
+
+
+def _unsupported_distance(form: Pairwise, call: Call) -> str | None:
+    distance, decay = form.distance, form.decay
+    assert distance is not None
+    if distance.triton is None:
+        return f"does not support {distance.name}, which has no Triton implementation (tiled does)"
+    learned = isinstance(decay, Tensor) and decay.requires_grad
+    if call.needs_grad and learned and distance.triton_slope is None:
+        return f"does not support a gradient for the decay of {distance.name} (tiled does)"
     return None
 
 
@@ -158,12 +172,13 @@ def alpha_of(form: Pairwise) -> float | None:
 
 def form_of(form: Pairwise) -> ops.Form:
     """Convert the form to `kernel_operands.Form`."""
-    activation = form.activation
+    activation, distance = form.activation, form.distance
     assert activation.triton is not None
     return ops.Form(
         activation.triton, activation.unit, activation.vanishes, normalize(form),
         activation.triton_shape_slope, activation.normalizer is not None, activation.shifted,
-        float(form.eps),
+        float(form.eps), None if distance is None else distance.triton,
+        None if distance is None else distance.triton_slope,
     )  # fmt: skip
 
 

@@ -17,10 +17,12 @@ import triton.language as tl
 from attnzoo.backends.triton.common.tile import (
     activate,
     activate_both,
+    by_distance,
     capped,
     dot,
     in_unit,
     load_block,
+    load_decay,
     load_segments,
     place_mask,
     query_blocks,
@@ -29,49 +31,8 @@ from attnzoo.backends.triton.common.tile import (
     times,
 )
 from attnzoo.backends.triton.flash.backward_q import RUNTIME
+from attnzoo.backends.triton.flash.query_lists import TILES, full_blocks
 from attnzoo.backends.triton.flash.segments import narrowed
-
-# An entry of `list_queries` is head · TILES + tile, with the index of the head in its group. The
-# number is a power of two, so that no step divides.
-TILES = tl.constexpr(1 << 20)
-
-
-@triton.jit(do_not_specialize=["group", "queries", "keys", "left", "right"])
-def list_queries(
-    live, blocks, counts, group, queries, keys, left, right,
-    MAP_M: tl.constexpr, MAP_N: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """For each tile of keys, list the tiles of queries with nonzero weights for these keys.
-
-    Grid: one program per (batch, key/value head, tile of keys). The first counts[0] entries are
-    tiles that need masks. With SPLIT, the last counts[1] are tiles whose queries see all keys.
-    """
-    tiles_m, tiles_n = tl.cdiv(queries, MAP_M), tl.cdiv(keys, MAP_N)
-    map_row = tl.program_id(0).to(tl.int64)
-    bh, column = map_row // tiles_n, map_row % tiles_n
-    size = (queries, keys, left, right)
-    first, last = _full_blocks(
-        column.to(tl.int32) * MAP_N, 0, tiles_m, size, MAP_M, MAP_N, HAS_MASK
-    )
-    edges, full, most = 0, 0, group * tiles_m
-    blocks += map_row * most
-    for low in range(0, most, CHUNK):
-        index = low + tl.arange(0, CHUNK)
-        head, tile = index // tiles_m, index % tiles_m
-        # The heads of a group are adjacent in ``live``, [B·H, tiles_m, tiles_n].
-        flag = live + (bh * most + index) * tiles_n + column
-        flag = tl.load(flag, mask=index < most, other=0).to(tl.int32)
-        entry, whole = head * TILES + tile, flag * 0
-        if SPLIT:
-            whole = flag * ((tile >= first) & (tile < last)).to(tl.int32)
-            tl.store(blocks + most - full - tl.cumsum(whole, 0), entry, mask=whole > 0)
-            full += tl.sum(whole, 0)
-        edge = flag - whole
-        tl.store(blocks + edges + tl.cumsum(edge, 0) - 1, entry, mask=edge > 0)
-        edges += tl.sum(edge, 0)
-    tl.store(counts + 2 * map_row, edges)
-    tl.store(counts + 2 * map_row + 1, full)
 
 
 @triton.jit(do_not_specialize=[n for n in RUNTIME if n[:2] not in ("dq", "o_")])
@@ -80,13 +41,14 @@ def flash_dkdv(
     dkey_bias,  # fp32 [2, B, H, Nk], initially 0, or None; the gradient is the sum of both parts
     q_descriptor, do_descriptor,  # for TMA, with blocks of BLOCK_M rows; or None
     gain, tau, per_z, shape, alibi, lse, dlse, delta, key_bias, base,  # vectors or None
+    decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges,
     blocks, counts,  # from `list_queries`, per tile of MAP_N keys; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dk_b, dk_h, dk_n,
     dv_b, dv_h, dv_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    NORMALIZER: tl.constexpr,
+    NORMALIZER: tl.constexpr, DISTANCE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     MAP_M: tl.constexpr, MAP_N: tl.constexpr, TURNED: tl.constexpr,
@@ -126,8 +88,10 @@ def flash_dkdv(
     bias_at = (b * heads + h) * keys + start
     if dkey_bias is not None:
         dkey_bias += bias_at
+    if decay is not None:
+        decay += b * heads + h
     head = (b, h, at, mask_at, bias_at)
-    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale, base, inner)
+    vectors = (gain, tau, per_z, shape, alibi, lse, dlse, delta, scale, base, inner, decay)
     where = (mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias)
     size = (queries, keys - start, left, right)
     low, high = query_blocks(start, queries, keys, left, right, BLOCK_M, BLOCK_N)
@@ -144,14 +108,14 @@ def flash_dkdv(
         steps = tl.load(counts + 2 * map_row) * PARTS
     elif SPLIT:
         HAS_MASK: tl.constexpr = mask is not None
-        first, last = _full_blocks(
+        first, last = full_blocks(
             start, low, high, (queries, keys, left, right), BLOCK_M, BLOCK_N, HAS_MASK
         )
         span, steps = (low, first, last, high), (first - low + high - last) * group
     acc_k, acc_v = _sum_over_queries(
         acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
         blocks, keys, dkey_bias,
-        ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER,
+        ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, DISTANCE,
         D, DV, BLOCK_M, PARTS, PART, TURNED, True, PRECISION,
     )  # fmt: skip
     if SPLIT:
@@ -166,7 +130,7 @@ def flash_dkdv(
         acc_k, acc_v = _sum_over_queries(
             acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
             blocks, keys, dkey_bias,
-            ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER,
+            ACT, UNIT, TAU_UNIT, VANISHES, NORMALIZER, DISTANCE,
             D, DV, BLOCK_M, PARTS, PART, TURNED, False, PRECISION,
         )  # fmt: skip
     dk += (b * dk_b + hk * dk_h) * ALIGN
@@ -176,30 +140,6 @@ def flash_dkdv(
     acc_k *= scale if inner is None else scale * inner
     store_tile(dk, j, dk_n * ALIGN, keys, d, D, acc_k)
     store_tile(dv, j, dv_n * ALIGN, keys, d_v, DV, acc_v)
-
-
-@triton.jit
-def _full_blocks(
-    start, low, high, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr
-):
-    """Return (first, last): in the blocks [first, last) all queries exist and see all keys.
-
-    ``low`` and ``high`` are from `query_blocks`. Keys that do not exist need no attention: each
-    key has its own row of the result, and rows beyond the last key are not stored. But a mask
-    has no entries for them.
-    """
-    queries, keys, left, right = size
-    first, last = low, queries // BLOCK_M
-    if right is not None:
-        last_key = tl.minimum(start + BLOCK_N, keys) - 1
-        first = tl.cdiv(tl.maximum(last_key - right + queries - keys, 0), BLOCK_M)
-    if left is not None:
-        last = tl.minimum(tl.maximum(start + left + 1 + queries - keys, 0) // BLOCK_M, last)
-    first = tl.minimum(tl.maximum(first, low), high)
-    last = tl.minimum(tl.maximum(last, first), high)
-    if HAS_MASK:
-        last = tl.where(start + BLOCK_N <= keys, last, first)
-    return first, last
 
 
 @triton.jit
@@ -216,7 +156,7 @@ def _load_vectors(
     EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return the gain, and what `load_vectors` returns, of the queries row + i."""
-    gain, tau, _, shape, alibi, _, _, _, scale, base, _ = vectors
+    gain, tau, _, shape, alibi, _, _, _, scale, base, _, _ = vectors
     one = tl.full(i.shape, 1.0, tl.float32)
     factor, gain_i = one * (scale * UNIT), one
     tau_i, shape_i, slope_i, base_i = one * 0, one * 0, one * 0, one * 0
@@ -259,7 +199,7 @@ def _sum_over_queries(
     acc_k, acc_v, span, steps, k_side, v_side, q_side, do_side, head, vectors, where, size,
     blocks, all_keys, dkey_bias,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    NORMALIZER: tl.constexpr,
+    NORMALIZER: tl.constexpr, DISTANCE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
     PART: tl.constexpr, TURNED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -273,7 +213,7 @@ def _sum_over_queries(
     q, q_h, q_n, q_descriptor, d = q_side
     do, do_h, do_n, do_descriptor, d_v = do_side
     b, h, at, mask_at, bias_at = head
-    _, _, per_z, _, alibi, lse, dlse, delta, _, base, inner = vectors
+    _, _, per_z, _, alibi, lse, dlse, delta, _, base, inner, decay = vectors
     mask, mask_h, mask_m, mask_n, k_segments, q_segments, key_bias = where
     queries, keys, left, right = size
     low, first, last, high = span
@@ -317,11 +257,13 @@ def _sum_over_queries(
             mask_now += turn.to(tl.int64) * mask_h
             if mask_m is not None:
                 mask_now += begin.to(tl.int64) * mask_m
-        terms = (key_bias, bias_at + turn.to(tl.int64) * all_keys, base, inner)
+        size_now = (rest, keys, None, None)
+        decay_now = load_decay(decay, turn)
+        terms = (key_bias, bias_at + turn.to(tl.int64) * all_keys, base, inner, decay_now)
         s, seen = scores(
             product, i, j, loaded, segment,
             (mask, mask_now, mask_m, mask_n, k_segments, alibi, terms),
-            (rest, keys, None, None), UNIT, EDGE, MASKED,
+            size_now, UNIT, DISTANCE, EDGE, MASKED,
         )  # fmt: skip
         if EDGE:
             # Keys and queries that do not exist need no comparison: their results are not stored,
@@ -361,6 +303,8 @@ def _sum_over_queries(
         if dkey_bias is not None:
             total += tl.sum(ds, 0 if TURNED else 1)
             ds *= gain_i
+        if DISTANCE is not None:
+            ds *= by_distance(DISTANCE, i, j, size_now, decay_now)[0]
         if inner is not None:
             ds *= (1.0 - product) * (1.0 + product)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)

@@ -18,11 +18,13 @@ import triton.language as tl
 from attnzoo.backends.triton.common.tile import (
     activate,
     activate_both,
+    by_distance,
     capped,
     dot,
     in_unit,
     key_blocks,
     load_block,
+    load_decay,
     load_segments,
     load_vectors,
     place_mask,
@@ -42,14 +44,16 @@ def flash_dq(
     q, k, v, o, do, dq,
     k_descriptor, v_descriptor,  # for TMA, with blocks of BLOCK_N rows; or None
     # Vectors to write, or None. delta is gain · δ, or δ with PLAIN_DELTA. dtau: of τ or of base.
-    delta, per_z, dgain, dtau, dshape, dsink, dalibi, dfactor,
+    delta, per_z, dgain, dtau, dshape, dsink, dalibi, dfactor, ddecay,
     gain, tau, z, shape, sink, alibi, lse, dlse, key_bias, base, factor,  # vectors or None
+    decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges, blocks, counts,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right,
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
     SHAPE_SLOPE: tl.constexpr,  # function of (x, shape) that returns ∂φ/∂shape, or None
+    DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,  # functions of (t, decay), or None
     SUM: tl.constexpr, THRESHOLD: tl.constexpr, PLAIN_DELTA: tl.constexpr,
     NORMALIZER: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -78,7 +82,7 @@ def flash_dq(
     do_side = (do_tile, do_matrix, start, q_side[3])
     vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, queries, UNIT, TAU_UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     b_now, h_now = b.to(tl.int32), hk.to(tl.int32)
@@ -112,7 +116,7 @@ def flash_dq(
     if THRESHOLD:
         mean, change = _threshold_mean(
             low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
-            ACT, SHAPE_SLOPE, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
+            ACT, DISTANCE, SHAPE_SLOPE, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
         )  # fmt: skip
         mean = mean[:, None]
         if dshape is not None:
@@ -135,31 +139,31 @@ def flash_dq(
     SHAPE: tl.constexpr = None if THRESHOLD else SHAPE_SLOPE
     TOTAL: tl.constexpr = dtau is not None
     AMOUNT: tl.constexpr = dfactor is not None
-    DISTANCE: tl.constexpr = dalibi is not None
+    DISTANT: tl.constexpr = dalibi is not None
     # dgain is q·Σ dS k, but a wide q does not fit in registers after the loop, and with a softcap
     # the sum over keys contains its slope.
     WIDE: tl.constexpr = BLOCK_D > 128 and PART is None
     PRODUCTS: tl.constexpr = dgain is not None and (WIDE or inner is not None)
-    # acc: Σ dS k. sums: Σ dS, Σ dS |i − j|, Σ dS q·k or Σ dS tanh, Σ φ dP,
-    # and Σ ∂φ/∂shape (dP/Z − δ/Z).
+    # acc: Σ dS k, where dS includes the gain by distance. sums: Σ dS, Σ dS |i − j|, Σ dS q·k or
+    # Σ dS tanh, Σ φ dP, Σ ∂φ/∂shape (dP/Z − δ/Z), and Σ dS ∂s/∂decay.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     nothing = tl.zeros([BLOCK_M], tl.float32)
-    sums = (nothing, nothing, nothing, nothing, nothing)
+    sums = (nothing, nothing, nothing, nothing, nothing, nothing)
     if SPLIT and blocks is None:
         acc, sums = _sum_over_keys(
             acc, sums, low, full, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
             mean, lse_i, dlse_i, dlse, where, None,
-            ACT, SHAPE, UNIT, VANISHES, TOTAL, DISTANCE, PRODUCTS, AMOUNT, NORMALIZER,
-            D, DV, BLOCK_N, PART, False, PRECISION,
+            ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
+            NORMALIZER, D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     acc, sums = _sum_over_keys(
         acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
         mean, lse_i, dlse_i, dlse, where, blocks,
-        ACT, SHAPE, UNIT, VANISHES, TOTAL, DISTANCE, PRODUCTS, AMOUNT, NORMALIZER,
-        D, DV, BLOCK_N, PART, True, PRECISION,
+        ACT, SHAPE, DISTANCE, DISTANCE_SLOPE, UNIT, VANISHES, TOTAL, DISTANT, PRODUCTS, AMOUNT,
+        NORMALIZER, D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
-    total, dist, products, amount, change = sums
+    total, dist, products, amount, change, decays = sums
     acc *= scale if inner is None else scale * inner
     if dgain is not None:
         # dgain is computed before acc is multiplied by the gain: q·dq / gain would fail where the
@@ -179,6 +183,8 @@ def flash_dq(
         tl.store(dshape + at + index, change, mask=index < queries)
     if dalibi is not None:
         tl.store(dalibi + at + index, -dist, mask=index < queries)
+    if ddecay is not None:
+        tl.store(ddecay + at + index, decays, mask=index < queries)
     store_tile(dq, index, dq_n * ALIGN, queries, d, D, acc)
 
 
@@ -223,7 +229,8 @@ def _row_products(q_side, x, first, D: tl.constexpr):
 @triton.jit
 def _threshold_mean(
     low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
-    ACT: tl.constexpr, SHAPE_SLOPE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    ACT: tl.constexpr, DISTANCE: tl.constexpr, SHAPE_SLOPE: tl.constexpr, UNIT: tl.constexpr,
+    VANISHES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -245,7 +252,9 @@ def _threshold_mean(
         k_side, v_side = (k_tile, k, first, local), (v_tile, v, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         product = capped(product, where[6][3], PRECISION)
-        s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, True, True)
+        s, seen = scores(
+            product, i, j[None, :], vectors, segment, where, size, UNIT, DISTANCE, True, True
+        )
         slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)[1]
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
         change += tl.sum(slope * dp, 1)
@@ -262,15 +271,16 @@ def _threshold_mean(
 def _sum_over_keys(
     acc, sums, low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, per_z_i,
     mean, lse_i, dlse_i, dlse, where, blocks,
-    ACT: tl.constexpr, SHAPE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
-    TOTAL: tl.constexpr, DISTANCE: tl.constexpr, PRODUCTS: tl.constexpr, AMOUNT: tl.constexpr,
+    ACT: tl.constexpr, SHAPE: tl.constexpr, DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,
+    UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    TOTAL: tl.constexpr, DISTANT: tl.constexpr, PRODUCTS: tl.constexpr, AMOUNT: tl.constexpr,
     NORMALIZER: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
     EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks of keys [low, high) to Σ dS k and to ``sums``, of those that are wanted."""
     k, v, d, dv = tiles_kv
-    total, dist, products, amount, change = sums
+    total, dist, products, amount, change, decays = sums
     local = tl.arange(0, BLOCK_N)
     HIDES: tl.constexpr = (
         EDGE or where[0] is not None or where[4] is not None or where[6][0] is not None
@@ -286,7 +296,9 @@ def _sum_over_keys(
         k_side, v_side = (k_tile, k, first, local), (v_tile, v, first, local)
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         product = capped(product, where[6][3], PRECISION)
-        s, seen = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)
+        s, seen = scores(
+            product, i, j[None, :], vectors, segment, where, size, UNIT, DISTANCE, EDGE, HIDES
+        )
         MASKED: tl.constexpr = HIDES and not VANISHES
         if NORMALIZER:
             phi, slope, _mu, other = activate_both(ACT, s - vectors[1], vectors[2], seen, MASKED)
@@ -306,11 +318,17 @@ def _sum_over_keys(
             ds += tl.exp2(s - lse_i) * dlse_i
         if TOTAL:
             total += tl.sum(ds, 1)
-        if DISTANCE:
+        if DISTANT:
             dist += tl.sum(ds * tl.abs(i + (size[1] - size[0]) - j[None, :]), 1)
+        if DISTANCE_SLOPE is not None:
+            da, dm = by_distance(DISTANCE_SLOPE, i, j[None, :], size, where[6][4])
+            logit = product * (vectors[0] * (1.0 / UNIT))
+            decays += tl.sum(ds * (da * logit + dm), 1)
+        if DISTANCE is not None:
+            ds *= by_distance(DISTANCE, i, j[None, :], size, where[6][4])[0]
         if PRODUCTS:
             products += tl.sum(ds * product, 1)
         if where[6][3] is not None:
             ds *= (1.0 - product) * (1.0 + product)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION)  # [BM, D]
-    return acc, (total, dist, products, amount, change)
+    return acc, (total, dist, products, amount, change, decays)

@@ -11,6 +11,7 @@ import triton.language as tl
 from attnzoo.backends.triton.common.fold import factor_out, finish, walk
 from attnzoo.backends.triton.common.tile import (
     key_blocks,
+    load_decay,
     load_segments,
     load_vectors,
     place_mask,
@@ -36,11 +37,12 @@ def flash_forward(
     q, k, v, o, stat, weight_sum, lse,
     k_descriptor, v_descriptor,  # for TMA, or both None
     gain, tau, shape, sink, alibi, key_bias, base, factor,  # vectors or None
+    decay,  # [B, H] or None
     mask, q_segments, k_segments, ranges,  # ranges: see `segments`
     blocks, counts,  # key blocks with nonzero weights, per tile of MAP_M queries; or None
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, eps, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
+    ACT: tl.constexpr, DISTANCE: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     ONLINE: tl.constexpr, SUM: tl.constexpr, PEAKED: tl.constexpr, LATE: tl.constexpr,
     NORMALIZER: tl.constexpr, SHIFTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -66,7 +68,7 @@ def flash_forward(
     # The vectors are [BM, 1] each.
     vectors = load_vectors(i, at, scale, gain, tau, shape, alibi, base, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, hk)
@@ -93,13 +95,13 @@ def flash_forward(
     if SPLIT and blocks is None:
         acc, m, z = walk(
             acc, m, z, low, full, q_side, late, i, tiles_kv, size, vectors, segment, where, None,
-            ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+            ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
             D, DV, BLOCK_N, PART, False, PRECISION,
         )  # fmt: skip
         low = full
     acc, m, z = walk(
         acc, m, z, low, high, q_side, late, i, tiles_kv, size, vectors, segment, where, blocks,
-        ACT, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
+        ACT, DISTANCE, UNIT, VANISHES, ONLINE, SUM, PEAKED, NORMALIZER, SHIFTED,
         D, DV, BLOCK_N, PART, True, PRECISION,
     )  # fmt: skip
 

@@ -38,9 +38,10 @@ from attnzoo.backends.triton.common.launch import (
     strides,
     values,
 )
-from attnzoo.backends.triton.flash.backward_kv import flash_dkdv, list_queries
+from attnzoo.backends.triton.flash.backward_kv import flash_dkdv
 from attnzoo.backends.triton.flash.backward_q import flash_dq
 from attnzoo.backends.triton.flash.forward import flash_forward
+from attnzoo.backends.triton.flash.query_lists import list_queries
 from attnzoo.backends.triton.flash.segments import segment_ranges
 from attnzoo.backends.triton.flash.statistics import row_stats
 from attnzoo.backends.triton.flash.threshold import threshold
@@ -52,7 +53,7 @@ class Features(NamedTuple):
 
     tile: the tile of the block map, if there is one. heavy: the activation needs many registers.
     rare: the call has a feature of "several" that its layout does not show. narrow: a dense mask
-    allows no wide loads. key_bias: the call's key bias.
+    allows no wide loads. extras: those of the call.
     """
 
     align: int
@@ -60,16 +61,16 @@ class Features(NamedTuple):
     heavy: bool = False
     rare: bool = False
     narrow: bool = False
-    key_bias: Tensor | None = None
+    extras: Extras = Extras()
 
 
 def _config(
     kernel: str, arch: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features
 ) -> Config:
     """Return the configuration for the features of a call; see `configurations`."""
-    align, tile, heavy, rare, narrow, key_bias = features
+    align, tile, heavy, rare, narrow, given = features
     extras, dims, bits = (
-        count_extras(layout, key_bias),
+        count_extras(layout, given.key_bias),
         (q.shape[3], v.shape[3]),
         8 * q.element_size(),
     )
@@ -81,6 +82,9 @@ def _config(
         feature = "listed unaligned" if mapped else "unaligned"
     elif narrow or (several and pointers):
         feature = "narrow"
+    elif given.decay is not None:
+        alone = "listed distance" if mapped else "distance"
+        feature = "narrow" if several or heavy or pointers else alone
     elif several:
         feature = "listed several" if mapped or heavy else "several"
     elif heavy:
@@ -109,16 +113,18 @@ def _common(q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
 
 
 def _new_tile(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None,
-    key_bias: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None, extras: Extras
 ) -> tuple[int, int]:  # fmt: skip
     """The tile of a block map that is to be made.
 
     It does not depend on addresses, because a fake tensor has none.
     """
     dim, bits, mask = max(q.shape[3], v.shape[3]), 8 * q.element_size(), layout.mask
-    small, several = stride_align(q, k, v) == 1, count_extras(layout, key_bias) > 1
+    several, distance = count_extras(layout, extras.key_bias) > 1, extras.decay is not None
+    small = stride_align(q, k, v) == 1
     if bits == 32 or shape is not None:
+        small |= dense_mask(layout) or several or distance
+    elif distance:
         small |= dense_mask(layout) or several
     elif mask is not None and dense_mask(layout):
         small |= several or mask_align(mask) == 1 or mask.element_size() > q.element_size()
@@ -155,7 +161,7 @@ def _programs(x: Tensor, block: int) -> int:
     return triton.cdiv(x.shape[2], block) * x.shape[0] * x.shape[1]
 
 
-def _ranges(
+def ranges_of(
     layout: Layout, block: int, arch: int, of_keys: bool = False
 ) -> tuple[Tensor | None, list[Launch]]:
     """Return the ranges of `segments` for tiles of ``block`` queries or keys, and their launch.
@@ -183,7 +189,7 @@ def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: 
     memory, where its sign cannot be changed, and a changed q costs many registers.
     """
     added = layout.mask is not None and layout.mask.is_floating_point()
-    if added or not (layout.alibi is extras.key_bias is extras.base is None):
+    if added or not (layout.alibi is extras.key_bias is extras.base is extras.decay is None):
         return None
     if gain is None and outer_scale(layout) >= 0:
         return "keep"
@@ -204,11 +210,11 @@ def describe_forward(
     peaked = is_peaked(form, extras, v)
     tile = _tile(maps, q, k, v)
     heavy, narrow = vectors.shape is not None, _narrow(layout)
-    features = Features(align, tile, heavy, rare=peaked, narrow=narrow, key_bias=extras.key_bias)
+    features = Features(align, tile, heavy, rare=peaked, narrow=narrow, extras=extras)
     config = _config("forward", arch, q, k, v, layout, features)
     online = form.normalize == "online"
     late = _late(q, layout, vectors.gain, extras, arch) if online else None
-    ranges, before = (None, []) if tile else _ranges(layout, config.block_m, arch)
+    ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors, extras), "q": q, "k": k, "v": v, "o": out,
@@ -217,8 +223,8 @@ def describe_forward(
         "ranges": ranges,
         "weight_sum": stat[1] if two_vectors and stat is not None else None, "lse": lse,
         "blocks": maps.blocks, "counts": maps.counts,
-        "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
-        "ONLINE": online, "SUM": form.normalize in ("sum", "threshold"),
+        "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
+        "VANISHES": form.vanishes, "ONLINE": online, "SUM": form.normalize in ("sum", "threshold"),
         "PEAKED": peaked, "LATE": late, "NORMALIZER": form.normalizer, "SHIFTED": form.shifted,
         "eps": form.eps or None,
         "SPLIT": config.split, "MAP_M": 0 if tile is None else tile[0], "ALIGN": align,
@@ -248,8 +254,8 @@ def describe_backward(
         **_common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": shape,
         "tau": tau, "per_z": None if z is None else new_vector(q),
-        "key_bias": extras.key_bias, "base": extras.base,
-        "lse": None if dlse is None else lse, "dlse": dlse,
+        "key_bias": extras.key_bias, "base": extras.base, "decay": extras.decay,
+        "DISTANCE": form.distance_act, "lse": None if dlse is None else lse, "dlse": dlse,
         "delta": None if form.normalize == "none" else new_vector(q),
         "ACT": form.act, "UNIT": form.unit, "VANISHES": form.vanishes,
         "NORMALIZER": form.normalizer,
@@ -264,9 +270,9 @@ def describe_backward(
     learned_power = "shape" in grads and form.normalize != "threshold"
     rare = dlse is not None or (tile is not None and terms)
     narrow = learned_power or _narrow(layout)
-    features = Features(align, tile, heavy, rare, narrow, extras.key_bias)
+    features = Features(align, tile, heavy, rare, narrow, extras)
     config = _config("dq", arch, q, k, v, layout, features)
-    ranges, before = (None, []) if tile else _ranges(layout, config.block_m, arch)
+    ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
         "MAP_M": map_args["MAP_M"],
@@ -277,12 +283,14 @@ def describe_backward(
         "PLAIN_DELTA": "key_bias" in grads, "dshape": grads.get("shape"),
         "dalibi": grads.get("alibi"), "sink": vectors.sink,
         "SHAPE_SLOPE": form.shape_act if "shape" in grads else None,
+        "ddecay": grads.get("decay"),
+        "DISTANCE_SLOPE": form.distance_slope_act if "decay" in grads else None,
         "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
         "blocks": maps.blocks, "counts": maps.counts, "ranges": ranges,
     }  # fmt: skip
     launches = [*before, Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
     config = _config("dkdv", arch, q, k, v, layout, features)
-    ranges, before = (None, []) if tile else _ranges(layout, config.block_n, arch, of_keys=True)
+    ranges, before = (None, []) if tile else ranges_of(layout, config.block_n, arch, of_keys=True)
     columns, listing = _describe_columns(maps, {**shared, **map_args, "SPLIT": config.split})
     dkdv_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
@@ -326,7 +334,7 @@ def describe_stats(
     align = align_of(q, k)
     config = _config("stats", arch, q, k, q, layout, Features(align, narrow=_narrow(layout)))
     lse, entropy = new_vector(q), new_vector(q)
-    ranges, before = _ranges(layout, config.block_m, arch)
+    ranges, before = ranges_of(layout, config.block_m, arch)
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config),
         **descriptors(config, arch, config.block_n, k=k), "q": q, "k": k, "lse": lse,
@@ -338,13 +346,12 @@ def describe_stats(
 
 
 def empty_maps(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None,
-    key_bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None, extras: Extras
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return new, uninitialized tensors for the fields of `Maps`."""
     heads, tiles = (
         q.shape[0] * q.shape[1],
-        _tiles(_new_tile(q, k, v, layout, shape, key_bias), q, k),
+        _tiles(_new_tile(q, k, v, layout, shape, extras), q, k),
     )
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
     counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
@@ -357,19 +364,20 @@ def describe_threshold(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Return the launches, τ and the block map. Only gain and shape of ``vectors`` are read."""
     align = align_of(q, k)
-    tile = _new_tile(q, k, v, layout, vectors.shape, extras.key_bias)
-    features = Features(stride_align(q, k), tile, key_bias=extras.key_bias)
+    tile = _new_tile(q, k, v, layout, vectors.shape, extras)
+    features = Features(stride_align(q, k), tile, extras=extras)
     config = _config("threshold", arch, q, k, v, layout, features)
-    maps = empty_maps(q, k, v, layout, vectors.shape, extras.key_bias)
+    maps = empty_maps(q, k, v, layout, vectors.shape, extras)
     tau, (blocks, counts, live) = new_vector(q), maps
-    ranges, before = _ranges(layout, config.block_m, arch)
+    ranges, before = ranges_of(layout, config.block_m, arch)
     # Each program writes the map entries of its blocks, so blocks must have the size of map tiles.
     assert (config.block_m, config.block_n) == tile
     args = {
         **_common(q, k, layout), **strides(align, q=q, k=k), **blocks_of(config), "q": q, "k": k,
         "tau": tau, "blocks": blocks, "counts": counts, "live": live,
         "gain": vectors.gain, "shape": vectors.shape, "key_bias": extras.key_bias,
-        "base": extras.base, "ACT": form.act, "ALPHA": alpha,
+        "base": extras.base, "decay": extras.decay, "ACT": form.act, "ALPHA": alpha,
+        "DISTANCE": form.distance_act,
         "SPLIT": config.split, "FLIPS": vectors.gain is not None or outer_scale(layout) < 0.0,
         "ALIGN": align, "ranges": ranges,
     }  # fmt: skip

@@ -73,7 +73,7 @@ def flash_threshold(
 def _(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, layout: Layout
 ) -> Threshold:
-    maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape, extras.key_bias)
+    maps = _modules().flash.empty_maps(q, k, v, layout, vectors.shape, extras)
     return Threshold(new_vector(q), *maps)
 
 
@@ -105,6 +105,7 @@ def _(*, q: Tensor, v: Tensor, layout: Layout, form: Form, want_lse: bool) -> At
 
 @flash_forward.backward(
     "q", "k", "v", "gain", "offset", "shape", "sink", "alibi", "key_bias", "base", "factor",
+    "decay",
     like=lambda x: like(x, x.shape[3]) if x.dim() == 4 else x.new_empty(x.shape),
 )  # fmt: skip
 def flash_backward(
@@ -125,4 +126,6 @@ def flash_backward(
     )  # fmt: skip
     if "key_bias" in wanted:
         found["key_bias"] = found["key_bias"].sum(0)
+    if "decay" in wanted:
+        found["decay"] = found["decay"].sum(-1)
     return found

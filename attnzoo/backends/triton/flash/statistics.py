@@ -55,7 +55,7 @@ def row_stats(
     d = tl.arange(0, BLOCK_D)
     vectors = load_vectors(i, at, scale, None, None, None, alibi, None, queries, UNIT, UNIT)
     segment = load_segments(q_segments, b * queries, i, queries)
-    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, (None, 0, None, inner))
+    where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, (None, 0, None, inner, None))
     size = (queries, keys, left, right)
     k_matrix = (k, k_n * ALIGN, keys, k_descriptor, b, h // group)
     factor = None
@@ -96,7 +96,9 @@ def _add_keys(
         product = times(q_side, k_side, D, PART, PRECISION)  # [BM, BN]
         product = capped(product, where[6][3], PRECISION)
         if factor is None:
-            s = scores(product, i, j[None, :], vectors, segment, where, size, UNIT, EDGE, HIDES)[0]
+            s = scores(
+                product, i, j[None, :], vectors, segment, where, size, UNIT, None, EDGE, HIDES
+            )[0]
             scaled = tl.full(m.shape, 1.0, tl.float32)
         else:
             s, scaled = factored(

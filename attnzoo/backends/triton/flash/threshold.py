@@ -22,6 +22,7 @@ from attnzoo.backends.triton.common.tile import (
     capped,
     key_blocks,
     load_block,
+    load_decay,
     load_segments,
     load_vectors,
     place_mask,
@@ -48,10 +49,11 @@ RUNTIME = (
 def threshold(
     q, k, tau, blocks, counts,  # blocks: int32 [B·H, tiles of queries, tiles of keys]
     live,  # uint8, shaped as blocks, initially 0: 1 where a tile has nonzero weights
-    gain, shape, alibi, key_bias, base, mask, q_segments, k_segments, ranges,
+    gain, shape, alibi, key_bias, base, decay, mask, q_segments, k_segments, ranges,
     q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_m, mask_n,
     scale, inner, heads, group, queries, keys, left, right,
-    ACT: tl.constexpr, ALPHA: tl.constexpr,  # ALPHA: None if the vector shape holds α
+    ACT: tl.constexpr, DISTANCE: tl.constexpr,
+    ALPHA: tl.constexpr,  # None if the vector shape holds α
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, FLIPS: tl.constexpr,  # FLIPS: factors may be negative
     PART: tl.constexpr, ALIGN: tl.constexpr, MASK_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -73,7 +75,7 @@ def threshold(
     k_matrix = (k, k_n * ALIGN, keys, None, b, h // group)
     vectors = load_vectors(i, at, scale, gain, None, shape, alibi, base, queries, 1.0, 1.0)
     segment = load_segments(q_segments, b * queries, i, queries)
-    terms = (key_bias, (b * heads + h) * keys, base, inner)
+    terms = (key_bias, (b * heads + h) * keys, base, inner, load_decay(decay, b * heads + h))
     where = (mask, mask_at, mask_m, mask_n, k_segments, alibi, terms)
     size = (queries, keys, left, right)
     if ALPHA is None:
@@ -86,7 +88,8 @@ def threshold(
     # factor came first, the compiler could fuse it with the subtraction, which then would not give
     # 0 for large scores. Where something is added to the products, r is the score.
     late = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    if mask is None and alibi is None and key_bias is None and base is None:
+    PLAIN: tl.constexpr = mask is None and alibi is None and DISTANCE is None
+    if PLAIN and key_bias is None and base is None:
         sign = late
         # late is not 0, because 0 times the −∞ of hidden keys is NaN. A NaN must stay.
         late = tl.maximum(tl.abs(vectors[0]), 1e-37, propagate_nan=tl.PropagateNan.ALL)
@@ -112,12 +115,14 @@ def threshold(
     kept = 0
     if SPLIT:
         m, kept = find_peaks(
-            m, kept, low, full, tiles, late, reach, blocks, D, BLOCK_N, PART, False, PRECISION
-        )
+            m, kept, low, full, tiles, late, reach, blocks,
+            DISTANCE, D, BLOCK_N, PART, False, PRECISION,
+        )  # fmt: skip
     whole = kept
     m, kept = find_peaks(
-        m, kept, full, high, tiles, late, reach, blocks, D, BLOCK_N, PART, True, PRECISION
-    )
+        m, kept, full, high, tiles, late, reach, blocks,
+        DISTANCE, D, BLOCK_N, PART, True, PRECISION,
+    )  # fmt: skip
     # NaN if a score of the query is NaN. Then τ is NaN, and no weight counts.
     top = tl.where(m == float("-inf"), 0.0, m)
     t = tl.zeros([BLOCK_M], tl.float32)  # τ − maximum score
@@ -129,12 +134,12 @@ def threshold(
         if SPLIT:
             z, slopes, kept = add_weights(
                 z, slopes, kept, 0, edge, tiles, late, top, t, blocks,
-                ACT, D, BLOCK_N, PART, False, PRECISION,
+                ACT, DISTANCE, D, BLOCK_N, PART, False, PRECISION,
             )  # fmt: skip
         whole = kept
         z, slopes, kept = add_weights(
             z, slopes, kept, edge, count, tiles, late, top, t, blocks,
-            ACT, D, BLOCK_N, PART, True, PRECISION,
+            ACT, DISTANCE, D, BLOCK_N, PART, True, PRECISION,
         )  # fmt: skip
         t, unsolved_queries = newton(t, z, slopes, a)
         step += 1
@@ -164,14 +169,14 @@ def row_peaks(r):
 
 @triton.jit
 def find_peaks(
-    m, kept, low, high, tiles, late, reach, blocks,
+    m, kept, low, high, tiles, late, reach, blocks, DISTANCE: tl.constexpr,
     D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the maximum of m and the blocks [low, high), and the new length of the list."""
     late = tl.reshape(late, m.shape)
     for block in range(low, high):
-        r = block_scores(tiles, block, D, BLOCK_N, PART, EDGE, PRECISION)
+        r = block_scores(tiles, block, DISTANCE, D, BLOCK_N, PART, EDGE, PRECISION)
         peak = row_peaks(r)
         m = larger(m, peak)
         # r − m is compared with −1/(α−1), because m − 1/(α−1) may round to m for a large m.
@@ -184,13 +189,13 @@ def find_peaks(
 @triton.jit
 def add_weights(
     z, slopes, kept, low, high, tiles, late, top, t, blocks,
-    ACT: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
-    EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, DISTANCE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add Σφ and Σφ' of the list's entries [low, high). Keep the entries with nonzero weights."""
     for n in range(low, high):
         block = tl.load(blocks + n)
-        r = block_scores(tiles, block, D, BLOCK_N, PART, EDGE, PRECISION)
+        r = block_scores(tiles, block, DISTANCE, D, BLOCK_N, PART, EDGE, PRECISION)
         phi, slope = ACT((r - top[:, None]) * late - t[:, None], tiles[3][2])
         part = tl.sum(phi, 1)
         z += part
@@ -204,8 +209,8 @@ def add_weights(
 
 @triton.jit
 def block_scores(
-    tiles, block, D: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    tiles, block, DISTANCE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return r [BM, BN] of a block of keys, −∞ for hidden keys."""
     q_side, i, k, vectors, segment, where, size = tiles
@@ -217,7 +222,7 @@ def block_scores(
     HIDES: tl.constexpr = (
         EDGE or where[0] is not None or where[4] is not None or where[6][0] is not None
     )
-    return scores(product, i, j, vectors, segment, where, size, 1.0, EDGE, HIDES)[0]
+    return scores(product, i, j, vectors, segment, where, size, 1.0, DISTANCE, EDGE, HIDES)[0]
 
 
 @triton.jit
