@@ -93,6 +93,8 @@ def load(source: Source) -> Loaded:
         import attnzoo.integrations.transformers  # noqa: F401
     except ImportError as error:
         raise UsageError(str(error)) from error
+    if source.gguf is None:  # loading a GGUF file takes long enough for a progress bar
+        transformers.logging.disable_progress_bar()
     folder = Path(source.model)
     options: dict[str, Any] = {}
     if source.gguf is not None:

@@ -24,7 +24,6 @@ import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
 
-LOADED = "as loaded"
 _KEYWORDS = ("start", "calibrate")
 
 
