@@ -130,10 +130,10 @@ def _plain(model: Any, source: Source) -> Any:
     """
     if not all(value.is_floating_point() for value in model.parameters()):
         raise UsageError(f"--model {source}: its weights are still quantized after loading")
-    config = model.config
+    kind, config = type(model), model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = type(model)(config).to(DTYPES[source.dtype])
+    plain = kind(config).to(DTYPES[source.dtype])
     plain.load_state_dict(model.state_dict())
     return plain
 

@@ -37,7 +37,7 @@ def pick_words(raw: np.ndarray, words: Sequence[str], count: int) -> list[str]:
             f"but it lacks {len(words)}"
         )
     order = draws.subsets(raw[None, : len(words)], count)[0]
-    return [words[i] for i in order]
+    return [words[int(i)] for i in order]
 
 
 def absent_numbers(text: str) -> list[str]:
@@ -49,7 +49,7 @@ def absent_numbers(text: str) -> list[str]:
 
 def pick_numbers(raw: np.ndarray, numbers: Sequence[str], count: int) -> list[str]:
     """``count`` different numbers; raw: at least 8 · count random uint64."""
-    drawn = (numbers[i] for i in draws.integers(raw, len(numbers)))
+    drawn = (numbers[int(i)] for i in draws.integers(raw, len(numbers)))
     found = list(dict.fromkeys(drawn))[:count]
     assert len(found) == count
     return found
