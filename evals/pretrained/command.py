@@ -41,7 +41,7 @@ from evals.pretrained.substitution import (
 from evals.reporting.pretrained import NAME, print_tables, write_report
 from evals.results.pretrained import BASELINE
 from evals.results.rows import Row, first_error
-from evals.results.store import WHOLE, Folder, Shard
+from evals.results.store import Folder, Shard
 
 ABOUT = (
     "Measure a pretrained causal language model with its attention replaced at inference: the "
@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
     add("--workers", type=int, metavar="N",
         help="Use N worker processes (default: one per core or GPU); 0: no worker process"
         )  # fmt: skip
-    add("--shard", type=_shard, default=WHOLE, metavar="I/N",
+    add("--shard", default="0/1", metavar="I/N",
         help="Run part I of N (I from 0)")  # fmt: skip
     add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
         help=f"Write results to DIR, or continue those in it (default: results/{NAME})"
@@ -118,6 +118,7 @@ class _Rows:
 
 def main(given: argparse.Namespace) -> int:
     """Measure, print the tables, and write the report; returns 1 if a run failed, or 0."""
+    given.shard = _shard(given.shard)
     study = plan(given)
     folder = Folder(given.out, given.shard)
     every = study.runs()

@@ -130,7 +130,8 @@ def _plain(model: Any, source: Source) -> Any:
     """
     if not all(value.is_floating_point() for value in model.parameters()):
         raise UsageError(f"--model {source}: its weights are still quantized after loading")
-    kind, config = type(model), model.config
+    kind: Any = type(model)
+    config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     plain = kind(config).to(DTYPES[source.dtype])

@@ -141,17 +141,16 @@ def _outcome(metrics: dict[str, float], curves: dict[str, list[float]], seconds:
 
 @dataclass(frozen=True)
 class Reading(AnyRun):
-    """A run. ``settings`` is the `Task`; tests[(length, sample)] has the key of the row."""
+    """A run. ``settings`` is the `Task`; tests[(length, sample)] has the key of the row.
+
+    label: the name, which stays the same when only some points are left.
+    """
 
     substitution: Substitution | None
-    number: int  # of all runs of the command
+    label: str
 
     def __str__(self) -> str:
-        points = sorted(self.tests)
-        lengths = sorted({length for length, _ in points})
-        some = f"{points[0][1]}" if len(points) == 1 else f"{len(points)} samples"
-        words = f"{self.name}, n = {', '.join(map(str, lengths))}, {some}"
-        return f"{words} (run {self.number})"
+        return self.label
 
     @property
     def name(self) -> str:
@@ -243,8 +242,9 @@ class Study:
             call = VariantCall(BASELINE) if spec is None else spec.call
             for points in _shares(self.points()):
                 tests = {point: {self.key(spec, point): None} for point in points}
+                label = f"{call}, {_range(points)}"
                 found.append(
-                    Reading(PRETRAINED, call, self.task.seed, self.task, tests, spec, len(found))
+                    Reading(PRETRAINED, call, self.task.seed, self.task, tests, spec, label)
                 )
         return found
 
@@ -275,6 +275,16 @@ class Study:
             "device": self.task.source.device,
             **origin(),
         }
+
+
+def _range(points: Sequence[Point]) -> str:
+    """The points of a run in words.
+
+    >>> _range([(1024, 18), (1024, 19), (512, 0)])
+    'n = 1024 sample 18 to n = 512 sample 0'
+    """
+    ends = [f"n = {length} sample {sample}" for length, sample in (points[0], points[-1])]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _shares(points: Sequence[Point]) -> Iterator[list[Point]]:
