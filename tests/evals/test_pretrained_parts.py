@@ -24,7 +24,7 @@ from evals.pretrained.substitution import (
     substituted,
 )
 from evals.results.pretrained import RETRIEVAL
-from helpers.hf_models import gemma2, gpt2, ids, large_llama, mistral, quiet, qwen
+from helpers.hf_models import gemma2, gpt2, ids, large_llama, llama, mistral, quiet, qwen
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
 
 pytestmark = quiet
@@ -143,6 +143,17 @@ def test_losses_are_those_of_the_whole_model(make: Callable[[], Any]) -> None:
         logits = model(tokens).logits[:, :-1].transpose(1, 2)
     expected = torch.nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none")
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_of_a_large_vocabulary_keep_their_digits() -> None:
+    model, tokens = llama(initializer_range=0.3, vocab_size=50_000), ids(20)
+    reader = Reader(model)
+    with torch.inference_mode():
+        hidden, _ = reader.read(tokens)
+        losses = reader.losses(hidden[:, :-1], tokens[:, 1:]).double()
+        exact = reader.logits(hidden[:, :-1]).double().log_softmax(-1)
+    expected = -exact.gather(2, tokens[:, 1:, None])[..., 0]
+    torch.testing.assert_close(losses, expected, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("make", [large_llama, gemma2])
