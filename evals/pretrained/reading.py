@@ -74,13 +74,20 @@ class Reader:
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """−log P of the targets (B, N) at hidden states (B, N, width), fp32 (B, N)."""
         targets = targets.to(hidden.device)
-        parts = []
-        for h, t in zip(hidden.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True):
-            logits = self.logits(h).float()
-            # torch's log_softmax and cross_entropy may add up the exponentials one by one. With
-            # 50 000 tokens that costs four digits; logsumexp adds them in pairs.
-            parts.append(logits.logsumexp(-1) - logits.gather(-1, t[..., None])[..., 0])
+        parts = [
+            surprisal(self.logits(h).float(), t)
+            for h, t in zip(hidden.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True)
+        ]
         return torch.cat(parts, 1).cpu()
+
+
+def surprisal(logits: Tensor, targets: Tensor) -> Tensor:
+    """−log P of the targets (…) under logits (…, vocabulary).
+
+    torch's log_softmax and cross_entropy may add up the exponentials one by one. With 50 000 tokens
+    in the vocabulary that costs up to four digits in fp32; logsumexp adds them in pairs.
+    """
+    return logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evals.pretrained.contexts import Question
-from evals.pretrained.reading import Reader
+from evals.pretrained.reading import Reader, surprisal
 
 MORE = 8  # greedy decoding writes this many tokens more than the answer has
 
@@ -27,8 +27,7 @@ def ask(reader: Reader, cache: Any, question: Question) -> dict[str, float]:
     logits = reader.logits(hidden[:, len(question.prompt) - 1 :])[0].float()
     answer = question.answer.to(logits.device)
     exact = bool((logits.argmax(-1) == answer).all())
-    logprob = logits.log_softmax(-1).gather(-1, answer[:, None]).mean()
-    return {"exact": float(exact), "logprob": float(logprob)}
+    return {"exact": float(exact), "logprob": -float(surprisal(logits, answer).mean())}
 
 
 def greedy(reader: Reader, cache: Any, question: Question, tokenizer: Any) -> float:

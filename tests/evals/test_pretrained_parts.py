@@ -140,9 +140,9 @@ def test_losses_are_those_of_the_whole_model(make: Callable[[], Any]) -> None:
     with torch.inference_mode():
         hidden, _ = reader.read(tokens)
         losses = reader.losses(hidden[:, :-1], tokens[:, 1:])
-        logits = model(tokens).logits[:, :-1].transpose(1, 2)
+        logits = model(tokens).logits[:, :-1].double().transpose(1, 2)
     expected = torch.nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none")
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_losses_of_a_large_vocabulary_keep_their_digits() -> None:

@@ -68,9 +68,10 @@ def test_softmax_reproduces_the_loss_and_finds_a_needle_in_512_tokens(
     for sample in range(4):
         context = contexts.draw(512, sample)
         with torch.inference_mode():
-            logits = loaded.model(context.tokens[None]).logits[0, :-1]
+            # In fp32, torch's cross-entropy of 49 152 classes is off by about 1e-5.
+            logits = loaded.model(context.tokens[None]).logits[0, :-1].double()
         losses = torch.nn.functional.cross_entropy(logits, context.tokens[1:], reduction="none")
-        own = float(losses[context.is_text[1:]].double().mean())
+        own = float(losses[context.is_text[1:]].mean())
         for variant in ("as loaded", "softmax", "ssmax(start='identity')"):
             assert rows[variant, sample]["loss"] == pytest.approx(own, abs=1e-5)
         assert rows["adaptive_temperature", sample]["loss"] > own + 0.5
