@@ -13,6 +13,7 @@ from commandline.errors import UsageError
 from evals.harness.command import run_tasks
 from evals.harness.options import add_arguments, gather, plugin_of_file
 from evals.harness.plugins import load, load_plugins
+from evals.pretrained import command as pretrained
 from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, in_context, laws
 from evals.tasks import EXPERIMENTS, TASKS
@@ -60,6 +61,7 @@ def parser() -> Parser:
     rank.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
     add_plugin(rank)
     in_context.add_parser(commands)
+    pretrained.add_parser(commands)
     sharpness.add_parser(commands)
     for name, task in (TASKS | EXPERIMENTS).items():
         if name in top.commands:
@@ -112,6 +114,8 @@ def _run(given: argparse.Namespace) -> int:
     if given.command == in_context.NAME:
         load_plugins(given.plugin)
         return in_context.main(given)
+    if given.command == pretrained.NAME:
+        return pretrained.main(given)
     if given.command == sharpness.NAME:
         load_plugins(given.plugin)
         return sharpness.main(given)
@@ -125,11 +129,11 @@ def _run(given: argparse.Namespace) -> int:
         load_plugins(given.plugin)
         return compare.main(given.a, given.b, given.fail_below)
     names = list(TASKS) if given.command == ALL else [given.command]
-    pretrained = [vars(given).pop(name, None) for name in ("model", "text")]
-    if pretrained.count(None) == 1:
+    measured = [vars(given).pop(name, None) for name in ("model", "text")]
+    if measured.count(None) == 1:
         raise UsageError("--model and --text must be given together")
-    if pretrained[1] is not None and not pretrained[1].is_file():
-        raise UsageError(f"--text must be a file, got {str(pretrained[1])!r}")
+    if measured[1] is not None and not measured[1].is_file():
+        raise UsageError(f"--text must be a file, got {str(measured[1])!r}")
     options = gather(given, names)
     shared = options[names[0]]
     out = shared.out or Path("results") / shared.preset
@@ -139,8 +143,8 @@ def _run(given: argparse.Namespace) -> int:
             names.remove(name)
     chosen = [(TASKS | EXPERIMENTS)[name] for name in names]
     status = run_tasks(chosen, options, out, artifacts.write_results)
-    if pretrained[0] is not None and not shared.dry_run:
-        model, text = map(str, pretrained)
+    if measured[0] is not None and not shared.dry_run:
+        model, text = map(str, measured)
         line = [sharpness.NAME, "--model", model, "--text", text]
         line += ["--out", str(out / sharpness.NAME)]
         return max(status, sharpness.main(parser().parse_args(line)))

@@ -8,10 +8,11 @@ from pathlib import Path
 from commandline.files import write_whole
 from evals.reporting.console import print_group
 from evals.reporting.pictures import pictures
+from evals.reporting.pretrained import sections
 from evals.reporting.report import Shown, report_html
 from evals.reporting.stored import stored
 from evals.reporting.trials import write_trials
-from evals.results.rows import Row, is_trial
+from evals.results.rows import Row, is_pretrained, is_trial
 from evals.results.store import read_rows
 from evals.results.summary import Group, csv_text, groups
 from evals.results.trials import of_tasks
@@ -48,11 +49,14 @@ def write_results(rows: Sequence[Row], out: Path, note: str, verbose: bool = Fal
 
 def main(folders: Sequence[Path], out: Path | None) -> int:
     """Write a report of the results in these folders to ``out`` (default: in the first folder)."""
-    found, theory_results = groups(of_tasks(read_rows(folders), "report")), stored(folders)
+    rows = read_rows(folders)
+    pretrained = sections([row for row in rows if is_pretrained(row)])
+    tasks = [row for row in rows if not is_pretrained(row)]
+    found, theory_results = groups(of_tasks(tasks, "report")), stored(folders)
     page = out or folders[0] / "report.html"
     note = f"results of {', '.join(map(str, folders))}"
     shown = [_drawn(group) for group in found]
-    write_whole(page, report_html(shown, note, theory_results))
+    write_whole(page, report_html(shown, note, theory_results, pretrained))
     print(f"Report: {page}")
     return 0
 

@@ -153,10 +153,16 @@ class Section:
                 ident = ""
 
 
-def report_html(shown: Sequence[Shown], note: str, theory_results: Sequence[Stored] = ()) -> str:
+def report_html(
+    shown: Sequence[Shown],
+    note: str,
+    theory_results: Sequence[Stored] = (),
+    pretrained: Sequence[Stored] = (),
+) -> str:
     """The HTML of the whole page. All text from results is escaped.
 
     theory_results: stored results of commands such as ``ranks``, shown below the tasks.
+    pretrained: results of pretrained models, shown below these.
     """
     groups = [one.group for one in shown]
     sections = _sections(shown)
@@ -171,18 +177,25 @@ def report_html(shown: Sequence[Shown], note: str, theory_results: Sequence[Stor
     )
     environment.filters["base64"] = lambda data: b64encode(data).decode()
     return environment.get_template("report.html.j2").render(
-        title="Length generalization of attention variants" + f": {tasks[0]}" * (len(tasks) == 1),
-        what_was_run=_what_was_run(groups),
+        title=_title(tasks),
+        what_was_run=_what_was_run(groups) if groups else "",
         note=note,
         warnings=version_warnings(groups),
         sections=sections,
         stored=theory_results,
+        pretrained=pretrained,
         failed=_failed(sections),
         open=_OPEN,
         style=Markup((TEMPLATE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
     )
+
+
+def _title(tasks: Sequence[str]) -> str:
+    if not tasks:
+        return "Attention variants in pretrained models"
+    return "Length generalization of attention variants" + f": {tasks[0]}" * (len(tasks) == 1)
 
 
 def _sections(shown: Sequence[Shown]) -> list[Section]:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evals.tasks import EXPERIMENTS, TASKS
 
+PRETRAINED = "pretrained"  # the task of rows of pretrained models
 Row = dict[str, Any]
 Whole = Annotated[int, Field(ge=0)]
 Numbers = dict[str, float]
@@ -32,7 +33,7 @@ class TrialSettings(BaseModel):
     steps: Whole
 
 
-class Common(BaseModel):
+class Measured(BaseModel):
     """The required fields of every result row. Other fields are allowed."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -45,15 +46,20 @@ class Common(BaseModel):
     message: str
     metrics: Numbers
     curves: Lists
-    chance: float
     cpu_seconds: float
     version: str
-    schedule: str
     data: str
     device: str
     torch: str
     attnzoo: str
     commit: str
+
+
+class Common(Measured):
+    """The required fields of a result row with a trained model."""
+
+    chance: float
+    schedule: str
 
 
 class Fields(Common):
@@ -75,6 +81,25 @@ class TrialFields(Common):
     settings: TrialSettings
 
 
+class PretrainedFields(Measured):
+    """The required fields of a result row of a pretrained model."""
+
+    model: str
+    fingerprint: str
+    limit: int | None
+    dtype: str
+    text: str
+    layers: str
+    length: Whole
+    sample: Whole
+    planted: bool
+
+
+def is_pretrained(row: object) -> bool:
+    """Whether a row is of a pretrained model."""
+    return isinstance(row, dict) and row.get("task") == PRETRAINED
+
+
 def is_trial(row: object) -> bool:
     """Whether a row belongs to an experiment; otherwise it belongs to a task."""
     return isinstance(row, dict) and row.get("task") in EXPERIMENTS
@@ -83,6 +108,7 @@ def is_trial(row: object) -> bool:
 def problem(row: object) -> str | None:
     """The error message for a row that was read from a file, or None if it is valid."""
     fields = TrialFields if is_trial(row) else Fields
+    fields = PretrainedFields if is_pretrained(row) else fields
     try:
         found = fields.model_validate(row)
     except ValidationError as error:

@@ -16,7 +16,7 @@ from typing import Any
 
 from commandline.errors import UsageError
 from evals.experiment import Experiment
-from evals.results.rows import Row, is_trial
+from evals.results.rows import Row, is_pretrained, is_trial
 from evals.results.summary import BASELINE, Estimate, estimate
 from evals.tasks import EXPERIMENTS
 
@@ -78,13 +78,14 @@ class TrialGroup:
 
 
 def of_tasks(rows: Sequence[Row], command: str) -> list[Row]:
-    """The rows of tasks, for a command that has no tables of experiments.
+    """The rows of tasks, for a command that has no tables of experiments or pretrained models.
 
     Raises:
-        UsageError: all rows are of experiments.
+        UsageError: no rows are of tasks.
     """
-    found = [row for row in rows if not is_trial(row)]
-    names = ", ".join(sorted({row["task"] for row in rows if is_trial(row)}))
+    others = [row for row in rows if is_trial(row) or is_pretrained(row)]
+    found = [row for row in rows if not is_trial(row) and not is_pretrained(row)]
+    names = ", ".join(sorted({row["task"] for row in others}))
     where = "; their own folders have summary.csv and report.html"
     if names and not found:
         raise UsageError(f"{command} needs results of tasks, got only those of {names}{where}")

@@ -1,0 +1,295 @@
+"""The command ``pretrained``: options, plan, workers, report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from commandline.arguments import add_plugin, either, numbers, seed
+from commandline.errors import UsageError
+from commandline.variants import complete, split_list
+from evals.harness.any_run import AnyRun, Context
+from evals.harness.options import Options
+from evals.harness.plan import check_device, check_unique
+from evals.harness.plugins import load_plugins
+from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
+from evals.harness.progress import Progress, clock, counted
+from evals.measures.metrics import Outcome
+from evals.pretrained.loading import DTYPES, Source
+from evals.pretrained.study import (
+    MEASURES,
+    Reading,
+    Study,
+    Task,
+    drawn_from,
+    measured,
+    opened,
+)
+from evals.pretrained.substitution import (
+    Substitution,
+    parse_layers,
+    parse_substitution,
+    substituted,
+)
+from evals.reporting.pretrained import NAME, print_tables, write_report
+from evals.results.pretrained import BASELINE
+from evals.results.rows import Row, first_error
+from evals.results.store import Folder, Shard
+
+ABOUT = (
+    "Measure a pretrained causal language model with its attention replaced at inference: the "
+    "loss at each position, retrieval of facts planted in a text, the sharpness of each head, and "
+    "the weight that each head puts on a needle. Nothing is trained."
+)
+VARIANTS = (
+    "softmax,log_n(train_length=2048),adaptive_temperature,entmax,topk(top_k=64),"
+    "ssmax(calibrate=512)"
+)
+LENGTHS, SAMPLES = "512,1024,2048,8192", "20,20,20,5"
+
+
+def add_parser(commands: Any) -> None:
+    short = "Measure a pretrained language model with other attention variants, without training"
+    parser = commands.add_parser(NAME, help=short, description=ABOUT)
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH_OR_NAME",
+        help="Load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
+    add("--gguf", metavar="FILE", help="Load the model and its tokenizer from this file in it")
+    add("--text", type=Path, required=True, metavar="FILE", help="Read this UTF-8 text")
+    add("--variants", type=split_list, default=split_list(VARIANTS), metavar="a,b(x=1)",
+        help="Substitute these variants at inference, also with start='identity' or calibrate=N "
+        f"(default: {VARIANTS}). The model as loaded is always measured")  # fmt: skip
+    add("--layers", default="all", metavar="N-N,N", help="Substitute only in these layers")
+    add("--measures", type=split_list, default=list(MEASURES), metavar="NAME,…",
+        help=f"Measure these (default: {','.join(MEASURES)})")  # fmt: skip
+    add("--lengths", type=numbers, default=numbers(LENGTHS), metavar="N,N,…",
+        help=f"Read contexts of these lengths in tokens (default: {LENGTHS})")  # fmt: skip
+    add("--samples", type=numbers, metavar="N,N,…",
+        help="Read N contexts: one number, or one for each length (default: 20, and 5 at lengths "
+        "above 2048)")  # fmt: skip
+    add("--seed", type=seed, default=0, metavar="N", help="Draw contexts with seed N (default: 0)")
+    add("--greedy", action="store_true", help="Also decode the answers greedily")
+    add("--dtype", choices=tuple(DTYPES), default="float32",
+        help="Load the parameters in this dtype (default: float32)")  # fmt: skip
+    add("--batch", type=int, default=1, metavar="N", help="Read N contexts at once (default: 1)")
+    add("--device", default="cpu", metavar="NAME", help="Run on cpu, cuda or cuda:N (default: cpu)")
+    add("--workers", type=int, metavar="N",
+        help="Use N worker processes (default: one per core or GPU); 0: no worker process"
+        )  # fmt: skip
+    add("--shard", default="0/1", metavar="I/N",
+        help="Run part I of N (I from 0)")  # fmt: skip
+    add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
+        help=f"Write results to DIR, or continue those in it (default: results/{NAME})"
+        )  # fmt: skip
+    add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
+    add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
+    add_plugin(parser)
+
+
+def _shard(text: str) -> Shard:
+    """Read I/N, or env, as for the tasks."""
+    try:
+        return Options.model_validate({"shard": text}).shard
+    except ValidationError as error:
+        raise UsageError(f"--{first_error(error)}") from error
+
+
+class _Rows:
+    """Stores the results of runs."""
+
+    def __init__(self, study: Study, folder: Folder) -> None:
+        self.study, self.folder = study, folder
+
+    def row(
+        self, run: Any, key: str, point: Any, outcome: Outcome, training: dict[str, Any]
+    ) -> None:
+        self.folder.append(self.study.row(run, key, point, outcome))
+
+    def loss(self, run: AnyRun, step: int, value: float) -> None:
+        raise AssertionError("nothing is trained")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Measure, print the tables, and write the report; returns 1 if a run failed, or 0."""
+    given.shard = _shard(given.shard)
+    study = plan(given)
+    folder = Folder(given.out, given.shard)
+    every = study.runs()
+    runs = [left for run in every[given.shard.index :: given.shard.count]
+            if (left := _missing(run, folder)) is not None]  # fmt: skip
+    points = sum(len(run.tests) for run in runs)
+    part = f" in shard {given.shard.index} of {given.shard.count}" * (given.shard.count > 1)
+    print(f"{NAME}: {study.task.source}, {counted(len(study.specs), 'variant')}, lengths up to "
+          f"{max(study.samples)}: {counted(points, 'context')} to read{part}")  # fmt: skip
+    for line in warnings(study):
+        print(line)
+    sys.stdout.flush()
+    workers = default_workers(given.device) if given.workers is None else given.workers
+    if given.dry_run:
+        show_estimate(study, runs, max(1, workers))
+        return 0
+    failures = _execute(study, runs, folder, workers, given)
+    for failure in failures:
+        print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
+        if given.verbose:
+            print(failure.traceback, file=sys.stderr)
+    folder = Folder(given.out, given.shard)
+    keys = {key for run in every for tests in run.tests.values() for key in tests}
+    lacks = len(keys - folder.by_key.keys())
+    if lacks and given.shard.count > 1 and not failures:
+        print(f"This shard is done. {counted(lacks, 'result')} of other shards are missing. The "
+              "shard that finishes last prints the tables and writes the report.")  # fmt: skip
+        return 0
+    rows = [row for key, row in folder.by_key.items() if key in keys]
+    if rows:
+        show(rows, folder, given.out, given.verbose)
+    return 1 if failures or all(row["status"] != "ok" for row in rows) else 0
+
+
+def show(rows: Sequence[Row], folder: Folder, out: Path, verbose: bool) -> None:
+    """Print the tables of these rows, and write the report of all rows in the folder."""
+    print_tables(rows, verbose)
+    page = write_report(list(folder.by_key.values()), out)
+    print(f"\nReport: {page}")
+
+
+def _missing(run: Reading, folder: Folder) -> Reading | None:
+    """The run with the points that have no result yet."""
+    known = folder.by_key.keys()
+    left = {point: tests for point, tests in run.tests.items() if not tests.keys() <= known}
+    return replace(run, tests=left) if left else None
+
+
+def _execute(
+    study: Study, runs: list[Reading], folder: Folder, workers: int, given: argparse.Namespace
+) -> list[Failure]:
+    if not runs:
+        return []
+    # If the folder cannot be made, the error comes before the work.
+    given.out.mkdir(parents=True, exist_ok=True)
+    progress = Progress(len(runs), verbose=given.verbose)
+    context = Context(given.device, given.plugin, given.out)
+    listener = _Rows(study, folder)
+    try:
+        if workers == 0:
+            return execute_here(runs, context, listener, progress)
+        opened.cache_clear()  # each worker loads the model itself
+        drawn_from.cache_clear()
+        devices = worker_devices(given.device, min(workers, len(runs)))
+        contexts = [Context(device, given.plugin, given.out) for device in devices]
+        return Pool(contexts, listener, progress).execute(runs)
+    finally:
+        progress.close()
+
+
+# ---- plan -------------------------------------------------------------------------------------
+
+
+def plan(given: argparse.Namespace) -> Study:
+    """Check the options, load the model once and draw all contexts, so that errors come first."""
+    plugins = load_plugins(given.plugin)
+    for name in given.measures:
+        if name not in MEASURES:
+            raise UsageError(f"--measures must be among {', '.join(MEASURES)}, got {name!r}")
+    check_unique("--measures", given.measures)
+    check_unique("--lengths", list(map(str, given.lengths)))
+    if given.batch < 1:
+        raise UsageError(f"--batch must be an int >= 1, got {given.batch}")
+    if given.workers is not None and given.workers < 0:
+        raise UsageError(f"--workers must be an int >= 0, got {given.workers}")
+    check_device(given.device)
+    samples = samples_of(given.lengths, given.samples)
+    layers = parse_layers(given.layers)
+    texts = [*given.variants, *(name for name in plugins if name not in given.variants
+                                and not name.startswith("task "))]  # fmt: skip
+    specs = [_completed(parse_substitution(text, layers), max(samples)) for text in texts]
+    check_unique("--variants", list(map(str, specs)))
+    source = Source(given.model, given.gguf, given.dtype, given.device)
+    measures = tuple(name for name in MEASURES if name in given.measures)
+    task = Task(source, given.text, measures, given.greedy, given.seed, given.batch)
+    loaded = opened(source)
+    study = Study(
+        task, [None, *specs], samples, plugins, loaded.fingerprint(), loaded.limit
+    )  # fmt: skip
+    texts_of = drawn_from(task)
+    for point in study.points():
+        texts_of.draw(*point)
+    short = texts_of.draw(*study.points()[-1]).tokens[None, :16].to(given.device)
+    for spec in specs:
+        with substituted(loaded.model, spec, texts_of.tokens) as model, torch.inference_mode():
+            try:
+                model(input_ids=short)
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"--variants {spec}: {error}") from error
+    return study
+
+
+def samples_of(lengths: Sequence[int], samples: Sequence[int] | None) -> dict[int, int]:
+    """The number of samples of each length."""
+    if samples is None:
+        samples = [20 if length <= 2048 else 5 for length in lengths]
+    if len(samples) not in (1, len(lengths)):
+        raise UsageError(
+            f"--samples must be one number or {len(lengths)}, one for each length, got "
+            f"{len(samples)}"
+        )
+    counts = list(samples) * (1 if len(samples) == len(lengths) else len(lengths))
+    return dict(zip(lengths, counts, strict=True))
+
+
+def _completed(spec: Substitution, longest: int) -> Substitution:
+    """With example values for required parameters that were not given."""
+    return Substitution(complete(spec.call, longest), spec.layers)
+
+
+def warnings(study: Study) -> list[str]:
+    """A line if some contexts are longer than those of the training."""
+    beyond = [n for n in sorted(study.samples) if study.limit is not None and n > study.limit]
+    if not beyond:
+        return []
+    return [
+        f"  warning: the model was trained with {study.limit} positions; "
+        f"{either(list(map(str, beyond)))} tokens are beyond its trained context"
+    ]
+
+
+def show_estimate(study: Study, runs: Sequence[Reading], workers: int) -> None:
+    """Time each variant on two short contexts and print the estimated time of all runs.
+
+    The time of a context of n tokens is taken as a·n + b·n².
+    """
+    loaded, drawn = opened(study.task.source), drawn_from(study.task)
+    total = 0.0
+    for spec in study.specs:
+        mine = [point for run in runs if run.substitution == spec for point in run.tests]
+        if not mine:
+            continue
+        times: list[tuple[int, float]] = []
+        with substituted(loaded.model, spec, drawn.tokens) as model:
+            shortest = min(study.samples)
+            longer = next((n for n in sorted(study.samples) if n > shortest), shortest)
+            for length in (shortest, shortest, longer):  # the first is slower
+                (outcome,) = measured(study.task, loaded, model, [drawn.draw(length, 0)])
+                times.append((length, outcome.cpu_seconds))
+        seconds = sum(_extrapolated(times[1:], length) for length, _ in mine)
+        total += seconds
+        name = BASELINE if spec is None else str(spec)
+        print(f"  {name}: {clock(seconds)}")
+    print(f"about {clock(total / workers)} on {counted(workers, 'worker')} of one core each, plus "
+          "the loading of the model")  # fmt: skip
+
+
+def _extrapolated(times: Sequence[tuple[int, float]], length: int) -> float:
+    (m, s), (n, t) = times
+    if m == n:
+        return t * length / n
+    b = max(0.0, (t / n - s / m) / (n - m))
+    a = max(0.0, t / n - b * n)
+    return a * length + b * length**2

@@ -1,0 +1,237 @@
+"""Contexts: slices of a text in which the facts of all retrieval tasks are planted.
+
+One context serves every measurement. A context for n tokens has n − 64 tokens. The others are left
+for a question and its answer, so that no token stands at a position above n. Each fact is a line of
+its own at the end of a sentence or line of the text, at random depths. The tasks follow RULER
+(Hsieh et al. 2024, arXiv:2404.06654), with facts short enough for 512 tokens:
+
+    one needle        "The secret number is 4821."
+    several keys      "The number of apple is 4821." for four words; the question asks for one
+    several queries   the same facts; the question asks for two of the numbers
+    several values    "One price of tiger is 4821." for two prices; the question asks for both
+    variable tracking "Let raven = 4821.", "Let olive = raven.", "Let maple = olive."
+    common word       four lists of six words; one word is in all lists, the others in one
+
+The words, and the numbers, are not in the text. Everything is a pure function of the text, the
+tokenizer, the seed, the length and the number of the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from commandline.errors import UsageError
+from evals.pretrained.loading import Loaded
+from evals.pretrained.words import absent_numbers, absent_words, pick_numbers, pick_words
+from evals.tasks import draws
+
+VERSION = 1  # change it when the contexts change
+RESERVED = 64  # tokens for a question and its answer
+LEAST_TEXT = 32  # tokens of the text in a context
+NEEDLE = "one_needle"  # of the tasks in `evals.results.pretrained.RETRIEVAL`
+LEAST_BREAKS = 4  # sentences or lines of the text in a context; facts can share a place
+_KEYS, _VALUES, _CHAIN, _LISTS, _LISTED = 4, 2, 3, 4, 6
+_DRAWS = 1024  # random numbers for one context
+_STOPS = (".", "!", "?")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question after the context. values: the words or numbers that the answer names."""
+
+    task: str
+    prompt: Tensor  # tokens (P,)
+    answer: Tensor  # tokens (A,)
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """tokens: (N,). is_text: (N,) bool, false at planted and special tokens. needle: the indices of
+    the tokens of the number of the one needle; empty if nothing is planted."""
+
+    tokens: Tensor
+    is_text: Tensor
+    needle: Tensor
+    questions: Sequence[Question] = ()
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Lines to plant, and (task, question, answer, values). The lines of a chain keep their order,
+    all others are shuffled. needle: the number of the first line."""
+
+    lines: list[str]
+    chain: range
+    questions: list[tuple[str, str, str, tuple[str, ...]]]
+    needle: str
+
+
+def _facts(raw: np.ndarray, words: Sequence[str], numbers: Sequence[str]) -> _Facts:
+    """The facts of one context. The prices of the several values are lines in order too."""
+    others = (_LISTS * (_LISTED - 1)) + 1
+    chosen = pick_words(raw[:128], words, _KEYS + 1 + _CHAIN + others)
+    found = pick_numbers(raw[128:], numbers, 1 + _KEYS + _VALUES + 1)
+    keys, priced, chain = chosen[:_KEYS], chosen[_KEYS], chosen[_KEYS + 1 : _KEYS + 1 + _CHAIN]
+    common, *rare = chosen[_KEYS + 1 + _CHAIN :]
+    needle, of_keys = found[0], found[1 : 1 + _KEYS]
+    first, second = found[1 + _KEYS : 1 + _KEYS + _VALUES]
+    start = found[-1]
+    lists = []
+    for i in range(_LISTS):
+        mine = rare[i * (_LISTED - 1) : (i + 1) * (_LISTED - 1)]
+        place = int(raw[256 + i] % _LISTED)
+        lists.append(f"Words: {', '.join([*mine[:place], common, *mine[place:]])}.")
+    tracked = [f"Let {chain[0]} = {start}."]
+    tracked += [f"Let {b} = {a}." for a, b in pairwise(chain)]
+    lines = [
+        f"The secret number is {needle}.",
+        *(f"The number of {k} is {v}." for k, v in zip(keys, of_keys, strict=True)),
+        *lists,
+        *tracked,
+        f"One price of {priced} is {first}.",
+        f"One price of {priced} is {second}.",
+    ]
+    (a, b), (x, y) = keys[1:3], of_keys[1:3]
+    questions = [
+        (NEEDLE, "The secret number is", f" {needle}", (needle,)),
+        ("several_keys", f"The number of {keys[0]} is", f" {of_keys[0]}", (of_keys[0],)),
+        ("several_queries", f"The numbers of {a} and {b} are", f" {x} and {y}", (x, y)),
+        ("several_values", f"The two prices of {priced}, in order, are", f" {first} and {second}",
+         (first, second)),
+        ("variable_tracking", f"The value of {chain[-1]} is", f" {start}", (start,)),
+        ("common_word", "The most frequent word in the lists of words is", f" {common}", (common,)),
+    ]  # fmt: skip
+    first_of_chain = 1 + _KEYS + _LISTS
+    return _Facts(lines, range(first_of_chain, first_of_chain + _CHAIN), questions, needle)
+
+
+class Contexts:
+    """Draws contexts from a text.
+
+    Args:
+        loaded: the model, for its tokenizer.
+        text: the text.
+        planted: whether facts are planted. Without them a context has n tokens and no questions.
+        seed: the seed of all draws.
+    """
+
+    def __init__(self, loaded: Loaded, text: str, planted: bool, seed: int) -> None:
+        self.loaded, self.planted, self.seed = loaded, planted, seed
+        self.tokens, self.start = loaded.tokens(text), loaded.start()
+        self._words, self._numbers = absent_words(text), absent_numbers(text)
+
+    @cached_property
+    def breaks(self) -> np.ndarray:
+        """The indices of tokens that begin a sentence or a line, in ascending order."""
+        unique, where = np.unique(self.tokens.numpy(), return_inverse=True)
+        texts = [self.loaded.tokenizer.decode([int(token)]) for token in unique]
+        line = np.array(["\n" in text for text in texts])[where]
+        stop = np.array([text.endswith(_STOPS) for text in texts])[where]
+        space = np.array([text[:1].isspace() for text in texts])[where]
+        after = line[:-1] | (stop[:-1] & space[1:])  # "." in "0.5" ends nothing
+        return np.concatenate(([0], 1 + np.flatnonzero(after)))
+
+    def draw(self, length: int, sample: int) -> Context:
+        """The context of a sample.
+
+        Raises:
+            UsageError: the length is too small, or the text too short or without sentences.
+        """
+        raw = draws.words(self.seed, "test", length, sample, sample + 1, _DRAWS)[0]
+        if not self.planted:
+            begin, end = self._slice(raw, length - len(self.start), length)
+            return self._joined([(self.tokens[begin:end], True)], {}, [])
+        facts = _facts(raw, self._words, self._numbers)
+        lines = [self._encode(f"\n{line}\n") for line in facts.lines]
+        room = length - RESERVED - len(self.start) - sum(map(len, lines))
+        begin, end = self._slice(raw, room, length)
+        pieces = self._planted(raw[512:], begin, end, lines, facts)
+        questions = [self._question(*one) for one in facts.questions]
+        if max(len(q.prompt) + len(q.answer) for q in questions) > RESERVED:
+            raise UsageError(
+                f"--model must have a tokenizer that needs at most {RESERVED} tokens for a "
+                "question of about 60 letters"
+            )
+        number = self._span("\nThe secret number is", f" {facts.needle}")
+        return self._joined(pieces, {id(lines[0]): number}, questions)
+
+    def _encode(self, text: str) -> Tensor:
+        return self.loaded.tokens(text)
+
+    def _slice(self, raw: np.ndarray, size: int, length: int) -> tuple[int, int]:
+        """The begin and end of ``size`` tokens of the text that start at a sentence or line."""
+        if size < LEAST_TEXT:
+            raise UsageError(f"--lengths must be at least {length + LEAST_TEXT - size}, got "
+                             f"{length}")  # fmt: skip
+        starts = self.breaks[self.breaks + size <= len(self.tokens)]
+        if len(starts) == 0:
+            raise UsageError(
+                f"--text must have at least {size} tokens for the length {length}, got "
+                f"{len(self.tokens)}"
+            )
+        begin = int(starts[draws.integers(raw[400:401], len(starts))[0]])
+        return begin, begin + size
+
+    def _planted(
+        self, raw: np.ndarray, begin: int, end: int, lines: list[Tensor], facts: _Facts
+    ) -> list[tuple[Tensor, bool]]:
+        """The text with the lines in it: pieces with whether they are text."""
+        inside = self.breaks[(self.breaks > begin) & (self.breaks < end)]
+        if len(inside) < LEAST_BREAKS:
+            raise UsageError(
+                f"--text must have at least {LEAST_BREAKS} sentences or lines in any {end - begin} "
+                f"tokens, got {len(inside)}"
+            )
+        wanted = begin + draws.uniforms(raw[: len(lines)]) * (end - begin)
+        at = sorted(int(inside[np.abs(inside - x).argmin()]) for x in wanted)
+        order = draws.subsets(raw[None, 64 : 64 + len(lines)], len(lines))[0].tolist()
+        for group in (facts.chain, range(len(lines) - _VALUES, len(lines))):
+            slots = sorted(order.index(line) for line in group)
+            for slot, line in zip(slots, group, strict=True):
+                order[slot] = line
+        pieces, done = [], begin
+        for line, place in zip(order, at, strict=True):
+            pieces += [(self.tokens[done:place], True), (lines[line], False)]
+            done = place
+        return [*pieces, (self.tokens[done:end], True)]
+
+    def _joined(
+        self,
+        pieces: list[tuple[Tensor, bool]],
+        needles: dict[int, slice],
+        questions: list[Question],
+    ) -> Context:
+        where, offset = [torch.empty(0, dtype=torch.long)], len(self.start)
+        for piece, _ in pieces:
+            if (span := needles.get(id(piece))) is not None:
+                where.append(offset + torch.arange(len(piece))[span])
+            offset += len(piece)
+        kinds = [torch.zeros(len(self.start), dtype=torch.bool)]
+        kinds += [torch.full((len(piece),), is_text) for piece, is_text in pieces]
+        tokens = torch.cat([self.start, *(piece for piece, _ in pieces)])
+        return Context(tokens, torch.cat(kinds), torch.cat(where), questions)
+
+    def _span(self, head: str, tail: str) -> slice:
+        """The tokens of ``tail`` among the tokens of head + tail."""
+        before, whole = self._encode(head), self._encode(head + tail)
+        return slice(_common(before, whole), len(whole))
+
+    def _question(self, task: str, question: str, answer: str, values: tuple[str, ...]) -> Question:
+        whole = self._encode(f"\n{question}{answer}")
+        begin = self._span(f"\n{question}", answer).start
+        return Question(task, whole[:begin], whole[begin:], values)
+
+
+def _common(one: Tensor, other: Tensor) -> int:
+    """The number of equal tokens at the start of both."""
+    size = min(len(one), len(other))
+    different = (one[:size] != other[:size]).nonzero()
+    return int(different[0]) if len(different) else size

@@ -1,0 +1,152 @@
+"""Loads pretrained causal language models of Hugging Face, and turns a text into their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commandline.errors import UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Without one of these files transformers loads an empty tokenizer for some models, without an
+# error.
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
+_PROBE = "A"  # any text that every tokenizer has tokens for
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    model: a folder, or a name on the Hugging Face hub. gguf: a GGUF file in it, or None. dtype: a
+    key of `DTYPES`.
+    """
+
+    model: str
+    gguf: str | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return self.model if self.gguf is None else f"{self.model} --gguf {self.gguf}"
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model in evaluation mode, and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+    @property
+    def limit(self) -> int | None:
+        """The number of positions that the model was trained with, if its config says so."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def tokens(self, text: str) -> Tensor:
+        """The tokens (N,) of a text, without special tokens."""
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.long)
+
+    def start(self) -> Tensor:
+        """The special tokens that the tokenizer puts before every text, such as one named BOS."""
+        plain = self.tokens(_PROBE).tolist()
+        full = self.tokenizer(_PROBE)["input_ids"]
+        where = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+        return torch.tensor(full[:where], dtype=torch.long)
+
+    def fingerprint(self) -> str:
+        """A hash of the model's parameters. Results of two models are never mixed."""
+        digest = hashlib.sha256()
+        for name, value in self.model.state_dict().items():
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:20]
+
+
+def read_text(file: Path, option: str = "--text") -> str:
+    """The text of a UTF-8 file."""
+    if not file.is_file():
+        raise UsageError(f"{option} must be a file, got {str(file)!r}")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option} {file}: {error}") from error
+
+
+def load(source: Source) -> Loaded:
+    """Load a causal language model and its tokenizer.
+
+    Raises:
+        UsageError: transformers is missing, there is no such model or no tokenizer, or the model is
+            not causal.
+    """
+    try:
+        import transformers
+
+        # Restores the variants of models that attnzoo converted.
+        import attnzoo.integrations.transformers  # noqa: F401
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    if source.gguf is None:  # loading a GGUF file takes long enough for a progress bar
+        transformers.logging.disable_progress_bar()
+    folder = Path(source.model)
+    options: dict[str, Any] = {}
+    if source.gguf is not None:
+        options["gguf_file"] = source.gguf
+        if folder.is_dir() and not (folder / source.gguf).is_file():
+            raise UsageError(f"--gguf must be a file in {folder}, got {source.gguf!r}")
+    elif folder.is_dir() and not any(any(folder.glob(kind)) for kind in _TOKENIZER_FILES):
+        raise UsageError(
+            f"--model {folder} has no tokenizer; write one there with tokenizer.save_pretrained"
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.model, **options)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source.model, dtype=DTYPES[source.dtype], **options
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(f"--model {source}: {_first_line(error)}") from error
+    if source.gguf is not None:
+        model = _plain(model, source)
+    loaded = Loaded(model.to(source.device).eval(), tokenizer)
+    _check_causal(loaded, source)
+    return loaded
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _plain(model: Any, source: Source) -> Any:
+    """The same model without the marks of GGUF, so that it can be trained and saved.
+
+    Transformers has dequantized the weights, but it refuses to save a model with these marks.
+    """
+    if not all(value.is_floating_point() for value in model.parameters()):
+        raise UsageError(f"--model {source}: its weights are still quantized after loading")
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(model)(config).to(DTYPES[source.dtype])
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@torch.inference_mode()
+def _check_causal(loaded: Loaded, source: Source) -> None:
+    """Raise if the logits of a token depend on the token after it."""
+    model, config = loaded.model, loaded.model.config
+    ids = torch.tensor([[0, 1], [0, 2]], device=model.device) % config.get_text_config().vocab_size
+    one, other = model(input_ids=ids).logits[:, 0].double()
+    # Causal models give equal logits up to rounding; an unlucky batch may round differently.
+    if not torch.allclose(one, other, rtol=0.05, atol=0.05 * float(one.abs().max())):
+        raise UsageError(
+            f"--model must be a causal language model, got {source.model} "
+            f"({type(model).__name__}), in which tokens see later tokens"
+        )

@@ -1,0 +1,113 @@
+"""Reads contexts with a model: the hidden states and cache of a prefix, logits in chunks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commandline.errors import UsageError
+
+CHUNK = 512  # tokens whose logits are in memory at a time
+
+
+class _Given(nn.Module):
+    """Stands in for the body of a model and returns these hidden states (B, N, width)."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Output(self.hidden)
+
+
+class _Output:
+    """The output of a body: hidden states, and None for everything else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Reader:
+    """A causal language model in two parts: the body, and the head that makes logits.
+
+    With the logits of all tokens at once, a long context would need memory for length × vocabulary
+    numbers. The head therefore runs on chunks of the hidden states. It is the model's own forward
+    function with the body replaced, so that softcaps and scales of logits are kept.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.body = model.base_model
+        if self.body is model:
+            raise UsageError(
+                f"--model must have a body below its output layer, got {type(model).__name__}"
+            )
+
+    def read(self, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """The hidden states (B, N, width) of tokens (B, N) after those in the cache, and the cache
+        with them. The given cache is unchanged."""
+        out = self.body(
+            input_ids=ids.to(self.model.device),
+            past_key_values=copy.deepcopy(cache),
+            use_cache=True,
+        )
+        return out.last_hidden_state, out.past_key_values
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits (B, N, vocabulary) at hidden states (B, N, width)."""
+        with _replaced(self.model, _Given(hidden)):
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """−log P of the targets (B, N) at hidden states (B, N, width), fp32 (B, N)."""
+        targets = targets.to(hidden.device)
+        parts = [
+            surprisal(self.logits(h).float(), t)
+            for h, t in zip(hidden.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True)
+        ]
+        return torch.cat(parts, 1).cpu()
+
+
+def surprisal(logits: Tensor, targets: Tensor) -> Tensor:
+    """−log P of the targets (…) under logits (…, vocabulary).
+
+    torch's log_softmax and cross_entropy may add up the exponentials one by one. With 50 000 tokens
+    in the vocabulary that costs up to four digits in fp32; logsumexp adds them in pairs.
+    """
+    return logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
+
+
+@contextmanager
+def _replaced(model: Any, body: nn.Module) -> Iterator[None]:
+    """Put another module in the place of the body of a model."""
+    name = model.base_model_prefix
+    own = getattr(model, name)
+    setattr(model, name, body)
+    try:
+        yield
+    finally:
+        setattr(model, name, own)
+
+
+def only(cache: Any, index: int) -> Any:
+    """A copy of a cache with one entry of its batch."""
+    mine = copy.deepcopy(cache)
+    mine.batch_select_indices(torch.tensor([index], device=_device(mine)))
+    return mine
+
+
+def _device(cache: Any) -> torch.device:
+    return next(layer.keys.device for layer in cache.layers)

@@ -1,0 +1,299 @@
+"""What `python -m evals pretrained` runs: points (variant, length, sample), their keys and rows.
+
+A point is one context, read with one variant. A run is some points of one variant, about as much
+work as the longest context, so that workers share the work evenly and the time left is about right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commandline.variants import VariantCall
+from evals.harness.any_run import AnyRun, Context, Emit
+from evals.harness.plan import key_of, origin
+from evals.measures.arithmetic import is_out_of_memory
+from evals.measures.metrics import Outcome
+from evals.pretrained import contexts, heads, positions, retrieval
+from evals.pretrained.loading import Loaded, Source, load, read_text
+from evals.pretrained.reading import Reader, only
+from evals.pretrained.substitution import Substitution, is_converted, substituted
+from evals.results.pretrained import BASELINE
+from evals.results.rows import PRETRAINED, Row
+from evals.tasks.draws import GENERATOR
+
+MEASURES = ("loss", "retrieval", "sharpness", "dispersion")
+_PLANTED = ("retrieval", "dispersion")
+_VERSION = 1  # change it when the measures change
+_QUADRATIC = 4096  # tokens at which attention costs about as much as the rest of a small model
+Point = tuple[int, int]  # length, sample
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all points of a command share."""
+
+    source: Source
+    text: Path
+    measures: tuple[str, ...] = MEASURES
+    greedy: bool = False
+    seed: int = 0
+    batch: int = 1
+
+    @property
+    def planted(self) -> bool:
+        """Whether facts are planted in the contexts."""
+        return any(name in _PLANTED for name in self.measures)
+
+
+@cache
+def opened(source: Source) -> Loaded:
+    """The model, loaded once in each process."""
+    return load(source)
+
+
+@cache
+def drawn_from(task: Task) -> contexts.Contexts:
+    """The contexts of a task, made once in each process."""
+    return contexts.Contexts(opened(task.source), read_text(task.text), task.planted, task.seed)
+
+
+@torch.inference_mode()
+def measured(
+    task: Task, loaded: Loaded, model: Any, batch: Sequence[contexts.Context]
+) -> list[Outcome]:
+    """Read contexts of equal length with a model and measure each of them."""
+    began = time.process_time()
+    reader = Reader(model)
+    ids = torch.stack([one.tokens for one in batch])
+    watched = is_converted(model)
+    look = watched and "sharpness" in task.measures
+    with heads.Weights(model, heads.ROWS) if look else nullcontext() as weights:
+        hidden, memory = reader.read(ids)
+    found: list[tuple[dict[str, float], dict[str, list[float]]]] = [({}, {}) for _ in batch]
+    if "loss" in task.measures:
+        losses = reader.losses(hidden[:, :-1], ids[:, 1:])
+        for (metrics, curves), loss, one in zip(found, losses, batch, strict=True):
+            means, bins = positions.by_position(loss, one.is_text)
+            metrics |= means
+            curves |= bins
+    if weights is not None:
+        counts = [float(w.shape[1]) for w, _ in weights.layers]
+        for name, values in heads.sharpness(weights).items():
+            for (metrics, curves), mine in zip(found, values, strict=True):
+                metrics[name] = float(mine.mean())
+                curves |= {f"head_{name}": _short(mine), "heads": counts}
+    for index, ((metrics, curves), one) in enumerate(zip(found, batch, strict=True)):
+        if not task.planted:
+            continue
+        mine = memory if len(batch) == 1 else only(memory, index)
+        metrics["needle_depth"] = float(one.needle[0]) / len(one.tokens)
+        if "retrieval" in task.measures:
+            words = loaded.tokenizer if task.greedy else None
+            metrics |= retrieval.scores(reader, mine, one.questions, words)
+        if "dispersion" in task.measures and watched:
+            _disperse(reader, mine, one, metrics, curves)
+    seconds = (time.process_time() - began) / len(batch)
+    return [_outcome(metrics, curves, seconds) for metrics, curves in found]
+
+
+def _disperse(
+    reader: Reader,
+    memory: Any,
+    one: contexts.Context,
+    metrics: dict[str, float],
+    curves: dict[str, list[float]],
+) -> None:
+    """Add the dispersion at the needle, at the end of its question."""
+    prompt = next(q.prompt for q in one.questions if q.task == contexts.NEEDLE)
+    with heads.Weights(reader.model, 1) as weights:
+        reader.read(prompt[None], memory)
+    total = len(one.tokens) + len(prompt)
+    for name, values in heads.dispersion(weights, one.needle, total).items():
+        metrics[name] = float(values.mean())
+        curves[f"head_{name}"] = _short(values[0])
+    curves["heads"] = [float(w.shape[1]) for w, _ in weights.layers]
+    metrics["needle_weight_max"] = max(curves["head_needle_weight"])
+
+
+def _short(values: torch.Tensor) -> list[float]:
+    """Numbers with four digits, because a row has hundreds of them."""
+    return [float(f"{x:.4g}") for x in values.tolist()]
+
+
+def _outcome(metrics: dict[str, float], curves: dict[str, list[float]], seconds: float) -> Outcome:
+    broken = [name for name, value in metrics.items() if not math.isfinite(value)]
+    broken += [name for name, values in curves.items() if not all(map(math.isfinite, values))]
+    if broken:
+        return Outcome("nan", f"not finite: {', '.join(broken)}", cpu_seconds=seconds)
+    return Outcome("ok", "", metrics, curves, seconds)
+
+
+@dataclass(frozen=True)
+class Reading(AnyRun):
+    """A run. ``settings`` is the `Task`; tests[(length, sample)] has the key of the row.
+
+    label: the name, which stays the same when only some points are left.
+    """
+
+    substitution: Substitution | None
+    label: str
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def name(self) -> str:
+        return BASELINE if self.substitution is None else str(self.substitution)
+
+    @property
+    def log_name(self) -> str:
+        return f"{self.task}/{self.name}"
+
+    def point_text(self, point: Point) -> str:
+        return f"n = {point[0]}, sample {point[1]}"
+
+    def execute(self, context: Context, emit: Emit) -> str:
+        given: Task = self.settings
+        task = replace(given, source=replace(given.source, device=context.device))
+        points: list[Point] = list(self.tests)
+        emit(("stage", points[0], 0.0))
+        loaded, source = opened(task.source), drawn_from(task)
+        total, done = sum(work(length) for length, _ in points), 0.0
+        with substituted(loaded.model, self.substitution, source.tokens) as model:
+            for batch in _batches(points, task.batch):
+                emit(("stage", batch[0], done / total))
+                drawn = [source.draw(*point) for point in batch]
+                try:
+                    outcomes = measured(task, loaded, model, drawn)
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    outcomes = [Outcome("oom", str(error).split("\n")[0])] * len(batch)
+                for point, outcome in zip(batch, outcomes, strict=True):
+                    emit(("rows", point, dict.fromkeys(self.tests[point], outcome), {}))
+                done += sum(work(length) for length, _ in batch)
+        return "done"
+
+
+def work(length: int) -> float:
+    """About the cost of a context, in tokens."""
+    return length * (1 + length / _QUADRATIC)
+
+
+def _batches(points: Sequence[Point], size: int) -> Iterator[list[Point]]:
+    """Points of equal length, at most ``size`` at a time."""
+    for _, same in groupby(points, key=lambda point: point[0]):
+        mine = list(same)
+        for start in range(0, len(mine), size):
+            yield mine[start : start + size]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A planned command.
+
+    specs: the substitutions; None is the model as loaded. samples: the number of samples of each
+    length. plugins: maps variants of the plugin to a hash of its file.
+    """
+
+    task: Task
+    specs: Sequence[Substitution | None]
+    samples: Mapping[int, int]
+    plugins: Mapping[str, str]
+    fingerprint: str
+    limit: int | None
+
+    def data(self) -> str:
+        """The text and the version of the contexts."""
+        text = hashlib.sha256(self.task.text.read_bytes()).hexdigest()[:20]
+        return f"{text} contexts-{contexts.VERSION} {GENERATOR}"
+
+    def points(self) -> list[Point]:
+        """All points of one variant, the longest first."""
+        ordered = sorted(self.samples.items(), reverse=True)
+        return [(length, sample) for length, count in ordered for sample in range(count)]
+
+    def key(self, spec: Substitution | None, point: Point) -> str:
+        variant = None if spec is None else spec.identity()
+        plugin = None if spec is None else self.plugins.get(spec.call.name)
+        return key_of({
+            "task": PRETRAINED, "version": _VERSION, "model": self.fingerprint,
+            "data": self.data(), "device": self.task.source.device.split(":")[0],
+            "variant": variant, "plugin": plugin, "seed": self.task.seed,
+            "length": point[0], "sample": point[1], "measures": sorted(self.task.measures),
+            "greedy": self.task.greedy,
+        })  # fmt: skip
+
+    def runs(self) -> list[Reading]:
+        """All runs, also of points that have results."""
+        found: list[Reading] = []
+        for spec in self.specs:
+            call = VariantCall(BASELINE) if spec is None else spec.call
+            for points in _shares(self.points()):
+                tests = {point: {self.key(spec, point): None} for point in points}
+                label = f"{call}, {_range(points)}"
+                found.append(
+                    Reading(PRETRAINED, call, self.task.seed, self.task, tests, spec, label)
+                )
+        return found
+
+    def row(self, run: Reading, key: str, point: Point, outcome: Outcome) -> Row:
+        """The result row of one point."""
+        layers = None if run.substitution is None else run.substitution.layers
+        return {
+            "key": key,
+            "task": PRETRAINED,
+            "model": str(self.task.source),
+            "fingerprint": self.fingerprint,
+            "limit": self.limit,
+            "dtype": self.task.source.dtype,
+            "text": self.task.text.name,
+            "variant": run.name,
+            "layers": "all" if layers is None else ",".join(map(str, layers)),
+            "length": point[0],
+            "sample": point[1],
+            "seed": self.task.seed,
+            "planted": self.task.planted,
+            "status": outcome.status,
+            "message": outcome.message,
+            "metrics": outcome.metrics,
+            "curves": outcome.curves,
+            "cpu_seconds": round(outcome.cpu_seconds, 3),
+            "version": f"measures-{_VERSION}",
+            "data": self.data(),
+            "device": self.task.source.device,
+            **origin(),
+        }
+
+
+def _range(points: Sequence[Point]) -> str:
+    """The points of a run in words.
+
+    >>> _range([(1024, 18), (1024, 19), (512, 0)])
+    'n = 1024 sample 18 to n = 512 sample 0'
+    """
+    ends = [f"n = {length} sample {sample}" for length, sample in (points[0], points[-1])]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _shares(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """Points in order, in lists of about the work of the first point."""
+    share: list[Point] = []
+    for point in points:
+        if share and sum(work(n) for n, _ in [*share, point]) > work(points[0][0]):
+            yield share
+            share = []
+        share.append(point)
+    if share:
+        yield share

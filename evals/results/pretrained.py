@@ -1,0 +1,196 @@
+"""Statistics over samples of the rows of pretrained models."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from evals.results.rows import Row
+from evals.results.summary import Estimate, estimate
+
+BASELINE = "as loaded"
+# The retrieval tasks: names of metrics, and their titles.
+RETRIEVAL = {
+    "one_needle": "one needle",
+    "several_keys": "several keys",
+    "several_queries": "several queries",
+    "several_values": "several values",
+    "variable_tracking": "variable tracking",
+    "common_word": "common word",
+}
+# What must be equal in the rows of a group: then variants read the same contexts.
+_SAME = ("model", "fingerprint", "dtype", "text", "data", "seed", "planted")
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Rows of one model, text, dtype and seed.
+
+    The last row of each (series, length, sample) counts, but metrics that only earlier rows have
+    are kept.
+    """
+
+    rows: Sequence[Row]
+
+    @property
+    def first(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def title(self) -> str:
+        row = self.first
+        planted = "" if row["planted"] else ", nothing planted"
+        return f"{row['model']}, {row['text']}, {row['dtype']}, seed {row['seed']}{planted}"
+
+    @cached_property
+    def found(self) -> dict[tuple[str, int], dict[int, Row]]:
+        """The rows with results by (series, length), each by sample."""
+        found: dict[tuple[str, int], dict[int, Row]] = {}
+        for row in self.rows:
+            if row["status"] == "ok":
+                mine = found.setdefault((series_of(row), row["length"]), {})
+                old = mine.get(row["sample"], {"metrics": {}, "curves": {}})
+                mine[row["sample"]] = {
+                    **row,
+                    **{name: {**old[name], **row[name]} for name in ("metrics", "curves")},
+                }
+        return found
+
+    @cached_property
+    def series(self) -> list[str]:
+        """The variants with their layers; the model as loaded first."""
+        names = dict.fromkeys(map(series_of, self.rows))
+        return sorted(names, key=lambda name: name != BASELINE)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return sorted({row["length"] for row in self.rows})
+
+    def samples(self, series: str, length: int) -> dict[int, Row]:
+        """The rows with results, by sample."""
+        return self.found.get((series, length), {})
+
+    def values(self, series: str, length: int, metric: str) -> dict[int, float]:
+        """A metric by sample."""
+        mine = self.samples(series, length).items()
+        return {s: row["metrics"][metric] for s, row in mine if metric in row["metrics"]}
+
+    def mean(self, series: str, length: int, metric: str) -> Estimate | None:
+        """The mean over samples."""
+        return estimate(list(self.values(series, length, metric).values()))
+
+    def gain(self, series: str, length: int, metric: str) -> Estimate | None:
+        """The mean difference from the model as loaded, paired by sample."""
+        if series == BASELINE:
+            return None
+        base = self.values(BASELINE, length, metric)
+        mine = self.values(series, length, metric).items()
+        return estimate([value - base[sample] for sample, value in mine if sample in base])
+
+    def by_position(
+        self, series: str, length: int, rise: bool = False
+    ) -> list[tuple[int, int, Estimate]]:
+        """(first position, end, mean loss) of each bin of positions in which a sample has tokens of
+        the text. The mean is over samples. With ``rise``, the loss of the model as loaded is
+        subtracted, paired by sample."""
+        mine, base = self._bins(series, length), self._bins(BASELINE, length) if rise else {}
+        found: dict[tuple[int, int], list[float]] = {}
+        for sample, bins in mine.items():
+            for span, loss in bins.items():
+                if not rise:
+                    found.setdefault(span, []).append(loss)
+                elif span in base.get(sample, {}):
+                    found.setdefault(span, []).append(loss - base[sample][span])
+        means = [(begin, end, estimate(found[begin, end])) for begin, end in sorted(found)]
+        return [(begin, end, mean) for begin, end, mean in means if mean is not None]
+
+    def _bins(self, series: str, length: int) -> dict[int, dict[tuple[int, int], float]]:
+        """The mean loss of each bin, by sample and (first position, end)."""
+        curves = {sample: row["curves"] for sample, row in self.samples(series, length).items()}
+        return {
+            sample: {
+                span: total / count
+                for span, total, count in zip(
+                    pairwise(map(int, one["loss_edges"])),
+                    one["loss_sum"],
+                    one["loss_count"],
+                    strict=True,
+                )
+                if count
+            }
+            for sample, one in curves.items()
+            if "loss_sum" in one
+        }
+
+    def by_head(self, series: str, length: int, name: str) -> list[list[float]]:
+        """A measure of each head, as a list for each layer; means over samples."""
+        curves = [row["curves"] for row in self.samples(series, length).values()]
+        curves = [one for one in curves if f"head_{name}" in one]
+        if not curves:
+            return []
+        every = [one[f"head_{name}"] for one in curves]
+        means = [sum(values) / len(values) for values in zip(*every, strict=True)]
+        ends = [0, *accumulate(int(count) for count in curves[0]["heads"])]
+        return [means[begin:end] for begin, end in pairwise(ends)]
+
+    def has(self, metric: str) -> bool:
+        """Whether any row has the metric."""
+        return any(metric in row["metrics"] for row in self.rows)
+
+    def failed(self) -> list[str]:
+        """A line for each series, length and reason of failed samples."""
+        found: dict[tuple[str, int, str], list[int]] = {}
+        for row in self.rows:
+            if row["status"] != "ok":
+                key = series_of(row), row["length"], f"{row['status']}: {row['message']}"
+                found.setdefault(key, []).append(row["sample"])
+        return [
+            f"failed: {series}, n = {length}: {why} (samples {', '.join(map(str, samples))})"
+            for (series, length, why), samples in found.items()
+        ]
+
+    def beyond(self) -> list[int]:
+        """The lengths above the number of positions that the model was trained with."""
+        limit = self.first["limit"]
+        return [n for n in self.lengths if limit is not None and n > limit]
+
+
+def summary_csv(found: Sequence[Group]) -> str:
+    """All means with their intervals, a line for each group, series, length and metric."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = ("model", "dtype", "text", "seed", "series", "length", "metric")
+    writer.writerow([*names, "mean", "low", "high", "samples"])
+    for group in found:
+        start = [group.first[name] for name in names[:4]]
+        for (series, length), rows in group.found.items():
+            metrics = dict.fromkeys(name for row in rows.values() for name in row["metrics"])
+            means = [(name, group.mean(series, length, name)) for name in metrics]
+            means += [
+                (f"loss at positions {begin} to {end - 1}", mean)
+                for begin, end, mean in group.by_position(series, length)
+            ]
+            for name, mean in means:
+                if mean is not None:
+                    low, high = mean.interval or (None, None)
+                    numbers = [f"{x:.6g}" if x is not None else "" for x in (mean.mean, low, high)]
+                    writer.writerow([*start, series, length, name, *numbers, mean.count])
+    return out.getvalue()
+
+
+def series_of(row: Row) -> str:
+    """The variant, with its layers if these are not all."""
+    return row["variant"] + ("" if row["layers"] == "all" else f" · layers {row['layers']}")
+
+
+def groups(rows: Iterable[Row]) -> list[Group]:
+    """Group rows by what the variants must share to be compared."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(json.dumps([row[name] for name in _SAME]), []).append(row)
+    return [Group(mine) for mine in found.values()]
