@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, subsets, words
 from evals.tasks.families.sequence import Batch, SequenceTask
 from evals.tasks.families.sequence import Settings as Base
@@ -80,7 +80,8 @@ PRESETS = {
     ),
     "quick": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
         lengths=(64, 128, 256, 512),
         positions=("rope",),
         settings=Settings(
@@ -90,7 +91,8 @@ PRESETS = {
     ),
     "paper": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep=RECORDED,
         lengths=(64, 128, 256, 512, 1024, 2048, 4096),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, BatchResult, Metric, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
@@ -67,14 +67,16 @@ PRESETS = {
     ),
     "quick": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
         lengths=(16, 32, 64, 128),
         positions=("rope",),
         settings=Settings(steps=3000, batch=32, train_shortest=4, train_longest=16),
     ),
     "paper": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep=RECORDED,
         lengths=tuple(64 * 2**i for i in range(7)),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(
