@@ -16,9 +16,10 @@ from evals.harness.any_run import AnyRun
 from evals.harness.plan import key_of, origin
 from evals.harness.progress import counted
 from evals.harness.runs import Run
-from evals.harness.sweeps import SWEEP_SEEDS, Choice, Sweep, Values, candidate_text, choose
+from evals.harness.sweeps import SWEEP_SEEDS, Choice, Sweep, Values, choose
 from evals.measures.metrics import Outcome
 from evals.results.store import WHOLE, Row, Shard
+from evals.results.tuned import values_text
 from evals.task import VALIDATION, Settings, Task
 
 _NONE: Mapping[str, float] = {}  # no tuned values
@@ -230,7 +231,7 @@ class Study:
                                 self.task.name, variant, seed, self.settings_with(variant, values),
                                 {self.settings.train_longest: {key: None}}, positions,
                                 self.training_key(variant, positions, seed, values),
-                                candidate_text(values), {"split": VALIDATION},
+                                values_text(values), {"split": VALIDATION},
                             )
                         )  # fmt: skip
         return found
@@ -312,7 +313,7 @@ class Study:
         trainings = sum(not run.model(out).exists() for run in runs if isinstance(run, Run))
         reported = [run for run in runs if isinstance(run, Run) and not run.candidate]
         missing = sum(len(tests) for run in reported for tests in run.tests.values())
-        candidates = [candidate_text(values) for values in self.sweep.candidates]
+        candidates = [values_text(values) for values in self.sweep.candidates]
         sweep = f"{len(runs) - len(reported)} runs to do with {'; '.join(candidates)}"
         return [
             f"  eval lengths: {', '.join(map(str, self.lengths))}",

@@ -1,9 +1,9 @@
 """Sweeps: each variant gets the best of some candidate settings before its reported runs.
 
-For each variant and position encoding, every candidate is trained with the seeds `SWEEP_SEEDS`, which are
-never reported, and scored at the train length on the split "validation". The candidate with the
-best mean score is chosen; of equal means, the one with the smaller values. A candidate with a
-failed seed is only chosen if every candidate has one.
+For each variant and position encoding, every candidate is trained with the seeds `SWEEP_SEEDS`,
+which are never reported, and scored at the train length on the split "validation". The candidate
+with the best mean score is chosen; of equal means, the one with the smaller values. A candidate
+with a failed seed is only chosen if every candidate has one.
 
 `record` writes the choices to the file `RECORD` of the repository. A preset with the sweep
 "recorded", such as ``paper``, uses these values and runs no sweep of its own.
@@ -75,15 +75,6 @@ class Sweep:
             name: f"tuned: {', '.join(f'{value:g}' for value in sorted(values))}"
             for name, values in self.grid.items()
         }
-
-
-def candidate_text(values: Mapping[str, float]) -> str:
-    """A candidate in words.
-
-    >>> candidate_text({"learning_rate": 0.001, "warmup": 0.1})
-    'learning_rate 0.001, warmup 0.1'
-    """
-    return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
 def choose(

@@ -19,12 +19,12 @@ from evals.results.store import read_rows
 from evals.results.summary import (
     Series,
     bootstrap,
-    csv_text,
     estimate,
     failures,
     groups,
     version_warnings,
 )
+from evals.results.summary_csv import csv_text
 from helpers.evals_rows import SETTINGS, row, written
 
 SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
@@ -97,7 +97,9 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     shown = score_tables(group)[0]
     assert [line[0] for line in shown.rows] == ["softmax", "ssmax † 1/1"]
     assert "chance 10 %" in shown.title
-    assert legend(group) == ["† 1/1: did not reach 95 % at the train length (n = 16)"]
+    assert legend(group) == [
+        "† 1/1: did not reach 95 % at the train length (n = 16) with these settings, not tuned"
+    ]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
     assert groups(seeds)[0].untrained(SOFTMAX) == 2  # the failed seed and the seed with score 0.5
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
@@ -191,8 +193,8 @@ def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
     assert "Train length n = 16, chance 10 %." in text
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert lines == [
-        "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* |",
-        "| `softmax` | 97.0 (96.0–98.0) | 50.0 (50.0–50.0) |",
+        "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* | — |",
+        "| `softmax` | 97.0 (96.0–98.0) | 50.0 (50.0–50.0) | 16 |",
     ]
     assert "† k/2: did not reach 95 % at the train length (n = 16) in k of 2 seeds" in text
     assert "* some seeds failed or are missing" in text
