@@ -171,7 +171,7 @@ class Group:
         return row.get("tuned") or {"values": {}, "tried": []}
 
     def own(self, series: Series) -> dict[str, Any]:
-        """The settings that the variant has of its own, besides tuned ones."""
+        """The settings in which the variant may differ from others, besides its tuned ones."""
         row = self.of(series)[0].rows[0]
         names = set(row.get("shared", {})) - set(self.tuned(series)["values"])
         return {name: row["settings"][name] for name in sorted(names) if name in row["settings"]}

@@ -20,7 +20,14 @@ import torch
 from commandline.errors import UsageError
 from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
-from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, SequenceTask, Settings
+from evals.tasks.families.sequence import (
+    ACCURACY,
+    LEARNING_RATES,
+    LOSS,
+    Batch,
+    SequenceTask,
+    Settings,
+)
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)
 IGNORED = {"train": 0.8, "validation": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
@@ -62,7 +69,7 @@ PRESETS = {
     "quick": Preset(
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
-        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
+        sweep={"learning_rate": LEARNING_RATES},
         lengths=(64, 128, 256, 512, 1024),
         positions=("rope", "alibi"),
         settings=Settings(

@@ -39,7 +39,7 @@ from commandline.errors import UsageError
 from evals.measures.ranks import rank
 from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import Batch, SequenceTask, right
+from evals.tasks.families.sequence import LEARNING_RATES, Batch, SequenceTask, right
 from evals.tasks.families.sequence import Settings as Base
 
 LINE = b"\n#key="
@@ -165,7 +165,7 @@ PRESETS = {
     "quick": Preset(
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
-        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
+        sweep={"learning_rate": LEARNING_RATES},
         lengths=(128, 256, 512, 1024, 2048),
         positions=("rope",),
         settings=Settings(steps=3000, batch=64, train_shortest=128, train_longest=128),

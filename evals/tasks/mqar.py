@@ -18,7 +18,7 @@ import torch
 from commandline.errors import UsageError
 from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, subsets, words
-from evals.tasks.families.sequence import Batch, SequenceTask
+from evals.tasks.families.sequence import LEARNING_RATES, Batch, SequenceTask
 from evals.tasks.families.sequence import Settings as Base
 
 
@@ -81,7 +81,7 @@ PRESETS = {
     "quick": Preset(
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
-        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
+        sweep={"learning_rate": LEARNING_RATES},
         lengths=(64, 128, 256, 512),
         positions=("rope",),
         settings=Settings(

@@ -21,6 +21,7 @@ from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, BatchResul
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
+    LEARNING_RATES,
     LOSS,
     Batch,
     SequenceTask,
@@ -68,7 +69,7 @@ PRESETS = {
     "quick": Preset(
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
-        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
+        sweep={"learning_rate": LEARNING_RATES},
         lengths=(16, 32, 64, 128),
         positions=("rope",),
         settings=Settings(steps=3000, batch=32, train_shortest=4, train_longest=16),

@@ -340,6 +340,26 @@ def test_compare_fails_for_results_missing_in_b(
     assert "B has no seed 0" in capsys.readouterr().out
 
 
+def test_compare_prints_which_rows_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(softmax: float, ssmax: float) -> list:
+        return [
+            row(variant, score + 0.01 * seed, seed=seed, length=length)
+            for variant, score in (("softmax", softmax), ("ssmax", ssmax))
+            for length in (16, 64)
+            for seed in range(2)
+        ]
+
+    folders = both(tmp_path, rows(0.5, 0.9), rows(0.505, 0.3))
+    assert main(["compare", *folders, "--holds"]) == 1
+    text = capsys.readouterr().out
+    assert "max-retrieval, softmax: holds\n" in text
+    assert "max-retrieval, ssmax: does not hold at n = 16 (90.5 in A, 30.5 in B), n = 64 (" in text
+    assert "1 of 2 rows hold: at every length their 95 % intervals" in text
+    assert main(["compare", folders[0], folders[0], "--holds"]) == 0
+    assert "2 of 2 rows hold" in capsys.readouterr().out
+    assert main(["compare", *folders]) == 0
+
+
 def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,17 @@ from torch import Tensor
 from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, OutputLayer, Transformer
 from commandline.variants import VariantCall
 from evals.measures.heads import Watch, substituted
-from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Task
+from evals.task import (
+    EVERY_VARIANT,
+    SEEDS,
+    BatchResult,
+    HeadSample,
+    Measure,
+    Metric,
+    Preset,
+    Published,
+    Task,
+)
 from evals.task import Settings as Base
 from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse_output
 
@@ -78,6 +88,26 @@ class Settings(Base):
         return found
 
 
+LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+PRESETS = {
+    "smoke": Preset(
+        variants=EVERY_VARIANT,
+        lengths=(16, 32, 64),
+        positions=("rope",),
+        settings=Settings(
+            steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
+        ),
+    ),
+    "quick": Preset(
+        seeds=SEEDS,
+        sweep={"learning_rate": LEARNING_RATES},
+        lengths=(32, 64, 128, 256),
+        positions=("rope",),
+        settings=Settings(steps=1500, batch=32, train_shortest=4, train_longest=32),
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Batch:
     """Tokens and answers, both (B, N) int64.
@@ -122,12 +152,14 @@ def answers(logits: Tensor, batch: Batch) -> BatchResult:
 
 @dataclass(frozen=True)
 class SequenceTask(Task):
-    """A sequence task.
+    """A sequence task. It needs a name, an explanation, ``draw`` and ``vocabulary``.
 
     Attributes besides those of `Task`:
         draw: draws a batch from (seed, split, length, start, stop, settings).
         vocabulary: the number of different tokens; a function if it depends on the settings.
-        chance_score: the score of random guessing; a function if it depends on the settings.
+        chance_score: the score of random guessing; a function if it depends on the settings. By
+            default 1 / vocabulary.
+        presets: by default `PRESETS`.
         version: the version of ``draw``; change it when the data change. Plugins need not, because
             the hash of their file is part of each key.
         size: maps a length to the number of tokens of a sequence; by default the length itself.
@@ -143,8 +175,8 @@ class SequenceTask(Task):
     about: str
     draw: Draw
     vocabulary: int | Callable[[Any], int]
-    chance_score: float | Callable[[Any], float]
-    presets: Mapping[str, Preset]
+    chance_score: float | Callable[[Any], float] | None = None
+    presets: Mapping[str, Preset] = field(default_factory=lambda: PRESETS)
     version: str = "1"
     size: Callable[[int], int] = lambda length: length
     read: Read = answers
@@ -174,6 +206,8 @@ class SequenceTask(Task):
 
     def chance(self, settings: Any) -> float:
         score = self.chance_score
+        if score is None:
+            return 1 / self.vocabulary_size(settings)
         return score(settings) if callable(score) else score
 
     def tokens(self, length: int) -> int:
