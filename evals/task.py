@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -40,13 +40,16 @@ class Schedule:
     warmup: float = 0.3
     width: int = 128
 
+    MAY_BE_ZERO: ClassVar[Collection[str]] = ()
+
     def __post_init__(self) -> None:
         """Check the numbers; raises ValueError."""
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool):
                 most = MAX_LENGTH if name in ("train_shortest", "train_longest") else MAX_SETTING
-                if not 1 <= value <= most:
-                    bound = ">= 1" if value < 1 else f"<= {most}"
+                least = 0 if name in self.MAY_BE_ZERO else 1
+                if not least <= value <= most:
+                    bound = f">= {least}" if value < least else f"<= {most}"
                     raise ValueError(f"{name} must be {bound}, got {value}")
         for name, most in (("warmup", 1.0), ("weight_decay", math.inf)):
             self._check_share(name, most)

@@ -24,6 +24,8 @@ from evals.tasks.families.sequence import (
     ACCURACY,
     LEARNING_RATES,
     LOSS,
+    OWN,
+    OWN_IN_DEEP,
     Batch,
     SequenceTask,
     Settings,
@@ -70,6 +72,7 @@ PRESETS = {
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
         sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
         lengths=(64, 128, 256, 512, 1024),
         positions=("rope", "alibi"),
         settings=Settings(
@@ -81,6 +84,7 @@ PRESETS = {
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
         sweep=RECORDED,
+        own=OWN_IN_DEEP,
         lengths=(512, 1024, 2048, 4096, 8192),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(

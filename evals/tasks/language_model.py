@@ -39,7 +39,14 @@ from commandline.errors import UsageError
 from evals.measures.ranks import rank
 from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import LEARNING_RATES, Batch, SequenceTask, right
+from evals.tasks.families.sequence import (
+    LEARNING_RATES,
+    OWN,
+    OWN_IN_DEEP,
+    Batch,
+    SequenceTask,
+    right,
+)
 from evals.tasks.families.sequence import Settings as Base
 
 LINE = b"\n#key="
@@ -166,6 +173,7 @@ PRESETS = {
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
         sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
         lengths=(128, 256, 512, 1024, 2048),
         positions=("rope",),
         settings=Settings(steps=3000, batch=64, train_shortest=128, train_longest=128),
@@ -174,6 +182,7 @@ PRESETS = {
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
         sweep=RECORDED,
+        own=OWN_IN_DEEP,
         lengths=(1024, 2048, 4096, 8192, 16384),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(

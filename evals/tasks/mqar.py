@@ -18,7 +18,7 @@ import torch
 from commandline.errors import UsageError
 from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, subsets, words
-from evals.tasks.families.sequence import LEARNING_RATES, Batch, SequenceTask
+from evals.tasks.families.sequence import LEARNING_RATES, OWN, Batch, SequenceTask
 from evals.tasks.families.sequence import Settings as Base
 
 
@@ -82,6 +82,7 @@ PRESETS = {
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
         sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
         lengths=(64, 128, 256, 512),
         positions=("rope",),
         settings=Settings(
@@ -93,6 +94,7 @@ PRESETS = {
         variants=MAIN_VARIANTS,
         seeds=SEEDS,
         sweep=RECORDED,
+        own=OWN,
         lengths=(64, 128, 256, 512, 1024, 2048, 4096),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(

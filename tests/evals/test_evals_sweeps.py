@@ -289,3 +289,27 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         ["ssmax", "learning_rate 0.001", "not tuned", "—", "—"],
     ]
     assert group.tuned(Series("softmax", "none")) == fields["tuned"]
+
+
+def test_settings_that_papers_require_are_the_variants_own() -> None:
+    given = {"variants": ["softmax", "sigmoid", "taylor"], "positions": ["rope"], "lengths": [512]}
+    study = plan_study(TASKS["flip-flop"], Options(preset="paper", seeds=1, **given), {})  # type: ignore[arg-type]
+    found = {run.variant.name: run for run in study.runs({})}
+    assert "qk_norm" not in found["softmax"].settings.identity()
+    assert found["softmax"].fields.get("shared", {}) == {}
+    assert found["sigmoid"].settings.identity()["qk_norm"] is True
+    assert found["sigmoid"].settings.layer_scale == 1e-4
+    assert found["taylor"].settings.qk_dim == 16
+    assert found["taylor"].fields["shared"] == {"qk_dim": None}
+    off = Options(preset="paper", settings={"qk_dim": 0, "layer_scale": 0.0}, **given)  # type: ignore[arg-type]
+    assert plan_study(TASKS["flip-flop"], off, {}).own == {"sigmoid": {"qk_norm": True}}
+
+
+def test_own_settings_are_in_one_table_and_shown() -> None:
+    settings = {**SETTINGS, "qk_dim": 16}
+    rows = [row("softmax", 0.5), row("taylor", 0.5, settings=settings, shared={"qk_dim": None})]
+    (group,) = groups(rows)
+    assert "qk_dim" not in group.settings
+    table = settings_table(group)
+    assert table is not None
+    assert table.rows == [["softmax", "—", "not tuned"], ["taylor", "qk_dim 16", "not tuned"]]

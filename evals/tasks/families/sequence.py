@@ -57,7 +57,8 @@ class Settings(Base):
     """Settings of a sequence task; `evals.task.Settings` describes the fields.
 
     heads: the number of heads per layer. depth: the number of layers. output: the output layer,
-    such as "entmax(alpha=1.5)" or "mixture(components=4)"; see `outputs`.
+    such as "entmax(alpha=1.5)" or "mixture(components=4)"; see `outputs`. qk_norm, qk_dim and
+    layer_scale: as in `Transformer`; 0 stands for None.
     """
 
     width: int = 64
@@ -72,9 +73,15 @@ class Settings(Base):
     test_least: int = 16
     test_items: int = 2**16
     output: str = "softmax"
+    qk_norm: bool = False
+    qk_dim: int = 0
+    layer_scale: float = 0.0
+
+    MAY_BE_ZERO = ("qk_dim",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_share("layer_scale", math.inf)
         object.__setattr__(self, "output", str(parse_output(self.output)))
 
     @property
@@ -85,10 +92,16 @@ class Settings(Base):
         found = super().identity()
         if self.output_layer is None:
             del found["output"]
-        return found
+        return {
+            k: x for k, x in found.items() if x or k not in ("qk_norm", "qk_dim", "layer_scale")
+        }
 
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+# What the papers of some variants require: taylor has queries and keys with 16 features
+# (arXiv:2402.18668); sigmoid in deep models has QK-norm and LayerScale (arXiv:2409.04431).
+OWN = {"taylor": {"qk_dim": 16}}
+OWN_IN_DEEP = {**OWN, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
 PRESETS = {
     "smoke": Preset(
         variants=EVERY_VARIANT,
@@ -101,6 +114,7 @@ PRESETS = {
     "quick": Preset(
         seeds=SEEDS,
         sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
         lengths=(32, 64, 128, 256),
         positions=("rope",),
         settings=Settings(steps=1500, batch=32, train_shortest=4, train_longest=32),
@@ -222,7 +236,8 @@ class SequenceTask(Task):
         def make(**output: Any) -> Transformer:
             return Transformer(
                 size, settings.width, settings.heads, settings.depth, variant.name, positions,
-                **output, **variant.params,
+                qk_norm=settings.qk_norm, qk_dim=settings.qk_dim or None,
+                layer_scale=settings.layer_scale or None, **output, **variant.params,
             )  # fmt: skip
 
         counts = None
