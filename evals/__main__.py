@@ -46,7 +46,7 @@ def parser() -> Parser:
     versus.add_argument("b", type=Path, metavar="B", help="Read the second results from folder B")
     text = "Exit with 1 if a gain is missing or below X (table units); -1 allows a drop of 1"
     versus.add_argument("--fail-below", type=float, metavar="X", help=text)
-    text = "Print which rows of A hold in B: their 95 % intervals overlap; exit with 1 if one fails"
+    text = "Print which rows of A hold in B: their intervals overlap; exit with 1 if one does not"
     versus.add_argument("--holds", action="store_true", help=text)
     add_plugin(versus, " or tasks")
     text = "Compare the largest weight of each variant with its formula; exit with 1 if they differ"
