@@ -75,7 +75,10 @@ PRESETS = {
         own=OWN,
         lengths=(16, 32, 64, 128),
         positions=("rope",),
-        settings=Settings(steps=3000, batch=32, train_shortest=4, train_longest=16),
+        # With a curriculum, and with two heads, some seeds did not learn to copy at length 16.
+        settings=Settings(
+            steps=6000, batch=32, heads=4, curriculum=0.0, train_shortest=4, train_longest=16
+        ),
     ),
     "paper": Preset(
         variants=MAIN_VARIANTS,
