@@ -47,6 +47,8 @@ def parser() -> Parser:
     versus.add_argument("b", type=Path, metavar="B", help="Read the second results from folder B")
     text = "Exit with 1 if a gain is missing or below X (table units); -1 allows a drop of 1"
     versus.add_argument("--fail-below", type=float, metavar="X", help=text)
+    text = "Print which rows of A hold in B: their intervals overlap; exit with 1 if one does not"
+    versus.add_argument("--holds", action="store_true", help=text)
     add_plugin(versus, " or tasks")
     text = "Compare the largest weight of each variant with its formula; exit with 1 if they differ"
     law = commands.add_parser("laws", help=text, description=f"{text}.")
@@ -127,7 +129,7 @@ def _run(given: argparse.Namespace) -> int:
         return export.main(given)
     if given.command == "compare":
         load_plugins(given.plugin)
-        return compare.main(given.a, given.b, given.fail_below)
+        return compare.main(given.a, given.b, given.fail_below, given.holds)
     names = list(TASKS) if given.command == ALL else [given.command]
     measured = [vars(given).pop(name, None) for name in ("model", "text")]
     if measured.count(None) == 1:

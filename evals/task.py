@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -40,13 +40,16 @@ class Schedule:
     warmup: float = 0.3
     width: int = 128
 
+    MAY_BE_ZERO: ClassVar[Collection[str]] = ()
+
     def __post_init__(self) -> None:
         """Check the numbers; raises ValueError."""
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool):
                 most = MAX_LENGTH if name in ("train_shortest", "train_longest") else MAX_SETTING
-                if not 1 <= value <= most:
-                    bound = ">= 1" if value < 1 else f"<= {most}"
+                least = 0 if name in self.MAY_BE_ZERO else 1
+                if not least <= value <= most:
+                    bound = f">= {least}" if value < least else f"<= {most}"
                     raise ValueError(f"{name} must be {bound}, got {value}")
         for name, most in (("warmup", 1.0), ("weight_decay", math.inf)):
             self._check_share(name, most)
@@ -61,11 +64,14 @@ class Schedule:
 
     @property
     def schedule(self) -> str:
-        """The training schedule in words, stored with every result."""
-        return (
-            f"one-cycle cosine, {self.steps} steps, peak {self.learning_rate:g}, "
-            f"{self.warmup:.0%} warm-up"
-        )
+        """The training schedule in words."""
+        return self.schedule_text()
+
+    def schedule_text(self, tuned: Collection[str] = ()) -> str:
+        """The training schedule in words, without the values of the ``tuned`` settings."""
+        peak = "tuned" if "learning_rate" in tuned else f"{self.learning_rate:g}"
+        warmup = "tuned" if "warmup" in tuned else f"{self.warmup:.0%}"
+        return f"one-cycle cosine, {self.steps} steps, peak {peak}, {warmup} warm-up"
 
     def identity(self) -> dict[str, object]:
         """The settings that affect training; they are part of the training key.
@@ -129,11 +135,12 @@ class Settings(Schedule):
         """
         return None
 
-    @property
-    def schedule(self) -> str:
-        """The training schedule in words, stored with every result."""
-        grows = f", lengths grow over the first {self.curriculum:.0%}" if self.curriculum else ""
-        return f"{super().schedule}{grows}"
+    def schedule_text(self, tuned: Collection[str] = ()) -> str:
+        """The training schedule in words, without the values of the ``tuned`` settings."""
+        part = "a tuned part" if "curriculum" in tuned else f"{self.curriculum:.0%}"
+        grows = "curriculum" in tuned or self.curriculum
+        more = f", lengths grow over the first {part}" if grows else ""
+        return f"{super().schedule_text(tuned)}{more}"
 
     def batch_size(self, length: int) -> int:
         """The number of sequences in a training step of this length."""
@@ -171,15 +178,29 @@ NOTES = {
 }
 
 
+# The settings that a sweep may tune. Others change the data, the model's size or the training time.
+TUNABLE = ("learning_rate", "weight_decay", "warmup", "curriculum")
+VALIDATION = "validation"  # the split on which a sweep scores its candidates
+RECORDED = "recorded"  # in place of a sweep: the values that a sweep of preset quick chose
+SEEDS = 5  # of the presets quick and paper, at least
+
+
 @dataclass(frozen=True)
 class Preset:
-    """The default settings of a study. Options of the command line override them."""
+    """The default settings of a study. Options of the command line override them.
+
+    sweep: candidate values of `TUNABLE` settings, from which each variant gets the best;
+    `RECORDED`; or {} for no sweep. own: settings that only some variants have, by the variant's
+    name, because its paper requires them.
+    """
 
     lengths: tuple[int, ...]
     settings: Any
     variants: tuple[str, ...] = MAIN_VARIANTS
     seeds: int = 1
     positions: tuple[str, ...] = ("none",)
+    sweep: Mapping[str, Sequence[float]] | str = field(default_factory=dict)
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -291,7 +312,10 @@ class Task(ABC):
     def batch(
         self, seed: int, split: str, length: int, start: int, stop: int, settings: Any
     ) -> Any:
-        """Draw sequences start .. stop − 1 of (seed, split, length). A batch has ``to(device)``."""
+        """Draw sequences start .. stop − 1 of (seed, split, length). A batch has ``to(device)``.
+
+        The split is "train", "validation" (scores of a sweep) or a value of ``splits``.
+        """
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Tensor:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnzoo.core.checks import (
+    check_bool,
     check_dense,
     check_probability,
     check_sizes,
@@ -19,15 +19,17 @@ from attnzoo.core.checks import (
     shown,
 )
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
-from attnzoo.nn.attention import Attention, projecting_attention
+from attnzoo.nn.attention import Attention
 from attnzoo.nn.cache import Cache
 from attnzoo.nn.checks import check_heads
+from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
+from attnzoo.nn.per_layer import per_layer
 from attnzoo.nn.segments import check_segments, restarted
 from attnzoo.nn.tied_output import output_of
 
 POSITIONS = ("rope", "p-rope", "alibi", "none")
-LARGEST_BASE = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max
 
 
 class Transformer(nn.Module):
@@ -62,6 +64,11 @@ class Transformer(nn.Module):
             such as ``softcap``. ``bias`` is False unless given here. None if ``output`` is a layer.
         softcap: softcap of the attention logits of each layer, as for `Attention`; None is no
             softcap. ``output_params`` has the softcap of the output layer.
+        qk_norm: whether each head's queries and keys are divided by their root mean square and
+            multiplied by a learned factor per feature, before the position encoding.
+        qk_dim: number of features of each query and key head, D; None is E // H.
+        layer_scale: initial value of a learned factor per feature on the output of attention and
+            MLP (LayerScale), such as 1e-4; None is no factor.
         **params: parameters of the variant, if it is the same in all layers. If a parameter has a
             projection and no value is given, each layer learns the projection.
 
@@ -83,7 +90,8 @@ class Transformer(nn.Module):
 
     References:
         RoPE: Su et al. 2021, arXiv:2104.09864. p-RoPE: Barbero et al. 2024, arXiv:2410.06205,
-        Section 6.1. ALiBi: Press et al. 2021, arXiv:2108.12409.
+        Section 6.1. ALiBi: Press et al. 2021, arXiv:2108.12409. QK-norm: Dehghani et al. 2023,
+        arXiv:2302.05442, with a layer norm. LayerScale: Touvron et al. 2021, arXiv:2103.17239.
     """
 
     def __init__(
@@ -104,24 +112,29 @@ class Transformer(nn.Module):
         output: str | OutputLayer | AdaptiveSoftmax = "softmax",
         output_params: dict[str, Any] | None = None,
         softcap: float | None = None,
+        qk_norm: bool = False,
+        qk_dim: int | None = None,
+        layer_scale: float | None = None,
         **params: Any,
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, num_heads=num_heads, depth=depth)
-        check_sizes(optional=True, num_kv_heads=num_kv_heads, mlp_dim=mlp_dim, window=window)
+        check_sizes(optional=True, num_kv_heads=num_kv_heads, mlp_dim=mlp_dim, window=window,
+                    qk_dim=qk_dim)  # fmt: skip
         kv_heads = check_heads(num_heads, num_kv_heads, embed_dim=embed_dim)
         if positions not in POSITIONS:
             raise ValueError(
                 f"positions must be one of {', '.join(POSITIONS)}, got {shown(positions)}"
             )
-        head_dim = embed_dim // num_heads
+        head_dim = qk_dim or embed_dim // num_heads
         if "rope" in positions and head_dim % 2:
-            raise ValueError(
-                f"positions={positions!r} needs an even head dimension, got {embed_dim} // "
-                f"{num_heads} = {head_dim}"
-            )
+            came = f"qk_dim = {qk_dim}" if qk_dim else f"{embed_dim} // {num_heads} = {head_dim}"
+            raise ValueError(f"positions={positions!r} needs an even head dimension, got {came}")
+        check_bool("qk_norm", qk_norm)
+        if layer_scale is not None:
+            layer_scale = _number("layer_scale", layer_scale, 0, LARGEST)
         rope_share = _number("rope_share", rope_share, 0, 1)
-        rope_base = _number("rope_base", rope_base, 1, LARGEST_BASE)
+        rope_base = _number("rope_base", rope_base, 1, LARGEST)
         dropout = check_probability("dropout", dropout)
         self.positions, self.window, self.num_heads = positions, window, num_heads
         self.rotated_pairs = 0
@@ -130,9 +143,20 @@ class Transformer(nn.Module):
             self.rotated_pairs = round(share * head_dim / 2)
         self.head_dim, self.rope_base = head_dim, rope_base
         self.embed = nn.Embedding(vocab_size, embed_dim)
+        heads, dims = (num_heads, kv_heads), (head_dim, embed_dim // num_heads)
         self.layers = nn.ModuleList(
-            _Layer(embed_dim, num_heads, kv_heads, mlp_dim or 4 * embed_dim, dropout, name, values)
-            for name, values in _per_layer(variant, depth, params, softcap)
+            DecoderLayer(
+                embed_dim,
+                heads,
+                dims,
+                mlp_dim or 4 * embed_dim,
+                dropout,
+                qk_norm,
+                layer_scale,
+                name,
+                values,
+            )
+            for name, values in per_layer(variant, depth, params, softcap)
         )
         self.norm = nn.RMSNorm(embed_dim)
         self.output = output_of(self.embed, output, output_params)
@@ -143,14 +167,17 @@ class Transformer(nn.Module):
 
         The standard deviation is 0.02/√(2·depth) for the last matrix of a residual branch, and 0.02
         for other matrices. The bias of the output layer is set to 0. The parameters of the variants
-        and their projections are set to their initial values. A layer given as ``output`` has its
-        own `reset_parameters`.
+        and their projections, of norms and of LayerScale are set to their initial values. A layer
+        given as ``output`` has its own `reset_parameters`.
         """
         self.output.reset_parameters()
         own = {id(p) for p in self.output.parameters()} - {id(self.embed.weight)}
         for attend in self._attends():
             attend.reset_parameters()
             own |= {id(p) for p in attend.parameters()}
+        for module in (*self.layers.modules(), self.norm):
+            if isinstance(module, (nn.RMSNorm, Scale)):
+                module.reset_parameters()
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1 and id(parameter) not in own:
                 ends_branch = name.endswith(("out.weight", "down.weight"))
@@ -302,48 +329,6 @@ class Transformer(nn.Module):
         return torch.stack([angles.cos(), angles.sin()])
 
 
-class _Layer(nn.Module):
-    def __init__(
-        self, embed_dim: int, num_heads: int, kv_heads: int, mlp_dim: int, dropout: float,
-        variant: str, params: dict[str, Any],
-    ) -> None:  # fmt: skip
-        super().__init__()
-        head_dim = embed_dim // num_heads
-        self.sizes = [num_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-        self.head_dim, self.dropout = head_dim, dropout
-        self.attend = projecting_attention(variant, num_heads, embed_dim, embed_dim, params)
-        self.before_attention, self.before_mlp = nn.RMSNorm(embed_dim), nn.RMSNorm(embed_dim)
-        self.qkv = nn.Linear(embed_dim, sum(self.sizes), bias=False)
-        self.out = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.up = nn.Linear(embed_dim, mlp_dim, bias=False)
-        self.down = nn.Linear(mlp_dim, embed_dim, bias=False)
-
-    def forward(
-        self, x: Tensor, rotation: Tensor | None, cache: Cache | None, options: dict[str, Any]
-    ) -> Tensor:
-        hidden = self.before_attention(x)
-        parts = self.qkv(hidden).split(self.sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        if rotation is not None:
-            q, k = _rotate(q, rotation), _rotate(k, rotation)
-        gqa = self.sizes[0] != self.sizes[1]
-        options = {**options, "is_causal": True, "enable_gqa": gqa}
-        options |= self.attend.projected(hidden, hidden)
-        out = self.attend(q, k, v, cache=cache, **options)
-        x = x + F.dropout(self.out(out.transpose(1, 2).flatten(2)), self.dropout, self.training)
-        hidden = F.gelu(self.up(self.before_mlp(x)))
-        return x + F.dropout(self.down(hidden), self.dropout, self.training)
-
-
-def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotates each pair of features (p, p + D/2) of a head by the p-th angle of the token."""
-    (cos, sin), count = rotation, rotation.shape[-1]
-    first, second = x.float().chunk(2, dim=-1)
-    a, b = first[..., :count], second[..., :count]
-    parts = a * cos - b * sin, first[..., count:], b * cos + a * sin, second[..., count:]
-    return torch.cat(parts, dim=-1).to(x.dtype)
-
-
 def _number(name: str, value: Any, low: float, high: float) -> float:
     value = plain(value)
     if not is_number(value):
@@ -351,38 +336,3 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
     if not low <= value <= high:
         raise ValueError(f"{name} must be from {low:g} to {high:g}, got {shown(value)}")
     return float(value)
-
-
-def _per_layer(
-    variant: str | Sequence[str | tuple[str, dict[str, Any]]], depth: int, params: dict[str, Any],
-    softcap: float | None,
-) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip
-    if isinstance(variant, str):
-        return [(variant, {"softcap": softcap, **params})] * depth
-    if not isinstance(variant, Sequence):
-        raise TypeError(
-            f"variant must be a name from list_variants() or a list of {depth} entries, got "
-            f"{shown(variant)}"
-        )
-    if params:
-        given = ", ".join(params)
-        raise TypeError(
-            f"{given} must be given in pairs (name, parameters) when variant is a list of layers"
-        )
-    if len(variant) != depth:
-        raise ValueError(
-            f"variant must be one name or a list of {depth} entries, one per layer, got "
-            f"{len(variant)}"
-        )
-    pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in variant]
-    for pair in pairs:
-        if (
-            not isinstance(pair, (tuple, list))
-            or len(pair) != 2
-            or not isinstance(pair[0], str)
-            or not isinstance(pair[1], dict)
-        ):
-            raise ValueError(
-                f"variant must hold names or pairs (name, parameters), got {shown(pair)}"
-            )
-    return [(name, {"softcap": softcap, **values}) for name, values in pairs]

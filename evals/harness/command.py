@@ -14,12 +14,15 @@ from evals.harness import costs
 from evals.harness.any_run import AnyRun, Context
 from evals.harness.loggers import Logger, open_loggers
 from evals.harness.options import Options
+from evals.harness.planning import plan_study
 from evals.harness.plugins import load_plugins
 from evals.harness.pool import Failure, Pool, default_workers, execute_here, worker_devices
 from evals.harness.progress import Progress, counted
-from evals.harness.study import Study, plan_study
+from evals.harness.study import Study
+from evals.harness.sweeps import RECORD, record
 from evals.harness.trials import TrialStudy, plan_trials
 from evals.measures.metrics import Outcome
+from evals.results.rows import is_validation
 from evals.results.store import Folder, Row
 from evals.task import NOTES, Task
 
@@ -38,12 +41,25 @@ class Studies:
         self.options, self.out = options, out
         self.studies: dict[str, Any] = {study.task.name: study for study in studies}
         self.folders = {name: Folder(out / name, options.shard) for name in self.studies}
-        self.runs: list[AnyRun] = [
-            run
-            for name, study in self.studies.items()
-            for run in study.runs(self.folders[name].by_key, options.shard, options.retry_failed)
-        ]
+        # The runs to do. Those that wait for a sweep have the settings of its first candidate.
+        self.runs: list[AnyRun] = [*self._sweep_runs(), *self._reported_runs(undecided=True)]
         self.loggers: list[Logger] = []
+
+    def _sweep_runs(self) -> list[AnyRun]:
+        shard, retry = self.options.shard, self.options.retry_failed
+        found: list[AnyRun] = []
+        for name, study in self.studies.items():
+            if isinstance(study, Study):
+                found += study.sweep_runs(self.folders[name].by_key, shard, retry)
+        return found
+
+    def _reported_runs(self, undecided: bool = False) -> list[AnyRun]:
+        shard, retry = self.options.shard, self.options.retry_failed
+        found: list[AnyRun] = []
+        for name, study in self.studies.items():
+            more = {"undecided": undecided} if isinstance(study, Study) else {}
+            found += study.runs(self.folders[name].by_key, shard, retry, **more)
+        return found
 
     @property
     def workers(self) -> int:
@@ -59,7 +75,7 @@ class Studies:
         self.folders[run.task].append(row)
         for logger in self.loggers:
             for name, value in outcome.metrics.items():
-                at, step = study.log_at(row)
+                at, step = study.log_at(run, row)
                 logger.scalar(at, f"test/{name}", value, step)
 
     def loss(self, run: AnyRun, step: int, value: float) -> None:
@@ -99,15 +115,30 @@ class Studies:
         self.out.mkdir(parents=True, exist_ok=True)
         progress = Progress(len(self.runs), verbose=self.options.verbose)
         try:
-            if self.workers == 0:
-                return execute_here(self.runs, context, self, progress)
-            devices = worker_devices(self.options.device, min(self.workers, len(self.runs)))
-            contexts = [replace(context, device=device) for device in devices]
-            return Pool(contexts, self, progress).execute(self.runs)
+            failures = self._execute(self._sweep_runs(), context, progress)
+            return failures + self._execute(self._reported_runs(), context, progress)
         finally:
             progress.close()
             for logger in self.loggers:
                 logger.close()
+
+    def _execute(
+        self, runs: Sequence[AnyRun], context: Context, progress: Progress
+    ) -> list[Failure]:
+        if not runs:
+            return []
+        if self.workers == 0:
+            return execute_here(runs, context, self, progress)
+        devices = worker_devices(self.options.device, min(self.workers, len(runs)))
+        contexts = [replace(context, device=device) for device in devices]
+        return Pool(contexts, self, progress).execute(runs)
+
+    def record(self) -> None:
+        """Record the choices of the sweeps."""
+        for name, study in self.studies.items():
+            choices = study.choices(self.folders[name].by_key).items()
+            record(name, [(str(variant), at, found) for (at, variant), found in choices if found])
+        print(f"recorded: {RECORD}")
 
     def missing(self) -> dict[str, int]:
         """The incomplete tasks by name, each with the number of its missing result rows."""
@@ -131,7 +162,12 @@ class Studies:
         """The stored result rows of these tasks that were produced with other options."""
         mine = {row["key"] for row in self.rows()}
         folders = self.folders.values()
-        return [row for at in folders for row in at.by_key.values() if row["key"] not in mine]
+        return [
+            row
+            for folder in folders
+            for row in folder.by_key.values()
+            if row["key"] not in mine and not is_validation(row)
+        ]
 
 
 def _planned(
@@ -140,6 +176,14 @@ def _planned(
     if isinstance(task, Experiment):
         return plan_trials(task, options, plugins)
     return plan_study(task, options, plugins)
+
+
+def _check_record(studies: Studies, options: Options) -> None:
+    for name, study in studies.studies.items():
+        if not isinstance(study, Study) or not study.sweep.grid:
+            raise UsageError(f"--record needs a sweep, and {name} has none here")
+    if options.preset != "quick":
+        raise UsageError(f"--record needs --preset quick, got {options.preset!r}")
 
 
 def run_tasks(
@@ -151,6 +195,8 @@ def run_tasks(
         raise UsageError(f"--out must be a folder, got {str(out)!r}")
     plugins = load_plugins(shared.plugin)
     studies = Studies([_planned(task, options[task.name], plugins) for task in tasks], shared, out)
+    if shared.record:
+        _check_record(studies, shared)
     if studies.runs and not shared.dry_run:
         studies.loggers = open_loggers(shared.log, out)
     studies.show_plan()
@@ -170,6 +216,8 @@ def run_tasks(
         print(f"This shard is done. Results of other shards are missing: {left}. The shard that "
               "finishes last prints the scores and writes the report.")  # fmt: skip
         return 0
+    if shared.record and not lacks:
+        studies.record()
     rows, others = studies.rows(), studies.other_rows()
     if rows:
         note = NOTES[shared.preset]

@@ -9,7 +9,7 @@ seed share these timings.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from evals.harness.progress import clock, counted
 from evals.harness.runs import Run
 from evals.harness.trials import Trials
 from evals.measures.arithmetic import is_out_of_memory, lean_arithmetic
-from evals.task import HeadSample, Settings, Task
+from evals.task import TUNABLE, HeadSample, Settings, Task
 from evals.tasks import TASKS
 
 TOKENS = 1024  # tokens per timed evaluation; longer sequences are timed one at a time
@@ -43,7 +43,7 @@ class Timed(NamedTuple):
         task, settings = TASKS[run.task], run.settings
         total = self.step * settings.steps
         for length, tests in run.tests.items():
-            n, count = task.tokens(length), settings.sequences(length) * len(task.splits)
+            n, count = task.tokens(length), settings.sequences(length) * len(_splits(run))
             for substitute in tests.values():
                 a, b = self.tests[substitute]
                 total += count * (a * n + b * n * n)
@@ -59,6 +59,11 @@ class TimedTrials(NamedTuple):
         return self.seconds
 
 
+def _splits(run: AnyRun) -> Mapping[str, str]:
+    assert isinstance(run, Run)
+    return run.splits
+
+
 def kind(run: AnyRun) -> tuple[object, ...]:
     """A key of all properties that affect a run's time. Runs with equal keys share timings."""
     if not isinstance(run, Run):
@@ -68,7 +73,8 @@ def kind(run: AnyRun) -> tuple[object, ...]:
     substitutes = tuple(
         sorted({str(substitute) for tests in run.tests.values() for substitute in tests.values()})
     )
-    return type(task), run.settings, run.positions, run.variant, sizes, substitutes
+    settings = tuple((n, x) for n, x in vars(run.settings).items() if n not in TUNABLE)
+    return type(task), settings, run.positions, run.variant, sizes, substitutes
 
 
 def timed(run: Run, device: str) -> Timed:

@@ -7,6 +7,7 @@ its text on the command line.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from commandline.errors import UsageError
 from commandline.variants import split_list
 from evals.results.rows import first_error
 from evals.results.store import WHOLE, Shard
-from evals.task import MAX_LENGTH, MAX_SETTING
+from evals.task import MAX_LENGTH, MAX_SETTING, RECORDED, TUNABLE
 from evals.tasks import EXPERIMENTS, TASKS, presets_of
 
 PresetName = Literal["smoke", "quick", "paper"]
@@ -73,6 +74,57 @@ def _checked_shard(value: object) -> Shard:
         raise ValueError(str(error)) from error
 
 
+NO_SWEEP = "none"
+
+
+def _sweep(text: str) -> tuple[str, Any]:
+    """Parse NAME=V,V,…, or a word in place of a sweep."""
+    if text in (NO_SWEEP, RECORDED):
+        return text, None
+    name, _, values = text.partition("=")
+    try:
+        return name.strip(), [float(value) for value in values.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be NAME=V,V,…, {NO_SWEEP} or {RECORDED}, got {text!r}"
+        ) from None
+
+
+def _sweep_of_line(given: Sequence[tuple[str, Any]]) -> Mapping[str, Any] | str:
+    """The option ``sweep`` from the arguments of --sweep."""
+    names = [name for name, _ in given]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise UsageError(f"--sweep must name a setting once, got {twice[0]} twice")
+    if words := {NO_SWEEP, RECORDED} & set(names):
+        if len(names) > 1:
+            raise UsageError(f"--sweep {words.pop()} must be the only --sweep")
+        return names[0]
+    return dict(given)
+
+
+def _checked_sweep(value: Any) -> Mapping[str, Sequence[float]] | str | None:
+    """A valid sweep; "none" becomes {}."""
+    if value is None or value == RECORDED:
+        return value
+    if value == NO_SWEEP:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"must be a table NAME = [V, V, …], {NO_SWEEP!r} or {RECORDED!r}, got {value!r}"
+        )
+    return {name: _checked_candidates(name, values) for name, values in value.items()}
+
+
+def _checked_candidates(name: str, values: Any) -> list[float]:
+    if name not in TUNABLE:
+        raise ValueError(f"must tune {', '.join(TUNABLE)}, got {name!r}")
+    listed = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
+    numbers = all(type(x) in (int, float) and math.isfinite(x) for x in listed)
+    if not numbers or not 2 <= len(listed) == len({*map(float, listed)}):
+        raise ValueError(f"must give {name} two or more different numbers, got {values!r}")
+    return [float(value) for value in listed]
+
+
 @dataclass(frozen=True)
 class Read:
     """The function that parses an option's text on the command line."""
@@ -122,6 +174,14 @@ class Options(BaseModel):
         {}, title="NAME=VALUE",
         description="Change a setting of the task (repeatable); an unknown NAME lists all settings",
     )  # fmt: skip
+    sweep: Annotated[Any, BeforeValidator(_checked_sweep), Read(_sweep)] = Field(
+        None, title="NAME=V,V,…",
+        description="Train each variant with the best of these values of a setting (repeatable); "
+        "recorded: the values that a recorded sweep chose; none: no sweep",
+    )  # fmt: skip
+    record: bool = Field(
+        False, description="Record the choices of the sweep in evals/tasks/tuned.json"
+    )
     plugin: Path | None = Field(None, strict=False)  # described by `add_plugin`
     workers: Annotated[int | None, Read(int)] = Field(
         None, title="N", ge=0,
@@ -151,11 +211,13 @@ class Options(BaseModel):
 
 
 # The options that are allowed in a task's table of the TOML file.
-TASK_OPTIONS = ("variants", "positions", "seeds", "lengths", "steps", "output", "settings")
+TASK_OPTIONS = (
+    "variants", "positions", "seeds", "lengths", "steps", "output", "settings", "sweep",
+)  # fmt: skip
 EXPERIMENT_OPTIONS = ("variants", "conditions", "seeds", "steps", "settings")
 # The options that a task's command, and an experiment's command, does not have.
 _NOT_OF_TASKS = ("conditions",)
-_NOT_OF_EXPERIMENTS = ("positions", "lengths", "output")
+_NOT_OF_EXPERIMENTS = ("positions", "lengths", "output", "sweep", "record")
 
 
 def add_arguments(parser: argparse.ArgumentParser, experiment: bool = False) -> None:
@@ -177,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser, experiment: bool = False) -> 
             parser.add_argument(
                 flag, dest=name, type=reads[0] if reads else str,
                 metavar="a,b(x=1)" if layers else field.title,
-                action="append" if name == "settings" else "store",
+                action="append" if name in ("settings", "sweep") else "store",
                 help="Train and evaluate these output layers" if layers else field.description,
                 choices=get_args(PresetName) if name == "preset" else None,
             )  # fmt: skip
@@ -194,6 +256,8 @@ def gather(given: argparse.Namespace, names: Sequence[str]) -> dict[str, Options
     """
     line = {name: value for name, value in vars(given).items() if name not in ("command", "config")}
     line["settings"] = dict(line.get("settings", []))
+    if "sweep" in line:
+        line["sweep"] = _sweep_of_line(line["sweep"])
     file = _read(given.config) if "config" in given else {}
     commands = (*TASKS, *EXPERIMENTS)
     shared = {name: value for name, value in file.items() if name not in commands}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,7 +21,7 @@ from evals.harness.training import NotFinite, evaluate, train
 from evals.measures.arithmetic import is_out_of_memory
 from evals.measures.heads import learned
 from evals.measures.metrics import Outcome
-from evals.task import Settings
+from evals.task import VALIDATION, Settings
 from evals.tasks import TASKS
 
 
@@ -29,23 +30,35 @@ class Run(AnyRun):
     """One training, and the evaluations of the trained model.
 
     tests[length] maps the key of a result row to the variant that is substituted at inference,
-    or to None for the trained variant.
+    or to None for the trained variant. candidate: in a sweep, the values of the tuned settings in
+    words; the run is then evaluated on the split "validation". fields: further fields of the
+    result rows.
     """
 
     settings: Settings
     tests: dict[int, dict[str, VariantCall | None]]
     positions: str
     training_key: str
+    candidate: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         words = [self.task, str(self.variant), f"seed {self.seed}"]
+        if self.candidate:
+            words.insert(2, self.candidate)
         if self.positions != "none":
             words.insert(2, self.positions)
         return " ".join(words)
 
     @property
     def log_name(self) -> str:
-        return f"{self.task}/{self.variant}/{self.positions}/seed{self.seed}"
+        sweep = f"/{self.candidate}" if self.candidate else ""
+        return f"{self.task}/{self.variant}/{self.positions}{sweep}/seed{self.seed}"
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """The splits to evaluate, as in `Task.splits`."""
+        return {"": VALIDATION} if self.candidate else TASKS[self.task].splits
 
     def model(self, out: Path) -> Path:
         """The file of the trained model."""
@@ -97,7 +110,7 @@ def _work(run: Run) -> tuple[float, dict[int, float]]:
     task, settings = TASKS[run.task], run.settings
     middle = task.tokens((settings.train_shortest + settings.train_longest) // 2)
     training = 3.0 * settings.steps * settings.batch_size(middle) * middle
-    tests = {n: float(len(task.splits) * settings.sequences(n) * task.tokens(n)) for n in run.tests}
+    tests = {n: float(len(run.splits) * settings.sequences(n) * task.tokens(n)) for n in run.tests}
     return training, tests
 
 
@@ -132,8 +145,9 @@ def execute(run: Run, context: Context, emit: Emit) -> str:
 
         progress(0.0)
         outcomes = evaluate(
-            TASKS[run.task], model, tests, run.seed, length, run.settings, context.device, progress
-        )
+            TASKS[run.task], model, tests, run.seed, length, run.settings, context.device, progress,
+            run.splits,
+        )  # fmt: skip
         emit(("rows", length, outcomes, training))
         done += test_work[length]
     return "done"

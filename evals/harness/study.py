@@ -7,33 +7,27 @@ finds its rows again, and rows of other settings are never reused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-import attnzoo
-from commandline.arguments import either
-from commandline.errors import UsageError
-from commandline.variants import (
-    Spec,
-    VariantCall,
-    complete,
-    every_variant,
-    parse_specs,
-)
+from commandline.variants import Spec, VariantCall
 from evals.harness.any_run import AnyRun
-from evals.harness.options import Options
-from evals.harness.plan import check_device, check_unique, chosen_settings, key_of, origin
+from evals.harness.plan import key_of, origin
 from evals.harness.progress import counted
 from evals.harness.runs import Run
-from evals.measures.heads import own_parameters
+from evals.harness.sweeps import SWEEP_SEEDS, Choice, Sweep, Values, choose
 from evals.measures.metrics import Outcome
 from evals.results.store import WHOLE, Row, Shard
-from evals.task import EVERY_VARIANT, Settings, Task
+from evals.results.tuned import values_text
+from evals.task import VALIDATION, Settings, Task
 
+_NONE: Mapping[str, float] = {}  # no tuned values
 EVALUATION = 2  # version of the evaluation code: part of every row's key
+
+
+# A variant to train, with its position encoding.
+Trained = tuple[str, VariantCall]
 
 
 class RowSpec(NamedTuple):
@@ -51,7 +45,8 @@ class Study:
 
     plugins: maps the names that a plugin registers to the hash of its file; a changed file
     changes the keys. left_out: the reason for each unsupported pair of variant and position
-    encoding.
+    encoding. sweep: the sweep before the reported runs. own: settings that only some variants have,
+    by their names.
     """
 
     task: Task
@@ -63,6 +58,8 @@ class Study:
     device: str = "cpu"
     plugins: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[tuple[Spec, str], str] = field(default_factory=dict)
+    sweep: Sweep = field(default_factory=Sweep)
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def row_specs(self) -> Iterator[RowSpec]:
         """The specs of all result rows, ordered by seed.
@@ -76,14 +73,54 @@ class Study:
                         for length in self.lengths:
                             yield RowSpec(spec, positions, seed, length)
 
+    def trained(self) -> list[Trained]:
+        """The variants that are trained, with their position encodings."""
+        return list(dict.fromkeys((row.positions, row.spec.train) for row in self.row_specs()))
+
+    def settings_with(self, variant: VariantCall, values: Mapping[str, float]) -> Settings:
+        """The settings of a variant, with tuned values."""
+        return replace(self.settings, **{**self.own.get(variant.name, {}), **values})
+
+    def choice(self, trained: Trained, by_key: Mapping[str, Row]) -> Choice | None:
+        """The tuned values of a variant; None while results of its sweep are missing."""
+        positions, variant = trained
+        if self.sweep.recorded is not None:
+            return self.sweep.recorded.get((str(variant), positions), Choice({}))
+        if not self.sweep.grid:
+            return Choice({})
+        candidates, found = self.sweep.candidates, []
+        for values in candidates:
+            keys = [self._validation_key(trained, values, seed) for seed in SWEEP_SEEDS]
+            if any(key not in by_key for key in keys):
+                return None
+            found.append([by_key[key] for key in keys])
+        score = self.task.score
+        return choose(candidates, found, score.name, score.lower_is_better)
+
+    def choices(self, by_key: Mapping[str, Row]) -> dict[Trained, Choice | None]:
+        """The choice of each trained variant."""
+        return {trained: self.choice(trained, by_key) for trained in self.trained()}
+
+    def _shared(self, variant: VariantCall) -> dict[str, object]:
+        """The settings in which this variant may differ from others of the same table, with what
+        the table says in place of their values; None if it leaves them out."""
+        base = self.settings.identity()
+        own = {name: base.get(name) for name in self.own.get(variant.name, {})}
+        return {**own, **self.sweep.words}
+
     def _variant(self, variant: VariantCall) -> dict[str, object]:
         identity = variant.identity()
         if variant.name in self.plugins:
             identity["plugin"] = self.plugins[variant.name]
         return identity
 
-    def training_key(self, variant: VariantCall, positions: str, seed: int) -> str:
-        """The key of one training, also used for inference-time substitutions in that model."""
+    def training_key(
+        self, variant: VariantCall, positions: str, seed: int, values: Mapping[str, float] = _NONE
+    ) -> str:
+        """The key of one training, also used for inference-time substitutions in that model.
+
+        values: the tuned values.
+        """
         plugin = self.plugins.get(f"task {self.task.name}")
         output = self.settings.output_layer
         return key_of(
@@ -93,7 +130,7 @@ class Study:
                 "task": self.task.name,
                 "data": self.task.data_version(),
                 "schedule": "one-cycle cosine",
-                "settings": self.settings.identity(),
+                "settings": self.settings_with(variant, values).identity(),
                 "device": self.device.split(":")[0],
                 "train": self._variant(variant),
                 "positions": positions,
@@ -101,16 +138,32 @@ class Study:
             }
         )
 
-    def row_key(self, row: RowSpec) -> str:
-        """The key of one row."""
+    def row_key(self, row: RowSpec, values: Mapping[str, float] = _NONE) -> str:
+        """The key of one row. values: the tuned values."""
         spec, positions, seed, length = row
+        shared = self._shared(spec.train)
         return key_of(
-            {
-                "training": self.training_key(spec.train, positions, seed),
+            ({"shared": shared} if shared else {})
+            | {
+                "training": self.training_key(spec.train, positions, seed, values),
                 "test": self._variant(spec.test),
                 "length": length,
                 "sequences": self.settings.sequences(length),
                 "evaluation": EVALUATION,
+            }
+        )
+
+    def _validation_key(self, trained: Trained, values: Values, seed: int) -> str:
+        """The key of a result of the sweep."""
+        positions, variant = trained
+        length = self.settings.train_longest
+        return key_of(
+            {
+                "training": self.training_key(variant, positions, seed, values),
+                "length": length,
+                "sequences": self.settings.sequences(length),
+                "evaluation": EVALUATION,
+                "split": VALIDATION,
             }
         )
 
@@ -120,27 +173,91 @@ class Study:
 
     def rows(self, by_key: Mapping[str, Row]) -> list[Row]:
         """Select the stored rows that belong to this study, in the order of `row_specs`."""
-        keys = map(self.row_key, self.row_specs())
+        choices = self.choices(by_key)
+        found = ((row, choices[row.positions, row.spec.train]) for row in self.row_specs())
+        keys = (self.row_key(row, choice.values) for row, choice in found if choice is not None)
         return [by_key[key] for key in keys if key in by_key]
 
     def runs(
-        self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
+        self,
+        by_key: Mapping[str, Row],
+        shard: Shard = WHOLE,
+        retry: bool = False,
+        undecided: bool = False,
     ) -> list[Run]:
-        """The shard's runs, each with only its missing rows. ``retry`` also repeats failed rows."""
+        """The shard's runs, each with only its missing rows. ``retry`` also repeats failed rows.
+
+        Variants whose sweep is not finished have no runs; with ``undecided`` they have runs with
+        the first candidate, for estimates. All runs of a variant with a sweep are in one shard.
+        """
+        choices = self.choices(by_key)
+        if undecided and self.sweep.grid:
+            first = Choice(self.sweep.candidates[0])
+            choices = {trained: found or first for trained, found in choices.items()}
         tests: dict[tuple[int, str, VariantCall], dict[int, dict[str, VariantCall | None]]] = {}
         for row in self.row_specs():
             lengths = tests.setdefault((row.seed, row.positions, row.spec.train), {})
-            key = self.row_key(row)
+            choice = choices[row.positions, row.spec.train]
+            if choice is None:
+                continue
+            key = self.row_key(row, choice.values)
             if key not in by_key or (retry and by_key[key]["status"] != "ok"):
                 substitute = row.spec.test if row.spec.is_substitution else None
                 lengths.setdefault(row.length, {})[key] = substitute
-        mine = list(tests.items())[shard.index :: shard.count]
+        if self.sweep.grid:
+            here = self._swept(shard)
+            mine = [item for item in tests.items() if item[0][1:] in here]
+        else:
+            mine = list(tests.items())[shard.index :: shard.count]
         return [
-            Run(self.task.name, variant, seed, self.settings, missing, positions,
-                self.training_key(variant, positions, seed))
+            self._run((positions, variant), seed, missing, choices[positions, variant])
             for (seed, positions, variant), missing in mine
             if missing
-        ]  # fmt: skip
+        ]
+
+    def sweep_runs(
+        self, by_key: Mapping[str, Row], shard: Shard = WHOLE, retry: bool = False
+    ) -> list[Run]:
+        """The shard's runs of the sweep that have no result yet, or with ``retry`` a failed one."""
+        found = []
+        for seed in SWEEP_SEEDS if self.sweep.grid else ():
+            for trained in self._swept(shard):
+                for values in self.sweep.candidates:
+                    key = self._validation_key(trained, values, seed)
+                    if key not in by_key or (retry and by_key[key]["status"] != "ok"):
+                        positions, variant = trained
+                        found.append(
+                            Run(
+                                self.task.name, variant, seed, self.settings_with(variant, values),
+                                {self.settings.train_longest: {key: None}}, positions,
+                                self.training_key(variant, positions, seed, values),
+                                values_text(values), {"split": VALIDATION},
+                            )
+                        )  # fmt: skip
+        return found
+
+    def _swept(self, shard: Shard) -> list[Trained]:
+        """The shard's variants in a study with a sweep."""
+        return self.trained()[shard.index :: shard.count]
+
+    def _run(
+        self,
+        trained: Trained,
+        seed: int,
+        tests: dict[int, dict[str, VariantCall | None]],
+        choice: Choice | None,
+    ) -> Run:
+        positions, variant = trained
+        assert choice is not None
+        fields: dict[str, Any] = {}
+        if shared := self._shared(variant):
+            fields["shared"] = shared
+        if self.sweep.names:
+            fields["tuned"] = {"values": choice.values, "tried": list(choice.tried)}
+        return Run(
+            self.task.name, variant, seed, self.settings_with(variant, choice.values), tests,
+            positions, self.training_key(variant, positions, seed, choice.values), fields=fields,
+        )  # fmt: skip
 
     def row(
         self, run: Run, key: str, point: int, outcome: Outcome, training: dict[str, Any]
@@ -161,20 +278,22 @@ class Study:
             "learned": training["learned"] if substitute is None else {},
             "chance": self.task.chance(self.settings),
             "sequences": self.settings.sequences(point),
-            "settings": self.settings.identity(),
+            "settings": run.settings.identity(),
             "version": self.version(Spec(run.variant, substitute or run.variant)),
-            "schedule": self.settings.schedule,
+            "schedule": run.settings.schedule_text(self.sweep.names),
             "data": self.task.data_version(),
             "device": self.device,
             **origin(),
             "cpu_seconds": round(outcome.cpu_seconds, 3),
             "train_cpu_seconds": round(training["train_cpu_seconds"], 3),
             "training": run.training_key,
+            **run.fields,
         }
 
-    def log_at(self, row: Row) -> tuple[str, int]:
+    def log_at(self, run: Run, row: Row) -> tuple[str, int]:
         """The name and the step under which loggers show the metrics of a row."""
-        name = f"{self.task.name}/{row['variant']}/{row['positions']}/seed{row['seed']}"
+        sweep = f"/{run.candidate}" if run.candidate else ""
+        name = f"{self.task.name}/{row['variant']}/{row['positions']}{sweep}/seed{row['seed']}"
         return name, row["length"]
 
     def headline(self, runs: int) -> str:
@@ -186,15 +305,20 @@ class Study:
             f"{counted(self.seeds, 'seed')}{encodings}, train length "
             f"{self.settings.train_longest}, eval lengths up to {max(self.lengths)}: "
             f"{counted(runs, 'run')} to do"
+            + (f", with a sweep of {' and '.join(self.sweep.grid)}" if self.sweep.grid else "")
         )
 
     def details(self, runs: Sequence[AnyRun], out: Path) -> list[str]:
         """More lines about the study and its missing results."""
         trainings = sum(not run.model(out).exists() for run in runs if isinstance(run, Run))
-        missing = sum(len(tests) for run in runs for tests in run.tests.values())
+        reported = [run for run in runs if isinstance(run, Run) and not run.candidate]
+        missing = sum(len(tests) for run in reported for tests in run.tests.values())
+        candidates = [values_text(values) for values in self.sweep.candidates]
+        sweep = f"{len(runs) - len(reported)} runs to do with {'; '.join(candidates)}"
         return [
             f"  eval lengths: {', '.join(map(str, self.lengths))}",
-            f"  schedule: {self.settings.schedule}",
+            f"  schedule: {self.settings.schedule_text(self.sweep.names)}",
+            *([f"  sweep: {sweep}"] if self.sweep.grid else []),
             f"  to do: {counted(trainings, 'training')} and {missing} of "
             f"{sum(1 for _ in self.row_specs())} results",
         ]
@@ -205,111 +329,3 @@ class Study:
             f"  left out: {spec} with position encoding {positions}: {reason}"
             for (spec, positions), reason in self.left_out.items()
         ]
-
-
-def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Study:
-    """Check the options and make the study.
-
-    Raises:
-        UsageError: an option is invalid, or a variant supports none of the encodings.
-    """
-    if options.preset not in task.presets:
-        known = ", ".join(task.presets)
-        raise UsageError(f"{task.name} has no preset {options.preset!r}; it has: {known}")
-    if options.conditions is not None:
-        raise UsageError(f"--conditions must not be given for {task.name}: it has lengths instead")
-    preset = task.presets[options.preset]
-    check_device(options.device)
-    seeds = preset.seeds if options.seeds is None else options.seeds
-    settings = chosen_settings(task.name, preset.settings, options)
-    asked = list(preset.lengths if options.lengths is None else options.lengths)
-    check_unique("--lengths", asked)
-    # Results always include the train length.
-    lengths = tuple(sorted({settings.train_longest, *asked}))
-    positions = preset.positions if options.positions is None else tuple(options.positions)
-    if options.positions is not None and not set(positions) <= set(task.positions):
-        raise UsageError(
-            f"--positions of {task.name} must be {either(task.positions)}, "
-            f"got {', '.join(positions)}"
-        )
-    check_unique("--positions", positions)
-    for length in (settings.train_shortest, *lengths):
-        _check_data(task, length, settings, options.verbose)
-    for encoding in positions:
-        try:
-            task.build(VariantCall("softmax"), encoding, settings)
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"settings: {error}") from error
-    if options.variants is None:
-        texts = list(preset.variants)
-        if preset.variants == EVERY_VARIANT:
-            texts = every_variant(task.tokens(settings.train_longest))
-        texts += [name for name in plugins if name not in texts and not name.startswith("task ")]
-    else:
-        texts = list(options.variants)
-    longest = max(task.tokens(max(p.lengths)) for p in task.presets.values())
-    specs = tuple(
-        Spec(complete(spec.train, longest), complete(spec.test, longest))
-        for spec in parse_specs(texts)
-    )
-    check_unique("--variants", list(map(str, specs)))
-    sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
-    left_out = _left_out(specs, positions, sizes)
-    return Study(
-        task, specs, positions, seeds, lengths, settings, options.device, plugins, left_out
-    )
-
-
-def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> None:
-    """Draw one sequence; raises UsageError if the task does not support this length."""
-    try:
-        task.batch(0, "test", length, 0, 1, settings)
-    except UsageError:
-        raise
-    except Exception as error:
-        if verbose:
-            raise
-        raise UsageError(
-            f"{task.name}: draw failed at length {length}: {type(error).__name__}: {error}\n"
-            "Repeat the command with --verbose for the traceback."
-        ) from error
-
-
-def _left_out(
-    specs: tuple[Spec, ...], positions: tuple[str, ...], sizes: list[int]
-) -> dict[tuple[Spec, str], str]:
-    """The reason for each unsupported pair of a variant and a position encoding.
-
-    Raises:
-        UsageError: a variant supports none of the position encodings.
-    """
-    found: dict[tuple[Spec, str], str] = {}
-    for spec in specs:
-        for encoding in positions:
-            for variant in dict.fromkeys((spec.train, spec.test)):
-                if (reason := unsupported(variant, sizes, encoding)) is not None:
-                    found[spec, encoding] = reason
-        mine = [reason for (other, _), reason in found.items() if other == spec]
-        if len(mine) == len(positions):
-            known = {spec.train.name, spec.test.name} <= {*attnzoo.list_variants()}
-            hint = "" if known else "; --plugin FILE.py loads your own variant"
-            raise UsageError(f"variant {spec}: {mine[0]}{hint}")
-    return found
-
-
-def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
-    """The reason why a variant does not support these numbers of keys or this encoding, or None."""
-    try:
-        module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
-        options = {"alibi": torch.ones(1)} if positions == "alibi" else {}
-        one = torch.ones(1, 1, 1, 8)
-        for size in sizes:
-            keys = one.expand(1, 1, size, 8)
-            plan = attnzoo.explain(
-                one, keys, keys, variant.name, **options, **own_parameters(module)
-            )
-            if plan.reason is not None:
-                return plan.reason
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import attnzoo
 from commandline.variants import VariantCall
 from evals.measures.metrics import Outcome, Tally
-from evals.task import HeadSample, Schedule, Settings, Task
+from evals.task import VALIDATION, HeadSample, Schedule, Settings, Task
 from evals.tasks.draws import lengths
 
 JACOBIANS = 4  # number of sequences per length whose Jacobians are measured
@@ -117,20 +117,25 @@ def evaluate(
     settings: Settings,
     device: str,
     progress: Callable[[float], None],
+    splits: Mapping[str, str] | None = None,
 ) -> dict[str, Outcome]:
     """Evaluate the variants in ``tests`` at one length; None stands for the trained variant.
 
-    Returns the outcome of each variant under its key in ``tests``.
+    splits: in place of `Task.splits`. Returns the outcome of each variant under its key in
+    ``tests``.
     """
+    splits = task.splits if splits is None else splits
     count = settings.sequences(length)
     chunk = max(1, CHUNK_ITEMS // task.tokens(length))
     tallies = {key: Tally() for key in tests}
-    for number, (prefix, split) in enumerate(task.splits.items()):
+    for number, (prefix, split) in enumerate(splits.items()):
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             batch = task.batch(seed, split, length, start, stop, settings).to(device)
             # Heads are measured on the first sequences of the first split, whatever the chunk size.
-            most = (0, 0) if number else (task.head_sequences, JACOBIANS)
+            # A sweep needs only the score, so its split has none.
+            unmeasured = number > 0 or split == VALIDATION
+            most = (0, 0) if unmeasured else (task.head_sequences, JACOBIANS)
             sample = HeadSample(*(min(max(count - start, 0), stop - start) for count in most))
             began = time.process_time()
             try:
@@ -143,5 +148,5 @@ def evaluate(
             for key, substitute in tests.items():
                 tallies[key].cpu_seconds += shared
                 tallies[key].add(partial(measure, substitute), prefix)
-            progress((number + stop / count) / len(task.splits))
+            progress((number + stop / count) / len(splits))
     return {key: tally.outcome() for key, tally in tallies.items()}

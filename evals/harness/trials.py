@@ -205,7 +205,7 @@ class TrialStudy:
             **origin(),
         }
 
-    def log_at(self, row: Row) -> tuple[str, int]:
+    def log_at(self, run: Trials, row: Row) -> tuple[str, int]:
         """The name and the step under which loggers show the metrics of a row."""
         name = f"{self.task.name}/{row['variant']}/{row['condition']}/seed{row['seed']}"
         return name, self.settings.steps
@@ -245,6 +245,7 @@ def plan_trials(task: Experiment, options: Options, plugins: Mapping[str, str]) 
         ("positions", "it has no attention"),
         ("lengths", "it has conditions in point of lengths"),
         ("output", "--variants are its output layers"),
+        ("sweep", "its settings are not tuned"),
     ):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} must not be given for {task.name}: {why}")

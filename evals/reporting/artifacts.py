@@ -14,7 +14,8 @@ from evals.reporting.stored import stored
 from evals.reporting.trials import write_trials
 from evals.results.rows import Row, is_pretrained, is_trial
 from evals.results.store import read_rows
-from evals.results.summary import Group, csv_text, groups
+from evals.results.summary import Group, groups
+from evals.results.summary_csv import csv_text
 from evals.results.trials import of_tasks
 from evals.theory import trained_heads as theory
 

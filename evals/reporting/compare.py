@@ -98,6 +98,43 @@ def table(task: str, found: Sequence[Change]) -> Table:
     return Table(title, ["variant", "n", "A", "B", "gain"], rows)
 
 
+def holds(change: Change) -> bool:
+    """Whether the 95 % intervals of A and B overlap. A single seed's interval is its score."""
+    if change.before is None or change.after is None:
+        return False
+    (low, high), (least, most) = (
+        side.interval or (side.mean, side.mean) for side in (change.before, change.after)
+    )
+    return low <= most and least <= high
+
+
+def holding(found: Sequence[Change]) -> list[str]:
+    """Lines that name the rows of A that hold in B, and those that do not, with the lengths."""
+    rows: dict[tuple[str, str], list[Change]] = {}
+    for change in found:
+        rows.setdefault((change.task, change.series.label), []).append(change)
+    lines, held = [], 0
+    for (task, label), mine in rows.items():
+        broken = [change for change in mine if not holds(change)]
+        held += not broken
+        at = ", ".join(f"n = {change.length} ({_means(change)})" for change in broken)
+        lines.append(f"{task}, {label}: {f'does not hold at {at}' if broken else 'holds'}")
+    lines.append(
+        f"{held} of {len(rows)} rows hold: at every length their 95 % intervals over seeds in A "
+        "and B overlap"
+    )
+    return lines
+
+
+def _means(change: Change) -> str:
+    metric = change.metric
+    sides = [
+        "none" if side is None else f"{metric.factor * side.mean:.{metric.digits}f}"
+        for side in (change.before, change.after)
+    ]
+    return f"{sides[0]} in A, {sides[1]} in B"
+
+
 def _conditions(group: Group) -> dict[str, object]:
     """The values of a group's settings, data and versions, by name."""
     conditions: dict[str, object] = dict(group.settings)
@@ -138,10 +175,11 @@ def _seeds(point: Point) -> set[int]:
     return {row["seed"] for row in point.rows if row["status"] == "ok"}
 
 
-def main(a: Path, b: Path, fail_below: float | None = None) -> int:
+def main(a: Path, b: Path, fail_below: float | None = None, hold: bool = False) -> int:
     """Print the gains and return the exit status.
 
-    It is 1 if ``fail_below`` is given and a gain is missing or less than ``fail_below``.
+    It is 1 if ``fail_below`` is given and a gain is missing or less than ``fail_below``, or if
+    ``hold`` is true and a row of A does not hold in B.
     """
     if fail_below is not None and not math.isfinite(fail_below):
         raise UsageError(f"--fail-below must be a finite number, got {fail_below}")
@@ -153,8 +191,11 @@ def main(a: Path, b: Path, fail_below: float | None = None) -> int:
         print(f"{table(name, [c for c in found if c.task == name]).text()}\n")
     for line in [*differing(before, after), *_unshared_seeds(before, after)]:
         print(line)
+    if hold:
+        print("\n".join(holding(found)))
+    broken = hold and not all(map(holds, found))
     if fail_below is None:
-        return 0
+        return 1 if broken else 0
     failed = [change for change in found if change.fails(fail_below)]
     for change in failed:
         gain, metric = change.gain, change.metric
@@ -162,4 +203,4 @@ def main(a: Path, b: Path, fail_below: float | None = None) -> int:
         print(f"below {fail_below:g}: {change.task}, {change.series.label}, n = {change.length}: "
               f"{what}")  # fmt: skip
     print(f"{len(found) - len(failed)} of {len(found)} gains are at least {fail_below:g}")
-    return 1 if failed else 0
+    return 1 if failed or broken else 0

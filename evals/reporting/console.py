@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from commandline.table import Table
 from evals.reporting.scores import KEPT, Line, Scores, of_group
-from evals.reporting.tables import PARTIAL, cost_table, legend, score_tables
+from evals.reporting.tables import PARTIAL, cost_table, legend, score_tables, settings_table
 from evals.results.summary import Group, Series, failures, version_warnings
 from evals.theory import trained_heads as theory
 from evals.theory.trained_heads import Heads
@@ -28,7 +28,13 @@ def print_group(group: Group, heads: Sequence[Heads], verbose: bool) -> None:
             "at train length"
         )
     if verbose:
-        for table in [*score_tables(group)[1:], *theory.tables(group, heads), cost_table(group)]:
+        tuning = settings_table(group)
+        for table in [
+            *score_tables(group)[1:],
+            *([tuning] if tuning else []),
+            *theory.tables(group, heads),
+            cost_table(group),
+        ]:
             print(f"\n{table.text()}")
         print(f"\nschedule: {group.rows[0]['schedule']}")
     for line in legend(group):
@@ -63,7 +69,7 @@ def _table(group: Group, scores: Scores, errors: bool) -> Table:
         f"{group.task.name}{distinction}: {score.title} ({better} is better) by eval length n; "
         f"train length {scores.train_length}, chance {scores.shown(group.chance)}, {over}"
     )
-    shown = any(scores.effective_length(line) for line in scores.lines)
+    shown = scores.has_effective
     rows = [
         [group.name(Series(line.variant, line.encoding)), *_values(scores, line, errors)]
         + ([scores.effective_text(line)] if shown else [])
@@ -82,5 +88,5 @@ def _values(scores: Scores, line: Line, errors: bool) -> list[str]:
         text = scores.shown(value.mean)
         if errors and value.error is not None:
             text += f" ±{scores.shown(value.error)}"
-        texts.append(text + (PARTIAL if value.failed else ""))
+        texts.append(text + scores.mark(value) + (PARTIAL if value.failed else ""))
     return texts

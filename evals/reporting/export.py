@@ -33,7 +33,8 @@ ALL = "all"
 CSV_HEADER = (
     "task", "settings", "variant", "position_encoding", "length", "metric", "mean",
     "standard_error", "interval_low", "interval_high", "seeds", "failed", "untrained_seeds",
-    "chance", "train_length",
+    "chance", "train_length", "effective_length", "difference_from_softmax", "p_holm", "unstable",
+    "tuned",
 )  # fmt: skip
 
 
@@ -45,11 +46,13 @@ def csv_tables(tables: Sequence[Scores]) -> str:
     writer.writerow(CSV_HEADER)
     for table in tables:
         for line in table.lines:
+            effective = table.effective_text(line).removeprefix("≥ ").replace("—", "")
             for length, value in zip(table.lengths, line.values, strict=True):
                 writer.writerow([
                     table.task.name, table.distinction, line.variant, line.encoding, length,
                     table.metric.name, *map(_number, value[:4]), value.seeds, value.failed,
-                    line.untrained, _number(table.chance), table.train_length,
+                    line.untrained, _number(table.chance), table.train_length, effective,
+                    _number(value.difference), _number(value.p), int(line.unstable), line.tuned,
                 ])  # fmt: skip
     return file.getvalue()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evals.reporting.scores import Line, Scores, Value
-from evals.reporting.tables import PARTIAL
+from evals.reporting.tables import BETTER, PARTIAL, WORSE
 
 _ESCAPES = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#",
@@ -11,6 +11,9 @@ _ESCAPES = {
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "—": "---",
     "[": "{[}", "]": "{]}", "*": "{*}",  # after \\ LaTeX would read [ and * as options
 }  # fmt: skip
+
+
+_VERDICTS = {BETTER: "$^{+}$", WORSE: "$^{-}$"}
 
 
 def escape(text: str) -> str:
@@ -25,21 +28,31 @@ def latex_table(scores: Scores) -> str:
     LaTeX comments above the table give the text for a caption.
     """
     count = len(scores.lengths)
+    more = scores.has_effective
     comments = [scores.title, *scores.notes(), r"needs \usepackage{booktabs}"]
     body = [
-        rf"\begin{{tabular}}{{l{'r' * count}}}",
+        rf"\begin{{tabular}}{{l{'r' * (count + more)}}}",
         r"\toprule",
-        rf" & \multicolumn{{{count}}}{{c}}{{Eval length $n$}} \\",
+        rf" & \multicolumn{{{count}}}{{c}}{{Eval length $n$}}{' & Effective' * more} \\",
         rf"\cmidrule(lr){{2-{count + 1}}}",
-        _row(["Variant", *map(str, scores.lengths)]),
+        _row(["Variant", *map(str, scores.lengths), *["length"] * more]),
         r"\midrule",
         *(
-            _row([_label(line, scores.seeds), *(_cell(scores, v) for v in line.values)])
+            _row(
+                [
+                    _label(line, scores.seeds),
+                    *(_cell(scores, value) for value in line.values),
+                    *[_effective(scores, line)] * more,
+                ]
+            )
             for line in scores.lines
         ),
     ]
     if scores.chance is not None:
-        body += [r"\midrule", _row(["Chance", *[scores.shown(scores.chance)] * count])]
+        body += [
+            r"\midrule",
+            _row(["Chance", *[scores.shown(scores.chance)] * count, *[""] * more]),
+        ]
     body += [r"\bottomrule", r"\end{tabular}"]
     head = [f"% {' '.join(comment.split())}" for comment in comments]
     return "\n".join([*head, *body, ""])
@@ -52,13 +65,18 @@ def _row(cells: list[str]) -> str:
 def _label(line: Line, seeds: int) -> str:
     encoding = "" if line.encoding == "none" else f", {escape(line.encoding)}"
     mark = rf"$^{{\dagger\,{line.untrained}/{seeds}}}$" if line.untrained else ""
+    mark += r"$^{\ddagger}$" * line.unstable
     return f"{escape(line.variant)}{encoding}{mark}"
+
+
+def _effective(scores: Scores, line: Line) -> str:
+    return escape(scores.effective_text(line)).replace("≥", r"$\geq$")
 
 
 def _cell(scores: Scores, value: Value) -> str:
     if value.mean is None:
         return escape(value.failed or "—")
-    text = scores.shown(value.mean)
+    text = scores.shown(value.mean) + _VERDICTS.get(scores.mark(value), "")
     if value.failed:
         text += rf"\textsuperscript{{{PARTIAL}}}"
     if value.low is None or value.high is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from evals.reporting.scores import of_group
-from evals.reporting.tables import PARTIAL
+from evals.reporting.scores import Value, of_group
+from evals.reporting.tables import PARTIAL, verdict
 from evals.results.summary import Group, Point
 from evals.task import Metric
 
@@ -28,7 +28,7 @@ class Cell(NamedTuple):
 class Line(NamedTuple):
     """One series of the leaderboard.
 
-    label: the text to sort by. name: the label with † if seeds are untrained. cells: one per
+    label: the text to sort by. name: the label with † and ‡. cells: one per
     length. effective: the effective length as shown.
     """
 
@@ -43,7 +43,7 @@ class Leaderboard(NamedTuple):
     """Series by their score at the longest length, the best first, failed ones last.
 
     columns: pairs such as (256, "4 × train"). order: "descending", or "ascending" if lower is
-    better. has_effective: whether any series has an effective length.
+    better. has_effective: whether the score has an effective length.
     """
 
     columns: list[tuple[int, str]]
@@ -62,9 +62,12 @@ def leaderboard(group: Group) -> Leaderboard:
         Line(
             one.label,
             group.name(one),
-            [_score_cell(point, score) for point in group.of(one)],
+            [
+                _score_cell(point, score, value)
+                for point, value in zip(group.of(one), found[one].values, strict=True)
+            ],
             scores.effective_text(found[one]),
-            scores.effective_length(found[one]),
+            found[one].effective,
         )
         for one in group.series
     ]
@@ -78,7 +81,7 @@ def leaderboard(group: Group) -> Leaderboard:
         sorted(lines, key=rank),
         f"{score.factor * group.chance:.{score.digits}f}",
         "ascending" if score.lower_is_better else "descending",
-        any(line.effective_length is not None for line in lines),
+        scores.has_effective,
     )
 
 
@@ -87,11 +90,12 @@ def _distance(group: Group, length: int) -> str:
     return "train length" if length == longest else f"{length / longest:.3g} × train"
 
 
-def _score_cell(point: Point, score: Metric) -> Cell:
+def _score_cell(point: Point, score: Metric, value: Value) -> Cell:
     found, failed = point.metrics.get(score.name), "+".join(point.failures)
     if found is None:
         return Cell(point, failed or "—", "", None, None)
-    text = f"{score.factor * found.mean:.{score.digits}f}" + (PARTIAL if failed else "")
+    text = f"{score.factor * found.mean:.{score.digits}f}"
+    text += verdict(value.p, value.difference, score) + (PARTIAL if failed else "")
     percent = None
     if score.factor == 100 and not score.lower_is_better:
         percent = round(min(100.0, max(0.0, 100 * found.mean)), 2)

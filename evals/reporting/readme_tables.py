@@ -11,7 +11,7 @@ from pathlib import Path
 from commandline.table import markdown
 from evals.reporting.scores import KEPT, Line, Scores, Value, of_summary
 from evals.reporting.tables import PARTIAL, chance_text
-from evals.results.summary import UNTRAINED
+from evals.results.summary import UNSTABLE, UNTRAINED
 from evals.tasks import TASKS
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results"
@@ -80,9 +80,15 @@ def summary_scores(folder: Path, task: str) -> Scores | None:
 
 def markdown_table(found: Scores) -> str:
     """A Markdown table of scores by variant and length: mean and 95 % interval over seeds."""
+    more = found.has_effective
     header = ("variant", *(f"n = {length}" for length in found.lengths))
+    header += ("effective length",) * more
     body = [
-        (_label(line, found.seeds), *(_cell(found, value) for value in line.values))
+        (
+            _label(line, found.seeds),
+            *(_cell(found, value) for value in line.values),
+            *[found.effective_text(line)] * more,
+        )
         for line in found.lines
     ]
     name = found.task.name
@@ -96,13 +102,14 @@ def markdown_table(found: Scores) -> str:
 def _label(line: Line, seeds: int) -> str:
     encoding = "" if line.encoding == "none" else f" {line.encoding}"
     untrained = f" {UNTRAINED} {line.untrained}/{seeds}" if line.untrained else ""
+    untrained += f" {UNSTABLE}" * line.unstable
     return f"`{' '.join(line.variant.split())}`{encoding}{untrained}"
 
 
 def _cell(found: Scores, value: Value) -> str:
     if value.mean is None:
         return value.failed or "—"
-    text = found.shown(value.mean)
+    text = found.shown(value.mean) + found.mark(value)
     if value.low is not None and value.high is not None:
         text += f" ({found.shown(value.low)}–{found.shown(value.high)})"
     return text + (PARTIAL if value.failed else "")

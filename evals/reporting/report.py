@@ -26,6 +26,7 @@ from evals.reporting.tables import (
     legend,
     more_tables,
     score_tables,
+    settings_table,
 )
 from evals.results.rows import Row
 from evals.results.summary import UNTRAINED, Group, Point, version_warnings
@@ -87,9 +88,9 @@ class Section:
 
     @property
     def tables(self) -> list[Table]:
-        learned = learned_table(self.group)
-        found = [*score_tables(self.group), *more_tables(self.group)]
-        return [*found, *([learned] if learned else []), cost_table(self.group)]
+        scores, some = score_tables(self.group), (settings_table, learned_table)
+        optional = [table for make in some if (table := make(self.group)) is not None]
+        return [*scores, *more_tables(self.group), *optional, cost_table(self.group)]
 
     @property
     def settings(self) -> dict[str, str]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from commandline.errors import UsageError
-from evals.reporting.tables import chance_text, mark_lines
-from evals.results.summary import Group, Point
+from evals.reporting.tables import chance_text, mark_lines, verdict
+from evals.results.summary import Group, Point, Series
+from evals.results.tuned import values_text
 from evals.task import Metric, Task
 from evals.tasks import TASKS
 
@@ -22,6 +23,8 @@ class Value(NamedTuple):
     """A metric at one length: its mean over seeds, its standard error and its 95 % interval.
 
     failed: the status of seeds without a score, such as "oom+missing"; empty if all have one.
+    difference: the score minus that of softmax, paired by seed. p: the p value of this difference,
+    with Holm's correction for all differences of the table.
     """
 
     mean: float | None = None
@@ -30,19 +33,31 @@ class Value(NamedTuple):
     high: float | None = None
     seeds: int = 0
     failed: str = ""
+    difference: float | None = None
+    p: float | None = None
 
 
 class Line(NamedTuple):
     """One variant with its position encoding: a value for each length.
 
     untrained: the number of seeds whose score at the train length is missing or below the task's
-    ``trained_score``.
+    ``trained_score``. unstable: whether the scores of the seeds at the train length disagree.
+    tuned: the tuned values in words. effective: the longest length up to which the score stays
+    above 85 % of its value at the train length, of all eval lengths; None if a seed is untrained,
+    that value is missing, or lower values are better.
     """
 
     variant: str
     encoding: str
     untrained: int
     values: list[Value]
+    unstable: bool = False
+    tuned: str = ""
+    effective: int | None = None
+
+    @property
+    def label(self) -> str:
+        return self.variant if self.encoding == "none" else f"{self.variant} · {self.encoding}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,8 @@ class Scores:
     """One metric of one task. lines: the variant that is best at the longest length comes first.
 
     chance: the score of blind guessing; None if the metric is not the task's score. distinction:
-    the settings that differ from other results of the same task, such as "steps 3".
+    the settings that differ from other results of the same task, such as "steps 3". longest: the
+    longest eval length, also if the table leaves it out.
     """
 
     task: Task
@@ -60,6 +76,7 @@ class Scores:
     seeds: int
     chance: float | None
     schedule: str
+    longest: int
     lines: list[Line]
     distinction: str = ""
     remarks: tuple[str, ...] = ()
@@ -82,7 +99,7 @@ class Scores:
         )
 
     def notes(self) -> list[str]:
-        """The remarks of the task, and an explanation of each mark (->, †, *) that occurs."""
+        """The remarks of the task, and an explanation of each mark that occurs."""
         values = [value for line in self.lines for value in line.values]
         marks = mark_lines(
             variants=[line.variant for line in self.lines],
@@ -91,40 +108,68 @@ class Scores:
             partial=any(value.failed and value.mean is not None for value in values),
             bar=self.task.trained_score,
             train_length=self.train_length,
+            untuned=[line.label for line in self.lines if line.untrained and not line.tuned],
+            swept=any(line.tuned for line in self.lines),
+            unstable=any(line.unstable for line in self.lines),
+            factor=self.task.score.factor,
+            tested=sum(value.p is not None for value in values),
         )
         return [*self.remarks, *marks]
 
-    def effective_length(self, line: Line) -> int | None:
-        """The longest length up to which the score stays above 85 % of its value at the train
-        length; None if a seed is untrained, that value is missing, or lower values are better."""
-        found = dict(zip(self.lengths, line.values, strict=True))
-        start = found.get(self.train_length, Value()).mean
-        if line.untrained or start is None or self.metric.lower_is_better:
-            return None
-        longest = None
-        for length in (n for n in self.lengths if n >= self.train_length):
-            mean = found[length].mean
-            if mean is None or mean <= KEPT * start:
-                break
-            longest = length
-        return longest
+    def mark(self, value: Value) -> str:
+        """The mark of a value that differs from that of softmax, or ""."""
+        return verdict(value.p, value.difference, self.metric)
+
+    @property
+    def has_effective(self) -> bool:
+        """Whether the metric has an effective length: higher values are better."""
+        return not self.metric.lower_is_better
 
     def effective_text(self, line: Line) -> str:
         """The effective length, with "≥" if it is the longest eval length."""
-        length = self.effective_length(line)
-        if length is None:
+        if line.effective is None:
             return "—"
-        return f"≥ {length}" if length == self.lengths[-1] else str(length)
+        return f"≥ {line.effective}" if line.effective == self.longest else str(line.effective)
+
+
+def effective_length(
+    means: Mapping[int, float | None], train_length: int, metric: Metric, untrained: int
+) -> int | None:
+    """The effective length of `Line`, from the mean at each eval length."""
+    start = means.get(train_length)
+    if untrained or start is None or metric.lower_is_better:
+        return None
+    longest = None
+    for length in sorted(n for n in means if n >= train_length):
+        mean = means[length]
+        if mean is None or mean <= KEPT * start:
+            break
+        longest = length
+    return longest
+
+
+def _effective(group: Group, series: Series, metric: Metric) -> int | None:
+    found = {point.length: point.metrics.get(metric.name) for point in group.of(series)}
+    means = {length: None if value is None else value.mean for length, value in found.items()}
+    return effective_length(means, group.settings["train_longest"], metric, group.untrained(series))
 
 
 def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None) -> Scores:
     """The scores of a group of rows, at these lengths (default: all)."""
     chosen = [n for n in group.lengths if lengths is None or n in lengths]
+    is_score = metric is group.task.score
+    p = group.p_values(chosen) if is_score else {}
     lines = [
         Line(
             *series,
             group.untrained(series),
-            [_of_point(group.points[series, n], metric) for n in chosen],
+            [
+                _of_point(group.points[series, n], metric, is_score, p.get((series, n)))
+                for n in chosen
+            ],
+            group.unstable(series),
+            values_text(group.tuned(series)["values"]),
+            _effective(group, series, metric),
         )
         for series in group.series
     ]
@@ -134,8 +179,9 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
         lengths=chosen,
         train_length=group.settings["train_longest"],
         seeds=len(group.seeds),
-        chance=group.chance if metric is group.task.score else None,
+        chance=group.chance if is_score else None,
         schedule=group.rows[0]["schedule"],
+        longest=group.lengths[-1],
         lines=_best_first(lines, metric),
         distinction=group.distinction,
         remarks=tuple(group.task.remarks(group.settings)),
@@ -162,7 +208,12 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
         }
         untrained = int(mine[min(mine)]["untrained"])
         values = [_of_line(mine[n], task.score.name) if n in mine else Value() for n in lengths]
-        lines.append(Line(variant, encoding, untrained, values))
+        some = mine[min(mine)]
+        unstable = some.get("unstable") == "1"  # older files have no such column
+        means = {n: value.mean for n, value in zip(lengths, values, strict=True)}
+        effective = effective_length(means, int(first["train_length"]), task.score, untrained)
+        tuned = some.get("tuned") or ""
+        lines.append(Line(variant, encoding, untrained, values, unstable, tuned, effective))
     return Scores(
         task=task,
         metric=task.score,
@@ -171,23 +222,28 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
         seeds=max(int(line["seeds"]) for line in summary),
         chance=float(first["chance"]),
         schedule=first["schedule"],
+        longest=lengths[-1],
         lines=_best_first(lines, task.score),
     )
 
 
-def _of_point(point: Point, metric: Metric) -> Value:
+def _of_point(point: Point, metric: Metric, is_score: bool, p: float | None) -> Value:
     failed = "+".join(point.failures)
     if (found := point.metrics.get(metric.name)) is None:
         return Value(failed=failed)
     low, high = found.interval or (None, None)
-    return Value(found.mean, found.error, low, high, found.count, failed)
+    versus = point.versus_baseline if is_score else None
+    difference = None if versus is None else versus.mean
+    return Value(found.mean, found.error, low, high, found.count, failed, difference, p)
 
 
 def _of_line(line: Mapping[str, str], name: str) -> Value:
     failed = "+".join(part.split(":")[0] for part in line["failed"].split())
     numbers = (line[f"{name}{end}"] for end in ("", "_se", "_low", "_high"))
     mean, error, low, high = (float(text) if text else None for text in numbers)
-    return Value(mean, error, low, high, int(line["seeds"]), failed)
+    more = (line.get(f"{name}{end}") or "" for end in ("_minus_softmax", "_p_holm"))
+    difference, p = (float(text) if text else None for text in more)
+    return Value(mean, error, low, high, int(line["seeds"]), failed, difference, p)
 
 
 def _best_first(lines: list[Line], metric: Metric) -> list[Line]:

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from commandline.table import Table
-from evals.results.summary import BASELINE, UNTRAINED, Group, Point
+from evals.results.paired import LEVEL
+from evals.results.summary import BASELINE, SPREAD, UNSTABLE, UNTRAINED, Group, Point, Series
+from evals.results.tuned import validation, values_text
 from evals.task import Metric
 
 PARTIAL = "*"
+BETTER, WORSE = "⁺", "⁻"  # than softmax, with a p value below `LEVEL`
 ENOUGH_SEEDS = 6  # with fewer seeds, a 95 % bootstrap interval is too narrow
 
 
 def legend(group: Group) -> list[str]:
-    """An explanation of each mark (->, †, *) that occurs in a group's tables, and the remarks of
-    the task."""
+    """An explanation of each mark (->, †, ‡, ⁺, ⁻, *) that occurs in a group's tables, and the
+    remarks of the task."""
     remarks = group.task.remarks(group.settings)
     return remarks + mark_lines(
         variants=[series.variant for series in group.series],
         seeds=len(group.seeds),
         untrained=any(map(group.untrained, group.series)),
+        untuned=[
+            one.label
+            for one in group.series
+            if group.untrained(one) and not group.tuned(one)["values"]
+        ],
+        swept=any(group.tuned(one)["values"] for one in group.series),
+        unstable=any(map(group.unstable, group.series)),
+        factor=group.task.score.factor,
+        tested=len(group.p_values()),
         partial=any(point.failures and point.metrics for point in group.points.values()),
         bar=group.task.trained_score,
         train_length=group.settings["train_longest"],
@@ -33,10 +45,17 @@ def mark_lines(
     partial: bool,
     bar: float | None,
     train_length: int,
+    untuned: Sequence[str] = (),
+    swept: bool = False,
+    unstable: bool = False,
+    factor: float = 100,
+    tested: int = 0,
 ) -> list[str]:
-    """The explanations of ->, † and *, where they occur, and a note if there are few seeds.
+    """The explanations of the marks that occur, and a note if there are few seeds.
 
-    bar: the score at the train length below which a seed counts as untrained.
+    bar: the score at the train length below which a seed counts as untrained. untuned: the
+    untrained variants without a sweep. swept: whether any variant has one. factor: tables show
+    score · factor. tested: the number of comparisons with softmax.
     """
     lines = []
     if any("->" in variant for variant in variants):
@@ -45,7 +64,17 @@ def mark_lines(
         mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
         lines.append(
             f"{UNTRAINED} {mark}: did not reach {100 * (bar or 0):g} % at the train length "
-            f"(n = {train_length}){count}"
+            f"(n = {train_length}){count}{_tuning(untuned, swept)}"
+        )
+    if unstable:
+        lines.append(
+            f"{UNSTABLE} unstable: the seeds differ by more than {factor * SPREAD:g} points at the "
+            "train length; another seed, or another rounding, can change the row"
+        )
+    if tested:
+        lines.append(
+            f"{BETTER} better, {WORSE} worse than {BASELINE} (p < {LEVEL:g}: paired t-test over "
+            f"seeds, Holm's correction for the {tested} comparisons of the table)"
         )
     if partial:
         lines.append(f"{PARTIAL} some seeds failed or are missing; the mean leaves them out")
@@ -55,6 +84,22 @@ def mark_lines(
             "fewer than 95 % of cases"
         )
     return lines
+
+
+def _tuning(untuned: Sequence[str], swept: bool) -> str:
+    """Whether untrained variants were tuned. Only then they count as not trained."""
+    if not swept:
+        return " with these settings, not tuned"
+    if untuned:
+        return f": not trained with the best values of a sweep; not tuned: {', '.join(untuned)}"
+    return ": not trained with the best values of a sweep"
+
+
+def verdict(p: float | None, difference: float | None, metric: Metric) -> str:
+    """`BETTER` or `WORSE` for a difference from softmax with a p value below `LEVEL`, else ""."""
+    if p is None or difference is None or p >= LEVEL:
+        return ""
+    return WORSE if (difference < 0) != metric.lower_is_better else BETTER
 
 
 def _by_length(
@@ -98,9 +143,12 @@ def score_tables(group: Group) -> list[Table]:
         tables.append(beside)
     variants = {series.variant for series in group.series}
     if BASELINE in variants and len(variants) > 1:
+        p = group.p_values()
         title = f"{score.title}: difference from softmax, paired by seed"
+        if p:
+            title += f" (p of a paired t-test, Holm's correction for {len(p)} comparisons)"
         tables.append(
-            _by_length(group, title, lambda point: _difference(point, score), skip=(BASELINE,))
+            _by_length(group, title, lambda point: _difference(point, score, p), skip=(BASELINE,))
         )
     return tables
 
@@ -110,9 +158,46 @@ def _span(point: Point, score: Metric) -> str:
     return (found.span(score.factor, score.digits) if found else "") or "—"
 
 
-def _difference(point: Point, score: Metric) -> str:
+def _difference(point: Point, score: Metric, p_values: Mapping[tuple[Series, int], float]) -> str:
     versus = point.versus_baseline
-    return "—" if versus is None else versus.text(score.factor, score.digits, sign=True)
+    if versus is None:
+        return "—"
+    p = p_values.get((point.series, point.length))
+    text = versus.text(score.factor, score.digits, sign=True)
+    return text if p is None else f"{text} ({p_text(p)})"
+
+
+def p_text(p: float) -> str:
+    """A p value as text.
+
+    >>> p_text(0.0123), p_text(1e-9)
+    ('p 0.012', 'p < 0.001')
+    """
+    return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
+
+
+def settings_table(group: Group) -> Table | None:
+    """The settings that differ between the variants, and the validation scores of the sweep; None
+    if there are no such settings."""
+    score, tuned = group.task.score, {one: group.tuned(one) for one in group.series}
+    own = {one: group.own(one) for one in group.series}
+    if not any(found["values"] for found in tuned.values()) and not any(own.values()):
+        return None
+    tried = dict.fromkeys(
+        values_text(each["values"]) for found in tuned.values() for each in found["tried"]
+    )
+    rows = []
+    for one in group.series:
+        scores = {values_text(each["values"]): validation(each) for each in tuned[one]["tried"]}
+        shown = [scores.get(name) for name in tried]
+        rows.append([
+            one.label,
+            ", ".join(f"{name} {value}" for name, value in own[one].items()) or "—",
+            values_text(tuned[one]["values"]) or "not tuned",
+            *("—" if x is None else f"{score.factor * x:.{score.digits}f}" for x in shown),
+        ])  # fmt: skip
+    title = "Settings of each variant, and mean validation score of each candidate of the sweep"
+    return Table(title, ["variant", "own settings", "tuned", *tried], rows)
 
 
 def more_tables(group: Group) -> list[Table]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from evals.task import VALIDATION
 from evals.tasks import EXPERIMENTS, TASKS
 
 PRETRAINED = "pretrained"  # the task of rows of pretrained models
@@ -62,8 +63,26 @@ class Common(Measured):
     schedule: str
 
 
+class Tried(BaseModel):
+    """A candidate of a sweep with its validation scores, one per seed (None: failed)."""
+
+    values: Numbers
+    scores: list[float | None]
+
+
+class Tuned(BaseModel):
+    """The tuned values of a variant, {} if it was not tuned, and what its sweep tried."""
+
+    values: Numbers
+    tried: list[Tried]
+
+
 class Fields(Common):
-    """The required fields of a result row of a task."""
+    """The fields of a result row of a task, the optional ones last.
+
+    split: "validation" in a row of a sweep. shared: for each setting that differs between the
+    variants of a table, what the table's settings say in place of its value.
+    """
 
     positions: str
     length: Whole
@@ -72,6 +91,9 @@ class Fields(Common):
     train_cpu_seconds: float
     settings: Settings
     training: str
+    split: Literal["validation"] | None = None
+    shared: dict[str, Any] = {}
+    tuned: Tuned | None = None
 
 
 class TrialFields(Common):
@@ -103,6 +125,11 @@ def is_pretrained(row: object) -> bool:
 def is_trial(row: object) -> bool:
     """Whether a row belongs to an experiment; otherwise it belongs to a task."""
     return isinstance(row, dict) and row.get("task") in EXPERIMENTS
+
+
+def is_validation(row: Row) -> bool:
+    """Whether a row is a score of a sweep. Such rows are in no table."""
+    return row.get("split") == VALIDATION
 
 
 def problem(row: object) -> str | None:

@@ -1,29 +1,28 @@
-"""Statistics over seeds: means, standard errors, bootstrap intervals, differences from softmax.
-
-A summary contains no times and no host names, so the same runs give the same summary.csv even if
-they were interrupted or split into shards.
-"""
+"""Statistics over seeds: means, standard errors, bootstrap intervals, differences from softmax."""
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from commandline.errors import UsageError
+from evals.results.paired import holm, t_test
+from evals.results.rows import is_validation
 from evals.results.store import Row
 from evals.task import Metric, Task
 from evals.tasks import TASKS
 
 BASELINE = "softmax"
 UNTRAINED = "†"
+UNSTABLE = "‡"
+# A series is unstable if the scores of its seeds at the train length differ by more than this.
+SPREAD = 0.1
 CONFIDENCE = 0.95
 _EXACT = 5  # up to this many seeds the bootstrap enumerates all resamples
 _DRAWS = 10_000
@@ -97,6 +96,7 @@ class Point:
     length: int
     metrics: dict[str, Estimate]
     versus_baseline: Estimate | None  # score minus that of softmax, paired by seed
+    p: float | None  # the p value of this difference, without correction
     curves: dict[str, list[float]]
     rows: list[Row]
     failures: dict[str, int]  # number of failed or missing seeds by status
@@ -131,21 +131,61 @@ class Group:
         return [self.points[series, n] for n in self.lengths if (series, n) in self.points]
 
     def name(self, series: Series) -> str:
-        """The label of a series, with "† k/S" added if k > 0 of S seeds are `untrained`."""
+        """The label of a series, with "† k/S" added if k > 0 of S seeds are `untrained`, and "‡" if
+        it is `unstable`."""
         count = self.untrained(series)
-        return series.label + (f" {UNTRAINED} {count}/{len(self.seeds)}" if count else "")
+        mark = f" {UNTRAINED} {count}/{len(self.seeds)}" if count else ""
+        return series.label + mark + (f" {UNSTABLE}" if self.unstable(series) else "")
 
     def untrained(self, series: Series) -> int:
         """The number of seeds without a score of ``trained_score`` or more at the train length.
 
         It is 0 if the task has no ``trained_score`` or the series has no result at this length.
         """
-        point = self.points.get((series, self.settings["train_longest"]))
-        if self.task.trained_score is None or point is None:
+        scores = self._scores_at_train_length(series)
+        if self.task.trained_score is None or scores is None:
             return 0
-        name = self.task.score.name
-        scores = [row["metrics"][name] for row in point.rows if row["status"] == "ok"]
         return len(self.seeds) - sum(score >= self.task.trained_score for score in scores)
+
+    def unstable(self, series: Series) -> bool:
+        """Whether the scores of the seeds at the train length differ by more than `SPREAD`.
+
+        It is false if the task has no ``trained_score``.
+        """
+        scores = self._scores_at_train_length(series)
+        if self.task.trained_score is None or not scores:
+            return False
+        return max(scores) - min(scores) > SPREAD
+
+    def _scores_at_train_length(self, series: Series) -> list[float] | None:
+        point = self.points.get((series, self.settings["train_longest"]))
+        if point is None:
+            return None
+        name = self.task.score.name
+        return [row["metrics"][name] for row in point.rows if row["status"] == "ok"]
+
+    def tuned(self, series: Series) -> dict[str, Any]:
+        """The tuned "values" of a series and the candidates "tried"; both empty if there was no
+        sweep for it."""
+        row = self.of(series)[0].rows[0]
+        return row.get("tuned") or {"values": {}, "tried": []}
+
+    def own(self, series: Series) -> dict[str, Any]:
+        """The settings in which the variant may differ from others, besides its tuned ones."""
+        row = self.of(series)[0].rows[0]
+        names = set(row.get("shared", {})) - set(self.tuned(series)["values"])
+        return {name: row["settings"][name] for name in sorted(names) if name in row["settings"]}
+
+    def p_values(self, lengths: Collection[int] | None = None) -> dict[tuple[Series, int], float]:
+        """The p values of the differences from softmax, with Holm's correction for all that are in
+        the table of these lengths (default: all)."""
+        return holm(
+            {
+                key: point.p
+                for key, point in self.points.items()
+                if point.p is not None and (lengths is None or key[1] in lengths)
+            }
+        )
 
 
 def metrics_of(groups: Sequence[Group]) -> list[Metric]:
@@ -166,14 +206,22 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     """
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
+        if is_validation(row):
+            continue
         if row["task"] not in TASKS:
             raise UsageError(f"unknown task {row['task']!r}: load its file with --plugin")
         kind = str(row["device"]).split(":")[0]
-        same = json.dumps([row["settings"], kind, row["data"]], sort_keys=True)
+        same = json.dumps([_shared_settings(row), kind, row["data"]], sort_keys=True)
         found.setdefault((row["task"], same), []).append(row)
     ordered = sorted(found.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
     every = [_group(TASKS[name], part) for (name, _), mine in ordered for part in _by_sizes(mine)]
     return [replace(group, distinction=_distinction(group, every)) for group in every]
+
+
+def _shared_settings(row: Row) -> dict[str, Any]:
+    """The settings of a row's table: in place of those that differ between its variants, a text."""
+    found = row["settings"] | row.get("shared", {})
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:
@@ -255,7 +303,7 @@ def _group(task: Task, every: list[Row]) -> Group:
         softmax = Series(BASELINE, one.positions)
         base = {seed: at[softmax, length, seed] for seed in seeds if (softmax, length, seed) in at}
         points[one, length] = _point(task, one, length, mine, base, len(seeds))
-    return Group(task, rows[0]["settings"], series, lengths, seeds, points, rows, left_out)
+    return Group(task, _shared_settings(rows[0]), series, lengths, seeds, points, rows, left_out)
 
 
 def _point(
@@ -285,8 +333,9 @@ def _point(
         curves[name] = [sum(column) / len(column) for column in zip(*mine, strict=True)]
     messages = sorted({row["message"] for row in rows.values() if row["message"]})
     return Point(
-        series, length, metrics, estimate(paired), curves, list(rows.values()), failures, messages
-    )
+        series, length, metrics, estimate(paired), t_test(paired), curves, list(rows.values()),
+        failures, messages,
+    )  # fmt: skip
 
 
 def failures(group: Group) -> list[str]:
@@ -312,53 +361,3 @@ def version_warnings(groups: Sequence[Group]) -> list[str]:
         if len(values) > 1:
             found.append(f"warning: results differ in {name}: {', '.join(values)}")
     return found
-
-
-def _digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def _columns(metric: str) -> list[str]:
-    return [metric, f"{metric}_se", f"{metric}_low", f"{metric}_high"]
-
-
-def _cells(found: Estimate | None) -> list[str]:
-    if found is None:
-        return [""] * 4
-    return [_digits(x) for x in (found.mean, found.error, *(found.interval or (None, None)))]
-
-
-def csv_text(groups: Sequence[Group]) -> str:
-    """The summary.csv of a task: one line per (group, series, length).
-
-    The column ``settings`` says how the groups differ. It is empty for a single group.
-    """
-    task = groups[0].task
-    header = ["task", "variant", "positions", "length", "seeds", "failed", "untrained"]
-    metrics = metrics_of(groups)
-    for name in [*(metric.name for metric in metrics), f"{task.score.name}_minus_softmax"]:
-        header += _columns(name)
-    header += ["chance", "train_length", "steps", "schedule", "settings"]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(header)
-    for group in groups:
-        settings = group.settings
-        constants = [
-            f"{group.chance:.6g}", settings["train_longest"], settings["steps"],
-            group.rows[0]["schedule"], group.distinction,
-        ]  # fmt: skip
-        for series in sorted(group.series):
-            for point in group.of(series):
-                writer.writerow([*_line(group, point, metrics), *constants])
-    return file.getvalue()
-
-
-def _line(group: Group, point: Point, metrics: Sequence[Metric]) -> list[object]:
-    score = point.metrics.get(group.task.score.name)
-    failed = " ".join(f"{status}:{n}" for status, n in sorted(point.failures.items()))
-    line: list[object] = [group.task.name, *point.series, point.length]
-    line += [score.count if score else 0, failed, group.untrained(point.series)]
-    for metric in metrics:
-        line += _cells(point.metrics.get(metric.name))
-    return [*line, *_cells(point.versus_baseline)]

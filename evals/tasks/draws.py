@@ -14,7 +14,8 @@ import numpy as np
 # Part of the version of each built-in task: change it when a change in this file changes the data.
 GENERATOR = "philox-1"
 
-_SPLITS = {"train": 1, "test": 2, "train-lengths": 3, "sparse": 4, "dense": 5, "planted": 6}
+_SPLITS = {"train": 1, "test": 2, "train-lengths": 3, "sparse": 4, "dense": 5, "planted": 6,
+           "validation": 7}  # fmt: skip
 _PER_COUNTER = 4  # uint64 values per Philox counter
 
 

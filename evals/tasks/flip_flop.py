@@ -18,12 +18,21 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, Metric, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
-from evals.tasks.families.sequence import ACCURACY, LOSS, Batch, SequenceTask, Settings
+from evals.tasks.families.sequence import (
+    ACCURACY,
+    LEARNING_RATES,
+    LOSS,
+    OWN,
+    OWN_IN_DEEP,
+    Batch,
+    SequenceTask,
+    Settings,
+)
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)
-IGNORED = {"train": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
+IGNORED = {"train": 0.8, "validation": 0.8, "test": 0.8, "sparse": 0.98, "dense": 0.1}
 
 
 def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Any) -> Batch:
@@ -61,7 +70,9 @@ PRESETS = {
     ),
     "quick": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
         lengths=(64, 128, 256, 512, 1024),
         positions=("rope", "alibi"),
         settings=Settings(
@@ -71,7 +82,9 @@ PRESETS = {
     ),
     "paper": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep=RECORDED,
+        own=OWN_IN_DEEP,
         lengths=(512, 1024, 2048, 4096, 8192),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(

@@ -8,7 +8,8 @@ overlap small: under Python 3.11, 1.3 % of the 64-byte pieces of the test text o
 text. With a split by file it would be 13.5 %. The text depends on the Python release, so its digest
 is part of every run's key, and results of two releases are never mixed.
 
-A sequence is N consecutive bytes from a random start. Half of the training sequences, and all
+A sequence is N consecutive bytes from a random start. The split ``validation`` has other starts in
+the training text, so that no sweep reads the test text. Half of the training sequences, and all
 sequences of the split ``planted``, have a needle: a line ``#key=dddd`` at a random depth, and
 ``#key=`` with the same four digits at the end. The model must predict these digits. ``bits`` is the
 loss in bits per byte over sequences without a needle, and the curve ``bits_by_position`` is that
@@ -36,9 +37,16 @@ from torch import Tensor, nn
 from attnzoo.nn import Transformer
 from commandline.errors import UsageError
 from evals.measures.ranks import rank
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, BatchResult, Metric, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
-from evals.tasks.families.sequence import Batch, SequenceTask, right
+from evals.tasks.families.sequence import (
+    LEARNING_RATES,
+    OWN,
+    OWN_IN_DEEP,
+    Batch,
+    SequenceTask,
+    right,
+)
 from evals.tasks.families.sequence import Settings as Base
 
 LINE = b"\n#key="
@@ -88,7 +96,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
     needle and its digits, in this order."""
     if length < SHORTEST:
         raise UsageError(f"a length of language-model must be >= {SHORTEST}, got {length}")
-    text = corpus()[0]["train" if split == "train" else "test"]
+    text = corpus()[0]["train" if split in ("train", "validation") else "test"]
     raw = words(seed, split, length, start, stop, 2 + DIGITS)
     starts = integers(raw[:, 0], len(text) - length)
     whole = text[starts[:, None] + np.arange(length + 1)].astype(np.int64)
@@ -163,14 +171,18 @@ PRESETS = {
     ),
     "quick": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
         lengths=(128, 256, 512, 1024, 2048),
         positions=("rope",),
         settings=Settings(steps=3000, batch=64, train_shortest=128, train_longest=128),
     ),
     "paper": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep=RECORDED,
+        own=OWN_IN_DEEP,
         lengths=(1024, 2048, 4096, 8192, 16384),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(

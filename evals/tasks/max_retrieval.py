@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, Preset, Published
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset, Published
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
 from evals.tasks.families.retrieval import CLASSES, Batch, RetrievalTask, Settings
 
@@ -25,13 +25,15 @@ PRESETS = {
     ),
     "quick": Preset(
         variants=_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep={"learning_rate": (1e-3, 3e-3, 1e-2)},
         lengths=tuple(2**i for i in range(4, 13)),
         settings=Settings(steps=2000),
     ),
     "paper": Preset(
         variants=_VARIANTS,
         seeds=10,
+        sweep=RECORDED,
         lengths=tuple(2**i for i in range(4, 15)),
         settings=Settings(steps=10000),
     ),

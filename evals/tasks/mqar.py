@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, subsets, words
-from evals.tasks.families.sequence import Batch, SequenceTask
+from evals.tasks.families.sequence import LEARNING_RATES, OWN, Batch, SequenceTask
 from evals.tasks.families.sequence import Settings as Base
 
 
@@ -80,7 +80,9 @@ PRESETS = {
     ),
     "quick": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
         lengths=(64, 128, 256, 512),
         positions=("rope",),
         settings=Settings(
@@ -90,7 +92,9 @@ PRESETS = {
     ),
     "paper": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep=RECORDED,
+        own=OWN,
         lengths=(64, 128, 256, 512, 1024, 2048, 4096),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(

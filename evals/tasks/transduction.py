@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, BatchResult, Metric, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, BatchResult, Metric, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
+    LEARNING_RATES,
     LOSS,
+    OWN,
+    OWN_IN_DEEP,
     Batch,
     SequenceTask,
     Settings,
@@ -67,14 +70,21 @@ PRESETS = {
     ),
     "quick": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
         lengths=(16, 32, 64, 128),
         positions=("rope",),
-        settings=Settings(steps=3000, batch=32, train_shortest=4, train_longest=16),
+        # With two heads and a curriculum, seeds failed at length 16; sort needs this many steps.
+        settings=Settings(
+            steps=8000, batch=32, heads=4, curriculum=0.0, train_shortest=4, train_longest=16
+        ),
     ),
     "paper": Preset(
         variants=MAIN_VARIANTS,
-        seeds=3,
+        seeds=SEEDS,
+        sweep=RECORDED,
+        own=OWN_IN_DEEP,
         lengths=tuple(64 * 2**i for i in range(7)),
         positions=("none", "rope", "p-rope", "alibi"),
         settings=Settings(

@@ -15,11 +15,12 @@ import attnzoo
 from commandline.variants import VariantCall
 from evals.__main__ import main
 from evals.harness.options import Options
-from evals.harness.study import plan_study
+from evals.harness.planning import plan_study
 from evals.measures.heads import learned
 from evals.reporting.scores import of_group
 from evals.reporting.tables import legend, more_tables
-from evals.results.summary import csv_text, groups
+from evals.results.summary import groups
+from evals.results.summary_csv import csv_text
 from evals.task import HeadSample
 from evals.tasks import TASKS
 from evals.tasks.families.sequence import EPSILON, SequenceTask

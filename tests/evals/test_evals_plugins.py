@@ -12,6 +12,7 @@ import pytest
 
 from evals import SequenceTask, register_task
 from evals.__main__ import main
+from evals.harness import runs
 from evals.tasks import TASKS
 
 DOCS = Path(__file__).parents[2] / "docs" / "evals.md"
@@ -23,9 +24,41 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
 
 
-def documented_task() -> str:
-    """The source of the example task in docs/evals.md."""
-    found = re.search(r"```python\n(# recall\.py\n.*?)```", DOCS.read_text(), re.DOTALL)
+RECALL = '''# recall.py
+import torch
+from evals import Preset, SequenceBatch, SequenceSettings, SequenceTask, draws, register_task
+
+SYMBOLS = 16
+
+
+def draw(seed, split, length, start, stop, settings):
+    """Sequences start .. stop - 1: random symbols; the last token must recall the first one."""
+    words = draws.words(seed, split, length, start, stop, length)  # (B, length) random uint64
+    tokens = torch.from_numpy(draws.integers(words, SYMBOLS))  # (B, length) of 0 .. 15
+    answers = torch.full_like(tokens, -1)  # -1: nothing to predict at this token
+    answers[:, -1] = tokens[:, 0]
+    return SequenceBatch(tokens, answers)
+
+
+settings = SequenceSettings(steps=400, batch=64, train_shortest=2, train_longest=16)
+register_task(
+    SequenceTask(
+        name="recall",
+        about="Recall the first symbol of a sequence.",
+        draw=draw,
+        vocabulary=SYMBOLS,
+        chance_score=1 / SYMBOLS,
+        presets={
+            "quick": Preset(lengths=(16, 32, 64, 128), positions=("rope",), settings=settings)
+        },
+    )
+)
+'''
+
+
+def documented(name: str) -> str:
+    """The source of an example in docs/evals.md, by the name of its file."""
+    found = re.search(rf"```python\n(# {name}\n.*?)```", DOCS.read_text(), re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -35,7 +68,7 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, out = tmp_path / "recall.py", str(tmp_path / "out")
-    file.write_text(documented_task())
+    file.write_text(RECALL)
     plugin = ["--plugin", str(file)]
     assert main(["recall", *plugin, *SMALL, "--out", out]) == 0
     shown = capsys.readouterr().out
@@ -61,9 +94,9 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
 
 @pytest.fixture
 def recall(tmp_path: Path) -> Iterator[Path]:
-    """Path of a plugin with the documented task, which is unregistered after the test."""
+    """Path of a plugin with the task of `RECALL`, which is unregistered after the test."""
     file = tmp_path / f"recall_{tmp_path.name}.py"
-    file.write_text(documented_task())
+    file.write_text(RECALL)
     yield file
     TASKS.pop("recall", None)
 
@@ -112,7 +145,7 @@ def test_a_plugin_named_in_the_config_file_is_loaded(
 def test_a_wrong_draw_is_a_one_line_error_before_training(
     line: str, message: str, recall: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recall.write_text(documented_task().replace("return SequenceBatch(tokens, answers)", line))
+    recall.write_text(RECALL.replace("return SequenceBatch(tokens, answers)", line))
     options = ["recall", "--plugin", str(recall), *SMALL, "--dry-run"]
     assert main(options) == 2
     shown = capsys.readouterr().err
@@ -120,6 +153,70 @@ def test_a_wrong_draw_is_a_one_line_error_before_training(
     assert "--verbose" in shown
     with pytest.raises((ValueError, IndexError)):
         main([*options, "--verbose"])
+
+
+EXAMPLES = {"kth_largest.py": "kth-largest", "count.py": "count"}
+BRIEF = ["--preset", "smoke", "--variants", "softmax,ssmax", "--seeds", "2", "--steps", "2"]
+BRIEF += ["--lengths", "16,24", "--set", "test_sequences=4", "--set", "test_least=4"]
+BRIEF += ["--workers", "0"]
+
+
+def rows_of(folder: Path, task: str) -> list[dict[str, Any]]:
+    files = (folder / task).glob("rows*.jsonl")
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "task"), EXAMPLES.items())
+def test_a_documented_task_trains_resumes_and_is_split_into_shards(
+    name: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, file = documented(name), tmp_path / name
+    assert len(source.splitlines()) <= 25
+    file.write_text(source)
+    command = [task, "--plugin", str(file), *BRIEF, "--out"]
+    train, done = runs.train, []
+
+    def interrupted(*given: Any) -> Any:
+        if len(done) == 1:
+            raise KeyboardInterrupt
+        done.append(given)
+        return train(*given)
+
+    try:
+        whole, resumed, split = (tmp_path / part for part in ("whole", "resumed", "split"))
+        assert main([*command, str(whole)]) == 0
+        assert {row["status"] for row in rows_of(whole, task)} == {"ok"}
+        assert len(rows_of(whole, task)) == 2 * 2 * 2
+        monkeypatch.setattr(runs, "train", interrupted)
+        assert main([*command, str(resumed)]) == 130
+        assert len(rows_of(resumed, task)) == 2  # one of four runs, two lengths
+        monkeypatch.setattr(runs, "train", train)
+        assert main([*command, str(resumed)]) == 0
+        for index in range(2):
+            assert main([*command, str(split), "--shard", f"{index}/2"]) == 0
+    finally:
+        TASKS.pop(task, None)
+    texts = {(out / task / "summary.csv").read_bytes() for out in (whole, resumed, split)}
+    assert len(texts) == 1
+
+
+def drawn(name: str) -> Any:
+    """The function ``draw`` of a documented task."""
+    found: dict[str, Any] = {}
+    exec(documented(name).split("about =")[0], found)
+    return found["draw"]
+
+
+def test_the_answers_of_the_documented_tasks() -> None:
+    batch = drawn("kth_largest.py")(0, "test", 6, 0, 50, None)
+    for tokens, answers in zip(batch.tokens.tolist(), batch.answers.tolist()):
+        *numbers, asked = tokens
+        assert answers == [-1] * 5 + [sorted(numbers, reverse=True)[asked - 32]]
+    assert set(batch.tokens[:, -1].tolist()) == {32, 33, 34, 35}
+    batch = drawn("count.py")(0, "test", 300, 0, 2, None)
+    for tokens, answers in zip(batch.tokens.tolist(), batch.answers.tolist()):
+        assert answers == [min(16, tokens[: i + 1].count(x)) for i, x in enumerate(tokens)]
 
 
 def test_register_task_checks_the_name_and_the_presets() -> None:

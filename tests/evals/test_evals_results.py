@@ -19,12 +19,12 @@ from evals.results.store import read_rows
 from evals.results.summary import (
     Series,
     bootstrap,
-    csv_text,
     estimate,
     failures,
     groups,
     version_warnings,
 )
+from evals.results.summary_csv import csv_text
 from helpers.evals_rows import SETTINGS, row, written
 
 SOFTMAX, SSMAX = Series("softmax", "none"), Series("ssmax", "none")
@@ -97,7 +97,9 @@ def test_a_run_is_trained_if_its_score_reaches_the_threshold() -> None:
     shown = score_tables(group)[0]
     assert [line[0] for line in shown.rows] == ["softmax", "ssmax † 1/1"]
     assert "chance 10 %" in shown.title
-    assert legend(group) == ["† 1/1: did not reach 95 % at the train length (n = 16)"]
+    assert legend(group) == [
+        "† 1/1: did not reach 95 % at the train length (n = 16) with these settings, not tuned"
+    ]
     seeds = [row("softmax", score, seed=seed) for seed, score in enumerate((0.99, None, 0.5))]
     assert groups(seeds)[0].untrained(SOFTMAX) == 2  # the failed seed and the seed with score 0.5
     (text,) = groups([row("softmax", 4.0, task="language-model", positions="rope")])
@@ -191,8 +193,8 @@ def test_the_readme_table_shows_the_summary(tmp_path: Path) -> None:
     assert "Train length n = 16, chance 10 %." in text
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert lines == [
-        "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* |",
-        "| `softmax` | 97.0 (96.0–98.0) | 50.0 (50.0–50.0) |",
+        "| `ssmax` † 1/2 | 93.0 (90.0–96.0) | 60.0* | — |",
+        "| `softmax` | 97.0 (96.0–98.0) | 50.0 (50.0–50.0) | 16 |",
     ]
     assert "† k/2: did not reach 95 % at the train length (n = 16) in k of 2 seeds" in text
     assert "* some seeds failed or are missing" in text
@@ -336,6 +338,26 @@ def test_compare_fails_for_results_missing_in_b(
     assert main(["compare", *folders]) == 0
     assert main(["compare", *folders, "--fail-below", "-100"]) == 1
     assert "B has no seed 0" in capsys.readouterr().out
+
+
+def test_compare_prints_which_rows_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(softmax: float, ssmax: float) -> list:
+        return [
+            row(variant, score + 0.01 * seed, seed=seed, length=length)
+            for variant, score in (("softmax", softmax), ("ssmax", ssmax))
+            for length in (16, 64)
+            for seed in range(2)
+        ]
+
+    folders = both(tmp_path, rows(0.5, 0.9), rows(0.505, 0.3))
+    assert main(["compare", *folders, "--holds"]) == 1
+    text = capsys.readouterr().out
+    assert "max-retrieval, softmax: holds\n" in text
+    assert "max-retrieval, ssmax: does not hold at n = 16 (90.5 in A, 30.5 in B), n = 64 (" in text
+    assert "1 of 2 rows hold: at every length their 95 % intervals" in text
+    assert main(["compare", folders[0], folders[0], "--holds"]) == 0
+    assert "2 of 2 rows hold" in capsys.readouterr().out
+    assert main(["compare", *folders]) == 0
 
 
 def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_task(

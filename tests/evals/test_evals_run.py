@@ -154,7 +154,8 @@ def test_output_has_a_plan_a_line_per_run_a_score_table_and_the_report(
         "[1/4] max-retrieval softmax seed 0", "[2/4] max-retrieval ssmax seed 0",
         "[3/4] max-retrieval softmax seed 1", "[4/4] max-retrieval ssmax seed 1",
     ]  # fmt: skip
-    plan, _, title, header, *table, legend, note, few, _, preset, report = shown.out.splitlines()
+    plan, _, title, header, *rest = shown.out.splitlines()
+    *table, effective, legend, note, few, _, preset, report = rest
     assert plan == (
         "max-retrieval: 3 variants, 2 seeds, train length 16, eval lengths up to 64: 4 runs to do"
     )
@@ -162,10 +163,11 @@ def test_output_has_a_plan_a_line_per_run_a_score_table_and_the_report(
         "max-retrieval: Accuracy, % (higher is better) by eval length n; train length 16, "
         "chance 10.0, mean ± standard error of 2 seeds"
     )
-    assert re.fullmatch(r"variant +n = 16 +n = 32 +n = 64", header)
-    pattern = r"[^ ]+ † 2/2" + r" +\d+\.\d ±\d+\.\d" * 3
+    assert re.fullmatch(r"variant +n = 16 +n = 32 +n = 64 +effective length", header)
+    pattern = r"[^ ]+ † 2/2" + r" +\d+\.\d ±\d+\.\d" * 3 + " +—"
     assert len(table) == 3
     assert all(re.fullmatch(pattern, line) for line in table)
+    assert effective.startswith("effective length: the longest n")
     assert (legend[:5], note[:5], few[:14]) == ("a->b:", "† k/2", "With only 2 se")
     assert preset == "The smoke preset checks that everything runs. Its scores mean nothing."
     assert report == f"Report: {tmp_path / TASK / 'report.html'}"

@@ -19,8 +19,9 @@ from commandline.variants import complete, every_variant, parse_spec, parse_spec
 from evals.__main__ import main
 from evals.harness import costs
 from evals.harness.options import Options
+from evals.harness.planning import plan_study
 from evals.harness.progress import Progress, clock
-from evals.harness.study import RowSpec, Study, plan_study
+from evals.harness.study import RowSpec, Study
 from evals.reporting.plots import length_axis, name_lines
 from evals.results.store import Folder, Rows, Shard
 from evals.tasks import TASKS
@@ -157,18 +158,19 @@ def test_a_seed_above_32_bits_is_rejected(capsys: pytest.CaptureFixture[str]) ->
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     few = ["--variants", "softmax,ssmax,softmax->log_n(train_length=16)", "--lengths", "32"]
+    few += ["--sweep", "none"]
     assert main(["max-retrieval", *few, "--dry-run", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    # softmax->log_n uses the models of softmax, so 3 variants × 3 seeds need 6 training runs.
+    # softmax->log_n uses the models of softmax, so 3 variants × 5 seeds need 10 training runs.
     assert re.search(
-        r"max-retrieval: 3 variants, 3 seeds, train length 16, eval lengths up to 32: 6 runs .*\n"
-        r"max-retrieval: 6 runs, about [\d:]+ of computing time\n"
+        r"max-retrieval: 3 variants, 5 seeds, train length 16, eval lengths up to 32: 10 runs .*\n"
+        r"max-retrieval: 10 runs, about [\d:]+ of computing time\n"
         r"Total: about [\d:]+ \(h:mm:ss or m:ss\) on \d+ workers?. This is an estimate: .*\n\Z",
         text,
     )
     assert main(["max-retrieval", *few, "--dry-run", "--verbose", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "6 trainings and 18 of 18 results" in text
+    assert "10 trainings and 30 of 30 results" in text
     assert re.search(r"  max-retrieval ssmax seed 2: 2 results, about \d+ s\n", text)
     assert "one-cycle cosine, 2000 steps" in text
     assert not out.exists()
@@ -187,7 +189,7 @@ def test_a_dry_run_draws_little_data_and_times_each_kind_of_run_once(
         return batch(self, seed, split, length, start, stop, settings)
 
     monkeypatch.setattr(family, "batch", counted)
-    few = ["--variants", "softmax,ssmax", "--dry-run", "--out", str(tmp_path)]
+    few = ["--variants", "softmax,ssmax", "--sweep", "none", "--dry-run", "--out", str(tmp_path)]
     assert main(["max-retrieval", *few]) == 0
     tests = [item for item in made if item[1] == "test" and item[3] > 1]
     assert max(length for _, _, length, _ in tests) < 4096
@@ -195,7 +197,8 @@ def test_a_dry_run_draws_little_data_and_times_each_kind_of_run_once(
     assert sum(split == "train" for _, split, _, _ in made) == 4
     text = capsys.readouterr().out
     assert "This is an estimate: one training step" in text
-    needle, here = (plan_study(TASKS[t], Options(), {}).runs({})[0] for t in ("needle", TASK.name))
+    given = Options(sweep="none")
+    needle, here = (plan_study(TASKS[t], given, {}).runs({})[0] for t in ("needle", TASK.name))
     assert costs.kind(needle) == costs.kind(here)  # equal kinds of runs are timed once
 
 
@@ -255,7 +258,9 @@ def test_the_train_length_and_required_parameters_are_added() -> None:
 def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     planned = plan_study(TASKS[name], Options(preset=preset), {})
     assert planned.settings.train_longest in planned.lengths
-    assert planned.seeds == {"smoke": 1}.get(preset, planned.seeds)
+    assert planned.seeds == 1 if preset == "smoke" else planned.seeds >= 5
+    assert bool(planned.sweep.grid) == (preset == "quick")
+    assert (planned.sweep.recorded is not None) == (preset == "paper")
     assert len({planned.row_key(row) for row in planned.row_specs()}) == len([*planned.row_specs()])
     assert {reason for reason in planned.left_out.values() if "alibi" not in reason} == set()
 

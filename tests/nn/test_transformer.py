@@ -42,6 +42,58 @@ def supported(variant: str, positions: str) -> bool:
     return positions != "alibi" or variant not in NO_SCORE
 
 
+EXTRAS: dict[str, Any] = {"qk_norm": True, "qk_dim": 6, "layer_scale": 0.5}
+
+
+def test_qk_norm_makes_the_logits_independent_of_the_scale_of_queries_and_keys() -> None:
+    for qk_norm in (False, True):
+        made, other = model(qk_norm=qk_norm), model(qk_norm=qk_norm)
+        with torch.no_grad():
+            for layer in other.layers:
+                weight = layer.get_parameter("qkv.weight")
+                weight[:64] *= 50  # queries and keys: 4 heads × 8 features each
+            same = torch.allclose(made(tokens()), other(tokens()), atol=1e-4)
+        assert same == qk_norm
+
+
+def test_layer_scale_multiplies_the_outputs_of_attention_and_mlp() -> None:
+    plain, one, none = model(), model(layer_scale=1.0), model(layer_scale=0.0)
+    with torch.no_grad():
+        assert torch.equal(plain(tokens()), one(tokens()))
+        # Without the branches only embedding and last norm are left.
+        assert torch.equal(none.states(tokens()), none.norm(none.embed(tokens())))
+    for name, parameter in one.named_parameters():
+        if "scale_" in name:
+            torch.nn.init.constant_(parameter, 3.0)
+    one.reset_parameters()
+    assert {p.min().item() for n, p in one.named_parameters() if "scale_" in n} == {1.0}
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_qk_dim_changes_only_queries_and_keys(positions: str) -> None:
+    made = model("taylor" if positions != "alibi" else "softmax", positions, **EXTRAS)
+    assert made.layers[0].get_parameter("qkv.weight").shape == (4 * (6 + 6 + 8), 32)
+    with torch.no_grad():
+        whole, caches = made(tokens()), made.new_caches(16)
+        parts = [made(tokens()[:, a:b], caches=caches) for a, b in ((0, 9), (9, 10), (10, 14))]
+    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"qk_norm": 1}, "qk_norm must be a bool, got 1"),
+        ({"qk_dim": 0}, "qk_dim must be"),
+        ({"qk_dim": 5}, "positions='rope' needs an even head dimension, got qk_dim = 5"),
+        ({"layer_scale": -1.0}, "layer_scale must be from 0 to"),
+        ({"layer_scale": "x"}, "layer_scale must be a number from 0 to"),
+    ],
+)
+def test_wrong_extras_raise(given: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        model(**given)
+
+
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("variant", quick_variants(ALL_VARIANTS, ("pairwise", "linear")))
 def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
@@ -69,21 +121,21 @@ def test_left_padding_does_not_change_the_logits(positions: str) -> None:
 
 
 def test_rope_scores_depend_on_distances_only() -> None:
-    from attnzoo.nn.transformer import _rotate
+    from attnzoo.nn.decoder_layer import rotate
 
     made = model(rope_base=100.0)
     q, k = torch.randn(2, 1, 1, 1, 8).double().unbind()
 
     def score(i: int, j: int) -> float:
         rotations = [made._rotation(torch.tensor([at])) for at in (i, j)]
-        return float((_rotate(q, rotations[0]) * _rotate(k, rotations[1])).sum())
+        return float((rotate(q, rotations[0]) * rotate(k, rotations[1])).sum())
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-4)
     # With D = 8, RoPE rotates features 0 and 4, the first pair, by one radian per token.
     x = torch.zeros(1, 1, 1, 8)
     x[..., 0] = 1.0
-    turned = _rotate(x, made._rotation(torch.tensor([1])))[0, 0, 0]
+    turned = rotate(x, made._rotation(torch.tensor([1])))[0, 0, 0]
     assert turned[[0, 4]].tolist() == pytest.approx([0.5403, 0.8415], abs=1e-4)
 
 

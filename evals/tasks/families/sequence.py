@@ -27,7 +27,17 @@ from torch import Tensor
 from attnzoo.nn import AdaptiveSoftmax, MixtureOutput, OutputLayer, Transformer
 from commandline.variants import VariantCall
 from evals.measures.heads import Watch, substituted
-from evals.task import BatchResult, HeadSample, Measure, Metric, Preset, Published, Task
+from evals.task import (
+    EVERY_VARIANT,
+    SEEDS,
+    BatchResult,
+    HeadSample,
+    Measure,
+    Metric,
+    Preset,
+    Published,
+    Task,
+)
 from evals.task import Settings as Base
 from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse_output
 
@@ -47,7 +57,8 @@ class Settings(Base):
     """Settings of a sequence task; `evals.task.Settings` describes the fields.
 
     heads: the number of heads per layer. depth: the number of layers. output: the output layer,
-    such as "entmax(alpha=1.5)" or "mixture(components=4)"; see `outputs`.
+    such as "entmax(alpha=1.5)" or "mixture(components=4)"; see `outputs`. qk_norm, qk_dim and
+    layer_scale: as in `Transformer`; 0 stands for None.
     """
 
     width: int = 64
@@ -62,9 +73,15 @@ class Settings(Base):
     test_least: int = 16
     test_items: int = 2**16
     output: str = "softmax"
+    qk_norm: bool = False
+    qk_dim: int = 0
+    layer_scale: float = 0.0
+
+    MAY_BE_ZERO = ("qk_dim",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_share("layer_scale", math.inf)
         object.__setattr__(self, "output", str(parse_output(self.output)))
 
     @property
@@ -75,7 +92,34 @@ class Settings(Base):
         found = super().identity()
         if self.output_layer is None:
             del found["output"]
-        return found
+        return {
+            k: x for k, x in found.items() if x or k not in ("qk_norm", "qk_dim", "layer_scale")
+        }
+
+
+LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+# What the papers of some variants require: taylor has queries and keys with 16 features
+# (arXiv:2402.18668); sigmoid in deep models has QK-norm and LayerScale (arXiv:2409.04431).
+OWN = {"taylor": {"qk_dim": 16}}
+OWN_IN_DEEP = {**OWN, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
+PRESETS = {
+    "smoke": Preset(
+        variants=EVERY_VARIANT,
+        lengths=(16, 32, 64),
+        positions=("rope",),
+        settings=Settings(
+            steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
+        ),
+    ),
+    "quick": Preset(
+        seeds=SEEDS,
+        sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
+        lengths=(32, 64, 128, 256),
+        positions=("rope",),
+        settings=Settings(steps=1500, batch=32, train_shortest=4, train_longest=32),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -122,12 +166,14 @@ def answers(logits: Tensor, batch: Batch) -> BatchResult:
 
 @dataclass(frozen=True)
 class SequenceTask(Task):
-    """A sequence task.
+    """A sequence task. It needs a name, an explanation, ``draw`` and ``vocabulary``.
 
     Attributes besides those of `Task`:
         draw: draws a batch from (seed, split, length, start, stop, settings).
         vocabulary: the number of different tokens; a function if it depends on the settings.
-        chance_score: the score of random guessing; a function if it depends on the settings.
+        chance_score: the score of random guessing; a function if it depends on the settings. By
+            default 1 / vocabulary.
+        presets: by default `PRESETS`.
         version: the version of ``draw``; change it when the data change. Plugins need not, because
             the hash of their file is part of each key.
         size: maps a length to the number of tokens of a sequence; by default the length itself.
@@ -143,8 +189,8 @@ class SequenceTask(Task):
     about: str
     draw: Draw
     vocabulary: int | Callable[[Any], int]
-    chance_score: float | Callable[[Any], float]
-    presets: Mapping[str, Preset]
+    chance_score: float | Callable[[Any], float] | None = None
+    presets: Mapping[str, Preset] = field(default_factory=lambda: PRESETS)
     version: str = "1"
     size: Callable[[int], int] = lambda length: length
     read: Read = answers
@@ -174,6 +220,8 @@ class SequenceTask(Task):
 
     def chance(self, settings: Any) -> float:
         score = self.chance_score
+        if score is None:
+            return 1 / self.vocabulary_size(settings)
         return score(settings) if callable(score) else score
 
     def tokens(self, length: int) -> int:
@@ -188,7 +236,8 @@ class SequenceTask(Task):
         def make(**output: Any) -> Transformer:
             return Transformer(
                 size, settings.width, settings.heads, settings.depth, variant.name, positions,
-                **output, **variant.params,
+                qk_norm=settings.qk_norm, qk_dim=settings.qk_dim or None,
+                layer_scale=settings.layer_scale or None, **output, **variant.params,
             )  # fmt: skip
 
         counts = None

@@ -1,0 +1,151 @@
+"""Plans the study of a task: checks the options, and finds out which variants are supported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import attnzoo
+from commandline.arguments import either
+from commandline.errors import UsageError
+from commandline.variants import (
+    Spec,
+    VariantCall,
+    complete,
+    every_variant,
+    parse_specs,
+)
+from evals.harness.options import Options
+from evals.harness.plan import check_device, check_unique, chosen_settings
+from evals.harness.study import Study
+from evals.harness.sweeps import plan_sweep
+from evals.measures.heads import own_parameters
+from evals.task import EVERY_VARIANT, Preset, Settings, Task
+
+
+def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Study:
+    """Check the options and make the study.
+
+    Raises:
+        UsageError: an option is invalid, or a variant supports none of the encodings.
+    """
+    if options.preset not in task.presets:
+        known = ", ".join(task.presets)
+        raise UsageError(f"{task.name} has no preset {options.preset!r}; it has: {known}")
+    if options.conditions is not None:
+        raise UsageError(f"--conditions must not be given for {task.name}: it has lengths instead")
+    preset = task.presets[options.preset]
+    check_device(options.device)
+    seeds = preset.seeds if options.seeds is None else options.seeds
+    settings = chosen_settings(task.name, preset.settings, options)
+    asked = list(preset.lengths if options.lengths is None else options.lengths)
+    check_unique("--lengths", asked)
+    # Results always include the train length.
+    lengths = tuple(sorted({settings.train_longest, *asked}))
+    positions = preset.positions if options.positions is None else tuple(options.positions)
+    if options.positions is not None and not set(positions) <= set(task.positions):
+        raise UsageError(
+            f"--positions of {task.name} must be {either(task.positions)}, "
+            f"got {', '.join(positions)}"
+        )
+    check_unique("--positions", positions)
+    sweep = plan_sweep(task.name, preset, options)
+    for length in (settings.train_shortest, *lengths):
+        _check_data(task, length, settings, options.verbose)
+    for encoding in positions:
+        try:
+            task.build(VariantCall("softmax"), encoding, settings)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"settings: {error}") from error
+    if options.variants is None:
+        texts = list(preset.variants)
+        if preset.variants == EVERY_VARIANT:
+            texts = every_variant(task.tokens(settings.train_longest))
+        texts += [name for name in plugins if name not in texts and not name.startswith("task ")]
+    else:
+        texts = list(options.variants)
+    longest = max(task.tokens(max(p.lengths)) for p in task.presets.values())
+    specs = tuple(
+        Spec(complete(spec.train, longest), complete(spec.test, longest))
+        for spec in parse_specs(texts)
+    )
+    check_unique("--variants", list(map(str, specs)))
+    sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
+    left_out = _left_out(specs, positions, sizes)
+    study = Study(
+        task, specs, positions, seeds, lengths, settings, options.device, plugins, left_out, sweep,
+        _own(preset, options),
+    )  # fmt: skip
+    for values in sweep.candidates:
+        try:
+            replace(settings, **values)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"--sweep: {error}") from error
+    return study
+
+
+def _own(preset: Preset, options: Options) -> dict[str, Mapping[str, Any]]:
+    """The settings that the preset gives to some variants, unless --set gives them to all."""
+    kept = {
+        name: {key: value for key, value in own.items() if key not in options.settings}
+        for name, own in preset.own.items()
+    }
+    return {name: own for name, own in kept.items() if own}
+
+
+def _check_data(task: Task, length: int, settings: Settings, verbose: bool) -> None:
+    """Draw one sequence; raises UsageError if the task does not support this length."""
+    try:
+        task.batch(0, "test", length, 0, 1, settings)
+    except UsageError:
+        raise
+    except Exception as error:
+        if verbose:
+            raise
+        raise UsageError(
+            f"{task.name}: draw failed at length {length}: {type(error).__name__}: {error}\n"
+            "Repeat the command with --verbose for the traceback."
+        ) from error
+
+
+def _left_out(
+    specs: tuple[Spec, ...], positions: tuple[str, ...], sizes: list[int]
+) -> dict[tuple[Spec, str], str]:
+    """The reason for each unsupported pair of a variant and a position encoding.
+
+    Raises:
+        UsageError: a variant supports none of the position encodings.
+    """
+    found: dict[tuple[Spec, str], str] = {}
+    for spec in specs:
+        for encoding in positions:
+            for variant in dict.fromkeys((spec.train, spec.test)):
+                if (reason := unsupported(variant, sizes, encoding)) is not None:
+                    found[spec, encoding] = reason
+        mine = [reason for (other, _), reason in found.items() if other == spec]
+        if len(mine) == len(positions):
+            known = {spec.train.name, spec.test.name} <= {*attnzoo.list_variants()}
+            hint = "" if known else "; --plugin FILE.py loads your own variant"
+            raise UsageError(f"variant {spec}: {mine[0]}{hint}")
+    return found
+
+
+def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
+    """The reason why a variant does not support these numbers of keys or this encoding, or None."""
+    try:
+        module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
+        options = {"alibi": torch.ones(1)} if positions == "alibi" else {}
+        one = torch.ones(1, 1, 1, 8)
+        for size in sizes:
+            keys = one.expand(1, 1, size, 8)
+            plan = attnzoo.explain(
+                one, keys, keys, variant.name, **options, **own_parameters(module)
+            )
+            if plan.reason is not None:
+                return plan.reason
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,134 @@
+"""Sweeps: each variant gets the best of some candidate settings before its reported runs.
+
+For each variant and position encoding, every candidate is trained with the seeds `SWEEP_SEEDS`,
+which are never reported, and scored at the train length on the split "validation". The candidate
+with the best mean score is chosen; of equal means, the one with the smaller values. A candidate
+with a failed seed is only chosen if every candidate has one.
+
+`record` writes the choices to the file `RECORD` of the repository. A preset with the sweep
+"recorded", such as ``paper``, uses these values and runs no sweep of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from commandline.errors import UsageError
+from commandline.files import write_whole
+from evals.harness.options import Options
+from evals.results.store import Row
+from evals.task import RECORDED, Preset
+
+SWEEP_SEEDS = (1000, 1001)
+RECORD = Path(__file__).parents[1] / "tasks" / "tuned.json"
+
+Values = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The values that a variant is trained with. ``values`` is empty if it was not tuned.
+
+    tried: for each candidate its "values" and its "scores", one per seed (None: failed).
+    """
+
+    values: Values
+    tried: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, or choices of an earlier one.
+
+    grid: the candidate values of each setting; {} if there is no sweep. recorded: the choices of an
+    earlier sweep by (variant, position encoding); None if they are not used.
+    """
+
+    grid: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    recorded: Mapping[tuple[str, str], Choice] | None = None
+
+    @property
+    def candidates(self) -> list[Values]:
+        """All combinations, those with smaller values first."""
+        ordered = [sorted(values) for values in self.grid.values()]
+        return [dict(zip(self.grid, values)) for values in itertools.product(*ordered)]
+
+    @property
+    def names(self) -> list[str]:
+        """The tuned settings."""
+        if self.recorded is not None:
+            return sorted({name for found in self.recorded.values() for name in found.values})
+        return list(self.grid)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """For each tuned setting, how it was tuned, in place of a value that all variants share."""
+        if self.recorded is not None:
+            return dict.fromkeys(self.names, "tuned in preset quick")
+        return {
+            name: f"tuned: {', '.join(f'{value:g}' for value in sorted(values))}"
+            for name, values in self.grid.items()
+        }
+
+
+def choose(
+    candidates: Sequence[Values], rows: Sequence[Sequence[Row]], score: str, lower_is_better: bool
+) -> Choice:
+    """The choice, from the rows of each candidate, one row per seed."""
+    tried, means = [], []
+    for values, mine in zip(candidates, rows, strict=True):
+        scores = [row["metrics"][score] if row["status"] == "ok" else None for row in mine]
+        good = [found for found in scores if found is not None]
+        whole = len(good) == len(scores)
+        mean = sum(good) / len(good) if whole else math.inf if lower_is_better else -math.inf
+        means.append(mean if lower_is_better else -mean)
+        tried.append({"values": values, "scores": scores})
+    return Choice(candidates[means.index(min(means))], tried)
+
+
+def plan_sweep(task: str, preset: Preset, options: Options) -> Sweep:
+    """The sweep of the options, or else that of the preset.
+
+    A setting given with --set is not tuned by the preset's sweep.
+
+    Raises:
+        UsageError: --sweep and --set name the same setting.
+    """
+    fixed, asked = set(options.settings), options.sweep
+    if isinstance(asked, Mapping) and (twice := sorted(fixed & set(asked))):
+        raise UsageError(f"--sweep and --set must not name the same setting, got {twice[0]} twice")
+    found = preset.sweep if asked is None else asked
+    if found == RECORDED:
+        choices = recorded(task)
+        kept = {
+            key: Choice({n: x for n, x in choice.values.items() if n not in fixed}, choice.tried)
+            for key, choice in choices.items()
+        }
+        return Sweep(recorded={key: choice for key, choice in kept.items() if choice.values})
+    assert isinstance(found, Mapping)
+    return Sweep({name: tuple(values) for name, values in found.items() if name not in fixed})
+
+
+def recorded(task: str) -> dict[tuple[str, str], Choice]:
+    """The recorded choices of a task by (variant, position encoding)."""
+    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return {
+        (variant, positions): Choice(choice["values"], choice["tried"])
+        for variant, encodings in found.get(task, {}).items()
+        for positions, choice in encodings.items()
+    }
+
+
+def record(task: str, choices: Iterable[tuple[str, str, Choice]]) -> None:
+    """Add the choices (variant, position encoding, choice) of a task to `RECORD`."""
+    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for variant, positions, choice in choices:
+        mine = found.setdefault(task, {}).setdefault(variant, {})
+        mine[positions] = {"values": choice.values, "tried": list(choice.tried)}
+    write_whole(RECORD, json.dumps(found, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,25 @@
+"""The tuned values of a variant in words, and their validation scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def values_text(values: Mapping[str, float]) -> str:
+    """Tuned values in words, such as "learning_rate 0.001"."""
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
+
+
+def validation(tried: Mapping[str, Any]) -> float | None:
+    """The mean validation score of a candidate; None if a seed failed."""
+    scores = tried["scores"]
+    return None if not scores or None in scores else sum(scores) / len(scores)
+
+
+def tuned_cells(tuned: Mapping[str, Any]) -> list[str]:
+    """The tuned values in words and their validation score; both empty without a sweep."""
+    mine = [tried for tried in tuned["tried"] if tried["values"] == tuned["values"]]
+    score = validation(mine[0]) if mine else None
+    text = "" if score is None else f"{score:.6g}"
+    return [values_text(tuned["values"]), text]

@@ -1,0 +1,315 @@
+"""Sweeps: candidates, choices, shards, resuming, recorded choices, and what tables say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from commandline.errors import UsageError
+from evals.__main__ import main
+from evals.harness import runs, sweeps
+from evals.harness.options import Options
+from evals.harness.planning import plan_study
+from evals.harness.sweeps import SWEEP_SEEDS, Choice, Sweep, choose
+from evals.reporting.tables import legend, settings_table
+from evals.results.store import Row, Shard
+from evals.results.summary import Series, groups
+from evals.tasks import TASKS
+from helpers.evals_rows import SETTINGS, row
+
+TASK = "max-retrieval"
+RATES = {"learning_rate": [3e-3, 1e-3]}
+SMALL = [TASK, "--preset", "smoke", "--variants", "softmax,ssmax,softmax->log_n(train_length=16)"]
+SMALL += ["--steps", "4", "--lengths", "16,32", "--workers", "0", "--set", "test_items=640"]
+SMALL += ["--set", "test_least=4", "--sweep", "learning_rate=3e-3,1e-3"]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.reporting.plots.png", lambda figure: b"")
+
+
+def plan(preset: str = "quick", **more: object):
+    given = {"preset": preset, "variants": ["softmax", "ssmax"], "lengths": [16], **more}
+    return plan_study(TASKS[TASK], Options(**given), {})  # type: ignore[arg-type]
+
+
+def stored(out: Path) -> list[Row]:
+    files = (out / TASK).glob("rows*.jsonl")
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def scored(*scores: float | None) -> list[Row]:
+    return [row("softmax", score) for score in scores]
+
+
+def test_the_best_mean_is_chosen_and_of_equal_means_the_smaller_value() -> None:
+    grid = Sweep({"learning_rate": (3e-3, 1e-3), "warmup": (0.1,)}).candidates
+    assert grid == [{"learning_rate": 1e-3, "warmup": 0.1}, {"learning_rate": 3e-3, "warmup": 0.1}]
+    low, high = {"learning_rate": 1e-3}, {"learning_rate": 3e-3}
+    both = [low, high]
+    assert choose(both, [scored(0.5, 0.7), scored(0.6, 0.7)], "accuracy", False).values == high
+    assert choose(both, [scored(0.5, 0.7), scored(0.6, 0.7)], "accuracy", True).values == low
+    assert choose(both, [scored(0.5, 0.75), scored(0.75, 0.5)], "accuracy", False).values == low
+    for lower_is_better in (False, True):  # a failed seed
+        failed = choose(both, [scored(0.9, None), scored(0.1, 0.1)], "accuracy", lower_is_better)
+        assert failed.values == high
+        assert failed.tried[0] == {"values": low, "scores": [0.9, None]}
+    assert choose(both, [scored(None, None)] * 2, "accuracy", False).values == low
+
+
+def test_a_sweep_trains_candidates_with_seeds_that_are_not_reported() -> None:
+    study = plan(sweep=RATES, seeds=2)
+    tries = study.sweep_runs({})
+    assert len(tries) == 2 * 2 * len(SWEEP_SEEDS)
+    assert {run.seed for run in tries} == set(SWEEP_SEEDS)
+    assert {run.settings.learning_rate for run in tries} == {1e-3, 3e-3}
+    assert {tuple(run.tests) for run in tries} == {(16,)}  # only the train length
+    assert {tuple(run.splits.values()) for run in tries} == {("validation",)}
+    assert len({str(run) for run in tries}) == len(tries)
+    assert study.runs({}) == []  # they wait for the sweep
+    assert {run.seed for run in study.runs({}, undecided=True)} == {0, 1}
+
+
+def test_keys_without_a_sweep_do_not_depend_on_the_sweep() -> None:
+    plain, tuned = plan(sweep="none"), plan(sweep=RATES)
+    specs = list(plain.row_specs())
+    assert not {plain.row_key(spec) for spec in specs} & {tuned.row_key(spec) for spec in specs}
+    # Models are shared with a study that gives the chosen value with --set.
+    given = plan(sweep="none", settings={"learning_rate": 3e-3})
+    variant = specs[0].spec.train
+    assert given.training_key(variant, "none", 0) == tuned.training_key(
+        variant, "none", 0, {"learning_rate": 3e-3}
+    )
+
+
+def test_the_validation_split_is_neither_training_nor_test() -> None:
+    for task in TASKS.values():
+        settings, length = task.presets["smoke"].settings, task.presets["smoke"].lengths[0]
+        drawn = [
+            repr(task.batch(0, split, length, 0, 1, settings))
+            for split in ("train", "validation", *task.splits.values())
+        ]
+        assert len(set(drawn)) == len(drawn)
+
+
+def test_all_runs_of_a_variant_are_in_one_shard() -> None:
+    study = plan(sweep=RATES, seeds=3)
+    parts = [
+        [*study.sweep_runs({}, shard), *study.runs({}, shard, undecided=True)]
+        for shard in (Shard(0, 2), Shard(1, 2))
+    ]
+    assert [{run.variant.name for run in part} for part in parts] == [{"softmax"}, {"ssmax"}]
+    assert [len(part) for part in parts] == [7, 7]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of a study with a sweep that was not interrupted."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evals.reporting.plots.png", lambda figure: b"")
+        assert main([*SMALL, "--out", str(out)]) == 0
+    return out
+
+
+def test_reported_rows_have_the_choice_and_the_validation_scores(undisturbed: Path) -> None:
+    rows = stored(undisturbed)
+    tries = [row for row in rows if row.get("split") == "validation"]
+    assert len(tries) == 2 * 2 * len(SWEEP_SEEDS)
+    reported = [row for row in rows if "split" not in row]
+    assert {(row["variant"], row["seed"]) for row in reported} == {
+        ("softmax", 0), ("ssmax", 0), ("softmax->log_n(train_length=16)", 0)
+    }  # fmt: skip
+    for found in reported:
+        trained = found["variant"].split("->")[0]
+        mine = [row for row in tries if row["variant"] == trained]
+        tried = found["tuned"]["tried"]
+        for each in tried:
+            rate = each["values"]["learning_rate"]
+            same = [row for row in mine if row["settings"]["learning_rate"] == rate]
+            by_seed = {row["seed"]: row["metrics"]["accuracy"] for row in same}
+            assert each["scores"] == [by_seed[seed] for seed in SWEEP_SEEDS]
+        best = max(tried, key=lambda each: sum(each["scores"]))
+        assert found["tuned"]["values"] == best["values"]
+        assert found["settings"]["learning_rate"] == best["values"]["learning_rate"]
+    (group,) = groups(rows)  # one table, although the learning rates may differ
+    assert group.settings["learning_rate"] == "tuned: 0.001, 0.003"
+    with (undisturbed / TASK / "summary.csv").open() as file:
+        summary = list(csv.DictReader(file))
+    assert {line["tuned"].split()[0] for line in summary} == {"learning_rate"}
+    assert all(0 <= float(line["validation"]) <= 1 for line in summary)
+    assert "peak tuned" in summary[0]["schedule"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_continues_to_the_same_summary(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, done = runs.train, []
+
+    def interrupted(*given):
+        if len(done) == 5:
+            raise KeyboardInterrupt
+        done.append(given)
+        return train(*given)
+
+    monkeypatch.setattr(runs, "train", interrupted)
+    assert main([*SMALL, "--out", str(tmp_path)]) == 130
+    assert len(stored(tmp_path)) == 5  # of 8 runs of the sweep
+    monkeypatch.setattr(runs, "train", train)
+    assert main([*SMALL, "--out", str(tmp_path)]) == 0
+    same = (tmp_path / TASK / "summary.csv").read_bytes()
+    assert same == (undisturbed / TASK / "summary.csv").read_bytes()
+
+
+@pytest.mark.slow
+def test_two_shards_of_a_sweep_equal_one_run(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(2):
+        assert main([*SMALL, "--shard", f"{index}/2", "--out", str(tmp_path)]) == 0
+        assert f"5 runs to do, with a sweep of learning_rate in shard {index}" in (
+            capsys.readouterr().out
+        )
+    same = (tmp_path / TASK / "summary.csv").read_bytes()
+    assert same == (undisturbed / TASK / "summary.csv").read_bytes()
+
+
+def test_a_dry_run_counts_and_estimates_the_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "--dry-run", "--verbose", "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "10 runs to do, with a sweep of learning_rate" in text
+    assert "sweep: 8 runs to do with learning_rate 0.001; learning_rate 0.003" in text
+    assert "max-retrieval ssmax learning_rate 0.003 seed 1001: 1 results, about" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recorded_choice_is_used_in_place_of_a_sweep(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeps, "RECORD", tmp_path / "tuned.json")
+    assert plan("paper").sweep.names == []  # nothing is recorded
+    tried = [{"values": {"learning_rate": 3e-3}, "scores": [0.9, 0.8]}]
+    sweeps.record(TASK, [("softmax", "none", Choice({"learning_rate": 3e-3}, tried))])
+    sweeps.record(TASK, [("entmax", "none", Choice({"learning_rate": 1e-2}, tried))])
+    study = plan("paper")
+    found = {run.variant.name: run for run in study.runs({})}
+    assert study.sweep_runs({}) == []
+    assert found["softmax"].settings.learning_rate == 3e-3
+    assert found["softmax"].fields["tuned"]["tried"] == tried
+    # A variant without a recorded choice has the preset's value, and its rows say so.
+    assert found["ssmax"].settings.learning_rate == 1e-3
+    assert found["ssmax"].fields["tuned"] == {"values": {}, "tried": []}
+    assert plan("paper", settings={"learning_rate": 5e-3}).sweep.names == []
+
+
+def test_record_writes_the_choices_of_preset_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("evals.harness.sweeps.RECORD", tmp_path / "tuned.json")
+    quick = [TASK, "--variants", "softmax", "--steps", "2", "--lengths", "16", "--workers", "0"]
+    quick += ["--seeds", "1", "--set", "test_items=640", "--set", "test_least=4", "--record"]
+    assert main([*quick, "--out", str(tmp_path / "out")]) == 0
+    (choice,) = sweeps.recorded(TASK).items()
+    (row, *_) = [row for row in stored(tmp_path / "out") if "split" not in row]
+    assert choice[0] == ("softmax", "none")
+    assert choice[1].values == row["tuned"]["values"]
+    assert list(choice[1].tried) == row["tuned"]["tried"]
+    for more, message in ((["--sweep", "none"], "needs a sweep"), (["--preset", "smoke"], "needs")):
+        assert main([*quick, *more]) == 2
+        assert f"--record {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["steps=1,2"], "--sweep must tune learning_rate, weight_decay, warmup, curriculum, got"),
+        (["learning_rate=1"], "--sweep must give learning_rate two or more different numbers, got"),
+        (["learning_rate=1,1"], "must give learning_rate two or more different numbers"),
+        (["learning_rate=0,1"], "learning_rate must be finite and > 0"),
+        (["learning_rate=1,2", "learning_rate=3,4"], "must name a setting once, got learning_rate"),
+        (["none", "learning_rate=1,2"], "none must be the only --sweep"),
+    ],
+)
+def test_wrong_sweeps_are_one_line_errors(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [part for text in given for part in ("--sweep", text)]
+    assert main([TASK, "--preset", "smoke", *options]) == 2
+    assert re.search(rf"^error: .*{re.escape(message)}.*\n\Z", capsys.readouterr().err)
+
+
+def test_a_setting_is_either_given_or_tuned(tmp_path: Path) -> None:
+    fixed = {"learning_rate": 2e-3}
+    assert plan(settings=fixed).sweep.grid == {}  # --set wins over the preset's sweep
+    with pytest.raises(UsageError, match="must not name the same setting, got learning_rate"):
+        plan(settings=fixed, sweep=RATES)
+    assert plan(sweep="none").sweep == Sweep()
+    config = tmp_path / "run.toml"
+    config.write_text("[max-retrieval.sweep]\nwarmup = [0.1, 0.5]\n")
+    options = ["--config", str(config), "--dry-run", "--variants", "softmax", "--seeds", "1"]
+    assert main([TASK, "--preset", "smoke", *options, "--steps", "2"]) == 0
+
+
+def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
+    def rows(*variants: str, **fields: object) -> list[Row]:
+        return [row(variant, 0.5, **fields) for variant in variants]  # type: ignore[arg-type]
+
+    (plain,) = groups(rows("softmax", "ssmax"))
+    assert legend(plain)[0].endswith("with these settings, not tuned")
+    assert settings_table(plain) is None
+    fields = {
+        "settings": {**SETTINGS, "learning_rate": 1e-3},
+        "shared": {"learning_rate": "tuned: 0.001, 0.003"},
+        "tuned": {
+            "values": {"learning_rate": 1e-3},
+            "tried": [
+                {"values": {"learning_rate": 1e-3}, "scores": [0.5, 0.7]},
+                {"values": {"learning_rate": 3e-3}, "scores": [0.5, None]},
+            ],
+        },
+    }
+    found = rows("softmax", "ssmax", **fields)
+    assert legend(groups(found)[0])[0].endswith(": not trained with the best values of a sweep")
+    found[1]["tuned"] = {"values": {}, "tried": []}
+    (group,) = groups(found)
+    assert legend(group)[0].endswith("best values of a sweep; not tuned: ssmax")
+    table = settings_table(group)
+    assert table is not None
+    assert table.header[3:] == ["learning_rate 0.001", "learning_rate 0.003"]
+    assert table.rows == [
+        ["softmax", "—", "learning_rate 0.001", "60.0", "—"],
+        ["ssmax", "learning_rate 0.001", "not tuned", "—", "—"],
+    ]
+    assert group.tuned(Series("softmax", "none")) == fields["tuned"]
+
+
+def test_settings_that_papers_require_are_the_variants_own() -> None:
+    given = {"variants": ["softmax", "sigmoid", "taylor"], "positions": ["rope"], "lengths": [512]}
+    study = plan_study(TASKS["flip-flop"], Options(preset="paper", seeds=1, **given), {})  # type: ignore[arg-type]
+    found = {run.variant.name: run for run in study.runs({})}
+    assert "qk_norm" not in found["softmax"].settings.identity()
+    assert found["softmax"].fields.get("shared", {}) == {}
+    assert found["sigmoid"].settings.identity()["qk_norm"] is True
+    assert found["sigmoid"].settings.layer_scale == 1e-4
+    assert found["taylor"].settings.qk_dim == 16
+    assert found["taylor"].fields["shared"] == {"qk_dim": None}
+    off = Options(preset="paper", settings={"qk_dim": 0, "layer_scale": 0.0}, **given)  # type: ignore[arg-type]
+    assert plan_study(TASKS["flip-flop"], off, {}).own == {"sigmoid": {"qk_norm": True}}
+
+
+def test_own_settings_are_in_one_table_and_shown() -> None:
+    settings = {**SETTINGS, "qk_dim": 16}
+    rows = [row("softmax", 0.5), row("taylor", 0.5, settings=settings, shared={"qk_dim": None})]
+    (group,) = groups(rows)
+    assert "qk_dim" not in group.settings
+    table = settings_table(group)
+    assert table is not None
+    assert table.rows == [["softmax", "—", "not tuned"], ["taylor", "qk_dim 16", "not tuned"]]
