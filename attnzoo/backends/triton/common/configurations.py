@@ -217,7 +217,7 @@ OLDER: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
             128: full(64, 32, 8, 2),
             256: Config(64, 32, 8, 2),
         },
-        "dq distance": {128: Config(128, 16, 8, 2)},
+        "dq distance": {128: Config(128, 16, 8, 2), 256: full(64, 16, 8, 2)},
         "dq narrow": {64: Config(32, 64, 8, 2)},
         "dq unaligned": {128: Config(16, 32, 8, 1)},
         "dkdv": {128: turned(128, 64, 8, 2)},
