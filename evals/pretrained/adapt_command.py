@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import attnzoo
-from attnzoo.core.variant import Variant
 from commandline.arguments import add_plugin, numbers, seed
 from commandline.errors import UsageError
 from commandline.files import NotWritten
@@ -272,7 +271,7 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
     if not 0 < given.lora_learning_rate < float("inf"):
         raise UsageError(f"--lora-learning-rate must be > 0, got {given.lora_learning_rate}")
     try:
-        Schedule(given.steps, given.batch, given.learning_rate)
+        Schedule(steps=given.steps, batch=given.batch, learning_rate=given.learning_rate)
     except ValueError as error:
         raise UsageError(f"--{str(error).replace('_', '-', 1)}") from error
     if given.lora:
@@ -365,7 +364,7 @@ def _start(
     return found, learn
 
 
-def _has_identity(variant: Variant) -> bool:
+def _has_identity(variant: attnzoo.Variant) -> bool:
     projected = {param.name for param in variant.params if param.projection}
     return variant.identity is not None and not projected & set(variant.identity)
 
@@ -400,5 +399,3 @@ def _try(study: AdaptStudy) -> None:
         elif spec is not None:
             with substituted(loaded.model, spec, tokens):
                 pass
-
-
