@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attnzoo
 from commandline.arguments import add_plugin, numbers, seed
 from commandline.errors import UsageError
 from commandline.files import NotWritten
-from commandline.variants import VariantCall, parse_spec, split_list
+from commandline.variants import VariantCall, split_list
 from evals.harness.plan import check_device, check_unique, key_of
 from evals.harness.plugins import load_plugins
 from evals.harness.progress import Progress, clock, counted
@@ -36,6 +35,7 @@ from evals.pretrained.adapting import (
     training_tokens,
 )
 from evals.pretrained.loading import DTYPES, Loaded, Source
+from evals.pretrained.starts import parse_start, references
 from evals.pretrained.study import (
     MEASURES,
     Point,
@@ -49,7 +49,6 @@ from evals.pretrained.substitution import (
     Substitution,
     is_converted,
     parse_layers,
-    parse_substitution,
     substituted,
 )
 from evals.results.rows import Row
@@ -281,7 +280,7 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
     samples = command.samples_of(given.lengths, given.samples)
     # Without the train length, a table cannot show whether the training worked.
     samples.setdefault(given.train_length, next(iter(samples.values())))
-    starts = [_start(text, parse_layers(given.layers), given.lora) for text in given.variants]
+    starts = [parse_start(text, parse_layers(given.layers), given.lora) for text in given.variants]
     if given.save is not None and len(starts) * len(given.seeds) != 1:
         raise UsageError("--save needs one variant and one seed, got "
                          f"{counted(len(starts), 'variant')}, {counted(len(given.seeds), 'seed')}"
@@ -330,57 +329,6 @@ def _task(given: argparse.Namespace) -> HeldOut:
     if task.read() == task.training_text():
         raise UsageError("--eval-text must be another text than --text")
     return task
-
-
-def _start(
-    text: str, layers: tuple[int, ...] | None, rank: int
-) -> tuple[Substitution, tuple[str, ...]]:
-    """The start of a training, and the names of the parameters to train.
-
-    Without start, calibrate or an initial value of a learned parameter, it is the identity start
-    if the variant has one.
-    """
-    call = parse_spec(text).test
-    names = call.params.get("learn")
-    if names is not None and not isinstance(names, str):
-        raise UsageError(f"{call.name}: learn must be names such as 'x y', got {names!r}")
-    kept = VariantCall(call.name, tuple(one for one in call.arguments if one[0] != "learn"))
-    if not parse_spec(text).is_substitution:
-        text = str(kept)
-    found = parse_substitution(text, layers)
-    variant = attnzoo.get_variant(call.name)
-    learn = tuple(p.name for p in variant.params if p.init is not None and not p.projection)
-    if names is not None:
-        learn = tuple(names.replace(",", " ").split())
-    if not learn and not rank:
-        raise UsageError(
-            f"--variants {text}: {call.name} learns no parameter by itself; name some with "
-            f"{call.name}(learn='…'), or train LoRA with --lora"
-        )
-    chosen = {"start", "calibrate", *learn} & kept.params.keys()
-    if learn and not chosen and _has_identity(variant):
-        arguments = tuple(sorted({**kept.params, "start": "identity"}.items()))
-        found = Substitution(VariantCall(call.name, arguments), layers)
-    return found, learn
-
-
-def _has_identity(variant: attnzoo.Variant) -> bool:
-    projected = {param.name for param in variant.params if param.projection}
-    return variant.identity is not None and not projected & set(variant.identity)
-
-
-def references(start: Substitution, learn: Sequence[str], length: int) -> list[Substitution]:
-    """The variant without training: where it equals softmax, calibrated, and at the start."""
-    variant = attnzoo.get_variant(start.call.name)
-    dropped = {"start", "calibrate", *learn, *(variant.identity or ())}
-    kept = [one for one in start.call.arguments if one[0] not in dropped]
-    found = []
-    if _has_identity(variant) and variant.identity:
-        found.append([*kept, ("start", "identity")])
-    if variant.calibrate is not None:
-        found.append([*kept, ("calibrate", length)])
-    calls = [VariantCall(variant.name, tuple(sorted(one))) for one in found]
-    return [Substitution(call, start.layers) for call in dict.fromkeys([*calls, start.call])]
 
 
 def _try(study: AdaptStudy) -> None:
