@@ -93,7 +93,7 @@ def add_parser(commands: Any) -> None:
         help="Also train LoRA of this rank in all linear layers, with peft")  # fmt: skip
     add("--lora-learning-rate", type=float, default=3e-4, metavar="X",
         help="Peak learning rate of LoRA (default: 3e-4)")  # fmt: skip
-    add("--seeds", type=numbers, default=[0], metavar="N,N,…",
+    add("--seeds", type=_seeds, default=[0], metavar="N,N,…",
         help="Train once with each of these seeds (default: 0)")  # fmt: skip
     add("--seed", type=seed, default=0, metavar="N", help="Draw contexts with seed N (default: 0)")
     add("--measures", type=split_list, default=split_list(MEASURED), metavar="NAME,…",
@@ -117,6 +117,10 @@ def add_parser(commands: Any) -> None:
     add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
     add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
     add_plugin(parser)
+
+
+def _seeds(text: str) -> list[int]:
+    return [seed(part) for part in text.split(",")]
 
 
 @dataclass(frozen=True)
@@ -291,6 +295,7 @@ def plan(given: argparse.Namespace) -> AdaptStudy:
     loaded = opened(task.source)
     if is_converted(loaded.model):
         raise UsageError(f"--model {task.source}: attnzoo has already converted this model")
+    Sequences(loaded, training_tokens(task), recipe)  # raises if the text is too short
     fingerprint = loaded.fingerprint()
     specs: dict[str, Substitution] = {}
     for start, learn in starts:

@@ -259,7 +259,7 @@ class Study:
             call = VariantCall(BASELINE) if spec is None else spec.call
             for points in _shares(self.points()):
                 tests = {point: {self.key(spec, point): None} for point in points}
-                label = f"{call}, {_range(points)}"
+                label = f"{BASELINE if spec is None else spec}, {_range(points)}"
                 found.append(
                     Reading(PRETRAINED, call, self.task.seed, self.task, tests, spec, label)
                 )
