@@ -250,6 +250,7 @@ def _estimate(study: Study, specs: Sequence[Adapted]) -> None:
         recipe = spec.settings
         with lean_arithmetic(), _prepared(study, spec) as (loaded, model):
             sequences = Sequences(loaded, study.task.typical(drawn_from(study.task)), recipe)
+            seconds = 0.0
             for _ in range(2):  # the first is slower
                 began = time.perf_counter()
                 loss_of(model, sequences.batch(0, recipe.batch)).backward()
