@@ -107,7 +107,7 @@ def load(source: Source) -> Loaded:
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.model, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source.model, dtype=DTYPES[source.dtype], **options
         )
     except (OSError, ValueError, ImportError) as error:
@@ -130,11 +130,10 @@ def _plain(model: Any, source: Source) -> Any:
     """
     if not all(value.is_floating_point() for value in model.parameters()):
         raise UsageError(f"--model {source}: its weights are still quantized after loading")
-    kind: Any = type(model)
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = kind(config).to(DTYPES[source.dtype])
+    plain = type(model)(config).to(DTYPES[source.dtype])
     plain.load_state_dict(model.state_dict())
     return plain
 

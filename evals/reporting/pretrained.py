@@ -53,9 +53,10 @@ def _by_length(
     return Table(title, header, rows, note) if rows else None
 
 
-def _positions(group: Group, length: int) -> Table | None:
-    """The loss at each bin of positions."""
-    found = {series: group.by_position(series, length) for series in group.series}
+def _positions(group: Group, length: int, rise: bool) -> Table | None:
+    """The loss at each bin of positions, or its rise above the model as loaded."""
+    names = [series for series in group.series if not (rise and series == BASELINE)]
+    found = {series: group.by_position(series, length, rise) for series in names}
     found = {series: bins for series, bins in found.items() if bins}
     if not found:
         return None
@@ -63,10 +64,11 @@ def _positions(group: Group, length: int) -> Table | None:
     rows = []
     for series, bins in found.items():
         means = {(b, e): mean for b, e, mean in bins}
-        rows.append([series, *(f"{means[s].mean:.3f}" if s in means else "—" for s in spans)])
+        style = "+.3f" if rise else ".3f"
+        rows.append([series, *(f"{means[s].mean:{style}}" if s in means else "—" for s in spans)])
     header = ["variant", *(f"{begin}–{end - 1}" for begin, end in spans)]
-    title = f"Loss by position at n = {length}, nats per token (lower is better)"
-    return Table(title, header, rows)
+    what = "Rise of the loss" if rise else "Loss"
+    return Table(f"{what} by position at n = {length}, nats per token", header, rows)
 
 
 def _tasks(group: Group, length: int, end: str, title: str, factor: float) -> Table | None:
@@ -92,7 +94,7 @@ def tables(group: Group) -> list[Table]:
         _by_length(group, "Rise of the loss, nats per token", "loss", note=paired, paired=True),
         _by_length(group, "Retrieval, mean of the tasks, %", "retrieval", 100, 1, exact),
         _by_length(group, "Loss of the last quarter of the positions", "loss_end"),
-        *(_positions(group, length) for length in group.lengths),
+        *(_positions(group, n, rise) for n in group.lengths for rise in (False, True)),
         *(_tasks(group, n, "", "Retrieval, %", 100) for n in group.lengths),
         _by_length(group, "Log-probability of the right answers, nats per token",
                    "retrieval_logprob", digits=2),

@@ -57,24 +57,28 @@ def _draw(axes: Axes, group: Group, lines: dict[str, Line], factor: float) -> No
 
 
 def _loss_by_position(group: Group, length: int) -> Figure:
-    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
-    axes = figure.add_subplot()
-    lines: dict[str, Line] = {}
-    for series in group.series:
-        if bins := group.by_position(series, length):
-            x = [(begin * end) ** 0.5 for begin, end, _ in bins]
-            lines[series] = x, [mean for _, _, mean in bins]
-    _draw(axes, group, lines, 1.0)
-    ticks = [2**i for i in range(5, 20) if 2**i <= length]
-    length_axis(axes, ticks, "position")
-    limit = group.first["limit"]
-    if limit is not None and limit < length:
-        axes.axvline(limit, color="#555555", linewidth=1, linestyle="--")
-        axes.annotate("trained context", (limit, axes.get_ylim()[1]), (3, -10),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
-    axes.set_ylabel("loss, nats per token")
-    axes.set_title(f"Loss by position at n = {length}", loc="left", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    """The loss at the left; at the right its rise above the model as loaded, in which the
+    differences between parts of the text cancel."""
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    titles = {False: f"Loss by position at n = {length}", True: f"Rise above the model {BASELINE}"}
+    panels = figure.subplots(1, 2)
+    for axes, (rise, title) in zip(panels, titles.items(), strict=True):
+        lines: dict[str, Line] = {}
+        for series in group.series:
+            if bins := group.by_position(series, length, rise):
+                x = [(begin * end) ** 0.5 for begin, end, _ in bins]
+                lines[series] = x, [mean for _, _, mean in bins]
+        _draw(axes, group, lines, 1.0)
+        length_axis(axes, [2**i for i in range(5, 20) if 2**i <= length], "position")
+        limit = group.first["limit"]
+        if limit is not None and limit < length:
+            axes.axvline(limit, color="#555555", linewidth=1, linestyle="--")
+            axes.annotate("trained context", (limit, axes.get_ylim()[1]), (3, -10),
+                          textcoords="offset points", fontsize=8)  # fmt: skip
+        axes.set_ylabel("nats per token")
+        axes.set_title(title, loc="left", fontsize=11)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

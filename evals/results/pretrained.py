@@ -92,21 +92,40 @@ class Group:
         mine = self.values(series, length, metric).items()
         return estimate([value - base[sample] for sample, value in mine if sample in base])
 
-    def by_position(self, series: str, length: int) -> list[tuple[int, int, Estimate]]:
+    def by_position(
+        self, series: str, length: int, rise: bool = False
+    ) -> list[tuple[int, int, Estimate]]:
         """(first position, end, mean loss) of each bin of positions in which a sample has tokens of
-        the text. The mean is over samples."""
-        curves = [row["curves"] for row in self.samples(series, length).values()]
-        curves = [one for one in curves if "loss_sum" in one]
-        if not curves:
-            return []
-        ends = list(map(int, curves[0]["loss_edges"]))
-        found = []
-        for i, (begin, end) in enumerate(pairwise(ends)):
-            means = [one["loss_sum"][i] / one["loss_count"][i]
-                     for one in curves if one["loss_count"][i]]  # fmt: skip
-            if (mean := estimate(means)) is not None:
-                found.append((begin, end, mean))
-        return found
+        the text. The mean is over samples. With ``rise``, the loss of the model as loaded is
+        subtracted, paired by sample."""
+        mine, base = self._bins(series, length), self._bins(BASELINE, length) if rise else {}
+        found: dict[tuple[int, int], list[float]] = {}
+        for sample, bins in mine.items():
+            for span, loss in bins.items():
+                if not rise:
+                    found.setdefault(span, []).append(loss)
+                elif span in base.get(sample, {}):
+                    found.setdefault(span, []).append(loss - base[sample][span])
+        means = [(begin, end, estimate(found[begin, end])) for begin, end in sorted(found)]
+        return [(begin, end, mean) for begin, end, mean in means if mean is not None]
+
+    def _bins(self, series: str, length: int) -> dict[int, dict[tuple[int, int], float]]:
+        """The mean loss of each bin, by sample and (first position, end)."""
+        curves = {sample: row["curves"] for sample, row in self.samples(series, length).items()}
+        return {
+            sample: {
+                span: total / count
+                for span, total, count in zip(
+                    pairwise(map(int, one["loss_edges"])),
+                    one["loss_sum"],
+                    one["loss_count"],
+                    strict=True,
+                )
+                if count
+            }
+            for sample, one in curves.items()
+            if "loss_sum" in one
+        }
 
     def by_head(self, series: str, length: int, name: str) -> list[list[float]]:
         """A measure of each head, as a list for each layer; means over samples."""

@@ -57,24 +57,23 @@ def test_softmax_reproduces_the_loss_and_finds_a_needle_in_512_tokens(
 ) -> None:
     text = ROOT / "docs" / "models.md"
     line = ["pretrained", "--model", str(smollm2), "--text", str(text), "--out", str(tmp_path)]
-    line += ["--lengths", "512", "--samples", "4", "--workers", "1"]
-    variants = "softmax,ssmax(start='identity'),adaptive_temperature"
-    assert main([*line, "--variants", variants]) == 0
+    line += ["--lengths", "512", "--samples", "3", "--workers", "1"]
+    assert main([*line, "--variants", "softmax,adaptive_temperature"]) == 0
     rows = {}
     for found in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()):
         rows[found["variant"], found["sample"]] = found["metrics"]
     loaded = load(Source(str(smollm2)))
     contexts = Contexts(loaded, text.read_text(), planted=True, seed=0)
-    for sample in range(4):
+    for sample in range(3):
         context = contexts.draw(512, sample)
         with torch.inference_mode():
             # In fp32, torch's cross-entropy of 49 152 classes is off by about 1e-5.
             logits = loaded.model(context.tokens[None]).logits[0, :-1].double()
         losses = torch.nn.functional.cross_entropy(logits, context.tokens[1:], reduction="none")
         own = float(losses[context.is_text[1:]].mean())
-        for variant in ("as loaded", "softmax", "ssmax(start='identity')"):
+        for variant in ("as loaded", "softmax"):
             assert rows[variant, sample]["loss"] == pytest.approx(own, abs=1e-5)
         assert rows["adaptive_temperature", sample]["loss"] > own + 0.5
-    found = sum(rows["softmax", sample]["one_needle"] for sample in range(4))
+    found = sum(rows["softmax", sample]["one_needle"] for sample in range(3))
     assert found >= 2  # blind guessing finds a number of four digits once in 10 000 tries
-    assert max(rows["softmax", sample]["needle_weight_max"] for sample in range(4)) > 0.5
+    assert max(rows["softmax", sample]["needle_weight_max"] for sample in range(3)) > 0.5
