@@ -183,7 +183,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _start_of(spec: Substitution | None) -> Substitution | None:
-    return Substitution(spec.call, spec.layers) if isinstance(spec, Adapted) else spec
+    return _Start(spec.call, spec.layers, spec) if isinstance(spec, Adapted) else spec
 
 
 def _save(study: Study, spec: Adapted, out: Path) -> None:
@@ -211,6 +211,9 @@ class _Start(Substitution):
     """The start of a training, in place of its end."""
 
     of: Adapted | None = None
+
+    def __str__(self) -> str:
+        return str(self.of)
 
     @property
     def in_place(self) -> bool:
