@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import fill
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -101,7 +102,7 @@ def _map(found: dict[str, list[list[float]]], name: str) -> Figure:
         for index, heads in enumerate(layers):
             cells[index, : len(heads)] = heads
         axes.imshow(cells, vmin=min(every), vmax=max(every), cmap="cividis", aspect="auto")
-        axes.set_title(series, fontsize=7, wrap=True)
+        axes.set_title(fill(series, 44), fontsize=7)
         axes.set_xlabel("head", fontsize=8)
         axes.set_ylabel("layer", fontsize=8)
         axes.tick_params(labelsize=7)
