@@ -13,6 +13,7 @@ from commandline.errors import UsageError
 from evals.harness.command import run_tasks
 from evals.harness.options import add_arguments, gather, plugin_of_file
 from evals.harness.plugins import load, load_plugins
+from evals.pretrained import adapt_command as adapt
 from evals.pretrained import command as pretrained
 from evals.pretrained import sharpness
 from evals.reporting import artifacts, compare, export, in_context, laws
@@ -64,6 +65,7 @@ def parser() -> Parser:
     add_plugin(rank)
     in_context.add_parser(commands)
     pretrained.add_parser(commands)
+    adapt.add_parser(commands)
     sharpness.add_parser(commands)
     for name, task in (TASKS | EXPERIMENTS).items():
         if name in top.commands:
@@ -118,6 +120,8 @@ def _run(given: argparse.Namespace) -> int:
         return in_context.main(given)
     if given.command == pretrained.NAME:
         return pretrained.main(given)
+    if given.command == adapt.NAME:
+        return adapt.main(given)
     if given.command == sharpness.NAME:
         load_plugins(given.plugin)
         return sharpness.main(given)

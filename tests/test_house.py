@@ -246,6 +246,7 @@ ABOUT_VARIANTS = {
     "attnzoo/nn/taylor.py",
     "benchmarks/harness/baselines.py",
     "benchmarks/suites/losses.py",
+    "evals/pretrained/adapt_command.py",
     "evals/pretrained/command.py",
     "evals/pretrained/sharpness.py",
     "evals/task.py",

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +49,18 @@ def fit(
     loss_at: Callable[[int], Tensor],
     schedule: Schedule,
     report: Report,
+    groups: list[dict[str, Any]] | None = None,
 ) -> None:
     """Minimize loss_at(step) over the steps of the schedule.
+
+    groups: parameter groups for the optimizer; "factor" multiplies the learning rate of a group.
+    None is all parameters of the model, without weight decay for those of variants.
 
     Raises:
         NotFinite: the loss or a parameter is not finite. The loss is read every few steps.
     """
-    groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
+    if groups is None:
+        groups = attnzoo.nn.parameter_groups(model, schedule.weight_decay)
     optimizer = torch.optim.AdamW(groups, fused=True)
     for step in range(schedule.steps):
         try:
@@ -66,7 +72,7 @@ def fit(
                 raise
             raise NotFinite(f"parameters are not finite at step {step + 1}: {error}") from error
         for group in optimizer.param_groups:
-            group["lr"] = one_cycle(step, schedule)
+            group["lr"] = group.get("factor", 1.0) * one_cycle(step, schedule)
         optimizer.step()
         if step % REPORT_EVERY == REPORT_EVERY - 1 or step == schedule.steps - 1:
             value = loss.item()

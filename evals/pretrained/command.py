@@ -123,7 +123,7 @@ def main(given: argparse.Namespace) -> int:
     folder = Folder(given.out, given.shard)
     every = study.runs()
     runs = [left for run in every[given.shard.index :: given.shard.count]
-            if (left := _missing(run, folder)) is not None]  # fmt: skip
+            if (left := missing(run, folder)) is not None]  # fmt: skip
     points = sum(len(run.tests) for run in runs)
     part = f" in shard {given.shard.index} of {given.shard.count}" * (given.shard.count > 1)
     print(f"{NAME}: {study.task.source}, {counted(len(study.specs), 'variant')}, lengths up to "
@@ -135,7 +135,7 @@ def main(given: argparse.Namespace) -> int:
     if given.dry_run:
         show_estimate(study, runs, max(1, workers))
         return 0
-    failures = _execute(study, runs, folder, workers, given)
+    failures = execute(study, runs, folder, workers, given)
     for failure in failures:
         print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
         if given.verbose:
@@ -160,14 +160,14 @@ def show(rows: Sequence[Row], folder: Folder, out: Path, verbose: bool) -> None:
     print(f"\nReport: {page}")
 
 
-def _missing(run: Reading, folder: Folder) -> Reading | None:
+def missing(run: Reading, folder: Folder) -> Reading | None:
     """The run with the points that have no result yet."""
     known = folder.by_key.keys()
     left = {point: tests for point, tests in run.tests.items() if not tests.keys() <= known}
     return replace(run, tests=left) if left else None
 
 
-def _execute(
+def execute(
     study: Study, runs: list[Reading], folder: Folder, workers: int, given: argparse.Namespace
 ) -> list[Failure]:
     if not runs:
@@ -195,10 +195,7 @@ def _execute(
 def plan(given: argparse.Namespace) -> Study:
     """Check the options, load the model once and draw all contexts, so that errors come first."""
     plugins = load_plugins(given.plugin)
-    for name in given.measures:
-        if name not in MEASURES:
-            raise UsageError(f"--measures must be among {', '.join(MEASURES)}, got {name!r}")
-    check_unique("--measures", given.measures)
+    check_measures(given.measures)
     check_unique("--lengths", list(map(str, given.lengths)))
     if given.batch < 1:
         raise UsageError(f"--batch must be an int >= 1, got {given.batch}")
@@ -229,6 +226,14 @@ def plan(given: argparse.Namespace) -> Study:
             except (TypeError, ValueError) as error:
                 raise UsageError(f"--variants {spec}: {error}") from error
     return study
+
+
+def check_measures(names: Sequence[str]) -> None:
+    """Raise if a measure is unknown or given twice."""
+    for name in names:
+        if name not in MEASURES:
+            raise UsageError(f"--measures must be among {', '.join(MEASURES)}, got {name!r}")
+    check_unique("--measures", names)
 
 
 def samples_of(lengths: Sequence[int], samples: Sequence[int] | None) -> dict[int, int]:

@@ -55,6 +55,19 @@ class Task:
         """Whether facts are planted in the contexts."""
         return any(name in _PLANTED for name in self.measures)
 
+    @property
+    def text_name(self) -> str:
+        """The text in words, for tables."""
+        return self.text.name
+
+    def read(self) -> str:
+        """The text from which contexts are drawn."""
+        return read_text(self.text)
+
+    def typical(self, drawn: contexts.Contexts) -> torch.Tensor:
+        """The tokens to calibrate variants on."""
+        return drawn.tokens
+
 
 @cache
 def opened(source: Source) -> Loaded:
@@ -65,7 +78,7 @@ def opened(source: Source) -> Loaded:
 @cache
 def drawn_from(task: Task) -> contexts.Contexts:
     """The contexts of a task, made once in each process."""
-    return contexts.Contexts(opened(task.source), read_text(task.text), task.planted, task.seed)
+    return contexts.Contexts(opened(task.source), task.read(), task.planted, task.seed)
 
 
 @torch.inference_mode()
@@ -170,7 +183,7 @@ class Reading(AnyRun):
         emit(("stage", points[0], 0.0))
         loaded, source = opened(task.source), drawn_from(task)
         total, done = sum(work(length) for length, _ in points), 0.0
-        with substituted(loaded.model, self.substitution, source.tokens) as model:
+        with substituted(loaded.model, self.substitution, task.typical(source)) as model:
             for batch in _batches(points, task.batch):
                 emit(("stage", batch[0], done / total))
                 drawn = [source.draw(*point) for point in batch]
@@ -184,6 +197,10 @@ class Reading(AnyRun):
                     emit(("rows", point, dict.fromkeys(self.tests[point], outcome), {}))
                 done += sum(work(length) for length, _ in batch)
         return "done"
+
+
+def text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def work(length: int) -> float:
@@ -216,7 +233,7 @@ class Study:
 
     def data(self) -> str:
         """The text and the version of the contexts."""
-        text = hashlib.sha256(self.task.text.read_bytes()).hexdigest()[:20]
+        text = text_hash(self.task.read())
         return f"{text} contexts-{contexts.VERSION} {GENERATOR}"
 
     def points(self) -> list[Point]:
@@ -242,7 +259,7 @@ class Study:
             call = VariantCall(BASELINE) if spec is None else spec.call
             for points in _shares(self.points()):
                 tests = {point: {self.key(spec, point): None} for point in points}
-                label = f"{call}, {_range(points)}"
+                label = f"{BASELINE if spec is None else spec}, {_range(points)}"
                 found.append(
                     Reading(PRETRAINED, call, self.task.seed, self.task, tests, spec, label)
                 )
@@ -258,7 +275,7 @@ class Study:
             "fingerprint": self.fingerprint,
             "limit": self.limit,
             "dtype": self.task.source.dtype,
-            "text": self.task.text.name,
+            "text": self.task.text_name,
             "variant": run.name,
             "layers": "all" if layers is None else ",".join(map(str, layers)),
             "length": point[0],

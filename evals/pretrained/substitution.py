@@ -42,6 +42,15 @@ class Substitution:
         return str(self.call)
 
     @property
+    def in_place(self) -> bool:
+        """Whether `attnzoo.integrations.transformers.revert` undoes it."""
+        return True
+
+    def onto(self, model: Any, tokens: Tensor) -> Any:
+        """Substitute it in the model, which is changed; tokens are those to calibrate on."""
+        return apply(model, self, tokens)
+
+    @property
     def calibrate(self) -> int | None:
         return self.call.params.get("calibrate")
 
@@ -143,16 +152,16 @@ def substituted(model: Any, substitution: Substitution | None, tokens: Tensor) -
     """Yield the model with the variant, and restore it. None yields the model as loaded.
 
     A model that attnzoo has already converted is copied, because undoing a second conversion would
-    lose its own learned parameters.
+    lose its own learned parameters. It is also copied if the substitution changes other weights.
     """
     if substitution is None:
         yield model
-    elif is_converted(model):
-        yield apply(copy.deepcopy(model), substitution, tokens)
+    elif is_converted(model) or not substitution.in_place:
+        yield substitution.onto(copy.deepcopy(model), tokens)
     else:
         from attnzoo.integrations.transformers import revert
 
-        apply(model, substitution, tokens)
+        substitution.onto(model, tokens)
         try:
             yield model
         finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from commandline.files import write_whole
 from commandline.table import Table
 from evals.measures.sparsity import TITLES
+from evals.reporting import adapt
 from evals.reporting.pictures import Picture
 from evals.reporting.plots import png
 from evals.reporting.pretrained_plots import figures
@@ -109,6 +110,7 @@ def tables(group: Group) -> list[Table]:
         _by_length(group, "Largest weight, mean over heads", "max_weight"),
         *(_by_length(group, f"{title}, mean over heads", name) for name, title in TITLES.items()),
     ]  # fmt: skip
+    found += adapt.tables(group)
     return [table for table in [*found, _costs(group)] if table is not None]
 
 
@@ -151,15 +153,20 @@ def sections(rows: Sequence[Row]) -> list[Stored]:
     for number, group in enumerate(groups(rows), 1):
         pictures = [
             Picture(f"{name}-{number}", title, "curve", png(figure))
-            for name, title, figure in figures(group)
+            for name, title, figure in (*figures(group), *adapt.figures(group))
         ]
         about = (
-            f"{group.title}. Attention variants are substituted at inference, without training. "
+            f"{group.title}. Attention variants are substituted at inference"
+            f"{_trained(group)}. "
             f"{'; '.join(notes(group))}."
         )
         found.append(Stored(f"{NAME}-{number}", f"{NAME}: {group.title}", about, tables(group),
                             pictures))  # fmt: skip
     return found
+
+
+def _trained(group: Group) -> str:
+    return ", without training" * (not adapt.trainings(group))
 
 
 def write_report(rows: Sequence[Row], out: Path) -> Path:

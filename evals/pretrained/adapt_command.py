@@ -1,0 +1,358 @@
+"""The command ``adapt``: train what variants learn in a pretrained model, then measure it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from commandline.arguments import add_plugin, numbers, seed
+from commandline.errors import UsageError
+from commandline.files import NotWritten
+from commandline.variants import VariantCall, split_list
+from evals.harness.plan import check_device, check_unique, key_of
+from evals.harness.plugins import load_plugins
+from evals.harness.progress import Progress, clock, counted
+from evals.harness.training import NotFinite
+from evals.measures.arithmetic import lean_arithmetic
+from evals.measures.metrics import Outcome
+from evals.pretrained import command, lora
+from evals.pretrained.adapting import (
+    Adapted,
+    HeldOut,
+    Recipe,
+    Sequences,
+    check_gradients,
+    loss_of,
+    read_stored,
+    train,
+    training_tokens,
+)
+from evals.pretrained.loading import DTYPES, Loaded, Source
+from evals.pretrained.starts import parse_start, references
+from evals.pretrained.study import (
+    MEASURES,
+    Point,
+    Reading,
+    Study,
+    drawn_from,
+    opened,
+    text_hash,
+)
+from evals.pretrained.substitution import (
+    Substitution,
+    is_converted,
+    parse_layers,
+    substituted,
+)
+from evals.results.rows import Row
+from evals.results.store import WHOLE, Folder
+from evals.task import Schedule
+
+NAME = "adapt"
+ABOUT = (
+    "Train only what a variant learns in a pretrained causal language model, on short sequences of "
+    "a text, and measure it on long contexts of a text that it was not trained on. Also measured: "
+    "the model as loaded, the variant where it equals softmax, the variant calibrated without "
+    "training, and the variant at the start of the training."
+)
+VARIANTS, LENGTHS, MEASURED = "ssmax", "512,1024,2048,4096,8192", "loss,retrieval"
+FOLDER = "trained"  # of the trained parameters, in --out
+
+
+def add_parser(commands: Any) -> None:
+    short = "Train only what a variant learns in a pretrained model, and measure it at long lengths"
+    parser = commands.add_parser(NAME, help=short, description=ABOUT)
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH_OR_NAME",
+        help="Load this model: a folder, or a name on the Hugging Face hub")  # fmt: skip
+    add("--gguf", metavar="FILE", help="Load the model and its tokenizer from this file in it")
+    add("--text", type=Path, required=True, metavar="FILE", help="Train on this UTF-8 text")
+    add("--eval-text", type=Path, metavar="FILE",
+        help="Measure on this text (default: the end of --text, which is not trained on)"
+        )  # fmt: skip
+    add("--held-out", type=float, metavar="X",
+        help="Hold out this share of --text (default: 0.2)")  # fmt: skip
+    add("--variants", type=split_list, default=split_list(VARIANTS), metavar="a,b(x=1)",
+        help="Train these variants, also with start='identity', calibrate=N or learn='x y', the "
+        f"parameters to train (default: {VARIANTS})")  # fmt: skip
+    add("--layers", default="all", metavar="N-N,N", help="Substitute only in these layers")
+    add("--train-length", type=int, default=512, metavar="N",
+        help="Train on sequences of N tokens (default: 512)")  # fmt: skip
+    add("--steps", type=int, default=100, metavar="N", help="Train for N steps (default: 100)")
+    add("--batch", type=int, default=4, metavar="N", help="Sequences per step (default: 4)")
+    add("--learning-rate", type=float, default=0.01, metavar="X",
+        help="Peak learning rate of the variant's parameters (default: 0.01)")  # fmt: skip
+    add("--lora", type=int, default=0, metavar="RANK",
+        help="Also train LoRA of this rank in all linear layers, with peft")  # fmt: skip
+    add("--lora-learning-rate", type=float, default=3e-4, metavar="X",
+        help="Peak learning rate of LoRA (default: 3e-4)")  # fmt: skip
+    add("--seeds", type=_seeds, default=[0], metavar="N,N,…",
+        help="Train once with each of these seeds (default: 0)")  # fmt: skip
+    add("--seed", type=seed, default=0, metavar="N", help="Draw contexts with seed N (default: 0)")
+    add("--measures", type=split_list, default=split_list(MEASURED), metavar="NAME,…",
+        help=f"Measure these of {', '.join(MEASURES)} (default: {MEASURED})")  # fmt: skip
+    add("--lengths", type=numbers, default=numbers(LENGTHS), metavar="N,N,…",
+        help=f"Read contexts of these lengths in tokens (default: {LENGTHS})")  # fmt: skip
+    add("--samples", type=numbers, metavar="N,N,…",
+        help="Read N contexts: one number, or one for each length (default: 20, and 5 at lengths "
+        "above 2048)")  # fmt: skip
+    add("--dtype", choices=tuple(DTYPES), default="float32",
+        help="Load the frozen parameters in this dtype; trained ones are float32 "
+        "(default: float32)")  # fmt: skip
+    add("--device", default="cpu", metavar="NAME", help="Run on cpu, cuda or cuda:N (default: cpu)")
+    add("--workers", type=int, metavar="N",
+        help="Measure with N worker processes (default: one per core or GPU); 0: none"
+        )  # fmt: skip
+    add("--out", type=Path, default=Path("results") / NAME, metavar="DIR",
+        help=f"Write results to DIR, or continue those in it (default: results/{NAME})"
+        )  # fmt: skip
+    add("--save", type=Path, metavar="DIR", help="Save the trained model to DIR (only one model)")
+    add("--verbose", action="store_true", help="Also print all tables, tracebacks and status lines")
+    add("--dry-run", action="store_true", help="Estimate the time of the runs, and run nothing")
+    add_plugin(parser)
+
+
+def _seeds(text: str) -> list[int]:
+    return [seed(part) for part in text.split(",")]
+
+
+@dataclass(frozen=True)
+class AdaptStudy(Study):
+    """A study whose rows also say what was trained and how."""
+
+    def data(self) -> str:
+        task = self.task
+        assert isinstance(task, HeldOut)
+        return f"{super().data()} trained-on-{text_hash(task.training_text())}"
+
+    def row(self, run: Reading, key: str, point: Point, outcome: Outcome) -> Row:
+        row = super().row(run, key, point, outcome)
+        if isinstance(run.substitution, Adapted):
+            stored = read_stored(run.substitution.file)
+            costs = {n: stored.about[n] for n in ("seconds", "cpu_seconds", "parameters")}
+            row["training"] = {**stored.about["settings"], **costs}
+            if outcome.status == "ok":
+                row["curves"] = {**row["curves"], **stored.curves}
+        return row
+
+
+def main(given: argparse.Namespace) -> int:
+    """Train, measure, print the tables, write the report; returns 1 if a run failed, or 0."""
+    study = plan(given)
+    trained = [spec for spec in study.specs if isinstance(spec, Adapted)]
+    left = [spec for spec in trained if not spec.file.exists()]
+    print(f"{NAME}: {study.task.source}, {counted(len(left), 'training')} to do, "
+          f"{counted(len(study.specs), 'variant')} to measure, lengths up to {max(study.samples)}"
+          )  # fmt: skip
+    for line in command.warnings(study):
+        print(line)
+    sys.stdout.flush()
+    folder = Folder(given.out, WHOLE)
+    if given.dry_run:
+        _estimate(study, left)
+        # Trained variants are timed as they are at the start.
+        study = replace(study, specs=[_start_of(spec) for spec in study.specs])
+        command.show_estimate(study, study.runs(), 1)
+        return 0
+    given.out.mkdir(parents=True, exist_ok=True)
+    failed = _train(study, left, given.verbose)
+    study = replace(study, specs=[spec for spec in study.specs if spec not in failed])
+    every = study.runs()
+    runs = [left for run in every if (left := command.missing(run, folder)) is not None]
+    workers = command.default_workers(given.device) if given.workers is None else given.workers
+    failures = command.execute(study, runs, folder, workers, given)
+    for failure in failures:
+        print(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
+        if given.verbose:
+            print(failure.traceback, file=sys.stderr)
+    folder = Folder(given.out, WHOLE)
+    keys = {key for run in every for tests in run.tests.values() for key in tests}
+    rows = [row for key, row in folder.by_key.items() if key in keys]
+    if rows:
+        command.show(rows, folder, given.out, given.verbose)
+    if given.save is not None and not failed:
+        _save(study, trained[0], given.save)
+    return 1 if failed or failures or all(row["status"] != "ok" for row in rows) else 0
+
+
+def _start_of(spec: Substitution | None) -> Substitution | None:
+    return _Start(spec.call, spec.layers, spec) if isinstance(spec, Adapted) else spec
+
+
+def _save(study: Study, spec: Adapted, out: Path) -> None:
+    loaded, task = opened(study.task.source), study.task
+    with substituted(loaded.model, spec, task.typical(drawn_from(task))) as model:
+        model.save_pretrained(out)
+        loaded.tokenizer.save_pretrained(out)
+    print(f"Model: {out}")
+
+
+# ---- training ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _prepared(study: Study, spec: Adapted) -> Iterator[tuple[Loaded, Any]]:
+    """The model at the start of a training, and its tokens; restores the model."""
+    loaded, tokens = opened(study.task.source), study.task.typical(drawn_from(study.task))
+    start = _Start(spec.call, spec.layers, spec)
+    with substituted(loaded.model, start, tokens) as model:
+        yield loaded, model
+
+
+@dataclass(frozen=True)
+class _Start(Substitution):
+    """The start of a training, in place of its end."""
+
+    of: Adapted | None = None
+
+    def __str__(self) -> str:
+        return str(self.of)
+
+    @property
+    def in_place(self) -> bool:
+        assert self.of is not None
+        return self.of.in_place
+
+    def onto(self, model: Any, tokens: Any) -> Any:
+        assert self.of is not None
+        return self.of.prepared(model, tokens)[0]
+
+
+def _train(study: Study, specs: Sequence[Adapted], verbose: bool) -> list[Adapted]:
+    """Do the trainings; returns those that failed."""
+    failed: list[Adapted] = []
+    progress = Progress(len(specs), verbose=verbose)
+    try:
+        for spec in specs:
+            name = str(spec)
+            report = partial(progress.update, name, stage="training")
+            try:
+                with lean_arithmetic(), _prepared(study, spec) as (loaded, model):
+                    train(spec, loaded, model, study.task.typical(drawn_from(study.task)), report)
+            except NotWritten:
+                raise
+            except NotFinite as error:
+                print(f"failed: {name}: {error}", file=sys.stderr)
+                failed.append(spec)
+            progress.finish(name, "failed" if spec in failed else "trained")
+    finally:
+        progress.close()
+    return failed
+
+
+def _estimate(study: Study, specs: Sequence[Adapted]) -> None:
+    """Time two steps of each training and print the estimated time of all of its steps."""
+    for spec in specs:
+        recipe = spec.settings
+        with lean_arithmetic(), _prepared(study, spec) as (loaded, model):
+            sequences = Sequences(loaded, study.task.typical(drawn_from(study.task)), recipe)
+            seconds = 0.0
+            for _ in range(2):  # the first is slower
+                began = time.perf_counter()
+                loss_of(model, sequences.batch(0, recipe.batch)).backward()
+                seconds = time.perf_counter() - began
+        print(f"  {spec}: {clock(seconds * recipe.steps)}")
+
+
+# ---- plan -------------------------------------------------------------------------------------
+
+
+def plan(given: argparse.Namespace) -> AdaptStudy:
+    """Check the options, load the model once and draw all contexts, so that errors come first."""
+    plugins = load_plugins(given.plugin)
+    command.check_measures(given.measures)
+    for option in ("lengths", "seeds"):
+        check_unique(f"--{option}", list(map(str, getattr(given, option))))
+    for option, least in (("train_length", 2), ("lora", 0), ("workers", 0)):
+        value = getattr(given, option)
+        if value is not None and value < least:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} must be an int >= {least}, got {value}")
+    if not 0 < given.lora_learning_rate < float("inf"):
+        raise UsageError(f"--lora-learning-rate must be > 0, got {given.lora_learning_rate}")
+    try:
+        Schedule(steps=given.steps, batch=given.batch, learning_rate=given.learning_rate)
+    except ValueError as error:
+        raise UsageError(f"--{str(error).replace('_', '-', 1)}") from error
+    if given.lora:
+        lora.check()
+    check_device(given.device)
+    task = _task(given)
+    samples = command.samples_of(given.lengths, given.samples)
+    # Without the train length, a table cannot show whether the training worked.
+    samples.setdefault(given.train_length, next(iter(samples.values())))
+    starts = [parse_start(text, parse_layers(given.layers), given.lora) for text in given.variants]
+    if given.save is not None and len(starts) * len(given.seeds) != 1:
+        raise UsageError("--save needs one variant and one seed, got "
+                         f"{counted(len(starts), 'variant')}, {counted(len(given.seeds), 'seed')}"
+                         )  # fmt: skip
+    recipe = Recipe(text_hash(task.training_text()), given.train_length, given.steps, given.batch,
+                    given.learning_rate, 0, given.lora,
+                    given.lora_learning_rate if given.lora else 0.0)  # fmt: skip
+    loaded = opened(task.source)
+    if is_converted(loaded.model):
+        raise UsageError(f"--model {task.source}: attnzoo has already converted this model")
+    Sequences(loaded, training_tokens(task), recipe)  # raises if the text is too short
+    fingerprint = loaded.fingerprint()
+    specs: dict[str, Substitution] = {}
+    for start, learn in starts:
+        for one in references(start, learn, given.train_length):
+            specs[str(one)] = one
+        for number in given.seeds:
+            mine = replace(recipe, seed=number)
+            adapted = Adapted(start.call, start.layers, mine, learn)
+            key = key_of({"model": fingerprint, "device": given.device.split(":")[0],
+                          "plugin": plugins.get(start.call.name), **adapted.identity()}
+                         )  # fmt: skip
+            adapted = replace(adapted, file=given.out / FOLDER / f"{key}.safetensors")
+            check_unique("--variants", [str(adapted)] * (1 + (str(adapted) in specs)))
+            specs[str(adapted)] = adapted
+    study = AdaptStudy(task, [None, *specs.values()], samples, plugins, fingerprint, loaded.limit)
+    drawn = drawn_from(task)
+    for point in study.points():
+        drawn.draw(*point)
+    _try(study)
+    return study
+
+
+def _task(given: argparse.Namespace) -> HeldOut:
+    """The task, with the text held out of the training."""
+    source = Source(given.model, given.gguf, given.dtype, given.device)
+    measures = tuple(name for name in MEASURES if name in given.measures)
+    share = 0.2 if given.held_out is None else given.held_out
+    if not 0 < share < 1:
+        raise UsageError(f"--held-out must be between 0 and 1, got {share}")
+    if given.eval_text is None:
+        return HeldOut(source, given.text, measures, seed=given.seed, training=given.text,
+                       share=share)  # fmt: skip
+    if given.held_out is not None:
+        raise UsageError("--held-out must not be given with --eval-text")
+    task = HeldOut(source, given.eval_text, measures, seed=given.seed, training=given.text)
+    if task.read() == task.training_text():
+        raise UsageError("--eval-text must be another text than --text")
+    return task
+
+
+def _try(study: AdaptStudy) -> None:
+    """Substitute every variant once, and check that the trained parameters have gradients."""
+    loaded, task = opened(study.task.source), study.task
+    assert isinstance(task, HeldOut)
+    tokens = training_tokens(task)
+    seen: set[tuple[VariantCall, Any]] = set()
+    for spec in study.specs:
+        if isinstance(spec, Adapted):
+            sequences = Sequences(loaded, tokens, spec.settings)
+            if (spec.call, spec.learn) not in seen and not spec.file.exists():
+                with _prepared(study, spec) as (_, model):
+                    check_gradients(model, spec, sequences)
+            seen.add((spec.call, spec.learn))
+        elif spec is not None:
+            with substituted(loaded.model, spec, tokens):
+                pass
