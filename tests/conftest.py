@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 
+from attnzoo.core import registry
 from helpers.fast_interpreter import speed_up_interpreter
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -61,6 +62,12 @@ def interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
     speed_up_interpreter()
     with np.errstate(all="ignore"):
         yield
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the variants that a test registers."""
+    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
 
 @pytest.fixture

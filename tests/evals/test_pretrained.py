@@ -185,6 +185,7 @@ def test_report_shows_the_results_and_compare_names_them(
     assert "compare needs results of tasks, got only those of pretrained" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("own_registry")
 def test_variant_of_a_plugin(folder: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "halved.py"
     plugin.write_text(

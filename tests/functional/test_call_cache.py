@@ -167,11 +167,6 @@ def add(name: str, weights: Any, **fields: Any) -> None:
     attnzoo.register_variant(attnzoo.Variant(name, "f", "p", weights, **fields))
 
 
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
-
-
 @pytest.mark.usefixtures("own_registry")
 def test_checkpoint_of_a_form_with_learned_features_gives_the_same_gradients() -> None:
     """The recomputed forward uses the cache and must save as many tensors as the first one."""

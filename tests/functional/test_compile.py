@@ -17,7 +17,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnzoo
 from attnzoo import Activation, Pairwise
-from attnzoo.core import registry
 from attnzoo.nn import Attention
 from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, learned, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS
@@ -232,11 +231,6 @@ def fresh(name: str, factor: float) -> Activation:
 
 
 TWO, THREE = fresh("same name", 2.0), fresh("same name", 3.0)
-
-
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
 
 def register(name: str, forms: Any) -> None:

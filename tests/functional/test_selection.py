@@ -13,8 +13,9 @@ from torch.autograd import gradcheck
 import attnzoo
 from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import FEW_SCORES, FEWEST_SCORES, preference
-from attnzoo.core import registry
 from helpers.cases import ALL_VARIANTS, VARIANTS, params_of, rand
+
+pytestmark = pytest.mark.usefixtures("own_registry")
 
 
 def tensors(n: int, d: int = 64, heads: int = 8, gradient: bool = False) -> list[Tensor]:
@@ -131,12 +132,6 @@ def test_named_backend_is_the_one_that_runs(backend: str, monkeypatch: pytest.Mo
 
 
 # ---- user-defined variants --------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variants that a test registers."""
-    monkeypatch.setattr(registry, "_VARIANTS", dict(registry._VARIANTS))
 
 
 def relu(q: Tensor, k: Tensor, call: Any, p: Any) -> Tensor:
