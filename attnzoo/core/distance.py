@@ -17,8 +17,9 @@ class Distance:
     """The functions a and m in s_ij = gain_i · a(t) · z_ij + m(t) + …, with t = |p_i − p_j|.
 
     p_i and p_j are the positions of query and key. Both functions have a second argument,
-    ``decay``, one number per head. Backends evaluate them block by block. For torch.compile, create
-    instances outside of the compiled call, for example at the top of a module.
+    ``decay``, one number per head. Their values must be finite. Backends evaluate them block by
+    block. For torch.compile, create instances outside of the compiled call, for example at the top
+    of a module.
 
     Attributes:
         name: Name for error messages and `explain`.

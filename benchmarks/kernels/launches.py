@@ -124,8 +124,8 @@ def describe_flash(spec: Specialization) -> Any:
         return launch.describe_stats(q, q, layout, arch)[0][-1]
     if spec.kernel == "threshold":
         return launch.describe_threshold(q, q, q, layout, form, vectors, extras, alpha, arch)[0][-1]
-    apart = stands_apart(form, layout.mask)
-    stat = None if normalize == "none" else new_vector(q, apart)
+    stat = None if normalize == "none" else new_vector(q)
+    weight_sum = new_vector(q) if stands_apart(form, layout.mask) else None
     given = {
         "gain": vectors.gain is not None, "sink": lse,
         "offset": normalize == "none" and vectors.offset is not None,
@@ -135,8 +135,8 @@ def describe_flash(spec: Specialization) -> Any:
     }  # fmt: skip
     wanted = [name for name, there in given.items() if there]
     launches, _ = launch.describe_backward(
-        do, vector if lse else None, q, q, q, out, stat, vector, layout, form, vectors, extras,
-        maps, wanted, arch,
+        do, vector if lse else None, q, q, q, out, stat, weight_sum, vector, layout, form, vectors,
+        extras, maps, wanted, arch,
     )  # fmt: skip
     name = "flash_dq" if spec.kernel == "dq" else "flash_dkdv"
     return next(each for each in launches if each.kernel.__name__ == name)

@@ -30,9 +30,8 @@ EXP = Form("attnzoo.backends.triton.common.activations:exp", 1.4426950408889634,
 
 
 def arguments(q: Tensor, k: Tensor, v: Tensor, arch: int) -> dict[str, Any]:
-    return describe_forward(q, k, v, CAUSAL, EXP, Vectors(), Extras(), Maps(), False, arch)[0][
-        -1
-    ].args
+    launches, _ = describe_forward(q, k, v, CAUSAL, EXP, Vectors(), Extras(), Maps(), False, arch)
+    return launches[-1].args
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -226,11 +225,11 @@ def test_blocks_divide_the_tiles_of_the_block_map(arch: int, dim: int, kind: str
     tile = solver.args["BLOCK_M"], solver.args["BLOCK_N"]
     assert found[0].shape[1:] == (256 // tile[0], 256 // tile[1])
     maps = Maps(*found)
-    (forward,), (out, stat, _) = describe_forward(
+    (forward,), (out, stat, _, _) = describe_forward(
         q, q, q, layout, form, vectors, Extras(), maps, False, arch
     )
     backward, _ = describe_backward(
-        out, None, q, q, q, out, stat, None, layout, form, vectors, Extras(), maps, [], arch
+        out, None, q, q, q, out, stat, None, None, layout, form, vectors, Extras(), maps, [], arch
     )
     dq, dkdv = backward[0], backward[-1]
     for launched in (forward, dq):

@@ -313,3 +313,43 @@ def test_saturated_logits_and_tiny_logits_of_a_softcap() -> None:
         )  # fmt: skip
         for have, want in zip(found, exact, strict=True):
             torch.testing.assert_close(have.double(), want, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("backend", ["flash", "decode"])
+def test_a_large_softcap_of_16_bit_inputs_is_unsupported(backend: str) -> None:
+    """The error of a capped logit is 1e-7 · softcap."""
+    q = torch.zeros(1, 1, 1, DIM, dtype=torch.bfloat16)
+    reason = "does not support a softcap above 1000 for torch.bfloat16, got 2000"
+    with pytest.raises(ValueError, match=reason):
+        attnzoo.attention(q, q, q, softcap=2000.0, backend=backend)
+    assert attnzoo.attention(q, q, q, softcap=1000.0, backend=backend).isfinite().all()
+    assert attnzoo.attention(*[q.float()] * 3, softcap=2000.0, backend=backend).isfinite().all()
+
+
+def test_a_bias_that_grows_with_the_distance_leaves_no_nan_in_the_gradients() -> None:
+    """Queries beyond the last one, in a block, would have an infinite weight."""
+    q, k, v = (rand(1, 1, 70, DIM, seed=n).float().requires_grad_() for n in range(3))
+    call = replace(check_call(q, k, v, is_causal=True), needs_grad=True)
+    form = attnzoo.Pairwise(EXP, "sum", distance=ROOT, decay=-40.0)
+    out = BACKENDS["flash"].run(q, k, v, call, form)[0]
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("activation", [SOFTPICK, RELU2], ids=["softpick", "relu2"])
+def test_gradients_of_a_query_whose_weights_are_all_small(activation: attnzoo.Activation) -> None:
+    """dS contains (dO·v − dO·o) / Z. An output rounded to bf16 would have an error of 2⁻⁹ / Z."""
+    z = 0.01
+    q, k, v, do = (rand(1, 1, 16, DIM, seed=n).bfloat16() for n in range(4))
+    first = k[0, 0, 0].double()
+    q[0, 0, 0] = first * z / (first.square().sum() * DIM**-0.5)
+    call = replace(check_call(q, k, v, is_causal=True), needs_grad=True)
+    form = attnzoo.Pairwise(activation, "sum")
+    leaves = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
+    out = BACKENDS["flash"].run(q, k, v, call, form)[0]
+    have = differentiated(out, leaves, do)["dq"][0, 0, 0]
+    # The weight of the only visible key is 1, so dS is 0. The sums dO·v and dO·o of D terms have an
+    # error of D · 2⁻²³ · Σ|dO v| in fp32.
+    terms = float((do[0, 0, 0].double() * v[0, 0, 0].detach().double()).abs().sum())
+    slope = 2 / z  # φ'/Z of relu2; that of softpick is half of it
+    allowed = 4 * DIM * 2**-23 * terms * slope * float(first.norm()) * DIM**-0.5
+    assert float(have.double().norm()) < allowed

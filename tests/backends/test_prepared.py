@@ -105,9 +105,10 @@ for tensors in ((three[0],) + tuple(three[1:]), (off,) + tuple(three[1:])) * 2:
     run("softmax", False, {}, tensors)
     assert launches[-1][0][0] == tensors[0].data_ptr()
 
-# Float masks have two statistics per query, which are views of one tensor.
+# Float masks have two statistics per query, and so have shifted activations.
 mask = torch.zeros(50, 60)
 check("softmax", True, attn_mask=mask)
+check("softpick", True)
 print("done")
 """
 

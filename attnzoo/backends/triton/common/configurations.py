@@ -14,7 +14,7 @@ A kernel has several entries, chosen by the features of the call:
   "one";
 - "heavy": at most one feature of "one", and an activation that needs many registers: it has a
   per-query ``shape`` (with a list of blocks); or, in the backward, it has a normalizer or a
-  factor, or is normalized, not exp, and in fp16;
+  factor, or is normalized, not exp, and in fp16 (dQ: or bf16);
 - "several": at least one of these: a dense mask; two or more features of "one"; a gradient of lse;
   PEAKED (see `fold`);
 - "listed several": the same, with a list of blocks, or with an activation as in "heavy";
@@ -161,7 +161,7 @@ TABLE: dict[tuple[int, int], dict[str, ByHeadDim]] = {
         "forward listed": (Config(128, 128, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 1)),
         "forward heavy": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
         "dq listed": (full(128, 64, 8, 2), full(128, 64, 8, 2), Config(64, 32, 4, 1)),
-        "dq heavy": (Config(64, 64, 4, 1), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+        "dq heavy": (full(64, 64, 4, 1), Config(64, 64, 4, 2), full(64, 32, 4, 1)),
         "dkdv": (full(64, 128, 8, 2), full(64, 128, 8, 2), Config(64, 64, 8, 1)),
         "dkdv listed": (full(64, 64, 4, 2), full(64, 64, 4, 2), turned(64, 16, 4, 1)),
         "dkdv heavy": (Config(32, 64, 4, 2), full(32, 64, 4, 2), turned(64, 16, 4, 1)),

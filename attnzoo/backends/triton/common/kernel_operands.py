@@ -138,10 +138,9 @@ def is_peaked(form: Form, extras: Extras, values: Tensor) -> bool:
     return unbounded and values.dtype == torch.float16
 
 
-def new_vector(q: Tensor, two: bool = False) -> Tensor:
-    """Return an empty fp32 vector (B, H, Nq), or a pair (2, B, H, Nq) if ``two`` is true."""
-    shape = (2, *q.shape[:3]) if two else q.shape[:3]
-    return q.new_empty(shape, dtype=torch.float32)
+def new_vector(q: Tensor) -> Tensor:
+    """Return an empty fp32 vector (B, H, Nq)."""
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def like(x: Tensor, dim: int) -> Tensor:
@@ -153,7 +152,7 @@ def like(x: Tensor, dim: int) -> Tensor:
 
 
 def stands_apart(form: Form, mask: Tensor | None) -> bool:
-    """True if the forward saves a maximum m and a sum Z as two vectors.
+    """True if the forward saves a maximum m (``stat``) and a sum Z (``weight_sum``).
 
     A shifted activation needs both. A softmax otherwise saves m + log Z, but a float mask may add
     −1e9 to all scores of a query. m + log Z would lose all digits of log Z.

@@ -24,15 +24,10 @@ from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, FromStatistics, NoForm, Pairwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SUPPORTED = (
-    "key_bias",
-    "offset",
-    "distance",
-    "factor",
-    "eps",
-    "normalizer",
-    "softcap",
-)  # see `unsupported_extras`
+# See `unsupported_extras`.
+SUPPORTED = ("key_bias", "offset", "distance", "factor", "eps", "normalizer", "softcap")
+# With 16-bit inputs, the error of a capped logit is 1e-7 · softcap.
+MOST_SOFTCAP = 1000.0
 LARGEST = 256  # largest head dimension with an entry in `configurations`
 
 
@@ -92,6 +87,11 @@ def _unsupported_call(call: Call) -> str | None:
         return f"does not support head dimensions above {LARGEST}, got {dims} (tiled does)"
     if call.dropout_p:
         return "does not support dropout (tiled does)"
+    if call.softcap is not None and call.softcap > MOST_SOFTCAP and call.input_dtype.itemsize == 2:
+        return (
+            f"does not support a softcap above {MOST_SOFTCAP:g} for {call.input_dtype}, got "
+            f"{call.softcap:g} (tiled does)"
+        )
     if call.needs_grad and call.mask is not None and call.mask.requires_grad:
         return "does not support a gradient for a float mask (tiled does)"
     return unsupported_here(call, "tiled")

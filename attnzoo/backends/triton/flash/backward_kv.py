@@ -269,7 +269,7 @@ def _sum_over_queries(
             # Keys and queries that do not exist need no comparison: their results are not stored,
             # or 0.
             seen = _limited(seen, i, j, keys - rest, left, right, TURNED, MASKED)
-            if key_bias is not None:
+            if key_bias is not None or DISTANCE is not None:
                 # φ of a query that does not exist would be ∞ for a large bias, and ∞ · 0 is NaN.
                 s = tl.where(i < rest, s, float("-inf") if VANISHES else 0.0)
             # Otherwise `activate` sets the weights of hidden keys to 0.

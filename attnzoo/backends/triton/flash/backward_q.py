@@ -3,7 +3,8 @@
     dV_j  = Σ_i φ_ij/Z_i dO_i          dS_ij = φ'_ij (dO_i·v_j − δ_i) / Z_i  (+ e^{s−lse} dlse_i)
     dq_i  = gain_i · scale · Σ_j dS_ij k_j      dk_j = scale · Σ_i gain_i dS_ij q_i
     With a normalizer μ ≠ φ: dS_ij = (φ'_ij dO_i·v_j − μ'_ij δ_i) / Z_i
-    δ_i   = dO_i·o_i if SUM;  Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij if THRESHOLD;  otherwise 0
+    δ_i, by MEAN   "output": dO_i·o_i              "weights": Σ_j φ_ij dO_i·v_j / Z_i
+                   "slopes": Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij       None: 0
 
 `flash_dq` has one program per (batch, head, block of queries). It loops over the keys that
 causality and window allow, and writes δ, dq and the gradients of per-query vectors. dv and
@@ -54,7 +55,7 @@ def flash_dq(
     ACT: tl.constexpr, UNIT: tl.constexpr, TAU_UNIT: tl.constexpr, VANISHES: tl.constexpr,
     SHAPE_SLOPE: tl.constexpr,  # function of (x, shape) that returns ∂φ/∂shape, or None
     DISTANCE: tl.constexpr, DISTANCE_SLOPE: tl.constexpr,  # functions of (t, decay), or None
-    SUM: tl.constexpr, THRESHOLD: tl.constexpr, PLAIN_DELTA: tl.constexpr,
+    MEAN: tl.constexpr, PLAIN_DELTA: tl.constexpr,
     NORMALIZER: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MAP_M: tl.constexpr,
@@ -109,19 +110,20 @@ def flash_dq(
         blocks += map_row * tl.cdiv(keys, BLOCK_N)
         low, high = 0, tl.load(counts + map_row)
     mean = tl.zeros([BLOCK_M, 1], tl.float32)
-    if SUM:
+    THRESHOLD: tl.constexpr = MEAN == "slopes"
+    if MEAN == "output":
         o += (b * o_b + h * o_h) * ALIGN
         o_matrix = (o, o_n * ALIGN, queries, None, b, h)
         mean = _output_products(mean, do_matrix, o_matrix, start, q_side[3], DV, BLOCK_DV)
-    if THRESHOLD:
-        mean, change = _threshold_mean(
-            low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
-            ACT, DISTANCE, SHAPE_SLOPE, UNIT, VANISHES, D, DV, BLOCK_M, BLOCK_N, PART, PRECISION,
+    if THRESHOLD or MEAN == "weights":
+        mean, change = _mean_over_keys(
+            low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks, per_z_i,
+            ACT, DISTANCE, SHAPE_SLOPE, THRESHOLD, NORMALIZER, UNIT, VANISHES, D, DV, BLOCK_M,
+            BLOCK_N, PART, PRECISION,
         )  # fmt: skip
-        mean = mean[:, None]
-        if dshape is not None:
-            tl.store(dshape + at + index, change, mask=index < queries)
-    if SUM or THRESHOLD:
+    if THRESHOLD and dshape is not None:
+        tl.store(dshape + at + index, change, mask=index < queries)
+    if MEAN is not None:
         # `flash_dkdv` multiplies the whole of dS by the gain.
         gained = mean
         if gain is not None and not PLAIN_DELTA:
@@ -135,7 +137,7 @@ def flash_dq(
         tl.store(dsink + at + i, -last * mean * per_z_i, mask=i < queries)
 
     mean *= per_z_i
-    # A threshold's dshape is known, see `_threshold_mean`.
+    # A threshold's dshape is known, see `_mean_over_keys`.
     SHAPE: tl.constexpr = None if THRESHOLD else SHAPE_SLOPE
     TOTAL: tl.constexpr = dtau is not None
     AMOUNT: tl.constexpr = dfactor is not None
@@ -227,16 +229,18 @@ def _row_products(q_side, x, first, D: tl.constexpr):
 
 
 @triton.jit
-def _threshold_mean(
-    low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks,
-    ACT: tl.constexpr, DISTANCE: tl.constexpr, SHAPE_SLOPE: tl.constexpr, UNIT: tl.constexpr,
-    VANISHES: tl.constexpr,
+def _mean_over_keys(
+    low, high, q_side, do_side, i, tiles_kv, size, vectors, segment, where, blocks, per_z_i,
+    ACT: tl.constexpr, DISTANCE: tl.constexpr, SHAPE_SLOPE: tl.constexpr, THRESHOLD: tl.constexpr,
+    NORMALIZER: tl.constexpr, UNIT: tl.constexpr, VANISHES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij and dshape_i [BM], for threshold forms.
+    """Return δ_i [BM, 1] and dshape_i [BM].
 
-    dshape_i = Σ_j ∂φ_ij/∂shape (dO_i·v_j − δ_i), or 0 without SHAPE_SLOPE. Z_i is 1 up to rounding.
+    With THRESHOLD, δ_i = Σ_j φ'_ij dO_i·v_j / Σ_j φ'_ij, and dshape_i =
+    Σ_j ∂φ_ij/∂shape (dO_i·v_j − δ_i), or 0 without SHAPE_SLOPE. Z_i is 1 up to rounding.
+    Otherwise δ_i = Σ_j φ_ij dO_i·v_j / Z_i, and dshape_i is 0.
     """
     k, v, d, dv = tiles_kv
     local, nothing = tl.arange(0, BLOCK_N), tl.zeros([BLOCK_M], tl.float32)
@@ -255,16 +259,26 @@ def _threshold_mean(
         s, seen = scores(
             product, i, j[None, :], vectors, segment, where, size, UNIT, DISTANCE, True, True
         )
-        slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)[1]
+        if NORMALIZER:
+            phi, slope, _mu, _other = activate_both(
+                ACT, s - vectors[1], vectors[2], seen, not VANISHES
+            )
+        else:
+            phi, slope = activate(ACT, s - vectors[1], vectors[2], seen, not VANISHES)
         dp = times(do_side, v_side, DV, PART, PRECISION)  # [BM, BN]
-        change += tl.sum(slope * dp, 1)
+        change += tl.sum((slope if THRESHOLD else phi) * dp, 1)
         slope_sum += tl.sum(slope, 1)
-        if SHAPE_SLOPE is not None:
+        if THRESHOLD and SHAPE_SLOPE is not None:
             shape_slope = SHAPE_SLOPE(s - vectors[1], vectors[2])
             shape_change += tl.sum(shape_slope * dp, 1)
             shape_sum += tl.sum(shape_slope, 1)
-    mean = change / tl.where(slope_sum == 0.0, 1.0, slope_sum)
-    return mean, shape_change - mean * shape_sum
+    if THRESHOLD:
+        change /= tl.where(slope_sum == 0.0, 1.0, slope_sum)
+        shape_change -= change * shape_sum
+        mean = change[:, None]
+    else:
+        mean = change[:, None] * per_z_i
+    return mean, shape_change
 
 
 @triton.jit

@@ -69,11 +69,8 @@ def _config(
 ) -> Config:
     """Return the configuration for the features of a call; see `configurations`."""
     align, tile, heavy, rare, narrow, given = features
-    extras, dims, bits = (
-        count_extras(layout, given.key_bias),
-        (q.shape[3], v.shape[3]),
-        8 * q.element_size(),
-    )
+    extras = count_extras(layout, given.key_bias)
+    dims, bits = (q.shape[3], v.shape[3]), 8 * q.element_size()
     mapped = tile is not None
     several = rare or dense_mask(layout) or extras > 1
     narrow |= mapped and tile != map_tile(max(dims), bits, False)
@@ -200,11 +197,11 @@ def _late(q: Tensor, layout: Layout, gain: Tensor | None, extras: Extras, arch: 
 def describe_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, form: Form, vectors: Vectors, extras: Extras,
     maps: Maps, want_lse: bool, arch: int,
-) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
-    """Return the launches and their results: out, stat (see `flash_forward`) and lse."""
+) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
+    """Return the launches and their results: out, stat, weight_sum and lse, see `flash_forward`."""
     out = like(q, v.shape[3])
-    two_vectors = stands_apart(form, layout.mask)
-    stat = None if form.normalize == "none" else new_vector(q, two_vectors)
+    stat = None if form.normalize == "none" else new_vector(q)
+    weight_sum = new_vector(q) if stands_apart(form, layout.mask) else None
     lse = new_vector(q) if want_lse else None
     align = align_of(q, k, v, out)
     peaked = is_peaked(form, extras, v)
@@ -219,9 +216,7 @@ def describe_forward(
         **_common(q, k, layout), **strides(align, q=q, k=k, v=v, o=out), **values(v),
         **blocks_of(config), **arguments(vectors, extras), "q": q, "k": k, "v": v, "o": out,
         **descriptors(config, arch, config.block_n, k=k, v=v),
-        "stat": stat[0] if two_vectors and stat is not None else stat,
-        "ranges": ranges,
-        "weight_sum": stat[1] if two_vectors and stat is not None else None, "lse": lse,
+        "stat": stat, "weight_sum": weight_sum, "lse": lse, "ranges": ranges,
         "blocks": maps.blocks, "counts": maps.counts,
         "ACT": form.act, "DISTANCE": form.distance_act, "UNIT": form.unit,
         "VANISHES": form.vanishes, "ONLINE": online, "SUM": form.normalize in ("sum", "threshold"),
@@ -230,13 +225,13 @@ def describe_forward(
         "SPLIT": config.split, "MAP_M": 0 if tile is None else tile[0], "ALIGN": align,
     }  # fmt: skip
     launch = Launch(flash_forward, _programs(q, config.block_m), args, config)
-    return [*before, launch], (out, stat, lse)
+    return [*before, launch], (out, stat, weight_sum, lse)
 
 
 def describe_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    stat: Tensor | None, lse: Tensor | None, layout: Layout, form: Form, vectors: Vectors,
-    extras: Extras, maps: Maps, wanted: Collection[str], arch: int,
+    stat: Tensor | None, weight_sum: Tensor | None, lse: Tensor | None, layout: Layout,
+    form: Form, vectors: Vectors, extras: Extras, maps: Maps, wanted: Collection[str], arch: int,
 ) -> tuple[list[Launch], dict[str, Tensor]]:  # fmt: skip
     """Return the launches, and the gradients of q, k, v and the wanted vectors by name."""
     grads = {"q": like(q, q.shape[3]), "k": like(k, k.shape[3]), "v": like(v, v.shape[3])}
@@ -245,11 +240,10 @@ def describe_backward(
         b, h, n = q.shape[0], q.shape[1], k.shape[2]
         grads["key_bias"] = q.new_empty(2, b, h, n, dtype=torch.float32)
     online, tau, z, shape = form.normalize == "online", vectors.offset, stat, vectors.shape
-    if online and stat is not None:
-        two_vectors = stands_apart(form, layout.mask)
-        tau, z = stat if two_vectors else (stat, None)
-    if form.shifted and stat is not None:
-        shape, z = stat
+    if online:
+        tau, z = stat, weight_sum
+    elif form.shifted:
+        shape, z = stat, weight_sum
     shared = {
         **_common(q, k, layout), **values(v),
         "q": q, "k": k, "v": v, "do": do, "gain": vectors.gain, "shape": shape,
@@ -271,7 +265,9 @@ def describe_backward(
     rare = dlse is not None or (tile is not None and terms)
     narrow = learned_power or _narrow(layout)
     features = Features(align, tile, heavy, rare, narrow, extras)
-    config = _config("dq", arch, q, k, v, layout, features)
+    mean = _mean_source(form, q)
+    twice = features._replace(heavy=heavy or mean == "weights")  # two loops over the keys
+    config = _config("dq", arch, q, k, v, layout, twice)
     ranges, before = (None, []) if tile else ranges_of(layout, config.block_m, arch)
     dq_args = {
         **shared, **blocks_of(config), "SPLIT": config.split, "ALIGN": align,
@@ -285,7 +281,7 @@ def describe_backward(
         "SHAPE_SLOPE": form.shape_act if "shape" in grads else None,
         "ddecay": grads.get("decay"),
         "DISTANCE_SLOPE": form.distance_slope_act if "decay" in grads else None,
-        "SUM": form.normalize in ("sum", "online"), "THRESHOLD": form.normalize == "threshold",
+        "MEAN": mean,
         "blocks": maps.blocks, "counts": maps.counts, "ranges": ranges,
     }  # fmt: skip
     launches = [*before, Launch(flash_dq, _programs(q, config.block_m), dq_args, config)]
@@ -306,6 +302,17 @@ def describe_backward(
     programs = _programs(k, config.block_n)
     launches += [*before, *listing, Launch(flash_dkdv, programs, dkdv_args, config, zeroed)]
     return launches, grads
+
+
+def _mean_source(form: Form, q: Tensor) -> str | None:
+    """How the kernel computes δ, see `backward_q`."""
+    if form.normalize == "threshold":
+        return "slopes"
+    # The forward rounds φ to 16 bits for φ·v. dO·o then has an error of 2⁻⁹ dO·v, and dS divides it
+    # by Z. That is as small as φ is, except in a softmax, where the largest φ is 1.
+    if form.normalize == "sum" and q.element_size() == 2:
+        return "weights"
+    return None if form.normalize == "none" else "output"
 
 
 def _describe_columns(maps: Maps, given: dict[str, Any]) -> tuple[Maps, list[Launch]]:
@@ -349,10 +356,8 @@ def empty_maps(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, shape: Tensor | None, extras: Extras
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return new, uninitialized tensors for the fields of `Maps`."""
-    heads, tiles = (
-        q.shape[0] * q.shape[1],
-        _tiles(_new_tile(q, k, v, layout, shape, extras), q, k),
-    )
+    heads = q.shape[0] * q.shape[1]
+    tiles = _tiles(_new_tile(q, k, v, layout, shape, extras), q, k)
     blocks = q.new_empty(heads, *tiles, dtype=torch.int32)
     counts = q.new_empty(heads, tiles[0], dtype=torch.int32)
     return blocks, counts, q.new_empty(heads, *tiles, dtype=torch.uint8)

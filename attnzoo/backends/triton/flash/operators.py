@@ -78,10 +78,14 @@ def _(
 
 
 class Attended(NamedTuple):
-    """The outputs of the forward. The backward recomputes the weights from ``stat``."""
+    """The outputs of the forward.
+
+    The backward recomputes the weights from ``stat`` and ``weight_sum``, see `stands_apart`.
+    """
 
     out: Tensor
     stat: Tensor | None
+    weight_sum: Tensor | None
     lse: Tensor | None
 
 
@@ -98,9 +102,12 @@ def flash_forward(
 
 @flash_forward.fake
 def _(*, q: Tensor, v: Tensor, layout: Layout, form: Form, want_lse: bool) -> Attended:
-    two_vectors = stands_apart(form, layout.mask)
-    stat = None if form.normalize == "none" else new_vector(q, two_vectors)
-    return Attended(like(q, v.shape[3]), stat, new_vector(q) if want_lse else None)
+    return Attended(
+        like(q, v.shape[3]),
+        None if form.normalize == "none" else new_vector(q),
+        new_vector(q) if stands_apart(form, layout.mask) else None,
+        new_vector(q) if want_lse else None,
+    )
 
 
 @flash_forward.backward(
@@ -110,8 +117,8 @@ def _(*, q: Tensor, v: Tensor, layout: Layout, form: Form, want_lse: bool) -> At
 )  # fmt: skip
 def flash_backward(
     *, q: Tensor, k: Tensor, v: Tensor, vectors: Vectors, extras: Extras, maps: Maps,
-    layout: Layout, form: Form, out: Tensor, stat: Tensor | None, lse: Tensor | None,
-    dout: Tensor, dlse: Tensor | None, wanted: list[str],
+    layout: Layout, form: Form, out: Tensor, stat: Tensor | None, weight_sum: Tensor | None,
+    lse: Tensor | None, dout: Tensor, dlse: Tensor | None, wanted: list[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     common, prepared, flash = _modules()
     # A gradient may be expanded, or have strides that allow only narrower loads than the output's.
@@ -121,8 +128,8 @@ def flash_backward(
         # multiply this dlse by 0, which would give NaN in dk if dlse is ±∞ or NaN.
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0).contiguous()
     found = prepared.launch(
-        flash.describe_backward, dout, dlse, q, k, v, out, stat, lse, layout, form, vectors,
-        extras, maps, wanted, common.architecture(q.device),
+        flash.describe_backward, dout, dlse, q, k, v, out, stat, weight_sum, lse, layout, form,
+        vectors, extras, maps, wanted, common.architecture(q.device),
     )  # fmt: skip
     if "key_bias" in wanted:
         found["key_bias"] = found["key_bias"].sum(0)
