@@ -128,13 +128,14 @@ def test_evals_command_runs_with_the_plugin_file_on_the_same_page(
     name = Path(file).stem
     few = "--steps 2 --set test_sequences=4 --set test_least=4 --workers 0".split()
     few += ["--out", str(tmp_path / "out")]
-    few += [] if "--variants" in words else ["--variants", f"softmax,{name}"]
+    of_variant = words.startswith("evals all")
+    variants = f"softmax,{name}" if of_variant else "softmax"
+    few += [] if "--variants" in words else ["--variants", variants]
     done = subprocess.run(
         [sys.executable, "-m", *words.replace(file, str(tmp_path / file)).split(), *few],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    of_variant = words.startswith("evals all")
     rows = re.findall(
         rf"^{name if of_variant else 'softmax'}\b.* \d+\.\d+", done.stdout, re.MULTILINE
     )

@@ -327,6 +327,7 @@ def test_killed_workers_nan_and_plugin_errors_do_not_stop_other_runs(tmp_path: P
     plugin.write_text(PLUGIN)
     variants = "my_relu,softmax->my_holes,softmax->my_greedy,my_defect"
     sizes = ["--lengths", "16,32,48", "--steps", "5", "--workers", "1", "--out", str(out)]
+    sizes += ["--sweep", "none"]
     run = ["max-retrieval", "--plugin", str(plugin), "--variants", variants, "--seeds", "1"]
     process = start([*run, *sizes])
     text, errors = process.communicate(timeout=900)
