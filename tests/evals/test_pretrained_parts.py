@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -325,6 +326,37 @@ def test_layers_are_numbers_and_ranges() -> None:
 
 def test_fingerprints_tell_models_apart(loaded: Loaded, tmp_path: Path) -> None:
     assert loaded.fingerprint() == loaded.fingerprint()
-    assert Loaded(large_llama(), None).fingerprint() != loaded.fingerprint()
-    half = load(Source(str(save_small_lm(tmp_path, large_llama())), dtype="bfloat16"))
-    assert half.fingerprint() != Loaded(large_llama(), None).fingerprint()
+    other = Loaded(large_llama(), loaded.tokenizer)
+    assert other.fingerprint() != loaded.fingerprint()
+    half = load(Source(str(save_small_lm(tmp_path, large_llama(), start=True)), dtype="bfloat16"))
+    assert half.fingerprint() != other.fingerprint()
+    assert Loaded(loaded.model, byte_tokenizer()).fingerprint() != loaded.fingerprint()
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 500_000.0}, {"max_position_embeddings": 99}])
+def test_fingerprints_depend_on_the_config_but_not_on_the_folder(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    for name in ("one", "moved", "changed"):
+        save_small_lm(tmp_path / name)
+    file = tmp_path / "changed" / "config.json"
+    config = json.loads(file.read_text())
+    for part in (config, config.get("rope_parameters") or {}):
+        part |= {name: value for name, value in change.items() if name in part}
+    assert config != json.loads(file.read_text())
+    file.write_text(json.dumps(config))
+    one, moved, changed = (
+        load(Source(str(tmp_path / name))).fingerprint() for name in ("one", "moved", "changed")
+    )
+    assert one == moved
+    assert one != changed
+
+
+def test_fingerprints_depend_on_parameters_of_converted_models(tmp_path: Path) -> None:
+    found = set()
+    for length in (16, 2048):
+        model = apply(large_llama(), parse_substitution(f"log_n(train_length={length})"), ids()[0])
+        folder = save_small_lm(tmp_path / str(length), model)
+        found.add(load(Source(str(folder))).fingerprint())
+    found.add(load(Source(str(save_small_lm(tmp_path / "plain", large_llama())))).fingerprint())
+    assert len(found) == 3
