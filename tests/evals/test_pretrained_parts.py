@@ -24,6 +24,7 @@ from evals.pretrained.substitution import (
     parse_substitution,
     substituted,
 )
+from evals.pretrained.words import check_no_facts
 from evals.results.pretrained import RETRIEVAL
 from helpers.hf_models import gemma2, gpt2, ids, large_llama, llama, mistral, quiet, qwen
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
@@ -116,6 +117,36 @@ def test_without_facts_a_context_is_plain_text_of_the_full_length(loaded: Loaded
     assert loaded.tokenizer.decode(context.tokens[1:]) in LICENSE
     assert len(context.questions) == 0
     assert len(context.needle) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "The secret number is 7.",
+        "The number of keys is 3.",
+        "One price of tea is 3.",
+        "Let x = 1.",
+        "Words: a, b.",
+    ],
+)
+def test_a_text_with_a_sentence_of_a_planted_form_is_an_error(loaded: Loaded, line: str) -> None:
+    text = f"{LICENSE}\n{line}\n"
+    count = LICENSE.count("\n") + 2
+    with pytest.raises(UsageError, match=rf"--text must not have .* in line {count};"):
+        Contexts(loaded, text, planted=True, seed=0)
+    Contexts(loaded, text, planted=False, seed=0)
+
+
+def test_every_planted_line_has_a_form_that_texts_must_not_have(
+    contexts: Contexts, loaded: Loaded
+) -> None:
+    context = contexts.draw(LENGTH, 0)
+    planted = loaded.tokenizer.decode(context.tokens[~context.is_text][1:])
+    lines = [line for line in planted.split("\n") if line]
+    assert len(lines) == 14
+    for line in lines:
+        with pytest.raises(UsageError, match="--text must not have"):
+            check_no_facts(line)
 
 
 def test_points_inside_numbers_end_no_sentence(loaded: Loaded) -> None:
