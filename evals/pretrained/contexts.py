@@ -12,7 +12,8 @@ its own at the end of a sentence or line of the text, at random depths. The task
     variable tracking "Let raven = 4821.", "Let olive = raven.", "Let maple = olive."
     common word       four lists of six words; one word is in all lists, the others in one
 
-The words, and the numbers, are not in the text. Everything is a pure function of the text, the
+The words, and the numbers, are not in the text, and a text with a sentence of these forms is an
+error: it would compete with the fact. Everything is a pure function of the text, the
 tokenizer, the seed, the length and the number of the sample.
 """
 
@@ -29,7 +30,13 @@ from torch import Tensor
 
 from commandline.errors import UsageError
 from evals.pretrained.loading import Loaded
-from evals.pretrained.words import absent_numbers, absent_words, pick_numbers, pick_words
+from evals.pretrained.words import (
+    absent_numbers,
+    absent_words,
+    check_no_facts,
+    pick_numbers,
+    pick_words,
+)
 from evals.tasks import draws
 
 VERSION = 1  # change it when the contexts change
@@ -121,11 +128,16 @@ class Contexts:
         text: the text.
         planted: whether facts are planted. Without them a context has n tokens and no questions.
         seed: the seed of all draws.
+
+    Raises:
+        UsageError: facts are planted, and the text already has a sentence of such a form.
     """
 
     def __init__(self, loaded: Loaded, text: str, planted: bool, seed: int) -> None:
         self.loaded, self.planted, self.seed = loaded, planted, seed
         self.tokens, self.start = loaded.tokens(text), loaded.start()
+        if planted:
+            check_no_facts(text)
         self._words, self._numbers = absent_words(text), absent_numbers(text)
 
     @cached_property

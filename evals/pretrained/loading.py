@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,37 @@ class Loaded:
         return torch.tensor(full[:where], dtype=torch.long)
 
     def fingerprint(self) -> str:
-        """A hash of the model's parameters. Results of two models are never mixed."""
+        """A hash of the model's parameters and config and of the tokenizer. Results of two models
+        are never mixed."""
         digest = hashlib.sha256()
+        for part in (_without_origin(self.model.config.to_dict()), _tokenizing(self.tokenizer)):
+            digest.update(json.dumps(part, sort_keys=True, default=repr).encode())
         for name, value in self.model.state_dict().items():
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()[:20]
+
+
+# Entries of a config that say where a model comes from.
+_ORIGIN = ("_name_or_path", "transformers_version")
+
+
+def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
+    """A config, and the configs in it, without name, path and version."""
+    return {
+        name: _without_origin(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in _ORIGIN
+    }
+
+
+def _tokenizing(tokenizer: Any) -> Any:
+    """What the tokens of a text depend on."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+    # Calls of the tokenizer change its padding and truncation, which texts here never have.
+    return {**json.loads(fast.to_str()), "padding": None, "truncation": None}
 
 
 def read_text(file: Path, option: str = "--text") -> str:

@@ -1,4 +1,4 @@
-"""Words and numbers that a text does not contain, for the sentences that are planted in it."""
+"""Words, numbers and forms that a text does not contain, for the sentences planted in it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ POOL = (
     "silver spider summer tiger timber tomato tunnel turtle valley velvet violin walnut whistle "
     "willow window winter wizard zebra"
 ).split()
+# The forms of the planted sentences, up to the number or word that answers a question.
+_FORMS = re.compile(
+    r"The secret number is|The number of \w+ is|One price of \w+ is|^Let \w+ =|^Words:",
+    re.MULTILINE,
+)
 _LOWEST, _NUMBERS = 1000, 9000  # numbers of four digits
 
 
@@ -27,6 +32,18 @@ def absent_words(text: str) -> list[str]:
     """The words of the pool that are not in the text."""
     present = set(re.findall(r"\w+", text.lower()))
     return [word for word in POOL if word not in present]
+
+
+def check_no_facts(text: str) -> None:
+    """Raise if the text has a sentence of the form of a planted one, which could be mistaken for
+    it."""
+    if (found := _FORMS.search(text)) is not None:
+        line = 1 + text.count("\n", 0, found.start())
+        raise UsageError(
+            "--text must not have sentences of the forms that are planted in it, got "
+            f"{found[0]!r} in line {line}; take another text, or measure only the loss and the "
+            "sharpness with --measures loss,sharpness"
+        )
 
 
 def pick_words(raw: np.ndarray, words: Sequence[str], count: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from evals.pretrained.substitution import (
     parse_substitution,
     substituted,
 )
+from evals.pretrained.words import check_no_facts
 from evals.results.pretrained import RETRIEVAL
 from helpers.hf_models import gemma2, gpt2, ids, large_llama, llama, mistral, quiet, qwen
 from helpers.small_lm import LENGTH, TEXT, byte_tokenizer, save_small_lm
@@ -115,6 +117,36 @@ def test_without_facts_a_context_is_plain_text_of_the_full_length(loaded: Loaded
     assert loaded.tokenizer.decode(context.tokens[1:]) in LICENSE
     assert len(context.questions) == 0
     assert len(context.needle) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "The secret number is 7.",
+        "The number of keys is 3.",
+        "One price of tea is 3.",
+        "Let x = 1.",
+        "Words: a, b.",
+    ],
+)
+def test_a_text_with_a_sentence_of_a_planted_form_is_an_error(loaded: Loaded, line: str) -> None:
+    text = f"{LICENSE}\n{line}\n"
+    count = LICENSE.count("\n") + 2
+    with pytest.raises(UsageError, match=rf"--text must not have .* in line {count};"):
+        Contexts(loaded, text, planted=True, seed=0)
+    Contexts(loaded, text, planted=False, seed=0)
+
+
+def test_every_planted_line_has_a_form_that_texts_must_not_have(
+    contexts: Contexts, loaded: Loaded
+) -> None:
+    context = contexts.draw(LENGTH, 0)
+    planted = loaded.tokenizer.decode(context.tokens[~context.is_text][1:])
+    lines = [line for line in planted.split("\n") if line]
+    assert len(lines) == 14
+    for line in lines:
+        with pytest.raises(UsageError, match="--text must not have"):
+            check_no_facts(line)
 
 
 def test_points_inside_numbers_end_no_sentence(loaded: Loaded) -> None:
@@ -325,6 +357,37 @@ def test_layers_are_numbers_and_ranges() -> None:
 
 def test_fingerprints_tell_models_apart(loaded: Loaded, tmp_path: Path) -> None:
     assert loaded.fingerprint() == loaded.fingerprint()
-    assert Loaded(large_llama(), None).fingerprint() != loaded.fingerprint()
-    half = load(Source(str(save_small_lm(tmp_path, large_llama())), dtype="bfloat16"))
-    assert half.fingerprint() != Loaded(large_llama(), None).fingerprint()
+    other = Loaded(large_llama(), loaded.tokenizer)
+    assert other.fingerprint() != loaded.fingerprint()
+    half = load(Source(str(save_small_lm(tmp_path, large_llama(), start=True)), dtype="bfloat16"))
+    assert half.fingerprint() != other.fingerprint()
+    assert Loaded(loaded.model, byte_tokenizer()).fingerprint() != loaded.fingerprint()
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 500_000.0}, {"max_position_embeddings": 99}])
+def test_fingerprints_depend_on_the_config_but_not_on_the_folder(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    for name in ("one", "moved", "changed"):
+        save_small_lm(tmp_path / name)
+    file = tmp_path / "changed" / "config.json"
+    config = json.loads(file.read_text())
+    for part in (config, config.get("rope_parameters") or {}):
+        part |= {name: value for name, value in change.items() if name in part}
+    assert config != json.loads(file.read_text())
+    file.write_text(json.dumps(config))
+    one, moved, changed = (
+        load(Source(str(tmp_path / name))).fingerprint() for name in ("one", "moved", "changed")
+    )
+    assert one == moved
+    assert one != changed
+
+
+def test_fingerprints_depend_on_parameters_of_converted_models(tmp_path: Path) -> None:
+    found = set()
+    for length in (16, 2048):
+        model = apply(large_llama(), parse_substitution(f"log_n(train_length={length})"), ids()[0])
+        folder = save_small_lm(tmp_path / str(length), model)
+        found.add(load(Source(str(folder))).fingerprint())
+    found.add(load(Source(str(save_small_lm(tmp_path / "plain", large_llama())))).fingerprint())
+    assert len(found) == 3
