@@ -96,7 +96,8 @@ def train(
     device: str,
     report: Report,
 ) -> nn.Module:
-    """Train a model. With the same seed, all variants get the same initial weights and data."""
+    """Train a model. With equal seeds, all variants get equal data, and with equal settings equal
+    initial weights."""
     torch.manual_seed(seed)
     model = task.build(variant, positions, settings).to(device)
     longest = settings.longest_per_step()

@@ -10,7 +10,7 @@ from pathlib import Path
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.results.store import read_rows
-from evals.results.summary import Estimate, Group, Point, Series, estimate, groups
+from evals.results.summary import SPREAD, Estimate, Group, Point, Series, estimate, groups
 from evals.results.trials import of_tasks
 from evals.task import Metric
 
@@ -19,6 +19,7 @@ from evals.task import Metric
 class Change:
     """The scores of one variant with its position encoding at one eval length, in A and in B.
 
+    steady: whether no seed's score changed by more than `SPREAD`, or the task has no such limit.
     gain: positive if B is better; None if B lacks a seed of A. problem: why gain is None.
     """
 
@@ -30,6 +31,7 @@ class Change:
     after: Estimate | None
     gain: Estimate | None
     problem: str = ""
+    steady: bool = True
 
     def fails(self, below: float) -> bool:
         """True if the gain is missing or less than ``below``, in the unit of the tables."""
@@ -75,6 +77,7 @@ def _of_group(group: Group, other: Group | None) -> list[Change]:
                 group.task.name, series, length, metric, point.metrics[metric.name],
                 same.metrics.get(metric.name) if same else None,
                 None if problem else estimate(paired), problem,
+                group.task.trained_score is None or all(abs(x) <= SPREAD for x in paired),
             )
         )  # fmt: skip
     return found
@@ -99,8 +102,11 @@ def table(task: str, found: Sequence[Change]) -> Table:
 
 
 def holds(change: Change) -> bool:
-    """Whether the 95 % intervals of A and B overlap. A single seed's interval is its score."""
-    if change.before is None or change.after is None:
+    """Whether the 95 % intervals of A and B overlap, and no seed's score changed by much.
+
+    A single seed's interval is its score. The intervals of seeds that fail now and then are wide.
+    """
+    if change.before is None or change.after is None or not change.steady:
         return False
     (low, high), (least, most) = (
         side.interval or (side.mean, side.mean) for side in (change.before, change.after)

@@ -1,10 +1,10 @@
 """The paired t-test between a variant and the baseline, and Holm's correction.
 
-A pair is one seed: the scores of two variants that were trained with the same data and the same
-initial weights. The test asks whether the mean of their differences is 0. It assumes that these
-differences are independent and normally distributed. Five seeds cannot show whether they are, so a
-p value near 0.05 says little. A sign-flip test needs no normal distribution, but with five seeds
-its smallest p value is 2/32 = 0.0625.
+A pair is one seed: the scores of two variants that were trained with the same data. Variants with
+equal settings also have equal initial weights. The test asks whether the mean of their differences
+is 0. It assumes that these differences are independent and normally distributed. Five seeds cannot
+show whether they are, so a p value near 0.05 says little. A sign-flip test needs no normal
+distribution, but with five seeds its smallest p value is 2/32 = 0.0625.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Key = TypeVar("Key", bound=Hashable)
 def t_test(differences: Sequence[float]) -> float | None:
     """The two-sided p value of the paired t-test; None for fewer than `LEAST` pairs.
 
-    If all differences are equal, p is 1 if they are 0, otherwise 0.
+    None if all differences are equal but not 0: without a spread there is no test. If all are 0, p
+    is 1.
 
     >>> round(t_test([0.1, 0.3, 0.2, 0.4, 0.3]), 4)
     0.007
@@ -34,7 +35,7 @@ def t_test(differences: Sequence[float]) -> float | None:
     variance = math.fsum((x - mean) ** 2 for x in differences) / (count - 1)
     # Scores are means over sequences: below this, a spread is rounding.
     if variance <= (1e-12 * max(map(abs, differences))) ** 2:
-        return 1.0 if mean == 0 else 0.0
+        return 1.0 if mean == 0 else None
     return two_sided(mean / math.sqrt(variance / count), count - 1)
 
 

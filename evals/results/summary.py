@@ -167,14 +167,17 @@ class Group:
     def tuned(self, series: Series) -> dict[str, Any]:
         """The tuned "values" of a series and the candidates "tried"; both empty if there was no
         sweep for it."""
-        row = self.of(series)[0].rows[0]
-        return row.get("tuned") or {"values": {}, "tried": []}
+        return self._a_row(series).get("tuned") or {"values": {}, "tried": []}
 
     def own(self, series: Series) -> dict[str, Any]:
         """The settings in which the variant may differ from others, besides its tuned ones."""
-        row = self.of(series)[0].rows[0]
+        row = self._a_row(series)
         names = set(row.get("shared", {})) - set(self.tuned(series)["values"])
         return {name: row["settings"][name] for name in sorted(names) if name in row["settings"]}
+
+    def _a_row(self, series: Series) -> Row:
+        """A row of the series. Its settings do not depend on length and seed."""
+        return next(row for point in self.of(series) for row in point.rows)
 
     def p_values(self, lengths: Collection[int] | None = None) -> dict[tuple[Series, int], float]:
         """The p values of the differences from softmax, with Holm's correction for all that are in
@@ -273,20 +276,27 @@ def _series(row: Row) -> Series:
     return Series(row["variant"], row["positions"])
 
 
+def _version(row: Row) -> tuple[str, str]:
+    """What all rows of a series share: the variant, and the settings that are its own or tuned."""
+    own = {name: row["settings"].get(name) for name in row.get("shared", {})}
+    return row["version"], json.dumps(own, sort_keys=True)
+
+
 def _latest(rows: list[Row]) -> tuple[list[Row], list[str]]:
     """Keep the latest row of each (series, length, seed), from the latest version of each series.
 
     Also returns a message for each series with rows left out.
     """
-    version = {_series(row): row["version"] for row in rows}
-    same = [row for row in rows if row["version"] == version[_series(row)]]
+    version = {_series(row): _version(row) for row in rows}
+    same = [row for row in rows if _version(row) == version[_series(row)]]
     found = {(_series(row), row["length"], row["seed"]): row for row in same}
     messages = []
     for series in version:
         old = sum(_series(row) == series for row in rows) - sum(key[0] == series for key in found)
         if old:
             messages.append(
-                f"{series.label}: left out {old} result(s) of other versions of the variant"
+                f"{series.label}: left out {old} result(s) of other versions or settings of the "
+                "variant"
             )
     return list(found.values()), messages
 

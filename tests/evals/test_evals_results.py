@@ -13,6 +13,7 @@ import pytest
 from commandline.errors import UsageError
 from commandline.table import Table
 from evals.__main__ import main
+from evals.reporting import compare
 from evals.reporting.readme_tables import scores as scores_table
 from evals.reporting.tables import cost_table, learned_table, legend, score_tables
 from evals.results.store import read_rows
@@ -152,8 +153,26 @@ def test_two_versions_of_a_variant_are_never_averaged() -> None:
     (group,) = groups(rows)
     assert group.points[Series("mine", "none"), 16].metrics["accuracy"].mean == 0.9
     assert [line.split("warning: max-retrieval: ")[1] for line in version_warnings([group])] == [
-        "mine: left out 2 result(s) of other versions of the variant"
+        "mine: left out 2 result(s) of other versions or settings of the variant"
     ]
+
+
+def test_results_with_two_tuned_values_are_never_averaged() -> None:
+    """A later sweep may choose another learning rate. Only results of the latest choice count."""
+    tuned = {"shared": {"learning_rate": "tuned: 0.001, 0.003"}}
+    rows = [
+        row("softmax", score, seed=seed, settings={**SETTINGS, "learning_rate": rate}, **tuned)
+        for score, seed, rate in ((0.1, 0, 0.001), (0.1, 1, 0.001), (0.9, 0, 0.003))
+    ]
+    (group,) = groups(rows)
+    assert group.points[Series("softmax", "none"), 16].metrics["accuracy"].mean == 0.9
+
+
+def test_series_with_different_lengths_are_in_one_group() -> None:
+    (group,) = groups([row("softmax", 0.9), row("ssmax", 0.8, length=64)])
+    for series in group.series:
+        assert group.tuned(series) == {"values": {}, "tried": []}
+        assert group.own(series) == {}
 
 
 def test_results_with_different_settings_or_test_sizes_are_separate_groups() -> None:
@@ -370,3 +389,16 @@ def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_t
     written(tmp_path / "b", [row("softmax", 0.5, seed=7)])
     assert main(["compare", *folders]) == 2
     assert "B must have results of max-retrieval with equal" in capsys.readouterr().err
+
+
+def test_a_row_whose_seeds_change_places_does_not_hold() -> None:
+    """Both intervals are wide and overlap, but rounding decides which seeds learn."""
+    first, second = [0.1, 0.1, 0.1, 0.98, 0.98], [0.98, 0.98, 0.1, 0.1, 0.1]
+    before, after = (
+        groups([row("cosformer", score, seed=seed) for seed, score in enumerate(scores)])
+        for scores in (first, second)
+    )
+    (change,) = compare.changes(before, after)
+    assert not compare.holds(change)
+    (same,) = compare.changes(before, before)
+    assert compare.holds(same)
