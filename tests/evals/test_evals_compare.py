@@ -1,0 +1,119 @@
+"""The command compare: gains, bounds, missing results, and which rows hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from evals.__main__ import main
+from evals.reporting import compare
+from evals.results.summary import groups
+from helpers.evals_rows import SETTINGS, row, written
+
+
+def both(tmp_path: Path, before: list, after: list) -> list[str]:
+    return [str(written(tmp_path / "a", before)), str(written(tmp_path / "b", after))]
+
+
+def test_compare_shows_gains_and_fails_below_a_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [row("softmax", 0.80, seed=s) for s in (0, 1)] + [row("ssmax", 0.9, seed=0)]
+    after = [row("softmax", 0.75 + s / 50, seed=s) for s in (0, 1)] + [row("ssmax", 0.95)]
+    folders = both(tmp_path, before, after)
+    assert main(["compare", *folders]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"softmax +16 +80\.0 ±0\.0 +76\.0 ±1\.0 +-4\.0 ±1\.0", text)
+    assert re.search(r"ssmax +16 +90\.0 +95\.0 +\+5\.0", text)
+    assert main(["compare", *folders, "--fail-below", "-4.5"]) == 0
+    assert main(["compare", *folders, "--fail-below", "-3.5"]) == 1
+    text = capsys.readouterr().out
+    assert "below -3.5: max-retrieval, softmax, n = 16: -4.0" in text
+    assert "1 of 2 gains are at least -3.5" in text
+
+
+def test_compare_notes_seeds_that_only_b_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.6, seed=s) for s in (0, 1)])
+    note = "note: max-retrieval has seeds in B that A lacks"
+    assert main(["compare", *folders]) == 0
+    assert note in capsys.readouterr().out
+    assert main(["compare", folders[0], folders[0]]) == 0
+    assert note not in capsys.readouterr().out
+
+
+def test_compare_rejects_a_nan_bound_and_reports_different_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = both(tmp_path, [row("softmax", 0.5)], [row("softmax", 0.5, data="other")])
+    assert main(["compare", *folders, "--fail-below", "nan"]) == 2
+    assert main(["compare", *folders, "--fail-below", "-100"]) == 0
+    assert "has data = made by hand in A and other in B" in capsys.readouterr().out
+
+
+def test_compare_counts_a_lower_loss_as_a_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"task": "language-model", "positions": "rope"}
+    folders = both(tmp_path, [row("softmax", 3.0, **task)], [row("softmax", 2.5, **task)])
+    assert main(["compare", *folders, "--fail-below", "0.4"]) == 0
+    assert main(["compare", *folders[::-1], "--fail-below", "0"]) == 1
+    assert "+0.50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("after", [[], [row("softmax", None)]], ids=["missing", "failed"])
+def test_compare_fails_for_results_missing_in_b(
+    after: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = both(tmp_path, [row("softmax", 0.5)], [row("ssmax", 0.5), *after])
+    assert main(["compare", *folders]) == 0
+    assert main(["compare", *folders, "--fail-below", "-100"]) == 1
+    assert "B has no seed 0" in capsys.readouterr().out
+
+
+def test_compare_prints_which_rows_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(softmax: float, ssmax: float) -> list:
+        return [
+            row(variant, score + 0.01 * seed, seed=seed, length=length)
+            for variant, score in (("softmax", softmax), ("ssmax", ssmax))
+            for length in (16, 64)
+            for seed in range(2)
+        ]
+
+    folders = both(tmp_path, rows(0.5, 0.9), rows(0.505, 0.3))
+    assert main(["compare", *folders, "--holds"]) == 1
+    text = capsys.readouterr().out
+    assert "max-retrieval, softmax: holds\n" in text
+    assert "max-retrieval, ssmax: does not hold at n = 16 (90.5 in A, 30.5 in B), n = 64 (" in text
+    assert "1 of 2 rows hold: at every length their 95 % intervals" in text
+    assert main(["compare", folders[0], folders[0], "--holds"]) == 0
+    assert "2 of 2 rows hold" in capsys.readouterr().out
+    assert main(["compare", *folders]) == 0
+
+
+def test_compare_reports_a_different_setting_and_rejects_several_settings_of_a_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = row("softmax", 0.5, settings={**SETTINGS, "steps": 11})
+    folders = both(tmp_path, [row("softmax", 0.5)], [other])
+    assert main(["compare", *folders]) == 0
+    assert "max-retrieval has steps = 10 in A and 11 in B" in capsys.readouterr().out
+    written(tmp_path / "b", [row("softmax", 0.5, seed=7)])
+    assert main(["compare", *folders]) == 2
+    assert "B must have results of max-retrieval with equal" in capsys.readouterr().err
+
+
+def test_a_row_whose_seeds_change_places_does_not_hold() -> None:
+    """Both intervals are wide and overlap, but rounding decides which seeds learn."""
+    first, second = [0.1, 0.1, 0.1, 0.98, 0.98], [0.98, 0.98, 0.1, 0.1, 0.1]
+    before, after = (
+        groups([row("cosformer", score, seed=seed) for seed, score in enumerate(scores)])
+        for scores in (first, second)
+    )
+    (change,) = compare.changes(before, after)
+    assert not compare.holds(change)
+    (same,) = compare.changes(before, before)
+    assert compare.holds(same)
