@@ -14,6 +14,7 @@ from pathlib import Path
 import attnzoo
 from commandline.errors import UsageError
 from commandline.table import markdown
+from evals.reporting import pretrained_pages
 from evals.reporting.readme_tables import overview, scores, tasks_table
 from evals.reporting.trials import documented
 from evals.tasks import EXPERIMENTS
@@ -96,6 +97,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},
+    "pretrained": lambda page: pretrained_pages.documented(RESULTS, "pretrained"),
+    "adapt": lambda page: pretrained_pages.documented(RESULTS, "adapt"),
     "kernels": lambda page: kernels_table(),
     "profile": lambda page: profile_table(),
 }

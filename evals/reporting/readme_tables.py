@@ -1,16 +1,20 @@
 """Markdown tables for README and documentation: the tasks, and the scores in docs/results.
 
-Each file in docs/results is the summary.csv of one task.
+TASK.csv in docs/results is the summary.csv of one task, TASK.PRESET.csv that of another preset, and
+the JSON file of the same name says what made it.
 """
 
 from __future__ import annotations
 
 import csv
+import json
+from dataclasses import replace
 from pathlib import Path
 
 from commandline.table import markdown
 from evals.reporting.scores import KEPT, Line, Scores, Value, of_summary
 from evals.reporting.tables import PARTIAL, chance_text
+from evals.results.provenance import sentence
 from evals.results.summary import UNSTABLE, UNTRAINED
 from evals.tasks import TASKS
 
@@ -30,9 +34,46 @@ def tasks_table() -> str:
 
 
 def scores(folder: Path = MEASURED) -> str:
-    """The Markdown tables of scores, one for each task that has a summary in the folder."""
-    found = [summary_scores(folder, name) for name in TASKS]
-    return "\n".join(markdown_table(one) for one in found if one is not None) or NONE_YET
+    """The Markdown tables of scores, one for each summary of a task in the folder."""
+    paths = [
+        path
+        for name in TASKS
+        for path in (folder / f"{name}.csv", *sorted(folder.glob(f"{name}.*.csv")))
+        if path.exists()
+    ]
+    return "\n".join(_described(path) for path in paths) or NONE_YET
+
+
+def _described(path: Path) -> str:
+    """The Markdown table of a summary, the published scores, and what made the results."""
+    task, _, preset = path.stem.partition(".")
+    found = _read(path, task)
+    if preset:
+        found = replace(found, distinction=f"preset {preset}")
+    text = markdown_table(found) + (_published(found) if preset else "")
+    return text + made_by(path)
+
+
+def made_by(path: Path) -> str:
+    """A paragraph that says what made a summary; empty for a file without provenance."""
+    made = path.with_suffix(".json")
+    if not made.exists():
+        return ""
+    return f"\n{sentence(json.loads(made.read_text()), f'results/{made.name}')}\n"
+
+
+def _published(found: Scores) -> str:
+    """The scores that a paper published for the task, at the lengths of the table."""
+    published = found.task.published
+    if published is None:
+        return ""
+    lengths = [n for n in found.lengths if n in published.lengths]
+    rows = [
+        [f"`{name}`", *(f"{dict(zip(published.lengths, scores, strict=True))[n]}" for n in lengths)]
+        for name, scores in published.rows.items()
+    ]
+    header = ["published", *(f"n = {n}{'?' * (n in published.second_hand)}" for n in lengths)]
+    return f"\n{published.title}\n\n{markdown([header, *rows], right=True)}"
 
 
 def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
@@ -73,8 +114,10 @@ def _overview_row(found: Scores, line: Line) -> tuple[str, ...]:
 def summary_scores(folder: Path, task: str) -> Scores | None:
     """The scores in the file <task>.csv of the folder; None if there is no such file."""
     path = folder / f"{task}.csv"
-    if not path.exists():
-        return None
+    return _read(path, task) if path.exists() else None
+
+
+def _read(path: Path, task: str) -> Scores:
     return of_summary(task, list(csv.DictReader(path.read_text().splitlines())))
 
 

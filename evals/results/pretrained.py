@@ -14,6 +14,7 @@ from evals.results.rows import Row
 from evals.results.summary import Estimate, estimate
 
 BASELINE = "as loaded"
+RISE = "loss minus as loaded"  # in summary.csv, paired by sample
 # The retrieval tasks: names of metrics, and their titles.
 RETRIEVAL = {
     "one_needle": "one needle",
@@ -171,6 +172,7 @@ def summary_csv(found: Sequence[Group]) -> str:
         for (series, length), rows in group.found.items():
             metrics = dict.fromkeys(name for row in rows.values() for name in row["metrics"])
             means = [(name, group.mean(series, length, name)) for name in metrics]
+            means.append((RISE, group.gain(series, length, "loss")))
             means += [
                 (f"loss at positions {begin} to {end - 1}", mean)
                 for begin, end, mean in group.by_position(series, length)

@@ -1,0 +1,82 @@
+"""Tables of pretrained models in the documentation, from the summary.csv of a run."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from commandline.table import Table, markdown
+from evals.reporting.readme_tables import NONE_YET, made_by
+from evals.results.pretrained import RETRIEVAL, RISE
+
+Line = Mapping[str, str]
+# Title, metric of the summary, factor, digits, whether the sign is shown.
+_BY_LENGTH = (
+    ("Loss, nats per token (lower is better)", "loss", 1, 3, False),
+    ("Rise of the loss above the model as loaded, nats per token", RISE, 1, 3, True),
+    ("Retrieval, mean of the tasks, %", "retrieval", 100, 1, False),
+    ("Log-probability of the right answers, nats per token", "retrieval_logprob", 1, 2, False),
+    ("Weight on the needle, largest of all heads", "needle_weight_max", 1, 3, False),
+    ("H/log n, mean over heads", "entropy", 1, 3, False),
+)
+
+
+def documented(folder: Path, name: str) -> str:
+    """The tables of a summary in a folder of the documentation, in Markdown."""
+    path = folder / f"{name}.csv"
+    if not path.exists():
+        return NONE_YET
+    lines: list[Line] = list(csv.DictReader(path.read_text().splitlines()))
+    found = [_by_length(lines, *one) for one in _BY_LENGTH]
+    found.append(_tasks(lines))
+    texts = [
+        f"**{table.title}**\n\n{markdown([table.header, *table.rows], right=True)}"
+        for table in found
+        if table.rows
+    ]
+    return "\n".join([*texts, f"{_samples(lines)}\n{made_by(path)}"])
+
+
+def _by_length(
+    lines: Sequence[Line], title: str, metric: str, factor: float, digits: int, sign: bool
+) -> Table:
+    """A table of one metric: a row for each variant, a column for each length."""
+    mine = {(x["series"], int(x["length"])): x for x in lines if x["metric"] == metric}
+    lengths = sorted({length for _, length in mine})
+    rows = [
+        [f"`{name}`", *(_cell(mine.get((name, n)), factor, digits, sign) for n in lengths)]
+        for name in dict.fromkeys(name for name, _ in mine)
+    ]
+    return Table(title, ["variant", *(f"n = {n}" for n in lengths)], rows)
+
+
+def _tasks(lines: Sequence[Line]) -> Table:
+    """The retrieval tasks at the longest length that has the most samples."""
+    mine = {
+        (x["series"], int(x["length"]), x["metric"]): x for x in lines if x["metric"] in RETRIEVAL
+    }
+    if not mine:
+        return Table("", [], [])
+    length = max((int(x["samples"]), n) for (_, n, _), x in mine.items())[1]
+    rows = [
+        [f"`{name}`", *(_cell(mine.get((name, length, task)), 100, 0) for task in RETRIEVAL)]
+        for name in dict.fromkeys(name for name, _, _ in mine)
+    ]
+    return Table(f"Retrieval at n = {length}, %", ["variant", *RETRIEVAL.values()], rows)
+
+
+def _cell(line: Line | None, factor: float, digits: int, sign: bool = False) -> str:
+    if line is None:
+        return "—"
+    text = f"{factor * float(line['mean']):{'+' if sign else ''}.{digits}f}"
+    if not line["low"]:
+        return text
+    low, high = (f"{factor * float(line[end]):.{digits}f}" for end in ("low", "high"))
+    return f"{text} ({low} … {high})"
+
+
+def _samples(lines: Sequence[Line]) -> str:
+    counts = {int(x["length"]): x["samples"] for x in lines if x["metric"] == "loss"}
+    each = ", ".join(f"{count} at n = {n}" for n, count in sorted(counts.items()))
+    return f"Means over samples with 95 % bootstrap intervals. Samples: {each}."

@@ -1,0 +1,88 @@
+"""What made the results of a table: command, commit, versions, seeds, settings.
+
+It is stored as JSON beside the summary, and a line below the table names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from commandline.errors import UsageError
+from evals.results.rows import Row, is_pretrained, is_validation
+
+# Fields of rows that are stored if a row has them. The values of all rows are listed.
+_FIELDS = ("commit", "torch", "attnzoo", "device", "data", "schedule")
+_MODEL = ("model", "fingerprint", "limit", "dtype", "text")
+
+
+def provenance(rows: Sequence[Row], command: str) -> dict[str, Any]:
+    """What made these rows of one task or of one pretrained model. ``command`` is stored as it is.
+
+    Raises:
+        UsageError: a row was made by code that is not in a commit, or there are no rows.
+    """
+    if not rows:
+        raise UsageError("the folder must have results, got none")
+    commits = _values(rows, "commit")
+    if unknown := [x for x in commits if x == "unknown" or x.endswith("-dirty")]:
+        raise UsageError(
+            "results must be made by committed code, so that they can be repeated; got commit "
+            f"{', '.join(unknown)}"
+        )
+    reported = [row for row in rows if not is_validation(row)]
+    found: dict[str, Any] = {"command": command}
+    for name in (*_FIELDS, *_MODEL):
+        if values := _values(reported, name):
+            found[name] = values
+    found["seeds"] = _values(reported, "seed")
+    if is_pretrained(rows[0]):
+        samples: dict[int, set[int]] = {}
+        for row in reported:
+            samples.setdefault(row["length"], set()).add(row["sample"])
+        found["samples"] = {str(n): len(mine) for n, mine in sorted(samples.items())}
+        return found
+    if swept := [row for row in rows if is_validation(row)]:
+        found["sweep_seeds"] = _values(swept, "seed")
+    found["settings"] = _by_variant(reported, "settings")
+    return found
+
+
+def _values(rows: Sequence[Row], name: str) -> list[Any]:
+    """The distinct values of a field, sorted. Rows without the field are left out."""
+    return sorted({row[name] for row in rows if row.get(name) is not None})
+
+
+def _by_variant(rows: Sequence[Row], name: str) -> dict[str, Any]:
+    """Settings that all rows share, and under the name of a variant those that differ."""
+    every = [row[name] for row in rows]
+    names = dict.fromkeys(key for one in every for key in one)
+    absent = object()
+    same = [n for n in names if all(one.get(n, absent) == every[0].get(n, absent) for one in every)]
+    found: dict[str, Any] = {n: every[0][n] for n in same}
+    for row in rows:
+        series = f"{row['variant']} {row.get('positions', '')}".replace(" none", "").strip()
+        if own := {n: value for n, value in row[name].items() if n not in same}:
+            found[series] = own
+    return found
+
+
+def sentence(found: Mapping[str, Any], file: str) -> str:
+    """A line for below the table. ``file`` is the path of the JSON file, for the link."""
+    seeds = found["seeds"]
+    several = len(seeds) > 1
+    text = f"seeds {seeds[0]} to {seeds[-1]}" if several else f"seed {seeds[0]}"
+    if swept := found.get("sweep_seeds"):
+        text += f" (sweep: {' and '.join(map(str, swept))})"
+    parts = [
+        f"Made by `{found['command']}`",
+        f"commit {' and '.join(found['commit'])}",
+        f"torch {' and '.join(found['torch'])}",
+        text,
+    ]
+    line = f"{', '.join(parts)}; [all settings]({file})."
+    if other := found.get("arithmetic"):
+        broken = [f"`{name}`" for name, holds in other["holds"].items() if not holds]
+        verdict = f"these rows do not hold: {', '.join(broken)}" if broken else "every row holds"
+        line += f" With `{other['environment']}`, {verdict}."
+    return line

@@ -1,0 +1,105 @@
+"""Publishes results of the evals in docs/results, for the tables of the documentation.
+
+    python -m evals max-retrieval --record
+    python -m scripts.publish results/quick/max-retrieval \\
+        --command "python -m evals max-retrieval --record"
+
+writes max-retrieval.csv, the summary, and max-retrieval.json: the command, commit, versions, seeds
+and settings. `make tables` then fills the tables of the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from commandline.errors import UsageError
+from commandline.files import write_whole
+from evals.reporting import compare
+from evals.results import pretrained
+from evals.results.provenance import provenance
+from evals.results.rows import Row, is_pretrained, is_trial
+from evals.results.store import read_rows
+from evals.results.summary import groups
+from evals.results.summary_csv import csv_text
+from evals.results.trials import trial_groups, trials_csv
+from scripts.tables import RESULTS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.publish",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="Publish the results in DIR, of one task")
+    add("--command", required=True, help="The command that made them, without --out")
+    add("--name", help="Name of the files, such as max-retrieval.paper (default: the task)")
+    text = "Results of the same command in another arithmetic: store which rows hold there"
+    add("--against", type=Path, metavar="DIR", help=text)
+    add("--environment", metavar="NAME=VALUE", help="The environment variable that chose it")
+    text = "Write to DIR (default: docs/results)"
+    add("--to", type=Path, default=RESULTS, metavar="DIR", help=text)
+    args = parser.parse_args(arguments)
+    try:
+        for path in publish(args):
+            print(f"written: {path}")
+    except UsageError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def publish(args: argparse.Namespace) -> list[Path]:
+    """Write the two files and return their paths."""
+    if (args.against is None) != (args.environment is None):
+        raise UsageError("--against and --environment must be given together")
+    rows = read_rows([args.folder])
+    if len(tasks := sorted({row["task"] for row in rows})) > 1:
+        raise UsageError(f"DIR must have results of one task, got {', '.join(tasks)}")
+    made = provenance(rows, args.command)
+    if args.against is not None:
+        made["arithmetic"] = {
+            "environment": args.environment,
+            "holds": _holds(rows, read_rows([args.against])),
+        }
+    name = args.name or tasks[0]
+    texts = {"csv": _summary(rows), "json": json.dumps(made, indent=1, ensure_ascii=False) + "\n"}
+    paths = [args.to / f"{name}.{end}" for end in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        write_whole(path, text)
+    return paths
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    if is_pretrained(rows[0]):
+        return pretrained.summary_csv(pretrained.groups(rows))
+    if is_trial(rows[0]):
+        return trials_csv(trial_groups(rows))
+    found = groups(rows)
+    if len(found) > 1:
+        several = "; ".join(group.distinction for group in found)
+        raise UsageError(
+            f"DIR must have results with equal settings, got {len(found)} groups: {several}"
+        )
+    return csv_text(found)
+
+
+def _holds(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+    """Whether each row of the table holds in other results, by its label."""
+    if is_pretrained(rows[0]) or is_trial(rows[0]):
+        raise UsageError("--against compares results of tasks only")
+    found: dict[str, bool] = {}
+    for change in compare.changes(groups(rows), groups(others)):
+        label = change.series.label
+        found[label] = found.get(label, True) and compare.holds(change)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Published results: the summary in docs/results, what made it, and the lines below its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commandline.errors import UsageError
+from evals.reporting.pretrained_pages import documented
+from evals.reporting.readme_tables import scores
+from evals.results.pretrained import groups, summary_csv
+from evals.results.provenance import provenance, sentence
+from helpers.evals_rows import SETTINGS, row, written
+from scripts import publish
+
+COMMAND = "python -m evals max-retrieval"
+
+
+def rows(**more: Any) -> list:
+    """Two variants with two seeds and tuned learning rates, and a row of the sweep."""
+    more |= {"shared": {"learning_rate": "tuned: 0.001, 0.003"}}
+    found = [
+        row(v, score, seed=seed, settings={**SETTINGS, "learning_rate": rate}, **more)
+        for v, score, rate in (("softmax", 0.97, 0.001), ("ssmax", 0.99, 0.003))
+        for seed in (0, 1)
+    ]
+    swept = row("softmax", 0.5, seed=1000, split="validation", key="sweep", **more)
+    return [*found, swept]
+
+
+def published(folder: Path, found: list, *options: str) -> int:
+    source = written(folder / "results", found) / found[0]["task"]
+    return publish.main([str(source), "--command", COMMAND, "--to", str(folder / "docs"), *options])
+
+
+def test_the_summary_and_what_made_it_are_published(tmp_path: Path) -> None:
+    assert published(tmp_path, rows()) == 0
+    made = json.loads((tmp_path / "docs" / "max-retrieval.json").read_text())
+    assert made["command"] == COMMAND
+    assert made["commit"] == ["abc"]
+    assert made["seeds"] == [0, 1]
+    assert made["sweep_seeds"] == [1000]
+    assert made["settings"]["steps"] == 10
+    assert made["settings"]["softmax"] == {"learning_rate": 0.001}
+    assert made["settings"]["ssmax"] == {"learning_rate": 0.003}
+    text = scores(tmp_path / "docs")
+    assert "| `ssmax` | 99.0 (99.0–99.0) |" in text
+    assert (
+        "Made by `python -m evals max-retrieval`, commit abc, torch 2, seeds 0 to 1 (sweep: 1000); "
+        "[all settings](results/max-retrieval.json)." in text
+    )
+
+
+def test_the_table_of_another_preset_shows_the_published_scores(tmp_path: Path) -> None:
+    assert published(tmp_path, rows(), "--name", "max-retrieval.paper") == 0
+    text = scores(tmp_path / "docs")
+    assert text.startswith("**max-retrieval** (preset paper): Accuracy")
+    assert "| `softmax` | 98.6 |" in text
+
+
+def test_rows_that_do_not_hold_in_another_arithmetic_are_named(tmp_path: Path) -> None:
+    other = [
+        one | {"metrics": {"accuracy": 0.2}} if one["variant"] == "ssmax" else one for one in rows()
+    ]
+    against = written(tmp_path / "default", other) / "max-retrieval"
+    options = ("--against", str(against), "--environment", "ATEN_CPU_CAPABILITY=default")
+    assert published(tmp_path, rows(), *options) == 0
+    text = scores(tmp_path / "docs")
+    assert "With `ATEN_CPU_CAPABILITY=default`, these rows do not hold: `ssmax`." in text
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "message"),
+    [
+        (rows(commit="abc-dirty"), (), "must be made by committed code"),
+        (rows(commit="unknown"), (), "must be made by committed code"),
+        (rows(), ("--environment", "X=1"), "--against and --environment must be given together"),
+    ],
+)
+def test_wrong_results_or_options_are_one_error_and_write_nothing(
+    found: list,
+    options: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert published(tmp_path, found, *options) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+    assert not (tmp_path / "docs").exists()
+
+
+def test_results_with_different_settings_are_an_error(tmp_path: Path) -> None:
+    found = [row("softmax", 0.5), row("softmax", 0.5, seed=1, settings={**SETTINGS, "steps": 11})]
+    folder = written(tmp_path, found)
+    with pytest.raises(UsageError, match="equal settings, got 2 groups: steps 10; steps 11"):
+        publish.publish(publish_options(folder))
+
+
+def test_results_of_two_tasks_are_an_error(tmp_path: Path) -> None:
+    folder = written(tmp_path, [row("softmax", 0.5), row("softmax", 0.5, task="needle")])
+    with pytest.raises(UsageError, match="results of one task, got max-retrieval, needle"):
+        publish.publish(publish_options(folder))
+
+
+def publish_options(folder: Path) -> Any:
+    options = {"folder": folder, "command": COMMAND, "name": None, "to": folder / "docs"}
+    return type("Options", (), {**options, "against": None, "environment": None})
+
+
+def pretrained_row(variant: str, length: int, sample: int, loss: float) -> dict:
+    return {
+        "task": "pretrained", "variant": variant, "layers": "all", "model": "tiny",
+        "fingerprint": "f", "limit": 64, "dtype": "float32", "text": "text.txt", "data": "d",
+        "seed": 0, "planted": True, "length": length, "sample": sample, "status": "ok",
+        "message": "", "curves": {}, "cpu_seconds": 1.0, "version": "1", "commit": "abc",
+        "torch": "2", "attnzoo": "0", "device": "cpu", "key": f"{variant} {length} {sample}",
+        "metrics": {"loss": loss, "retrieval": 0.5, "one_needle": 1.0},
+    }  # fmt: skip
+
+
+def test_tables_of_a_pretrained_model_show_the_paired_rise_of_the_loss(tmp_path: Path) -> None:
+    found = [
+        pretrained_row(variant, n, sample, 3.0 + sample + rise)
+        for variant, rise in (("as loaded", 0.0), ("log_n", 0.25))
+        for n in (64, 128)
+        for sample in range(2)
+    ]
+    (tmp_path / "pretrained.csv").write_text(summary_csv(groups(found)))
+    made = provenance(found, "python -m evals pretrained")
+    assert made["samples"] == {"64": 2, "128": 2}
+    assert "seed 0; [all settings](x.json)" in sentence(made, "x.json")
+    (tmp_path / "pretrained.json").write_text(json.dumps(made))
+    text = documented(tmp_path, "pretrained")
+    # Samples differ by 1, but the rise is 0.25 in each of them.
+    assert "| `log_n` | +0.250 (0.250 … 0.250) | +0.250 (0.250 … 0.250) |" in text
+    assert "**Retrieval at n = 128, %**" in text
+    assert "Samples: 2 at n = 64, 2 at n = 128." in text
+    assert documented(tmp_path, "adapt") == "Nothing has been measured yet.\n"
