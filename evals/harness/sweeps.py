@@ -2,8 +2,8 @@
 
 For each variant and position encoding, every candidate is trained with the seeds `SWEEP_SEEDS`,
 which are never reported, and scored at the train length on the split "validation". The candidate
-with the best mean score is chosen; of equal means, the one with the smaller values. A candidate
-with a failed seed is only chosen if every candidate has one.
+with the best mean score is chosen; of means within `TIE` of the best, the one with the smaller
+values. A candidate with a failed seed is only chosen if every candidate has one.
 
 `record` writes the choices to the file `RECORD` of the repository. A preset with the sweep
 "recorded", such as ``paper``, uses these values and runs no sweep of its own.
@@ -26,6 +26,9 @@ from evals.results.store import Row
 from evals.task import RECORDED, Preset
 
 SWEEP_SEEDS = (1000, 1001)
+# Mean scores that differ from the best by at most this share of it count as equal. Two seeds cannot
+# tell them apart, and smaller learning rates are less often unstable.
+TIE = 0.005
 RECORD = Path(__file__).parents[1] / "tasks" / "tuned.json"
 
 Values = dict[str, float]
@@ -89,7 +92,11 @@ def choose(
         mean = sum(good) / len(good) if whole else math.inf if lower_is_better else -math.inf
         means.append(mean if lower_is_better else -mean)
         tried.append({"values": values, "scores": scores})
-    return Choice(candidates[means.index(min(means))], tried)
+    best = min(means)
+    bound = best + TIE * abs(best)
+    return Choice(
+        next(c for c, mean in zip(candidates, means, strict=True) if mean <= bound), tried
+    )
 
 
 def plan_sweep(task: str, preset: Preset, options: Options) -> Sweep:
