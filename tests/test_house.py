@@ -245,6 +245,7 @@ ABOUT_VARIANTS = {
     "attnzoo/core/activations.py",
     "attnzoo/nn/taylor.py",
     "benchmarks/harness/baselines.py",
+    "benchmarks/harness/presets.py",
     "benchmarks/suites/losses.py",
     "evals/pretrained/adapt_command.py",
     "evals/pretrained/command.py",

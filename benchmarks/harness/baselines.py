@@ -22,9 +22,14 @@ from benchmarks.harness.cases import Attend, Case, Setting
 
 Makers = dict[str, Callable[[], Attend]]
 
-NAMES = ("sdpa", "flash", "cudnn", "flex", "adasplash", "entmax", "fla")
+NAMES = (
+    "sdpa", "flash", "cudnn", "flex", "flash-sigmoid", "adasplash", "adasplash-v1",
+    "adasplash-dense", "entmax", "bisection", "fla",
+)  # fmt: skip
 # Largest N for the package entmax, which allocates several N × N matrices
 ENTMAX_LONGEST = 2048
+# Iterations, and for bisection the largest N, of the paper of AdaSplash (arXiv:2502.12082)
+ADASPLASH_STEPS, BISECTION_STEPS, BISECTION_LONGEST = 3, 10, 4096
 
 
 def of_softmax(setting: Setting, names: Sequence[str]) -> Makers:
@@ -46,8 +51,19 @@ def of_variant(case: Case, setting: Setting, names: Sequence[str]) -> Makers:
     bias, alpha = case.params.get("bias"), case.params.get("alpha", 1.5)
     if case.variant == "sigmoid" and "flex" in names:
         made["flex"] = partial(flex_sigmoid, setting, bias)
-    if case.variant == "entmax" and "adasplash" in names and installed("adasplash"):
+    if case.variant == "sigmoid" and bias is not None and installed("flash_sigmoid"):
+        made["flash-sigmoid"] = partial(flash_sigmoid, setting, bias)
+    if case.variant == "entmax" and installed("adasplash"):
         made["adasplash"] = partial(adasplash, setting, alpha)
+        for name, function in (
+            ("adasplash-v1", "adasplash_v1"),
+            ("adasplash-dense", "adasplash_no_block_mask"),
+        ):
+            made[name] = partial(adasplash, setting, alpha, function, niter=ADASPLASH_STEPS)
+    if case.variant == "entmax" and setting.length <= BISECTION_LONGEST and installed("entmax"):
+        steps = {"alpha": alpha, "n_iter": BISECTION_STEPS}
+        made["bisection"] = partial(entmax, "entmax_bisect", setting, **steps)
+    made = {name: make for name, make in made.items() if name in names}
     normalizer = {("sparsemax", 1.5): "sparsemax", ("entmax", 1.5): "entmax15",
                   ("entmax", 2.0): "sparsemax"}.get((case.variant, alpha))  # fmt: skip
     short = setting.causal and setting.length <= ENTMAX_LONGEST
@@ -150,21 +166,40 @@ def compiled(attend: Attend) -> Attend:
     return torch.compile(attend, dynamic=False, fullgraph=True)
 
 
-def adasplash(setting: Setting, alpha: float) -> Attend:
-    """AdaSplash 2 if it supports the call (causal, α = 1.5), otherwise AdaSplash 1."""
-    package = importlib.import_module("adasplash")
-    return partial(package.adasplash, alpha=alpha, is_causal=setting.causal)
+def flash_sigmoid(setting: Setting, bias: float) -> Attend:
+    """FlashSigmoid, which takes inputs (B, N, H, D) and one bias for all scores."""
+    function = importlib.import_module("flash_sigmoid").flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        views = (x.transpose(1, 2) for x in (q, k, v))
+        return function(*views, causal=setting.causal, sigmoid_bias=float(bias)).transpose(1, 2)
+
+    return attend
 
 
-def entmax(normalizer: str, setting: Setting) -> Attend:
-    """Causal attention in plain PyTorch, normalized with the package entmax."""
-    normalize = getattr(importlib.import_module("entmax"), normalizer)
+def adasplash(
+    setting: Setting, alpha: float, function: str = "adasplash", **options: Any
+) -> Attend:
+    """A function of the package adasplash.
+
+    ``adasplash`` is AdaSplash 2 if it supports the call (causal, α = 1.5), otherwise AdaSplash 1;
+    ``adasplash_v1`` is always AdaSplash 1, and ``adasplash_no_block_mask`` skips no blocks.
+    """
+    run = getattr(importlib.import_module("adasplash"), function)
+    return partial(run, alpha=alpha, is_causal=setting.causal, **options)
+
+
+def entmax(normalizer: str, setting: Setting, **options: Any) -> Attend:
+    """Attention in plain PyTorch, normalized with the package entmax."""
+    normalize = partial(getattr(importlib.import_module("entmax"), normalizer), dim=-1, **options)
     n = setting.length
     hidden = torch.ones(n, n, dtype=torch.bool, device=setting.device).triu(1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q.shape[-1] ** -0.5 * q @ k.mT
-        return normalize(scores.masked_fill(hidden, -torch.inf), dim=-1) @ v
+        if setting.causal:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return normalize(scores) @ v
 
     return attend
 

@@ -22,11 +22,12 @@ from benchmarks.harness.timing import Spread
 from commandline.checkout import commit, said
 from commandline.errors import UsageError
 from commandline.files import write_whole
-from commandline.table import aligned, markdown
+from commandline.table import Table, aligned, markdown
 
 # Optional figures of a row by name, each with its column title and number format.
 FIGURES = {
     "tflops": ("TFLOP/s", "{:.3g}"),
+    "empty_blocks": ("empty blocks", "{:.0%}"),
     "ns_per_token": ("ns/token", "{:.3g}"),
     "of_copy": ("bandwidth / copy", "{:.0%}"),
     "of_scores": ("peak / N·V·4", "{:.3f}"),
@@ -87,6 +88,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)  # shown after the rows
     more: dict[str, Any] = field(default_factory=dict)  # further entries of the JSON file
     heading: tuple[str, list[str]] = ("", [])  # title and columns last printed
 
@@ -106,6 +108,10 @@ class Report:
         self.notes.append(text)
         print(text, flush=True)
 
+    def table(self, table: Table) -> None:
+        self.tables.append(table)
+        print(f"\n{table.text()}", flush=True)
+
     def add(self, rows: Sequence[Row]) -> None:
         """Prints the rows of a group and rewrites the files."""
         self.rows += rows
@@ -124,7 +130,7 @@ class Report:
             write_json(self.json, {
                 "settings": self.settings, "environment": self.environment, **self.more,
                 "rows": [row.record() for row in self.rows], "notes": self.notes,
-                "left_out": self.left_out,
+                "left_out": self.left_out, "tables": [asdict(table) for table in self.tables],
             })  # fmt: skip
         if self.markdown is not None:
             write_whole(Path(self.markdown), self.in_markdown())
@@ -138,6 +144,9 @@ class Report:
             columns = columns_of(rows)
             table = markdown([columns, *(cells(row, columns) for row in rows)])
             parts += [f"## {name}", table.rstrip()]
+        for table in self.tables:
+            body = markdown([table.header, *table.rows]).rstrip()
+            parts += [f"## {table.title}", body, *filter(None, [table.note])]
         for heading, texts in (("Notes", self.notes), ("Left out", self.left_out)):
             if texts:
                 parts += [f"## {heading}", "\n".join(f"- {text}" for text in texts)]
@@ -221,7 +230,7 @@ def line(columns: Sequence[str], texts: Sequence[str]) -> str:
 def environment() -> dict[str, Any]:
     """The machine, the packages and the commit that the figures come from."""
     packages = {}
-    for name in ("attnzoo", "torch", "triton", "numpy", "entmax", "adasplash"):
+    for name in ("attnzoo", "torch", "triton", "numpy", "entmax", "adasplash", "flash_sigmoid"):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

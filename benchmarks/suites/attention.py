@@ -5,6 +5,9 @@ its quartiles; TFLOP/s by the usual count (4·B·H·N²·D forward, 2.5 times th
 if causal); the time divided by that of each softmax baseline in the same rounds (below 1 is
 faster); and the peak memory without the inputs.
 
+For variants with a threshold, ``empty blocks`` is the share of 64 × 64 blocks whose weights are all
+0, estimated from one head.
+
 Directions: forward, backward (gradients only) and both (output and gradients).
 """
 
@@ -29,24 +32,31 @@ from benchmarks.harness.options import (
     cases_of,
     command,
     positive,
+    require_cuda,
     subset_of,
     timer_of,
 )
+from benchmarks.harness.presets import PRESETS
 from benchmarks.harness.report import Report, Row
+from benchmarks.harness.sparsity import empty_blocks
 from commandline.arguments import numbers
 from commandline.errors import UsageError
+
+# The share of empty blocks by setting and spec of a variant.
+Shares = dict[tuple[Setting, str], float]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "lengths": [1024, 2048, 4096], "direction": ["forward"], "dtype": "float32", "batch": 1,
         "heads": 8, "head_dim": [64], "repeats": 11, "min_seconds": 0.5, "mask": ["causal"],
-        "inputs": ["iid"], "baselines": ["sdpa", "entmax"], "backend": None,
+        "inputs": ["iid"], "baselines": ["sdpa", "entmax"], "backend": None, "input_scale": 1.0,
     },
     "cuda": {
         "lengths": [2**i for i in range(10, 16)], "direction": ["forward", "backward"],
         "dtype": "bfloat16", "batch": None, "heads": 16, "head_dim": [64, 128], "repeats": 10,
         "min_seconds": 0.05, "mask": list(MASKS), "inputs": list(INPUTS),
         "baselines": ["flash", "cudnn", "flex", "adasplash"], "backend": "flash",
+        "input_scale": 1.0,
     },
 }  # fmt: skip
 
@@ -56,6 +66,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     yes_no, default = argparse.BooleanOptionalAction, partial(by_device, DEFAULTS)
     add_options(parser, DEFAULTS, "cpu", "all")
     add = parser.add_argument
+    add("--preset", choices=PRESETS,
+        help="Repeat the settings of a paper on a GPU (implies --device cuda), and show its "
+        "figures beside those of this run; other options change these settings")  # fmt: skip
     add("--direction", type=subset_of(DIRECTIONS), metavar=",".join(DIRECTIONS),
         help=f"Measure these directions {default('direction')}",
     )  # fmt: skip
@@ -68,7 +81,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--inputs", type=subset_of(INPUTS), metavar=",".join(INPUTS),
         help="Draw inputs of these kinds; with block-sparse inputs most 64 × 64 blocks of weights "
         f"are 0, and only variants with a threshold are measured {default('inputs')}")  # fmt: skip
-    add("--input-scale", type=positive(float), default=1.0, metavar="X",
+    add("--input-scale", type=positive(float), metavar="X",
         help="Multiply q, k and v by X (default: 1)")  # fmt: skip
     add("--learned", action="store_true",
         help="Include gradients of the parameters that attnzoo.nn.Attention learns")  # fmt: skip
@@ -79,11 +92,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--time", action=yes_no, default=True, help="Measure time (default)")
     add("--memory", action=yes_no, default=True,
         help="Measure memory (default), on a CPU in a new process for each table row")  # fmt: skip
-    parser.set_defaults(run=command(prepare, measure))
+    parser.set_defaults(run=command(prepare, measure), device=None)
 
 
 def prepare(args: argparse.Namespace) -> list[Case]:
-    apply_defaults(args, DEFAULTS)
+    defaults = DEFAULTS
+    if args.preset is not None:
+        if args.device == "cpu":
+            raise UsageError(f"--preset {args.preset} requires --device cuda, got cpu")
+        require_cuda(f"--preset {args.preset}")
+        args.device = "cuda"
+        defaults = {"cuda": {**DEFAULTS["cuda"], **PRESETS[args.preset].options}}
+    args.device = args.device or "cpu"
+    apply_defaults(args, defaults)
     if not (args.direction and args.mask and args.inputs):
         raise UsageError("--direction, --mask and --inputs must not be empty")
     if args.learned and args.direction == ["forward"]:
@@ -93,6 +114,7 @@ def prepare(args: argparse.Namespace) -> list[Case]:
 
 def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more: Any) -> None:
     timer, timed = timer_of(args), args.time and not args.check_only
+    shares: Shares = {}
 
     def peak_bytes(e: Implementation, row: Row) -> int | None:
         if args.device == "cuda":
@@ -105,17 +127,22 @@ def measure(args: argparse.Namespace, cases: list[Case], report: Report, **more:
 
     def rate(row: Row) -> dict[str, float]:
         assert row.seconds is not None
-        return {"tflops": flops(row.setting, row.direction) / row.seconds.median / 1e12}
+        figures = {"tflops": flops(row.setting, row.direction) / row.seconds.median / 1e12}
+        share = shares.get((row.setting, row.case.spec))
+        return figures if share is None else {**figures, "empty_blocks": share}
 
     bench = bench_of(
         args, "attention", timer, directions=args.direction, time=timed, rate=rate, **more
     )
     if args.memory and not args.check_only:
         bench.memory = peak_bytes
-    bench.run(groups(args, cases), report)
+    bench.run(groups(args, cases, shares), report)
+    if args.preset is not None:
+        device = report.environment["device"]
+        report.table(PRESETS[args.preset].table(report.rows, device))
 
 
-def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:
+def groups(args: argparse.Namespace, cases: list[Case], shares: Shares) -> Groups:
     settings = grid(
         args.lengths, args.head_dim, args.mask, args.inputs, batch=args.batch, heads=args.heads,
         dtype=args.dtype, input_scale=args.input_scale, seed=args.seed, device=args.device,
@@ -124,7 +151,19 @@ def groups(args: argparse.Namespace, cases: list[Case]) -> Groups:
         # Only threshold variants have zero weights to skip on block-sparse inputs.
         suited = [case for case in cases if case.has_threshold or not setting.block_sparse]
         if suited:
-            yield setting, partial(list, implementations(args, suited, setting))
+            yield setting, partial(group, args, suited, setting, shares)
+
+
+def group(
+    args: argparse.Namespace, cases: list[Case], setting: Setting, shares: Shares
+) -> list[Implementation]:
+    """The implementations of a setting. Adds to ``shares`` if times are measured."""
+    found = list(implementations(args, cases, setting))
+    if args.time and not args.check_only:
+        for e in found:
+            if e.kind == "variant" and e.case.has_threshold:
+                shares[setting, e.case.spec] = empty_blocks(e.case, e.inputs)
+    return found
 
 
 def implementations(

@@ -73,8 +73,12 @@ def test_each_variant_has_the_baselines_that_compute_it(monkeypatch: pytest.Monk
         return list(baselines.of_variant(case, setting, NAMES))
 
     assert of("softmax") == []
-    assert of("sigmoid(bias=-2.0)") == ["flex: sigmoid(bias=-2.0)"]
-    assert of("entmax") == ["adasplash: entmax", "package entmax: entmax"]
-    assert of("entmax(alpha=1.4)") == ["adasplash: entmax(alpha=1.4)"]
+    assert of("sigmoid") == ["flex: sigmoid"]
+    assert of("sigmoid(bias=-2.0)") == [
+        "flex: sigmoid(bias=-2.0)", "flash-sigmoid: sigmoid(bias=-2.0)",
+    ]  # fmt: skip
+    versions = ["adasplash", "adasplash-v1", "adasplash-dense", "bisection"]
+    assert of("entmax") == [f"{name}: entmax" for name in (*versions, "package entmax")]
+    assert of("entmax(alpha=1.4)") == [f"{name}: entmax(alpha=1.4)" for name in versions]
     assert of("sparsemax") == ["package entmax: sparsemax"]
     assert of("cosformer") == ["fla chunk_linear_attn: cosformer"]
