@@ -161,10 +161,10 @@ ADASPLASH = Preset(
         Figure(ratio, "both", 2**i)
         for i, ratio in enumerate((2.6, 1.5, 1.2, 1.0, 0.92, 0.86, 0.82), start=10)
     ),
-    note="Published: training step against FlashAttention-2 in CUDA, read from the bars of the "
-    "figure on run time (within about 5 %). Given in the paper: D = 64, the lengths, queries with "
-    "variance 6, 3 iterations (bisection: 10). Could not be verified: mask, batch, heads, dtype; "
-    "those here are our choice.",
+    note="Published: training step against FlashAttention-2 in CUDA, read from the bars of "
+    "benchmark.png in github.com/deep-spin/adasplash (within about 5 %). Given in the paper: "
+    "D = 64, the lengths, queries with variance 6, 3 iterations (bisection: 10). Could not be "
+    "verified: mask, batch, heads, dtype; those here are our choice.",
 )
 
 ADASPLASH_2 = Preset(
