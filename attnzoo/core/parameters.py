@@ -8,6 +8,7 @@ call's dtype. Other parameters stay unchanged.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,14 +39,7 @@ VECTORS = {
 
 def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """All parameters of the variant for this call, validated, with defaults filled in."""
-    known = [param.name for param in variant.params]
-    for name in given:
-        if name not in known:
-            allowed = ", ".join(known) if known else "none"
-            nearest = did_you_mean(name, [*known, *ARGUMENTS])
-            raise TypeError(
-                f"variant {variant.name!r} has no parameter {name!r}; it has: {allowed}{nearest}"
-            )
+    check_names(variant, given, ARGUMENTS)
     bound = {}
     for param in variant.params:
         value = given.get(param.name, param.default)
@@ -53,6 +47,19 @@ def bind(variant: Variant, call: Call, given: dict[str, Any]) -> dict[str, Any]:
             raise TypeError(missing(variant.name, param))
         bound[param.name] = _bind_one(f"{variant.name}'s {param.name}", param, value, call)
     return bound
+
+
+def check_names(variant: Variant, given: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Raise TypeError if a name is not that of a parameter. ``others``: names that the caller of
+    the function may have meant instead."""
+    known = [param.name for param in variant.params]
+    for name in given:
+        if name not in known:
+            allowed = ", ".join(known) if known else "none"
+            nearest = did_you_mean(name, [*known, *others])
+            raise TypeError(
+                f"variant {variant.name!r} has no parameter {name!r}; it has: {allowed}{nearest}"
+            )
 
 
 def missing(variant: str, param: Param) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.core.registry import get_variant
 from attnzoo.core.varlen_arguments import Packed, TokenParams
 from attnzoo.functional.attention import attention
 
@@ -55,6 +56,10 @@ def padded_attention(
     for rows, names in ((queries, own.of_queries), (keys, own.of_keys)):
         for name in names:
             params[name] = params[name][0][:, rows.tokens].transpose(0, 1)  # [S, H, width]
+    # A repeated gate would be summed over the padding, and cumulative sums lose digits.
+    neutral = get_variant(variant).identity or {}
+    for name in neutral.keys() & set(own.of_keys):
+        params[name] = params[name].where(keys.valid[:, None], neutral[name])
     result = attention(
         q, k, v, variant, attn_mask=keys.valid[:, None, None], backend=backend, **arguments,
         **params,

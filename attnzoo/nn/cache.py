@@ -5,6 +5,7 @@ A cache only stores, crops and reorders its data. `attend` computes attention wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -210,6 +211,31 @@ class StateCache:
 
 
 Cache = KVCache | StateCache
+
+
+def cached_length(caches: Sequence[Cache], layers: int) -> int:
+    """The number of tokens in the caches of a model with this number of layers.
+
+    Raises:
+        TypeError: caches is not a sequence of caches.
+        ValueError: there is not one cache per layer, or their lengths differ.
+    """
+    if not isinstance(caches, Sequence):
+        raise TypeError(f"caches must be a list of caches, one per layer, got {shown(caches)}")
+    if len(caches) != layers:
+        raise ValueError(f"caches must hold {layers} caches, one per layer, got {len(caches)}")
+    for n, cache in enumerate(caches):
+        if not isinstance(cache, Cache):
+            raise TypeError(f"caches[{n}] must be a KVCache or a StateCache, got {shown(cache)}")
+    if len({id(cache) for cache in caches}) < layers:
+        raise ValueError("caches must hold a cache of its own for each layer, got one twice")
+    lengths = [cache.length for cache in caches]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"caches must have equal lengths, got {lengths}; after a call that failed, crop them "
+            "or start with new caches"
+        )
+    return lengths[0]
 
 
 def _fits(x: Tensor, buffer: Tensor, k: Tensor) -> bool:

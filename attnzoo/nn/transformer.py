@@ -20,7 +20,7 @@ from attnzoo.core.checks import (
 )
 from attnzoo.nn.adaptive_softmax import AdaptiveSoftmax
 from attnzoo.nn.attention import Attention
-from attnzoo.nn.cache import Cache
+from attnzoo.nn.cache import Cache, cached_length
 from attnzoo.nn.checks import check_heads
 from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
@@ -239,11 +239,7 @@ class Transformer(nn.Module):
         first.
         """
         self._check_tokens(tokens)
-        if caches is not None and len(caches) != len(self.layers):
-            raise ValueError(
-                f"caches must hold {len(self.layers)} caches, one per layer, got {len(caches)}"
-            )
-        start = caches[0].length if caches else 0
+        start = 0 if caches is None else cached_length(caches, len(self.layers))
         options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
         if self.positions == "alibi":
             heads = torch.arange(1, self.num_heads + 1, device=tokens.device)

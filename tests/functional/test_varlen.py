@@ -342,3 +342,22 @@ def test_too_small_longest_raises_where_lengths_cannot_be_read() -> None:
     assert attnzoo.varlen_attention(**meta).is_meta
     with pytest.raises(ValueError, match="max_k must be .*; 2 is too small for 6 tokens in 2"):
         attnzoo.varlen_attention(**{**meta, "max_k": 2})
+
+
+def test_padding_does_not_add_to_the_sum_of_gates() -> None:
+    """In a graph, sequences are padded. Copies of a large gate would be summed over the padding."""
+    longest = 1000
+    ends = torch.tensor([0, 5, 10, 10 + longest])
+    q, k, v = torch.randn(3, 10 + longest, 1, 4, generator=torch.manual_seed(0)).unbind()
+    gates = torch.full((1, 10 + longest), -0.01)
+    gates[:, ends[:-1]] = -1000.0  # where sequences start
+
+    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        return attnzoo.varlen_attention(
+            q, k, v, ends, ends, longest, longest, "forgetting", is_causal=True, log_gates=gates
+        )
+
+    expected = run(q.double(), k.double(), v.double(), gates.double())
+    compiled = torch.compile(run, backend="eager", fullgraph=True)(q, k, v, gates)
+    # A cumulative sum that starts at 1000 has an error of 1000 · 2^-24 per gate.
+    assert (compiled[:10] - expected[:10]).abs().max() < 10 * 1000 * 2**-24

@@ -121,6 +121,14 @@ def test_tensor_parameters_are_copied_per_layer(tmp_path: Path) -> None:
     assert torch.equal(loaded(ids()).logits, model.eval()(ids()).logits)
 
 
+def test_tensor_parameters_of_a_bf16_model_are_not_rounded(tmp_path: Path) -> None:
+    alpha = torch.tensor([1.2, 1.3, 1.4, 1.6])
+    convert(llama().bfloat16(), "entmax", alpha=alpha).save_pretrained(tmp_path)
+    loaded = from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.model.layers[0].self_attn.attnzoo.alpha, alpha)
+
+
 def test_entries_of_another_model_with_the_same_config_are_ignored(tmp_path: Path) -> None:
     """A config object that two models share lists the converted layers of both."""
     plain, converted = llama(), llama()

@@ -196,6 +196,25 @@ def test_position_ids_are_read_once_per_forward(monkeypatch: pytest.MonkeyPatch)
     assert not torch.allclose(model(given["input_ids"]).logits, expected, atol=1e-2)
 
 
+def test_position_ids_changed_in_place_are_read_again_by_another_model() -> None:
+    first, second, given = (
+        convert(large_llama(), "softmax"),
+        convert(large_llama(), "softmax"),
+        batch(),
+    )
+    positions = torch.arange(sum(LENGTHS))[None].clone()
+    first(given["input_ids"], position_ids=positions)
+    positions.copy_(given["position_ids"])
+    actual = second(given["input_ids"], position_ids=positions).logits
+    assert torch.allclose(actual, second(**given).logits, atol=1e-5)
+
+
+def test_lengths_of_keys_alone_raise() -> None:
+    model = convert(large_llama(), "softmax")
+    with pytest.raises(ValueError, match="cu_seq_lens_q must be given with cu_seq_lens_k"):
+        model(ids()[:1], cu_seq_lens_k=torch.tensor([0, 12]))
+
+
 def test_gradient_checkpointing_keeps_packed_gradients() -> None:
     gradients = []
     for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):

@@ -245,3 +245,9 @@ def test_unsupported_keywords_raise(name: str) -> None:
     q = torch.zeros(1, 4, 5, 8)
     with pytest.raises(ValueError, match=f"attnzoo does not support {name}, which Identity uses"):
         attend(torch.nn.Identity(), q, q, q, None, **{name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize("name", ["k", "is_causal"])
+def test_names_that_are_not_parameters_raise(name: str) -> None:
+    with pytest.raises(TypeError, match=f"variant 'topk' has no parameter '{name}'; it has: top_k"):
+        convert(gemma2(), "topk", **{name: 3})

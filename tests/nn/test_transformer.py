@@ -223,8 +223,25 @@ def test_wrong_forward_arguments_raise() -> None:
             ValueError, match=f"tokens must be from 0 to vocab_size - 1 = 19, got {wrong}"
         ):
             made(torch.tensor([[3, wrong, 4]]))
-    with pytest.raises(ValueError, match="caches must hold 2 caches, one per layer, got 1"):
-        made(tokens(), caches=made.new_caches(8)[:1])
+
+
+def test_wrong_caches_raise() -> None:
+    made = model()
+    caches, one = made.new_caches(8), made.new_caches(8)[0]
+    cases: list[tuple[Any, type, str]] = [
+        (caches[:1], ValueError, "caches must hold 2 caches, one per layer, got 1"),
+        (one, TypeError, "caches must be a list of caches, one per layer, got KVCache"),
+        (["a", "b"], TypeError, r"caches\[0\] must be a KVCache or a StateCache, got 'a'"),
+        ([one, one], ValueError, "a cache of its own for each layer, got one twice"),
+    ]
+    for wrong, error, message in cases:
+        with pytest.raises(error, match=message):
+            made(tokens(), caches=wrong)
+    with torch.no_grad():
+        made(tokens(), caches=caches)
+        caches[1].crop(1)
+        with pytest.raises(ValueError, match=r"caches must have equal lengths, got \[\d+, 1\]"):
+            made(tokens(), caches=caches)
 
 
 # ---- output layer ----

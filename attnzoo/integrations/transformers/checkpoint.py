@@ -143,11 +143,21 @@ def attach_configured(model: Any) -> None:
 
 def _attention(entry: dict[str, Any]) -> Attention:
     params: dict[str, Any] = {
-        key: torch.tensor(value) if isinstance(value, list) else value
+        key: _stored(value) if isinstance(value, list) else value
         for key, value in entry["params"].items()
     }
     options = {name: entry[name] for name in OPTIONS if name in entry}
     return Attention(entry["variant"], entry["num_heads"], **options, **params)
+
+
+def _stored(values: list[Any]) -> torch.Tensor:
+    """A tensor of the spec in fp32, or in fp64 if fp32 would round it.
+
+    Without a dtype it would have the dtype of the model that transformers is loading.
+    """
+    exact = torch.tensor(values, dtype=torch.float64)
+    single = exact.float()
+    return single if torch.equal(single.double(), exact) else exact
 
 
 def _has(model: Any, name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.core.variant import REQUIRED
 from attnzoo.functional.explain import explain
@@ -101,7 +102,7 @@ def convert(
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
     """
     _check_model(model)
-    _check_own(params)
+    _check_own(variant, params)
     for other, given in (("start", start), ("inputs", inputs)):
         if calibrate is not None and given is not None:
             raise ValueError(f"{other} must be None when calibrate is given")
@@ -358,11 +359,13 @@ def _check_projections(variant: str, params: dict[str, Any]) -> None:
             )
 
 
-def _check_own(params: dict[str, Any]) -> None:
-    """Raises if the parameters name arguments of `Attention` that the host decides."""
+def _check_own(variant: str, params: dict[str, Any]) -> None:
+    """Raises if the parameters name arguments of `Attention` that the host decides, or are not
+    parameters of the variant."""
     for name in ("num_heads", "softcap", "given"):
         if name in params:
             raise TypeError(f"convert does not accept {name}, which comes from the model")
+    check_names(get_variant(variant), params)
 
 
 def _check_model(model: Any) -> None:

@@ -25,7 +25,18 @@ class _Found:
 
     def __init__(self, source: Tensor, shape: tuple[int, int], segments: Segments) -> None:
         self.source, self.shape, self.segments = weakref.ref(source), shape, segments
+        self.version = _version(source)
         self.layers: set[int] = set()
+
+    def is_of(self, source: Tensor, shape: tuple[int, int]) -> bool:
+        """Whether the segments are those of this tensor with its present values."""
+        same = self.source() is source and self.shape == shape
+        return same and self.version == _version(source)
+
+
+def _version(source: Tensor) -> int:
+    """The number of writes into a tensor; 0 for an inference tensor, which does not count them."""
+    return 0 if source.is_inference() else source._version
 
 
 _found: _Found | None = None
@@ -45,6 +56,8 @@ def packed_segments(
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     lengths = kwargs.get("cu_seq_lens_q")
+    if lengths is None and kwargs.get("cu_seq_lens_k") is not None:
+        raise ValueError("cu_seq_lens_q must be given with cu_seq_lens_k, got None")
     if lengths is not None:
         other = kwargs.get("cu_seq_lens_k")
         other = lengths if other is None else other
@@ -95,8 +108,7 @@ def _once(module: nn.Module, source: Tensor, shape: tuple[int, int], make: Any) 
     if not runs_eagerly():
         return make(source, shape)
     found = _found
-    known = found is not None and found.source() is source and found.shape == shape
-    if found is None or not known or id(module) in found.layers:
+    if found is None or not found.is_of(source, shape) or id(module) in found.layers:
         _found = found = _Found(source, shape, make(source, shape))
     found.layers.add(id(module))
     return found.segments
