@@ -227,7 +227,7 @@ def test_wrong_forward_arguments_raise() -> None:
 
 def test_wrong_caches_raise() -> None:
     made = model()
-    caches, one = made.new_caches(8), made.new_caches(8)[0]
+    caches, one = made.new_caches(16), made.new_caches(8)[0]
     cases: list[tuple[Any, type, str]] = [
         (caches[:1], ValueError, "caches must hold 2 caches, one per layer, got 1"),
         (one, TypeError, "caches must be a list of caches, one per layer, got KVCache"),
