@@ -13,7 +13,7 @@ from pathlib import Path
 
 from commandline.table import markdown
 from evals.reporting.scores import KEPT, Line, Scores, Value, of_summary
-from evals.reporting.tables import PARTIAL, chance_text
+from evals.reporting.tables import BETTER, PARTIAL, chance_text
 from evals.results.provenance import sentence
 from evals.results.summary import UNSTABLE, UNTRAINED
 from evals.tasks import TASKS
@@ -96,7 +96,8 @@ def overview(folder: Path = MEASURED, task: str = "max-retrieval") -> str:
         f"`{task}`, {seeds}, chance {chance_text(found.metric, chance)}.",
         f"Effective length: the longest n up to which the score stays above {100 * KEPT:g} % of "
         f"its value at the train length. Variants with {UNTRAINED} have none.",
-        *(f"{note}." for note in found.notes() if "interval" not in note),
+        # The overview has no intervals and no marks of tests.
+        *(f"{x}." for x in found.notes() if "interval" not in x and not x.startswith(BETTER)),
     ]
     return f"{markdown(rows, right=True)}\n{' '.join(notes)}\n"
 
