@@ -151,6 +151,8 @@ def test_a_sequence_depends_on_seed_split_length_and_index_only() -> None:
         ("mqar", 1024, "length / density <= vocabulary // 2 = 128"),
         ("flip-flop", 7, "an even int >= 4, got 7"),
         ("language-model", 20, ">= 44, got 20"),
+        ("mqmtar", 7, ">= 8, .* got 7"),
+        ("mqmtar", 488, "<= letters\\*\\*2 / 4 = 64, got 488"),
     ],
 )
 def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
@@ -159,6 +161,18 @@ def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
 
 
 # ---- scores of correct answers and random guesses
+
+
+def mqmtar_answers(tokens: list[int]) -> Iterator[int]:
+    """Two letters for each of the four queries, found by a search for the query's key."""
+    *_, end = (index for index, token in enumerate(tokens) if token == 3)
+    pairs, queries = tokens[: end - 12], tokens[end - 12 : end]
+    marks = [index for index, token in enumerate(pairs) if token == 1]
+    for query in range(0, 12, 3):
+        assert queries[query] == 2
+        key = queries[query + 1 : query + 3]
+        (mark,) = [index for index in marks if pairs[index - 2 : index] == key]
+        yield from pairs[mark + 1 : mark + 3]
 
 
 def solve(name: str, tokens: list[int]) -> Iterator[int]:
@@ -177,6 +191,14 @@ def solve(name: str, tokens: list[int]) -> Iterator[int]:
         text = bytes(tokens)
         at = text.index(b"\n#key=") + 6
         yield from text[at : at + DIGITS]
+    elif name == "mqmtar":
+        yield from mqmtar_answers(tokens)
+    elif name == "local-count":
+        for index, symbol in enumerate(tokens[1:], start=1):
+            count = next(c for c in range(index) if tokens[index - c - 1] != symbol)
+            yield 17 + count
+    elif name == "2-back":
+        yield from [0, 0, *tokens[:-2]]
     else:
         symbols = tokens[: tokens.index(32)]
         yield from {"copy": symbols, "reverse": symbols[::-1], "sort": sorted(symbols)}[name]
@@ -222,6 +244,9 @@ def test_random_guesses_score_chance(name: str, split: str) -> None:
         "mqar": (1 + settings.vocabulary // 2, settings.vocabulary) if name == "mqar" else (),
         "flip-flop": (0, 2),
         "language-model": (ord("0"), ord("9") + 1),
+        "mqmtar": (4, 4 + 16),
+        "local-count": (17, 17 + 8),
+        "2-back": (0, 16),
     }.get(name, (0, 32))
     blind = torch.randint(*guesses, (asked,), generator=torch.Generator().manual_seed(0))
     logits = torch.nn.functional.one_hot(blind, task.vocabulary_size(settings)).double()
@@ -229,7 +254,7 @@ def test_random_guesses_score_chance(name: str, split: str) -> None:
     score = found["digits" if name == "language-model" else "accuracy"]
     chance = 1 / (guesses[1] - guesses[0])
     assert abs(score.mean().item() - chance) < 5 * math.sqrt(chance / len(score))
-    if name in ("mqar", "flip-flop"):
+    if name in ("mqar", "flip-flop", "local-count", "2-back"):
         assert task.chance(settings) == pytest.approx(chance)
 
 
