@@ -5,7 +5,17 @@ from typing import Any
 
 from evals.experiment import Experiment
 from evals.task import NOTES, Task
-from evals.tasks import flip_flop, language_model, max_retrieval, mqar, needle, transduction
+from evals.tasks import (
+    flip_flop,
+    language_model,
+    local_count,
+    max_retrieval,
+    mqar,
+    mqmtar,
+    needle,
+    transduction,
+    two_back,
+)
 from evals.tasks.digits.active import ACTIVE_LEARNING
 from evals.tasks.digits.classification import CLASSIFICATION
 from evals.tasks.digits.continual import CONTINUAL
@@ -20,6 +30,9 @@ TASKS: dict[str, Task] = {
         transduction.COPY,
         transduction.REVERSE,
         transduction.SORT,
+        mqmtar.TASK,
+        local_count.TASK,
+        two_back.TASK,
         language_model.TASK,
     )
 }

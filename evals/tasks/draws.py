@@ -44,6 +44,24 @@ def subsets(raw: np.ndarray, size: int) -> np.ndarray:
     return np.argsort(raw, axis=1, kind="stable")[:, :size]
 
 
+def different(raw: np.ndarray, choices: int, size: int) -> np.ndarray:
+    """Draw ``size`` different ints below ``choices`` per sequence, in random order: (B, size).
+
+    They are the first different ones of raw.shape[1] draws. `subsets` needs one random number per
+    choice, this function only about one per int; there must be more draws than ints, because equal
+    draws are left out.
+    """
+    drawn = integers(raw, choices)
+    order = np.argsort(drawn, axis=1, kind="stable")
+    ranked = np.take_along_axis(drawn, order, axis=1)
+    repeats = np.zeros(drawn.shape, dtype=bool)
+    np.put_along_axis(repeats, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], axis=1)
+    if (~repeats).sum(axis=1).min() < size:
+        raise ValueError(f"{raw.shape[1]} draws gave fewer than {size} different ints")
+    first = np.argsort(repeats, axis=1, kind="stable")[:, :size]
+    return np.take_along_axis(drawn, first, axis=1)
+
+
 def lengths(seed: int, shortest: int, longest: Sequence[int], stride: int = 1) -> np.ndarray:
     """Draw the length of each training step, (steps,), uniform over shortest, shortest + stride, …
     up to the entry of ``longest`` for this step."""

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, BatchResult, Metric, Preset
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
+    EXACT,
     LEARNING_RATES,
     LOSS,
     OWN,
@@ -28,8 +29,7 @@ from evals.tasks.families.sequence import (
     Batch,
     SequenceTask,
     Settings,
-    answers,
-    right,
+    whole_answers,
 )
 
 SYMBOLS = 32
@@ -48,14 +48,6 @@ def draw(
     wanted = np.full_like(tokens, -1)
     wanted[:, length:-1] = answer
     return Batch(torch.from_numpy(tokens), torch.from_numpy(wanted))
-
-
-def read(logits: torch.Tensor, batch: Batch) -> BatchResult:
-    """The metrics ``exact``, one value per sequence, and ``accuracy`` and ``loss``, per answer."""
-    per_sequence = right(logits, batch).reshape(len(batch.tokens), -1)
-    exact = (per_sequence.amin(dim=-1) == 1).double() + 0 * per_sequence.sum(dim=-1)
-    found = answers(logits, batch)
-    return BatchResult({"exact": exact, **found.metrics})
 
 
 PRESETS = {
@@ -106,8 +98,8 @@ def _task(name: str, order: str, transform: Callable[[np.ndarray], np.ndarray]) 
         chance_score=lambda settings: float(SYMBOLS) ** -settings.train_longest,
         presets=PRESETS,
         size=lambda length: 2 * length + 1,
-        read=read,
-        metrics=(Metric("exact", "Exact match, %", 100, 1), ACCURACY, LOSS),
+        read=whole_answers,
+        metrics=(EXACT, ACCURACY, LOSS),
     )
 
 

@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import attnzoo
 from commandline.errors import UsageError
 from commandline.variants import VariantCall, parse_spec
 from evals.harness.training import evaluate, train
-from evals.measures.heads import Watch, learned, substituted
-from evals.task import HeadSample
+from evals.measures.heads import learned, substituted
 from evals.tasks import TASKS, flip_flop, language_model, mqar
 from evals.tasks.families.sequence import Batch, SequenceTask, Settings
 from evals.tasks.language_model import DIGITS, corpus
@@ -153,6 +151,8 @@ def test_a_sequence_depends_on_seed_split_length_and_index_only() -> None:
         ("mqar", 1024, "length / density <= vocabulary // 2 = 128"),
         ("flip-flop", 7, "an even int >= 4, got 7"),
         ("language-model", 20, ">= 44, got 20"),
+        ("mqmtar", 7, ">= 8, .* got 7"),
+        ("mqmtar", 488, "<= letters\\*\\*2 / 4 = 64, got 488"),
     ],
 )
 def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
@@ -161,6 +161,18 @@ def test_invalid_lengths_raise(name: str, length: int, message: str) -> None:
 
 
 # ---- scores of correct answers and random guesses
+
+
+def mqmtar_answers(tokens: list[int]) -> Iterator[int]:
+    """Two letters for each of the four queries, found by a search for the query's key."""
+    *_, end = (index for index, token in enumerate(tokens) if token == 3)
+    pairs, queries = tokens[: end - 12], tokens[end - 12 : end]
+    marks = [index for index, token in enumerate(pairs) if token == 1]
+    for query in range(0, 12, 3):
+        assert queries[query] == 2
+        key = queries[query + 1 : query + 3]
+        (mark,) = [index for index in marks if pairs[index - 2 : index] == key]
+        yield from pairs[mark + 1 : mark + 3]
 
 
 def solve(name: str, tokens: list[int]) -> Iterator[int]:
@@ -179,6 +191,14 @@ def solve(name: str, tokens: list[int]) -> Iterator[int]:
         text = bytes(tokens)
         at = text.index(b"\n#key=") + 6
         yield from text[at : at + DIGITS]
+    elif name == "mqmtar":
+        yield from mqmtar_answers(tokens)
+    elif name == "local-count":
+        for index, symbol in enumerate(tokens[1:], start=1):
+            count = next(c for c in range(index) if tokens[index - c - 1] != symbol)
+            yield 17 + count
+    elif name == "2-back":
+        yield from [0, 0, *tokens[:-2]]
     else:
         symbols = tokens[: tokens.index(32)]
         yield from {"copy": symbols, "reverse": symbols[::-1], "sort": sorted(symbols)}[name]
@@ -224,6 +244,9 @@ def test_random_guesses_score_chance(name: str, split: str) -> None:
         "mqar": (1 + settings.vocabulary // 2, settings.vocabulary) if name == "mqar" else (),
         "flip-flop": (0, 2),
         "language-model": (ord("0"), ord("9") + 1),
+        "mqmtar": (4, 4 + 16),
+        "local-count": (17, 17 + 8),
+        "2-back": (0, 16),
     }.get(name, (0, 32))
     blind = torch.randint(*guesses, (asked,), generator=torch.Generator().manual_seed(0))
     logits = torch.nn.functional.one_hot(blind, task.vocabulary_size(settings)).double()
@@ -231,7 +254,7 @@ def test_random_guesses_score_chance(name: str, split: str) -> None:
     score = found["digits" if name == "language-model" else "accuracy"]
     chance = 1 / (guesses[1] - guesses[0])
     assert abs(score.mean().item() - chance) < 5 * math.sqrt(chance / len(score))
-    if name in ("mqar", "flip-flop"):
+    if name in ("mqar", "flip-flop", "local-count", "2-back"):
         assert task.chance(settings) == pytest.approx(chance)
 
 
@@ -321,57 +344,3 @@ def test_substituted_restores_the_model() -> None:
     with substituted(model, None):
         assert torch.equal(run(), before)
     assert torch.equal(run(), before)
-
-
-def test_head_metrics_by_hand() -> None:
-    """The example has one head and one query. Its three keys have scores 0, 1 and 3."""
-    attention = attnzoo.nn.Attention("softmax", 1)
-    q, scores = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 1.0, 3.0])
-    with Watch(attention, HeadSample(1, 1)) as watch:
-        attention(q, scores[None, None, :, None], torch.zeros(1, 1, 3, 1), scale=1.0)
-    found = {name: rows.item() for name, rows in watch.curves().items()}
-    p = torch.softmax(scores.double(), 0)
-    assert found["head_peak"] == pytest.approx(p[2].item())
-    assert found["head_n_eff"] == pytest.approx(1 / p.square().sum().item())
-    assert found["head_entropy"] == pytest.approx(-(p * p.log()).sum().item() / math.log(3))
-    assert found["head_range"] == pytest.approx(3)
-    assert found["head_bound"] == 1  # = min(1, e³ / 3)
-    assert found["head_strength"] == pytest.approx((4 / 3) / math.log(3))
-    jacobian = torch.diag(p) - torch.outer(p, p)
-    assert found["head_jacobian"] == pytest.approx(torch.linalg.matrix_norm(jacobian, 2).item())
-    # The pairwise cosines of the keys are 0, 0 and 1.
-    assert found["head_alignment"] == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize("positions", ["none", "alibi"])
-def test_largest_weight_of_softmax_stays_below_its_bound(positions: str) -> None:
-    q, k = torch.randn(2, 3, 2, 300, 8, generator=torch.Generator().manual_seed(0))
-    slopes = {"alibi": torch.tensor([4.0, 0.5])} if positions == "alibi" else {}
-    attention = attnzoo.nn.Attention("softmax", 2)
-    with Watch(attention, HeadSample(2, 1)) as watch:
-        attention(q, k, k, is_causal=True, scale=0.3, **slopes)
-    found = watch.curves()
-    assert (found["head_peak"] <= found["head_bound"]).all()
-    assert found["head_peak"].shape == (2 * 4, 2)  # 4 queries per sequence × 2 sequences, 2 heads
-    assert (found["head_bound"] < 1).any() == (positions == "none")
-    if positions == "alibi":  # head_range includes keys whose weight is 0 in fp64
-        assert (found["head_range"][:, 0] > 4 * 290).all()
-    assert "head_jacobian" not in found  # Jacobians need n <= 256
-
-
-def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
-    q = torch.rand(1, 1, 1, 4)
-    for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9})):
-        attention = attnzoo.nn.Attention(variant, 1, **params)
-        with Watch(attention, HeadSample(1, 1)) as watch:
-            attention(q, torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4))
-        assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
-
-
-def test_a_query_whose_weights_are_all_zero_has_no_effective_keys() -> None:
-    attention = attnzoo.nn.Attention("cosformer", 1, max_length=4)
-    k = -torch.ones(1, 1, 3, 2)  # relu features of negative keys are 0
-    with Watch(attention, HeadSample(1, 1)) as watch:
-        attention(torch.ones(1, 1, 1, 2), k, k)
-    found = watch.curves()
-    assert found["head_weight_sum"].item() == found["head_n_eff"].item() == 0

@@ -1,8 +1,8 @@
 """Sequence tasks: a small causal transformer reads tokens and predicts the answer at some of them.
 
-`mqar`, `flip-flop`, `copy`, `reverse`, `sort` and `language-model` belong to this family. The model
-is `attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens
-that have an answer.
+All tasks except `max-retrieval` and `needle` belong to this family. The model is
+`attnzoo.nn.Transformer` with one of its position encodings. Logits are computed only at tokens that
+have an answer.
 
 The setting ``output`` chooses the output layer; see `outputs`. Training minimizes the loss that
 belongs to this layer. Metrics are computed from the layer's probabilities p, divided by their
@@ -43,6 +43,7 @@ from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse
 
 POSITIONS = ("none", "rope", "p-rope", "alibi")
 ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
+EXACT = Metric("exact", "Exact match, %", 100, 1)
 LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
 EPSILON = 1e-6
 OUTPUT_METRICS = (
@@ -162,6 +163,14 @@ def answers(logits: Tensor, batch: Batch) -> BatchResult:
     """The metrics ``accuracy`` and ``loss``, one value per answer (S,)."""
     loss = F.cross_entropy(logits.double(), batch.answers[batch.asked], reduction="none")
     return BatchResult({"accuracy": right(logits, batch), "loss": loss})
+
+
+def whole_answers(logits: Tensor, batch: Batch) -> BatchResult:
+    """The metric ``exact``, one value per sequence: 1.0 if all its answers are right; besides it
+    the metrics of `answers`. All sequences must have equally many answers."""
+    per_sequence = right(logits, batch).reshape(len(batch.tokens), -1)
+    exact = (per_sequence.amin(dim=-1) == 1).double() + 0 * per_sequence.sum(dim=-1)
+    return BatchResult({"exact": exact, **answers(logits, batch).metrics})
 
 
 @dataclass(frozen=True)

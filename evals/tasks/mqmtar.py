@@ -1,0 +1,176 @@
+"""MQMTAR: multi-query multi-token associative recall.
+
+A sequence of length N begins with N tokens that hold pairs of a key and a value among blanks. Keys
+and values are words of two letters each; all keys differ, and all values. The pairs take about 80 %
+of the N tokens. Then come four queries, each a mark and a key, an end mark, and four answers, each
+a mark and the value of the query's key. The letters of the values are predicted. A sequence counts
+as right, ``exact``, if all eight are.
+
+    N tokens:  k k : v v _ _ k k : v v _ _ _ ...
+    then:      ? k k ? k k ? k k ? k k = ? v v ? v v ? v v ? v v
+
+The task is that of Vasylenko et al. 2025 (arXiv:2506.16640). The preset paper has these facts from
+the authors' code, github.com/deep-spin/asentmax: words of two letters, 256 letters, 80 %, four
+queries (a key may be asked twice), training lengths 32 to 64, eval lengths from 64 in powers of
+two, 4 layers of width 512 with 16 heads, 390625 steps of 128 sequences, the first 20000 as warm-up,
+a peak learning rate of 2e-4 (the one for asentmax), no weight decay.
+
+Differences: eval lengths end at 4096; the code's end at 65536. Words are drawn from all 65536; the
+code draws 10000 keys and 10000 values for each file of data, so that most of its test words are not
+in its training data. The blanks of a pair are divided between its two sides uniformly; the code's
+division is not uniform. Blanks fill the first part up to N tokens; the code's may be shorter. There
+are no tokens for begin and end of the sequence, and only letters are scored, not the marks before
+them. All sequences of a training step have the same length. The MLP is that of
+`attnzoo.nn.Transformer`; the code's is Gemma 2's with 1024 units. Not verified: that the paper's
+tables come from these sizes.
+
+In the quick preset, softmax does not learn the task: it writes the value of some pair, whatever the
+query. At N = 32, where there are four pairs, this gives (1/4 + 1)/2 = 62 % of the letters, since
+the first letter of a value mostly determines the second. Trials with 2 to 4 layers, up to 6000 steps
+and 4 to 64 letters got no further. The preset takes about a minute per training and shows whether a
+variant does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from commandline.errors import UsageError
+from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
+from evals.tasks.draws import GENERATOR, different, integers, words
+from evals.tasks.families.sequence import (
+    ACCURACY,
+    EXACT,
+    LEARNING_RATES,
+    LOSS,
+    OWN,
+    OWN_IN_DEEP,
+    Batch,
+    SequenceTask,
+    whole_answers,
+)
+from evals.tasks.families.sequence import Settings as Base
+
+BLANK, PAIR, QUERY, END = range(4)  # larger tokens are letters
+FIRST = 4
+QUERIES = 4
+WORD = 2  # letters of a key or a value
+ASKED = QUERIES * (1 + WORD)  # tokens of the queries and, again, of their answers
+UNIT = 2 * WORD + 2  # tokens of a pair with its mark and the blank after it
+SPARE = 8  # draws of words beyond two per word: fewer would not always give enough different words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Settings of MQMTAR. Keys and values are words over ``letters`` letters."""
+
+    letters: int = 256
+
+    def pairs(self, length: int) -> int:
+        """The number of pairs in a sequence: 80 % of its length, in whole pairs."""
+        pairs, most = 4 * length // (5 * UNIT), self.letters**WORD // 4
+        if not 1 <= pairs <= most:
+            raise UsageError(
+                "a length of mqmtar must be >= 8, with 0.8 * length / 6 <= letters**2 / 4 = "
+                f"{most}, got {length}"
+            )
+        return pairs
+
+
+def tokens_of(length: int) -> int:
+    """The number of tokens: the pairs, the queries with the end mark, and the answers."""
+    return length + ASKED + 1 + ASKED
+
+
+def _letters(drawn: np.ndarray, letters: int) -> np.ndarray:
+    """The tokens of words (B, n) with the numbers 0 .. letters² − 1: (B, n, 2)."""
+    return FIRST + np.stack([drawn // letters, drawn % letters], axis=-1)
+
+
+def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Settings) -> Batch:
+    """Draw sequences. Each takes 2 n + 8 random numbers for its n keys, as many for its values, one
+    per pair for its place among the blanks, and one per query."""
+    pairs, count = settings.pairs(length), stop - start
+    draws = 2 * pairs + SPARE
+    raw = words(seed, split, length, start, stop, 2 * draws + pairs + QUERIES)
+    choices = settings.letters**WORD
+    keys = _letters(different(raw[:, :draws], choices, pairs), settings.letters)
+    values = _letters(different(raw[:, draws : 2 * draws], choices, pairs), settings.letters)
+
+    room = length // pairs
+    before = integers(raw[:, 2 * draws : 2 * draws + pairs], room - UNIT + 1)
+    first = np.arange(pairs) * room + before  # where each pair starts: (B, n)
+    mark = np.full((count, pairs, 1), PAIR)
+    whole = np.concatenate([keys, mark, values], axis=2)
+    tokens = np.full((count, tokens_of(length)), BLANK)
+    at = first[:, :, None] + np.arange(UNIT - 1)
+    np.put_along_axis(tokens, at.reshape(count, -1), whole.reshape(count, -1), axis=1)
+
+    end = length + ASKED
+    tokens[:, end] = END
+    asked = integers(raw[:, 2 * draws + pairs :], pairs)[:, :, None]
+    mark = np.full((count, QUERIES, 1), QUERY)
+    for place, found in ((length, keys), (end + 1, values)):
+        whole = np.concatenate([mark, np.take_along_axis(found, asked, axis=1)], axis=2)
+        tokens[:, place : place + ASKED] = whole.reshape(count, -1)
+
+    answers = np.full_like(tokens, -1)
+    answers[:, end:-1] = np.where(tokens[:, end + 1 :] >= FIRST, tokens[:, end + 1 :], -1)
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(answers))
+
+
+PRESETS = {
+    "smoke": Preset(
+        variants=EVERY_VARIANT,
+        seeds=1,
+        lengths=(16, 32, 64),
+        positions=("rope",),
+        settings=Settings(
+            steps=100, batch=16, fill=False, train_shortest=8, train_longest=16,
+            train_stride=8, test_sequences=32, letters=16,
+        ),
+    ),
+    "quick": Preset(
+        variants=MAIN_VARIANTS,
+        seeds=SEEDS,
+        sweep={"learning_rate": LEARNING_RATES},
+        own=OWN,
+        lengths=(32, 64, 128, 256),
+        positions=("rope",),
+        settings=Settings(
+            steps=1500, batch=24, heads=4, train_shortest=16, train_longest=32, train_stride=8,
+            letters=16,
+        ),
+    ),
+    "paper": Preset(
+        variants=MAIN_VARIANTS,
+        seeds=SEEDS,
+        sweep=RECORDED,
+        own=OWN_IN_DEEP,
+        lengths=tuple(64 * 2**i for i in range(7)),
+        positions=("none", "rope", "p-rope", "alibi"),
+        settings=Settings(
+            steps=390625, batch=128, width=512, heads=16, depth=4, learning_rate=2e-4,
+            weight_decay=0.0, warmup=0.0512, fill=False, curriculum=0.0, train_shortest=32,
+            train_longest=64, test_sequences=1000, test_items=2**20,
+        ),
+    ),
+}  # fmt: skip
+
+TASK = SequenceTask(
+    name="mqmtar",
+    about="Multi-query multi-token associative recall: read pairs of a two-letter key and a "
+    "two-letter value, then write the values of four keys (ASEntmax suite, arXiv:2506.16640). The "
+    "score is the share of sequences with every letter right.",
+    version=f"{GENERATOR}, mqmtar 1",
+    draw=draw,
+    vocabulary=lambda settings: FIRST + settings.letters,
+    chance_score=lambda settings: float(settings.letters) ** -(QUERIES * WORD),
+    presets=PRESETS,
+    size=tokens_of,
+    read=whole_answers,
+    metrics=(EXACT, ACCURACY, LOSS),
+)
