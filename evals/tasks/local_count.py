@@ -75,7 +75,7 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Se
     first = np.zeros((stop - start, length + 1), dtype=np.int64)
     np.put_along_axis(first, np.minimum(starts, length), np.minimum(starts, length), axis=1)
     first = first[:, :length]
-    block = np.cumsum(first > 0, axis=1)
+    block = np.cumsum(first > 0, axis=1, dtype=np.int64)
     counts = np.arange(length) - np.maximum.accumulate(first, axis=1)
     symbols = np.take_along_axis(symbols, block, axis=1)
     tokens = np.pad(FIRST + symbols, ((0, 0), (1, 0)), constant_values=BEGIN)

@@ -26,9 +26,9 @@ tables come from these sizes.
 
 In the quick preset, softmax does not learn the task: it writes the value of some pair, whatever the
 query. At N = 32, where there are four pairs, this gives (1/4 + 1)/2 = 62 % of the letters, since
-the first letter of a value mostly determines the second. Trials with 2 to 4 layers, up to 6000 steps
-and 4 to 64 letters got no further. The preset takes about a minute per training and shows whether a
-variant does.
+the first letter of a value mostly determines the second. Trials with 2 to 4 layers, up to 6000
+steps and 4 to 64 letters got no further. The preset shows whether another variant does; a training
+takes about a minute.
 """
 
 from __future__ import annotations
