@@ -60,7 +60,8 @@ class Group:
                     **row,
                     **{name: {**old[name], **row[name]} for name in ("metrics", "curves")},
                 }
-        return found
+        # Intervals are drawn from samples in this order, so that equal samples have equal intervals.
+        return {key: dict(sorted(mine.items())) for key, mine in found.items()}
 
     @cached_property
     def series(self) -> list[str]:

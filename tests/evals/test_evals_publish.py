@@ -141,3 +141,8 @@ def test_tables_of_a_pretrained_model_show_the_paired_rise_of_the_loss(tmp_path:
     assert "**Retrieval at n = 128, %**" in text
     assert "Samples: 2 at n = 64, 2 at n = 128." in text
     assert documented(tmp_path, "adapt") == "Nothing has been measured yet.\n"
+
+
+def test_intervals_do_not_depend_on_the_order_of_rows() -> None:
+    found = [pretrained_row("as loaded", 64, sample, sample**1.5) for sample in range(20)]
+    assert summary_csv(groups(found)) == summary_csv(groups(found[::-1]))
