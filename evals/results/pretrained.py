@@ -60,7 +60,7 @@ class Group:
                     **row,
                     **{name: {**old[name], **row[name]} for name in ("metrics", "curves")},
                 }
-        # Intervals are drawn from samples in this order, so that equal samples have equal intervals.
+        # The order of samples decides their interval, so that equal samples have equal intervals.
         return {key: dict(sorted(mine.items())) for key, mine in found.items()}
 
     @cached_property
