@@ -66,7 +66,7 @@ VARIANT = Variant(
     formula="ReLU(q)·ReLU(k)·cos(π(i−j)/2M) / Σ",
     use=(
         "Use for constant cost per decoded token. "
-        "Only one run in docs/results.md reached 95 % at train length."
+        "One run in docs/results.md reached 95 % at train length."
     ),
     paper="Qin et al. 2022, arXiv:2202.08791",
     weights=weights,
