@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="Publish the results in DIR, of one task")
     add("--command", required=True, help="The command that made them, without --out")
+    text = "What else a reader must know, in sentences; needed for changes that are not committed"
+    add("--note", metavar="TEXT", help=text)
     add("--name", help="Name of the files, such as max-retrieval.paper (default: the task)")
     text = "Results of the same command in another arithmetic: store which rows hold there"
     add("--against", type=Path, metavar="DIR", help=text)
@@ -62,7 +64,7 @@ def publish(args: argparse.Namespace) -> list[Path]:
     rows = read_rows([args.folder])
     if len(tasks := sorted({row["task"] for row in rows})) > 1:
         raise UsageError(f"DIR must have results of one task, got {', '.join(tasks)}")
-    made = provenance(rows, args.command)
+    made = provenance(rows, args.command, args.note)
     if args.against is not None:
         made["arithmetic"] = {
             "environment": args.environment,

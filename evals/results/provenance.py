@@ -16,22 +16,26 @@ _FIELDS = ("commit", "torch", "attnzoo", "device", "data", "schedule")
 _MODEL = ("model", "fingerprint", "limit", "dtype", "text")
 
 
-def provenance(rows: Sequence[Row], command: str) -> dict[str, Any]:
-    """What made these rows of one task or of one pretrained model. ``command`` is stored as it is.
+def provenance(rows: Sequence[Row], command: str, note: str | None = None) -> dict[str, Any]:
+    """What made these rows of one task or of one pretrained model.
+
+    ``command`` and ``note`` are stored as they are.
 
     Raises:
-        UsageError: a row was made by code that is not in a commit, or there are no rows.
+        UsageError: there are no rows, or a row was made by code that is not in a commit and no note
+            says what was changed.
     """
     if not rows:
         raise UsageError("the folder must have results, got none")
     commits = _values(rows, "commit")
-    if unknown := [x for x in commits if x == "unknown" or x.endswith("-dirty")]:
+    unknown = [x for x in commits if x == "unknown" or x.endswith("-dirty")]
+    if unknown and not note:
         raise UsageError(
-            "results must be made by committed code, so that they can be repeated; got commit "
-            f"{', '.join(unknown)}"
+            "results must be made by committed code, so that they can be repeated, or --note must "
+            f"say what was changed; got commit {', '.join(unknown)}"
         )
     reported = [row for row in rows if not is_validation(row)]
-    found: dict[str, Any] = {"command": command}
+    found: dict[str, Any] = {"command": command} | ({"note": note} if note else {})
     for name in (*_FIELDS, *_MODEL):
         if values := _values(reported, name):
             found[name] = values
@@ -81,6 +85,8 @@ def sentence(found: Mapping[str, Any], file: str) -> str:
         text,
     ]
     line = f"{', '.join(parts)}; [all settings]({file})."
+    if note := found.get("note"):
+        line += f" {note}"
     if other := found.get("arithmetic"):
         broken = [f"`{name}`" for name, holds in other["holds"].items() if not holds]
         verdict = f"these rows do not hold: {', '.join(broken)}" if broken else "every row holds"

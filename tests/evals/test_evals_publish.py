@@ -94,6 +94,14 @@ def test_wrong_results_or_options_are_one_error_and_write_nothing(
     assert not (tmp_path / "docs").exists()
 
 
+def test_changes_that_are_not_committed_are_named_below_the_table(tmp_path: Path) -> None:
+    note = "The file x.json was changed."
+    assert published(tmp_path, rows(commit="abc-dirty"), "--note", note) == 0
+    text = scores(tmp_path / "docs")
+    assert "commit abc-dirty," in text
+    assert f"(results/max-retrieval.json). {note}" in text
+
+
 def test_results_with_different_settings_are_an_error(tmp_path: Path) -> None:
     found = [row("softmax", 0.5), row("softmax", 0.5, seed=1, settings={**SETTINGS, "steps": 11})]
     folder = written(tmp_path, found)
@@ -108,7 +116,13 @@ def test_results_of_two_tasks_are_an_error(tmp_path: Path) -> None:
 
 
 def publish_options(folder: Path) -> Any:
-    options = {"folder": folder, "command": COMMAND, "name": None, "to": folder / "docs"}
+    options = {
+        "folder": folder,
+        "command": COMMAND,
+        "note": None,
+        "name": None,
+        "to": folder / "docs",
+    }
     return type("Options", (), {**options, "against": None, "environment": None})
 
 
