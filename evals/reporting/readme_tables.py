@@ -23,12 +23,13 @@ NONE_YET = "Nothing has been measured yet.\n"
 
 
 def tasks_table() -> str:
-    """A list of the tasks, with descriptions and the lengths of the quick preset."""
+    """A list of the tasks, with descriptions and the lengths of the smallest preset that trains."""
     lines = []
     for name, task in TASKS.items():
-        quick = task.presets["quick"]
-        trained, longest = quick.settings.train_longest, max(quick.lengths)
-        lengths = f"quick: train length {trained}, eval lengths up to {longest}"
+        size = "quick" if "quick" in task.presets else "paper"
+        preset = task.presets[size]
+        trained, longest = preset.settings.train_longest, max(preset.lengths)
+        lengths = f"{size}: train length {trained}, eval lengths up to {longest}"
         lines.append(f"- `{name}`: {task.about} ({lengths})\n")
     return "".join(lines)
 
