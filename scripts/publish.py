@@ -5,7 +5,8 @@
         --command "python -m evals max-retrieval --record"
 
 writes max-retrieval.csv, the summary, and max-retrieval.json: the command, commit, versions, seeds
-and settings. `make tables` then fills the tables of the documentation.
+and settings. For pretrained models it also writes the figures that the documentation shows.
+`make tables` then fills the tables of the documentation.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from commandline.errors import UsageError
 from commandline.files import write_whole
-from evals.reporting import compare
+from evals.reporting import compare, pretrained_plots
+from evals.reporting.plots import png
+from evals.reporting.pretrained_pages import FIGURES, figure_path
 from evals.results import pretrained
 from evals.results.provenance import provenance
 from evals.results.rows import Row, is_pretrained, is_trial
@@ -28,6 +31,8 @@ from evals.results.summary import groups
 from evals.results.summary_csv import csv_text
 from evals.results.trials import trial_groups, trials_csv
 from scripts.tables import RESULTS
+
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def publish(args: argparse.Namespace) -> list[Path]:
-    """Write the two files and return their paths."""
+    """Write the files and return their paths."""
     if (args.against is None) != (args.environment is None):
         raise UsageError("--against and --environment must be given together")
     rows = read_rows([args.folder])
@@ -71,25 +76,35 @@ def publish(args: argparse.Namespace) -> list[Path]:
             "holds": _holds(rows, read_rows([args.against])),
         }
     name = args.name or tasks[0]
-    texts = {"csv": _summary(rows), "json": json.dumps(made, indent=1, ensure_ascii=False) + "\n"}
-    paths = [args.to / f"{name}.{end}" for end in texts]
-    for path, text in zip(paths, texts.values(), strict=True):
-        write_whole(path, text)
-    return paths
+    written: dict[Path, str | bytes] = {
+        args.to / f"{name}.csv": _summary(rows),
+        args.to / f"{name}.json": json.dumps(made, indent=1, ensure_ascii=False) + "\n",
+    }
+    if is_pretrained(rows[0]):
+        for figure, _, drawn in pretrained_plots.figures(pretrained.groups(rows)[0]):
+            if figure in FIGURES:
+                written[figure_path(args.to, name, figure)] = png(drawn)
+    for path, content in written.items():
+        write_whole(path, content)
+    return list(written)
 
 
 def _summary(rows: Sequence[Row]) -> str:
     if is_pretrained(rows[0]):
-        return pretrained.summary_csv(pretrained.groups(rows))
+        return pretrained.summary_csv(_only([(x.title, x) for x in pretrained.groups(rows)]))
     if is_trial(rows[0]):
         return trials_csv(trial_groups(rows))
-    found = groups(rows)
+    return csv_text(_only([(x.distinction, x) for x in groups(rows)]))
+
+
+def _only(found: Sequence[tuple[str, T]]) -> list[T]:
+    """The groups, given with their titles, after a check that there is only one."""
     if len(found) > 1:
-        several = "; ".join(group.distinction for group in found)
+        several = "; ".join(title for title, _ in found)
         raise UsageError(
             f"DIR must have results with equal settings, got {len(found)} groups: {several}"
         )
-    return csv_text(found)
+    return [group for _, group in found]
 
 
 def _holds(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:

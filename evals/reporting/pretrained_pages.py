@@ -1,4 +1,4 @@
-"""Tables of pretrained models in the documentation, from the summary.csv of a run."""
+"""Tables and figures of pretrained models in the documentation, from the results of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from evals.reporting.readme_tables import NONE_YET, made_by
 from evals.results.pretrained import RETRIEVAL, RISE
 
 Line = Mapping[str, str]
+FIGURES = {
+    "loss-by-position": "Loss by position at the longest length",
+    "by-length": "Loss, retrieval and weight on the needle by length",
+}
 # Title, metric of the summary, factor, digits, whether the sign is shown.
 _BY_LENGTH = (
     ("Loss, nats per token (lower is better)", "loss", 1, 3, False),
@@ -35,7 +39,14 @@ def documented(folder: Path, name: str) -> str:
         for table in found
         if table.rows
     ]
-    return "\n".join([*texts, f"{_samples(lines)}\n{made_by(path)}"])
+    shown = [(text, figure_path(folder, name, figure)) for figure, text in FIGURES.items()]
+    pictures = [f"![{t}]({folder.name}/{file.name})\n" for t, file in shown if file.exists()]
+    return "\n".join([*pictures, *texts, f"{_samples(lines)}\n{made_by(path)}"])
+
+
+def figure_path(folder: Path, results: str, figure: str) -> Path:
+    """The file of a figure in a folder of published results."""
+    return folder / f"{results}-{figure}.png"
 
 
 def _by_length(

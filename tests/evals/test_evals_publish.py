@@ -157,6 +157,18 @@ def test_tables_of_a_pretrained_model_show_the_paired_rise_of_the_loss(tmp_path:
     assert documented(tmp_path, "adapt") == "Nothing has been measured yet.\n"
 
 
+def test_figures_of_a_pretrained_model_are_published(tmp_path: Path) -> None:
+    found = [pretrained_row("as loaded", n, sample, 3.0) for n in (64, 128) for sample in range(2)]
+    assert published(tmp_path, found) == 0
+    docs = tmp_path / "docs"
+    assert (docs / "pretrained-by-length.png").read_bytes()[:4] == b"\x89PNG"
+    assert "(docs/pretrained-by-length.png)" in documented(docs, "pretrained")
+    other = [pretrained_row("log_n", 64, 0, 3.0) | {"dtype": "bfloat16", "key": "other"}]
+    with pytest.raises(UsageError, match="float32, seed 0; tiny, text.txt, bfloat16, seed 0"):
+        folder = written(tmp_path / "two", found + other) / "pretrained"
+        publish.publish(publish_options(folder))
+
+
 def test_intervals_do_not_depend_on_the_order_of_rows() -> None:
     found = [pretrained_row("as loaded", 64, sample, sample**1.5) for sample in range(20)]
     assert summary_csv(groups(found)) == summary_csv(groups(found[::-1]))
