@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Metric, Preset
+from evals.task import Metric
 from evals.tasks.draws import GENERATOR, integers, uniforms, words
 from evals.tasks.families.sequence import (
     ACCURACY,
-    LEARNING_RATES,
     LOSS,
-    OWN,
-    OWN_IN_DEEP,
     Batch,
     SequenceTask,
     Settings,
+    paper,
+    quick,
+    smoke,
 )
 
 ZERO, ONE, WRITE, READ, IGNORE = range(5)
@@ -58,36 +58,24 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
 
 
 PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        seeds=1,
-        lengths=(64, 128, 256),
-        positions=("rope",),
-        settings=Settings(
+    "smoke": smoke(
+        (64, 128, 256),
+        Settings(
             steps=100, batch=16, train_shortest=16, train_longest=64, train_stride=16,
             test_sequences=32,
         ),
     ),
-    "quick": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep={"learning_rate": LEARNING_RATES},
-        own=OWN,
-        lengths=(64, 128, 256, 512, 1024),
-        positions=("rope", "alibi"),
-        settings=Settings(
+    "quick": quick(
+        (64, 128, 256, 512, 1024),
+        Settings(
             steps=1500, batch=32, train_shortest=8, train_longest=64, train_stride=4,
             test_sequences=500, test_least=64, test_items=2**17,
         ),
+        positions=("rope", "alibi"),
     ),
-    "paper": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep=RECORDED,
-        own=OWN_IN_DEEP,
-        lengths=(512, 1024, 2048, 4096, 8192),
-        positions=("none", "rope", "p-rope", "alibi"),
-        settings=Settings(
+    "paper": paper(
+        (512, 1024, 2048, 4096, 8192),
+        Settings(
             steps=10000, batch=64, width=256, heads=4, depth=4, learning_rate=3e-4,
             train_shortest=512, train_longest=512, test_sequences=1000, test_items=2**20,
         ),

@@ -37,15 +37,15 @@ from torch import Tensor, nn
 from attnzoo.nn import Transformer
 from commandline.errors import UsageError
 from evals.measures.ranks import rank
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, BatchResult, Metric, Preset
+from evals.task import BatchResult, Metric
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
-    LEARNING_RATES,
-    OWN,
-    OWN_IN_DEEP,
     Batch,
     SequenceTask,
+    paper,
+    quick,
     right,
+    smoke,
 )
 from evals.tasks.families.sequence import Settings as Base
 
@@ -159,33 +159,20 @@ def log_rank(model: Transformer, states: Tensor, batch: Batch) -> dict[str, Tens
 
 
 PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        seeds=1,
-        lengths=(64, 256, 1024),
-        positions=("rope",),
-        settings=Settings(
+    "smoke": smoke(
+        (64, 256, 1024),
+        Settings(
             steps=150, batch=16, width=64, train_shortest=64, train_longest=64,
             test_sequences=16, test_least=4, test_items=2**13,
         ),
     ),
-    "quick": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep={"learning_rate": LEARNING_RATES},
-        own=OWN,
-        lengths=(128, 256, 512, 1024, 2048),
-        positions=("rope",),
-        settings=Settings(steps=3000, batch=64, train_shortest=128, train_longest=128),
+    "quick": quick(
+        (128, 256, 512, 1024, 2048),
+        Settings(steps=3000, batch=64, train_shortest=128, train_longest=128),
     ),
-    "paper": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep=RECORDED,
-        own=OWN_IN_DEEP,
-        lengths=(1024, 2048, 4096, 8192, 16384),
-        positions=("none", "rope", "p-rope", "alibi"),
-        settings=Settings(
+    "paper": paper(
+        (1024, 2048, 4096, 8192, 16384),
+        Settings(
             steps=20000, batch=64, width=384, heads=6, depth=6, learning_rate=1e-3,
             train_shortest=1024, train_longest=1024, test_items=2**21,
         ),

@@ -26,17 +26,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
     EXACT,
-    LEARNING_RATES,
     LOSS,
-    OWN,
-    OWN_IN_DEEP,
     Batch,
     SequenceTask,
+    paper,
+    quick,
+    smoke,
     whole_answers,
 )
 from evals.tasks.families.sequence import Settings as Base
@@ -84,34 +83,21 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Se
 
 
 PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        seeds=1,
-        lengths=(16, 32, 64),
-        positions=("rope",),
-        settings=Settings(
+    "smoke": smoke(
+        (16, 32, 64),
+        Settings(
             steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32, repeats=8
         ),
     ),
-    "quick": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep={"learning_rate": LEARNING_RATES},
-        own=OWN,
-        lengths=(32, 64, 128, 256, 512),
-        positions=("rope",),
-        settings=Settings(
+    "quick": quick(
+        (32, 64, 128, 256, 512),
+        Settings(
             steps=1200, batch=32, heads=4, train_shortest=4, train_longest=32, repeats=8
         ),
     ),
-    "paper": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep=RECORDED,
-        own=OWN_IN_DEEP,
-        lengths=tuple(128 * 2**i for i in range(7)),
-        positions=("none", "rope", "p-rope", "alibi"),
-        settings=Settings(
+    "paper": paper(
+        tuple(128 * 2**i for i in range(7)),
+        Settings(
             steps=78125, batch=128, width=256, heads=8, depth=4, learning_rate=3e-4,
             weight_decay=0.0, fill=False, curriculum=0.0, train_shortest=64, train_longest=128,
             test_sequences=1000, test_items=2**20,

@@ -22,9 +22,15 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, subsets, words
-from evals.tasks.families.sequence import LEARNING_RATES, OWN, Batch, SequenceTask
+from evals.tasks.families.sequence import (
+    OWN,
+    Batch,
+    SequenceTask,
+    paper,
+    quick,
+    smoke,
+)
 from evals.tasks.families.sequence import Settings as Base
 
 
@@ -74,40 +80,28 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Se
 
 
 PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        seeds=1,
-        lengths=(64, 128, 256),
-        positions=("rope",),
-        settings=Settings(
+    "smoke": smoke(
+        (64, 128, 256),
+        Settings(
             steps=100, batch=16, train_shortest=16, train_longest=64, train_stride=16,
             test_sequences=16,
         ),
     ),
-    "quick": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep={"learning_rate": LEARNING_RATES},
-        own=OWN,
-        lengths=(64, 128, 256, 512),
-        positions=("rope",),
-        settings=Settings(
+    "quick": quick(
+        (64, 128, 256, 512),
+        Settings(
             steps=2000, batch=32, learning_rate=2e-3, train_shortest=8, train_longest=64,
             train_stride=8,
         ),
     ),
-    "paper": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep=RECORDED,
-        own=OWN,
-        lengths=(64, 128, 256, 512, 1024, 2048, 4096),
-        positions=("none", "rope", "p-rope", "alibi"),
-        settings=Settings(
+    "paper": paper(
+        (64, 128, 256, 512, 1024, 2048, 4096),
+        Settings(
             steps=25000, batch=256, width=128, heads=1, vocabulary=8192, density=16,
             learning_rate=1e-3, train_shortest=64, train_longest=256, train_stride=64,
             test_items=2**20,
         ),
+        own=OWN,
     ),
 }  # fmt: skip
 

@@ -37,15 +37,15 @@ import numpy as np
 import torch
 
 from commandline.errors import UsageError
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, different, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
     EXACT,
     LOSS,
-    OWN_IN_DEEP,
     Batch,
     SequenceTask,
+    paper,
+    smoke,
     whole_answers,
 )
 from evals.tasks.families.sequence import Settings as Base
@@ -119,27 +119,21 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: Se
 
 
 PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        seeds=1,
-        lengths=(16, 32, 64),
-        positions=("rope",),
-        settings=Settings(
+    "smoke": smoke(
+        (16, 32, 64),
+        Settings(
             steps=100, batch=16, fill=False, train_shortest=8, train_longest=16,
             train_stride=8, test_sequences=32, letters=16,
         ),
     ),
-    "paper": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        own=OWN_IN_DEEP,
-        lengths=tuple(64 * 2**i for i in range(7)),
-        positions=("none", "rope", "p-rope", "alibi"),
-        settings=Settings(
+    "paper": paper(
+        tuple(64 * 2**i for i in range(7)),
+        Settings(
             steps=390625, batch=128, width=512, heads=16, depth=4, learning_rate=2e-4,
             weight_decay=0.0, warmup=0.0512, fill=False, curriculum=0.0, train_shortest=32,
             train_longest=64, test_sequences=1000, test_items=2**20,
         ),
+        sweep={},  # without quick, no learning rates are recorded
     ),
 }  # fmt: skip
 

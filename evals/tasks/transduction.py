@@ -17,17 +17,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
     EXACT,
-    LEARNING_RATES,
     LOSS,
-    OWN,
-    OWN_IN_DEEP,
     Batch,
     SequenceTask,
+    paper,
+    quick,
+    smoke,
     whole_answers,
 )
 from evals.tasks.families.sequence import Settings as Base
@@ -56,36 +55,23 @@ def draw(
 
 
 PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        seeds=1,
-        lengths=(16, 32, 64),
-        positions=("rope",),
-        settings=Settings(
+    "smoke": smoke(
+        (16, 32, 64),
+        Settings(
             steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
         ),
     ),
-    "quick": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep={"learning_rate": LEARNING_RATES},
-        own=OWN,
-        lengths=(8, 10, 12, 16, 32),
-        positions=("rope",),
+    "quick": quick(
+        (8, 10, 12, 16, 32),
         # With 32 symbols, sort reaches 72 % in 8000 steps; with rope and 10 symbols, 93 % in 4000.
-        settings=Settings(
+        Settings(
             steps=4000, batch=16, heads=4, curriculum=0.0, train_shortest=2, train_longest=8,
             symbols=10,
         ),
     ),
-    "paper": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep=RECORDED,
-        own=OWN_IN_DEEP,
-        lengths=tuple(64 * 2**i for i in range(7)),
-        positions=("none", "rope", "p-rope", "alibi"),
-        settings=Settings(
+    "paper": paper(
+        tuple(64 * 2**i for i in range(7)),
+        Settings(
             steps=30000, batch=128, width=256, heads=4, depth=4, learning_rate=3e-4,
             train_shortest=1, train_longest=64, test_items=2**20,
         ),

@@ -21,18 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from evals.task import EVERY_VARIANT, MAIN_VARIANTS, RECORDED, SEEDS, Preset
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
     EXACT,
-    LEARNING_RATES,
     LOSS,
-    OWN,
-    OWN_IN_DEEP,
     Batch,
     SequenceTask,
     Settings,
+    paper,
+    quick,
+    smoke,
     whole_answers,
 )
 
@@ -50,32 +49,19 @@ def draw(seed: int, split: str, length: int, start: int, stop: int, settings: An
 
 
 PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        seeds=1,
-        lengths=(16, 32, 64),
-        positions=("rope",),
-        settings=Settings(
+    "smoke": smoke(
+        (16, 32, 64),
+        Settings(
             steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
         ),
     ),
-    "quick": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep={"learning_rate": LEARNING_RATES},
-        own=OWN,
-        lengths=(64, 128, 256, 512, 1024),
-        positions=("rope",),
-        settings=Settings(steps=500, batch=32, train_shortest=8, train_longest=64),
+    "quick": quick(
+        (64, 128, 256, 512, 1024),
+        Settings(steps=500, batch=32, train_shortest=8, train_longest=64),
     ),
-    "paper": Preset(
-        variants=MAIN_VARIANTS,
-        seeds=SEEDS,
-        sweep=RECORDED,
-        own=OWN_IN_DEEP,
-        lengths=tuple(64 * 2**i for i in range(7)),
-        positions=("none", "rope", "p-rope", "alibi"),
-        settings=Settings(
+    "paper": paper(
+        tuple(64 * 2**i for i in range(7)),
+        Settings(
             steps=78125, batch=128, width=256, heads=8, depth=4, learning_rate=3e-4,
             weight_decay=0.0, fill=False, curriculum=0.0, train_shortest=32, train_longest=64,
             test_sequences=1000, test_items=2**20,

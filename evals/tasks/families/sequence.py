@@ -15,7 +15,7 @@ softcap), results also have `OUTPUT_METRICS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from commandline.variants import VariantCall
 from evals.measures.heads import Watch, substituted
 from evals.task import (
     EVERY_VARIANT,
+    RECORDED,
     SEEDS,
     BatchResult,
     HeadSample,
@@ -103,24 +104,35 @@ LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 # (arXiv:2402.18668); sigmoid in deep models has QK-norm and LayerScale (arXiv:2409.04431).
 OWN = {"taylor": {"qk_dim": 16}}
 OWN_IN_DEEP = {**OWN, "sigmoid": {"qk_norm": True, "layer_scale": 1e-4}}
-PRESETS = {
-    "smoke": Preset(
-        variants=EVERY_VARIANT,
-        lengths=(16, 32, 64),
-        positions=("rope",),
-        settings=Settings(
-            steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32
-        ),
-    ),
-    "quick": Preset(
-        seeds=SEEDS,
-        sweep={"learning_rate": LEARNING_RATES},
-        own=OWN,
-        lengths=(32, 64, 128, 256),
-        positions=("rope",),
-        settings=Settings(steps=1500, batch=32, train_shortest=4, train_longest=32),
-    ),
-}
+
+
+def smoke(lengths: tuple[int, ...], settings: Settings) -> Preset:
+    """The preset smoke of a task: every variant, one seed."""
+    return Preset(lengths, settings, variants=EVERY_VARIANT, positions=("rope",))
+
+
+def quick(
+    lengths: tuple[int, ...], settings: Settings, positions: tuple[str, ...] = ("rope",)
+) -> Preset:
+    """The preset quick of a task: the main variants, tuned learning rates."""
+    rates = {"learning_rate": LEARNING_RATES}
+    return Preset(lengths, settings, seeds=SEEDS, positions=positions, sweep=rates, own=OWN)
+
+
+def paper(
+    lengths: tuple[int, ...],
+    settings: Settings,
+    own: Mapping[str, Mapping[str, Any]] = OWN_IN_DEEP,
+    sweep: Mapping[str, Sequence[float]] | str = RECORDED,
+) -> Preset:
+    """The preset paper of a task: the main variants, every position encoding, and the learning
+    rates that preset quick chose."""
+    return Preset(lengths, settings, seeds=SEEDS, positions=POSITIONS, sweep=sweep, own=own)
+
+
+_SMOKE = Settings(steps=100, batch=16, train_shortest=4, train_longest=16, test_sequences=32)
+_QUICK = Settings(steps=1500, batch=32, train_shortest=4, train_longest=32)
+PRESETS = {"smoke": smoke((16, 32, 64), _SMOKE), "quick": quick((32, 64, 128, 256), _QUICK)}
 
 
 @dataclass(frozen=True)
