@@ -136,6 +136,7 @@ class Variant:
             the variant, or None.
         normalized: Whether every row with a visible key sums to 1.
         positional: Whether weights depend on the distance between query and key.
+        absolute: Whether weights depend on the position of the query.
         calibrate: ``calibrate(log_n)`` -> parameters with which the mean gain is 1, if ``log_n`` is
             the mean of log n_i over the rows. Rows with fewer keys get a gain below 1, rows with
             more keys a gain above 1. The outputs of a trained softmax model therefore still change.
@@ -168,6 +169,7 @@ class Variant:
     unsupported: Callable[..., str | None] = no_restriction
     normalized: bool = True
     positional: bool = False
+    absolute: bool = False
     calibrate: Callable[[float], dict[str, Any]] | None = None
     identity: dict[str, Any] | None = None
     example: Callable[[int], dict[str, Any]] | None = None
@@ -175,3 +177,8 @@ class Variant:
     has_state: Callable[..., bool] = no_state
     use: str = ""
     output_defaults: dict[str, Any] | None = None
+
+    @property
+    def by_position(self) -> bool:
+        """Whether weights depend on positions."""
+        return self.positional or self.absolute

@@ -7,9 +7,9 @@ causality means right = 0. Mask and segments hide further keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ def visible_entries(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != float("-inf")
 
 
+class WholeRows(NamedTuple):
+    """What a block of queries needs to know of its rows in the whole call."""
+
+    counts: Tensor  # n_i
+    places: Tensor
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Visibility:
     """The visible keys of each query of a call."""
@@ -46,7 +53,7 @@ class Visibility:
     right: int | None = None
     mask: Tensor | None = None  # [B|1, H|1, Nq|1, Nk], bool or float
     segments: tuple[Tensor, Tensor] | None = None  # int64 [B, Nq], [B, Nk]
-    whole_counts: Tensor | None = None  # set in a block: n_i over all keys of the call
+    whole: WholeRows | None = None  # set in a block of queries
     kept: Kept | None = field(default=None, init=False)  # see `keeping`
 
     @property
@@ -55,9 +62,24 @@ class Visibility:
 
         Against scores (B, H, Nq, Nk) use ``call.counts[..., None]``.
         """
-        if self.whole_counts is not None:
-            return self.whole_counts
+        if self.whole is not None:
+            return self.whole.counts
         return self._kept("counts", lambda: _count_visible(self))
+
+    @property
+    def places(self) -> Tensor:
+        """Position of each query within its sequence, from 0; broadcasts to (B, H, Nq).
+
+        A sequence begins at the first key of the query's segment that the mask does not hide, so
+        that padding on the left is not counted. Causality and window do not change it.
+        """
+        if self.whole is not None:
+            return self.whole.places
+        return self._kept("places", lambda: _places(self))
+
+    def with_whole_rows(self) -> Self:
+        """A copy whose blocks know n_i and the places of their queries."""
+        return replace(self, whole=WholeRows(self.counts, self.places))
 
     @property
     def log_n(self) -> Tensor:
@@ -159,7 +181,9 @@ class Visibility:
         ``changes`` are new values of other fields.
         """
         keys = self.key_range(rows)
-        mask, segments, counts = self.mask, self.segments, self.whole_counts
+        mask, segments, whole = self.mask, self.segments, self.whole
+        if whole is not None:
+            whole = WholeRows(*(cut(x, batches, heads, rows) for x in whole))
         if mask is not None:
             mask = cut(mask, batches, heads, rows, keys)
         if segments is not None:
@@ -174,7 +198,7 @@ class Visibility:
             key_origin=self.key_origin + keys.start,
             mask=mask,
             segments=segments,
-            whole_counts=None if counts is None else cut(counts, batches, heads, rows),
+            whole=whole,
             **changes,
         )
 
@@ -192,6 +216,33 @@ class Visibility:
         if self.kept is None or (dense and self.queries * self.keys > SMALL_SCORES):
             return make()
         return self.kept.get(name, make)
+
+
+def _places(call: Visibility) -> Tensor:
+    """`Visibility.places` in the dtype of scores."""
+    at = (call.query_positions - call.key_origin).view(1, 1, -1)
+    if call.keys > 0 and (call.mask is not None or call.segments is not None):
+        at = at - _first_keys(call)
+    return at.clamp(min=0).to(call.dtype)
+
+
+def _first_keys(call: Visibility) -> Tensor:
+    """Index of the first key that mask and segments leave visible, 0 if there is none."""
+    if call.mask is None:
+        return _first_of_segments(call)
+    if call.key_mask and call.segments is None:
+        return visible_entries(call.mask).byte().argmax(-1)
+    rows = _blocks(replace(call, left=None, right=None))
+    return torch.cat([block.visible.byte().argmax(-1) for block in rows], dim=-1)
+
+
+def _first_of_segments(call: Visibility) -> Tensor:
+    assert call.segments is not None
+    queries, keys = _dense_ranks(*call.segments)
+    missing = torch.zeros_like(torch.cat([queries, keys], dim=-1)) + call.keys
+    position = torch.arange(call.keys, device=call.device).expand_as(keys)
+    first = missing.scatter_reduce(-1, keys, position, "amin").gather(-1, queries)
+    return (first % call.keys)[:, None]
 
 
 def _count_visible(call: Visibility) -> Tensor:
@@ -271,9 +322,11 @@ def _dense_ranks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count_dense(call: Visibility) -> Tensor:
-    counts = []
-    for start in range(0, call.queries, _ROWS):
+    return torch.cat([rows.visible.sum(-1, dtype=call.dtype) for rows in _blocks(call)], dim=-1)
+
+
+def _blocks(call: Visibility) -> Iterator[Visibility]:
+    """Blocks of a few queries each, with all keys that causality and window allow them."""
+    for start in range(0, max(call.queries, 1), _ROWS):
         stop = min(start + _ROWS, call.queries)
-        rows = call.rows(slice(0, call.batch), slice(0, call.heads), slice(start, stop))
-        counts.append(rows.visible.sum(-1, dtype=call.dtype))
-    return torch.cat(counts, dim=-1)
+        yield call.rows(slice(0, call.batch), slice(0, call.heads), slice(start, stop))

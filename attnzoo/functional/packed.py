@@ -127,7 +127,7 @@ def _groups(ready: Prepared, runs: Runs) -> dict[tuple[int, int, int], list[Segm
     The group with the most scores comes first, so that later ones fit in the memory it has freed.
     """
     call = ready.call
-    positional = ready.variant.positional or _per_key(ready) or call.alibi is not None
+    positional = ready.variant.by_position or _per_key(ready) or call.alibi is not None
     positional = positional or call.left is not None or call.right is not None
     groups: dict[tuple[int, int, int], list[Segment]] = {}
     for segment, (queries, keys, origin) in zip(runs.segments, _origins(call, runs)):

@@ -155,10 +155,9 @@ def bind_rows(
 
 
 def check_not_positional(function: str, variant: str) -> None:
-    if get_variant(variant).positional:
+    if get_variant(variant).by_position:
         raise ValueError(
-            f"variant of {function} must not depend on positions, got {variant!r}, whose weights "
-            "depend on the distance between query and key"
+            f"variant of {function} must not depend on positions, got {variant!r}, whose weights do"
         )
 
 

@@ -16,7 +16,8 @@ Source: Nakanishi 2025, arXiv:2501.19399.
 Differences: n_i is counted per query after mask, causality and window. If all causal rows used the
 same n, the gain would be the same in all rows.
 
-Notes: s = 0, b = 1 is exactly softmax, so a trained softmax model can start from there.
+Notes: s = 0, b = 1 is exactly softmax, so a trained softmax model can start from there. With one s
+per token, s may come from a projection of the query, as in QASSMax (TabICLv2, 2026).
 """
 
 from torch import Tensor
@@ -50,8 +51,20 @@ VARIANT = Variant(
     paper="Nakanishi 2025, arXiv:2501.19399",
     weights=weights,
     params=(
-        Param("s", 0.168, doc="factor of log n; a number, or one per head (H,)", init=0.168),
-        Param("b", 0.0, doc="constant part of the gain; a number, or one per head (H,)"),
+        Param(
+            "s",
+            0.168,
+            doc="factor of log n; a number, one per head (H,), or one per token (B, H, Nq)",
+            init=0.168,
+            per_token=True,
+        ),
+        Param(
+            "b",
+            0.0,
+            doc="constant part of the gain; a number, one per head (H,), or one per token "
+            "(B, H, Nq)",
+            per_token=True,
+        ),
     ),
     forms=forms,
     scores=scores,

@@ -211,7 +211,7 @@ class Reference:
     def of(case: Case, inputs: Inputs, seed: int = 0, pairs: Pairs | None = None) -> Reference:
         batch, heads, rows, _ = inputs.q.shape
         ranges = rows_to_check(rows, seed)
-        positional = attnzoo.get_variant(case.variant).positional
+        positional = attnzoo.get_variant(case.variant).by_position
         if positional and not inputs.causal and len(ranges) > 1:
             raise UsageError(f"{case.spec} can only be checked in causal calls: it uses positions")
         pairs = pairs or Pairs.of(batch, heads, rows)

@@ -62,6 +62,16 @@ def with_log_gain(form: Form, s: float) -> Form:
     return lambda n, size: form(n, s * math.log(n) * size)
 
 
+def position_gain(n: int, beta: float, train_length: int) -> float:
+    """The gain 1 + β log(1 + ⌊n / train_length⌋) of the last of n positions."""
+    return 1 + beta * math.log(1 + n // train_length)
+
+
+def with_position_gain(form: Form, beta: float, train_length: int) -> Form:
+    """A softmax law with this gain, which multiplies Δ and κ. Fixed: → 1 iff βΔ > 1."""
+    return lambda n, size: form(n, position_gain(n, beta, train_length) * size)
+
+
 def sparsemax_fixed(n: int, gap: float) -> float:
     """1 if Δ ≥ 1, else (1 + (n − 1)Δ) / n, with limit Δ."""
     return 1.0 if gap >= 1 else (1 + (n - 1) * gap) / n
@@ -130,6 +140,13 @@ LAWS = (
         with_log_gain(softmax_fixed, 1 / math.log(16)),
         with_log_gain(softmax_shrinking, 1 / math.log(16)),
         uniform=log_gain_uniform(1 / math.log(16)),
+    ),
+    Law(
+        "position_temperature",
+        {"beta": 0.5, "train_length": 16},
+        with_position_gain(softmax_fixed, 0.5, 16),
+        with_position_gain(softmax_shrinking, 0.5, 16),
+        uniform=lambda n: position_gain(n, 0.5, 16) / n,
     ),
     Law(
         "sparsemax",

@@ -142,7 +142,7 @@ def test_queries_without_keys_give_zeros_and_splits_without_keys_are_ignored(var
     found = attnzoo.attention(q, k, v, variant, backend="decode", **options)
     out = found[0] if lse else found
     visible, shown = (k[:1, :, 70:75], v[:1, :, 70:75]), {}
-    if attnzoo.get_variant(variant).positional:  # without the hidden keys, distances would change
+    if attnzoo.get_variant(variant).by_position:  # without the hidden keys, positions would change
         visible, shown = (k[:1], v[:1]), {"attn_mask": mask[:1], "backend": "eager"}
     expected = attnzoo.attention(q[:1], *visible, variant, enable_gqa=True, **shown)
     assert torch.allclose(out[:1], expected, atol=1e-5)

@@ -107,7 +107,7 @@ def expected_gain(variant: str, s: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if v not in NO_LSE and not attnzoo.get_variant(v).positional]
+    "variant", [v for v in VARIANTS if v not in NO_LSE and not attnzoo.get_variant(v).by_position]
 )
 def test_lse_does_not_include_the_sink(variant: str, backend: str) -> None:
     q, k, v = rand(2, 2, 7, 6, seed=1), rand(2, 2, 5, 6, seed=2), rand(2, 2, 5, 6, seed=3)

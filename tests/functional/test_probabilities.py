@@ -15,7 +15,7 @@ import attnzoo
 from attnzoo import probabilities
 from helpers.cases import CASES, VARIANTS, params_of, rand
 
-ROWS = [v for v in VARIANTS if not attnzoo.get_variant(v).positional]
+ROWS = [v for v in VARIANTS if not attnzoo.get_variant(v).by_position]
 
 
 def bisected(z: Tensor, alpha: float) -> Tensor:

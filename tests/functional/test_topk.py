@@ -17,7 +17,7 @@ from helpers.cases import CASES, VARIANTS, params_of, rand
 from helpers.kernel_paths import quick_variants
 from helpers.largest import agrees
 
-ROWS = [v for v in VARIANTS if not attnzoo.get_variant(v).positional]
+ROWS = [v for v in VARIANTS if not attnzoo.get_variant(v).by_position]
 SETTINGS = [
     (v, params)
     for v in ROWS

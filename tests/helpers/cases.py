@@ -50,6 +50,7 @@ CASES = {
     "ssmax": Case(
         Paper((1.0, 2.0), (1 / 3, 2 / 3), {"s": 1.0}, "weights ∝ n^z with n = 2"),
         learned={"s": (0.2, 0.6), "b": (-0.3, 0.3)},
+        per_token=True,
         settings=({"s": 0.43, "b": 0.5},),
     ),
     "log_n": Case(
@@ -59,7 +60,18 @@ CASES = {
             {"train_length": 2},
             "log 4 / log 2 doubles the scores",
         ),
-        settings=({"train_length": math.e},),
+        settings=({"train_length": math.e}, {"train_length": 4, "clip": True}),
+    ),
+    "position_temperature": Case(
+        Paper(
+            (0.0, 0.0, math.log(3) / 2),
+            (1 / 5, 1 / 5, 3 / 5),
+            {"beta": 1 / math.log(4), "train_length": 1},
+            "at the third position the gain is 1 + log 4 / log 4",
+        ),
+        params={"train_length": 1},
+        learned={"beta": (0.1, 0.5)},
+        settings=({"train_length": 3, "one_based": False},),
     ),
     "adaptive_temperature": Case(
         # One of 100 keys has weight ½: H = log 2 + ½ log 99 = 2.9907. The polynomial at this H is

@@ -44,6 +44,12 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
         "flash_linear": NO_LINEAR,
     },
     "log_n": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
+    "position_temperature": {
+        "sdpa": RUNS,
+        "flash": RUNS,
+        "linear": NO_LINEAR,
+        "flash_linear": NO_LINEAR,
+    },
     "relu": {
         "sdpa": NOT_SOFTMAX,
         "flash": RUNS,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnzoo
 from attnzoo.losses import linear_loss
 from helpers.cases import VARIANTS, rand
 from helpers.loss_definitions import dense_linear
@@ -186,8 +187,8 @@ def by_definition(inputs: Inputs) -> dict[str, Tensor]:
 # ---- one variant at a time, with small inputs ---
 
 # The others have no pairwise form for rows, depend on positions or can give the target weight 0.
-WITHOUT = ("cosformer", "adaptive_temperature", "scale_invariant", "relu", "relu2", "softpick")
-LOSSES = [v for v in VARIANTS if v not in WITHOUT]
+WITHOUT = ("adaptive_temperature", "relu", "relu2", "softpick")
+LOSSES = [v for v in VARIANTS if v not in WITHOUT and not attnzoo.get_variant(v).by_position]
 # One variant for each way to compute a loss.
 QUICK = ("softmax", "sink", "entmax", "sigmoid", "taylor", "topk")
 LEARNED = {

@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+import attnzoo
 from attnzoo.integrations.transformers import convert, from_pretrained
 from helpers.cases import VARIANTS, params_of
 from helpers.hf_models import LlamaForCausalLM, bert, ids, left_padding, llama, outputs, quiet
 
 pytestmark = quiet
-SOFTMAX = ["softmax", "ssmax", "sink"]
+SOFTMAX = [name for name in VARIANTS if attnzoo.get_variant(name).identity is not None]
 OTHERS = [name for name in VARIANTS if name not in SOFTMAX]
 
 

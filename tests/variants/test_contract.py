@@ -285,7 +285,7 @@ def test_empty_row_does_not_change_the_others(variant: str, float_mask: bool, ba
     found = torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
     assert torch.equal(found[0][:, :, 4], torch.zeros(2, 2, 6, dtype=torch.float64))
     rest = [0, 1, 2, 3, 5, 6]
-    if attnzoo.get_variant(variant).positional:
+    if attnzoo.get_variant(variant).by_position:
         assert all(bool(x.isfinite().all()) for x in found)
         return
     less = attnzoo.attention(q[:, :, rest], k, v, variant, attn_mask=mask[rest], **params)

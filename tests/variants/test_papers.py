@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.variants.adaptive_temperature import beta
 from helpers.cases import ALL_VARIANTS, CASES, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, precise
+from helpers.scored import weights_of
 
 BACKENDS = ["eager", "tiled"]
-
-
-def weights_of(scores: Tensor, variant: str, backend: str = "eager", **params: Any) -> Tensor:
-    """Return weights (R, n) of scores (R, n). Queries are the scores, and keys are unit vectors."""
-    n = scores.shape[-1]
-    eye = torch.eye(n, dtype=scores.dtype)[None, None]
-    return attnzoo.attention(
-        scores[None, None], eye, eye, variant, scale=1.0, backend=backend, **params
-    )[0, 0]
 
 
 @pytest.mark.interpreter
@@ -56,76 +47,6 @@ def test_softmax_equals_scaled_dot_product_attention() -> None:
             out = attnzoo.attention(q, k, v, backend=backend, **options)
             found = (out, *torch.autograd.grad(out, (q, k, v), do))
             assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
-
-
-# ---- temperatures -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("n", "ssmax", "softmax"), [(10, 0.9401, 0.9428), (100, 0.9951, 0.5999), (1000, 0.9996, 0.1293)]
-)
-def test_ssmax_and_softmax_weights_of_figure_1(n: int, ssmax: float, softmax: float) -> None:
-    """The weight of the last key, whose score is 3; the other scores are −2, and s = 0.43."""
-    scores = torch.full((1, n), -2.0, dtype=torch.float64)
-    scores[0, -1] = 3.0
-    for backend in BACKENDS:
-        assert float(weights_of(scores, "ssmax", backend, s=0.43)[0, -1]) == pytest.approx(
-            ssmax, abs=5e-5
-        )
-        assert float(weights_of(scores, "softmax", backend)[0, -1]) == pytest.approx(
-            softmax, abs=5e-5
-        )
-
-
-def test_log_n_equals_softmax_at_the_train_length() -> None:
-    scores = rand(3, 512)
-    assert torch.allclose(weights_of(scores, "log_n"), scores.softmax(-1))
-    # The gain is log n / log train_length: 2 for train_length = √n, log n for train_length = e.
-    assert torch.allclose(
-        weights_of(scores, "log_n", train_length=512**0.5), (2 * scores).softmax(-1)
-    )
-    gained = (math.log(512) * scores).softmax(-1)
-    assert torch.allclose(weights_of(scores, "log_n", train_length=math.e), gained)
-
-
-def test_adaptive_temperature_by_hand() -> None:
-    """Softmax gives one of 100 keys half of the weight: H = log 2 + ½ log 99 = 2.99071 nats.
-
-    Horner: −0.037·H = −0.110656; (… + 0.481)·H = 1.107577; (… − 2.3)·H = −3.566205;
-    (… + 4.917)·H = 4.039694; … − 1.791 = 2.248694 = β.
-    """
-    scores = torch.tensor(CASES["adaptive_temperature"].paper.scores, dtype=torch.float64)[None]
-    top = 1 / (1 + 99 ** (1 - 2.248694))
-    for backend in BACKENDS:
-        w = weights_of(scores, "adaptive_temperature", backend)
-        assert float(w[0, -1]) == pytest.approx(top, abs=1e-4)
-        assert torch.allclose(w[0, :99], (1 - w[0, -1]) / 99)
-
-
-def test_adaptive_temperature_beta_exceeds_one_between_0_85_and_5_95_nats() -> None:
-    """The maximum of β is 2.421, at entropy H = 4.41 nats."""
-    entropy = torch.arange(0, 9, 0.01, dtype=torch.float64)
-    above = entropy[beta(entropy) > 1]
-    assert float(above.min()) == pytest.approx(0.85, abs=0.01)
-    assert float(above.max()) == pytest.approx(5.95, abs=0.015)
-    assert bool((beta(entropy) >= 1).all())
-    assert float(beta(entropy).max()) == pytest.approx(2.421, abs=5e-4)
-    assert float(entropy[beta(entropy).argmax()]) == pytest.approx(4.41, abs=0.01)
-    # With more than e^5.945 = 382 equally likely keys, β = 1 and the weights are softmax.
-    flat = 1e-3 * rand(1, 500)
-    assert torch.equal(weights_of(flat, "adaptive_temperature"), weights_of(flat, "softmax"))
-
-
-def test_adaptive_temperature_multiplies_scores_by_beta() -> None:
-    scores = torch.cat([rand(4, 80, seed=1), 3 * rand(4, 80, seed=2), 0.1 * rand(4, 80, seed=3)])
-    p = scores.softmax(-1)
-    entropy = -(p * p.log()).sum(-1)
-    polynomial = (
-        -0.037 * entropy**4 + 0.481 * entropy**3 - 2.3 * entropy**2 + 4.917 * entropy - 1.791
-    )
-    expected = (polynomial.clamp(min=1)[:, None] * scores).softmax(-1)
-    for backend in BACKENDS:
-        assert torch.allclose(weights_of(scores, "adaptive_temperature", backend), expected)
 
 
 # ---- thresholds, against the authors' package -------------------------------------------------

@@ -81,8 +81,7 @@ def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
     reject_transforms("tiled", q, k, v, call.mask, call.alibi)
-    # n_i is the number of visible keys in the whole call, not only in a block.
-    call = replace(call, whole_counts=call.counts)
+    call = call.with_whole_rows()
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)
     lse = torch.full(q.shape[:3], NEG_INF, dtype=call.dtype, device=q.device)
     for block in blocks(call):

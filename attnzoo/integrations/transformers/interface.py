@@ -77,10 +77,10 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     child = module._modules.get(NAME)
     variant = _variant(child)
-    if not causal and query.shape[2] != key.shape[2] and variant and variant.positional:
+    if not causal and query.shape[2] != key.shape[2] and variant and variant.by_position:
         raise ValueError(
             f"{variant.name} does not support the cross-attention of {type(module).__name__}: "
-            f"distances between {query.shape[2]} queries and {key.shape[2]} keys of another "
+            f"positions of {query.shape[2]} queries among {key.shape[2]} keys of another "
             "sequence are undefined"
         )
     layout = read_mask(attention_mask, bool(causal), query.shape[2], key.shape[2])

@@ -300,10 +300,10 @@ def _dense(*given: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _check_not_positional(config: Any) -> None:
-    """Raises for variants that need distances, which unused keys of a static cache would change."""
+    """Raises for variants that need positions, which unused keys of a static cache would change."""
     layers = (getattr(config, NAME, None) or {}).get("layers", {})
     for name, layer in layers.items():
-        if get_variant(layer["variant"]).positional:
+        if get_variant(layer["variant"]).by_position:
             raise ValueError(
                 f"{layer['variant']} ({name}) does not support a static cache that is compiled or "
                 "has a mask of the model's own: use a dynamic cache"
