@@ -148,7 +148,7 @@ def _check_fields(variant: Variant) -> None:
     what = f"variant {variant.name!r}"
     for field in ("formula", "paper", "use"):
         _check_type(f"{what}: {field}", getattr(variant, field), str)
-    for field in ("normalized", "positional", "absolute", "inference_only"):
+    for field in ("normalized", "has_logits", "positional", "absolute", "inference_only"):
         _check_type(f"{what}: {field}", getattr(variant, field), bool)
     given = [param.name for param in variant.params]
     if not set(variant.output_defaults or {}) <= set(given):

@@ -135,6 +135,8 @@ class Variant:
         unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
             the variant, or None.
         normalized: Whether every row with a visible key sums to 1.
+        has_logits: Whether weights depend on q and k through the logits only, so that a softcap and
+            given scores make sense.
         positional: Whether weights depend on the distance between query and key.
         absolute: Whether weights depend on the position of the query.
         calibrate: ``calibrate(log_n)`` -> parameters with which the mean gain is 1, if ``log_n`` is
@@ -168,6 +170,7 @@ class Variant:
     scores: Callable[..., Tensor] | None = None
     unsupported: Callable[..., str | None] = no_restriction
     normalized: bool = True
+    has_logits: bool = True
     positional: bool = False
     absolute: bool = False
     calibrate: Callable[[float], dict[str, Any]] | None = None

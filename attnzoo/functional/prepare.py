@@ -108,6 +108,8 @@ def why_unsupported(variant: Variant, call: Call, bound: dict[str, Any]) -> str 
             f"unsupported of variant {variant.name!r} must return a str or None, got "
             f"{shown(reason)}"
         )
+    if reason is None and call.softcap is not None and not variant.has_logits:
+        return f"{variant.name} has no logits: softcap must be None, got {call.softcap}"
     if reason is None and call.return_lse and variant.scores is None:
         return (
             f"return_lse must be False for {variant.name}: its weights are not a softmax of scores"

@@ -134,7 +134,7 @@ def bind_rows(
             only ``per_token`` parameters may have one value per row.
     """
     found = get_variant(variant)
-    check_not_positional(function, variant)
+    check_has_rows(function, variant)
     known = {param.name: param for param in found.params if param.kind == "per_head"}
     if output_layer:
         params = {**(found.output_defaults or {}), **params}
@@ -154,11 +154,15 @@ def bind_rows(
     return BoundVariant(found, bound)
 
 
-def check_not_positional(function: str, variant: str) -> None:
-    if get_variant(variant).by_position:
+def check_has_rows(function: str, variant: str) -> None:
+    """Raise if the variant's weights are not a function of the scores of a row."""
+    found = get_variant(variant)
+    if found.by_position:
         raise ValueError(
             f"variant of {function} must not depend on positions, got {variant!r}, whose weights do"
         )
+    if not found.has_logits:
+        raise ValueError(f"variant of {function} must have logits, got {variant!r}, which has none")
 
 
 def _row_values(what: str, value: Tensor, lead: tuple[int, ...], example: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from attnzoo.core.checks import DTYPES, check_bool, check_sizes
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
 from attnzoo.functional.prepare import cast_by_autocast
-from attnzoo.functional.rows import check_not_positional
+from attnzoo.functional.rows import check_has_rows
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_layer, check_options
 from attnzoo.losses.linear_loss import linear_loss
@@ -133,7 +133,7 @@ class OutputLayer(VariantParameters):
             self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
-        check_not_positional("OutputLayer", variant)
+        check_has_rows("OutputLayer", variant)
         self._own(variant, 1, learn, params, get_variant(variant).output_defaults)
         if device is not None:
             self.to(device=device)

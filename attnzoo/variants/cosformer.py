@@ -32,8 +32,6 @@ def unsupported(call: Call, max_length: int) -> str | None:
         return (
             "cosformer has no additive score: attn_mask must be bool (True = attend) and alibi None"
         )
-    if call.softcap is not None:
-        return f"cosformer has no logits: softcap must be None, got {call.softcap}"
     if call.scale <= 0:
         return f"cosformer: scale must be above 0, got {call.scale}"
     longest = max(
@@ -81,6 +79,7 @@ VARIANT = Variant(
     ),
     forms=forms,
     unsupported=unsupported,
+    has_logits=False,
     positional=True,
     has_state=lambda max_length: True,
     example=lambda length: {"max_length": length},

@@ -13,9 +13,9 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import attnzoo
 from attnzoo import probabilities
-from helpers.cases import CASES, VARIANTS, params_of, rand
+from helpers.cases import CASES, VARIANTS, has_rows, params_of, rand
 
-ROWS = [v for v in VARIANTS if not attnzoo.get_variant(v).by_position]
+ROWS = [v for v in VARIANTS if has_rows(v)]
 
 
 def bisected(z: Tensor, alpha: float) -> Tensor:

@@ -152,6 +152,10 @@ CASES = {
         learned={"log_gates": (-0.3, -0.02)},
         settings=({"log_gates": -0.5},),
     ),
+    "elu": Case(
+        Paper((0.0, 1.0, -math.log(2)), (2 / 7, 4 / 7, 1 / 7), {}, "ψ is 1, 2 and ½"),
+        smooth=False,
+    ),
     "relu": Case(
         Paper((1.0, 2.0, -1.0), (1 / 3, 2 / 3, 0.0), {}, "ReLU(z) / 3"),
         learned={"power": (1.2, 2.5)},
@@ -190,6 +194,12 @@ def unprojected(variant: str, length: int = 256) -> dict[str, Any]:
     """The parameters of `params_of` that layers do not make from the hidden states."""
     specs = {param.name: param for param in attnzoo.get_variant(variant).params}
     return {n: x for n, x in params_of(variant, length).items() if specs[n].projection is None}
+
+
+def has_rows(variant: str) -> bool:
+    """Whether weights are a function of given scores of a row."""
+    found = attnzoo.get_variant(variant)
+    return found.has_logits and not found.by_position
 
 
 def unsupported(variant: str, **options: Any) -> str | None:

@@ -36,6 +36,7 @@ VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
         "flash_linear": NO_LINEAR,
     },
     "cosformer": {"sdpa": NO_PAIRWISE, "flash": NO_PAIRWISE, "linear": RUNS, "flash_linear": RUNS},
+    "elu": {"sdpa": NO_PAIRWISE, "flash": NO_PAIRWISE, "linear": RUNS, "flash_linear": RUNS},
     "entmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
     "forgetting": {
         "sdpa": "does not support key_bias, offset",

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import attnzoo
 from attnzoo.losses import linear_loss
-from helpers.cases import VARIANTS, rand
+from helpers.cases import VARIANTS, has_rows, rand
 from helpers.loss_definitions import dense_linear
 
 
@@ -188,7 +187,7 @@ def by_definition(inputs: Inputs) -> dict[str, Tensor]:
 
 # The others have no pairwise form for rows, depend on positions or can give the target weight 0.
 WITHOUT = ("adaptive_temperature", "relu", "relu2", "softpick")
-LOSSES = [v for v in VARIANTS if v not in WITHOUT and not attnzoo.get_variant(v).by_position]
+LOSSES = [v for v in VARIANTS if v not in WITHOUT and has_rows(v)]
 # One variant for each way to compute a loss.
 QUICK = ("softmax", "sink", "entmax", "sigmoid", "taylor", "topk")
 LEARNED = {
