@@ -28,7 +28,8 @@ from attnzoo.nn.per_layer import per_layer
 from attnzoo.nn.segments import check_segments, restarted
 from attnzoo.nn.tied_output import output_of
 
-POSITIONS = ("rope", "p-rope", "alibi", "none")
+POSITIONS = ("rope", "p-rope", "alibi", "nape", "none")
+BIASED = ("alibi", "nape")  # the encodings that add a bias to the scores
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -47,8 +48,9 @@ class Transformer(nn.Module):
             name or a pair (name, parameters).
         positions: the position encoding. "rope" rotates pairs of features of queries and keys.
             "p-rope" rotates only the share ``rope_share`` of pairs with the highest frequencies.
-            "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "none" has no encoding
-            besides the causal mask.
+            "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "nape" does so in the
+            second half of the heads, and the first half has no encoding (Vasylenko et al. 2025,
+            arXiv:2506.16640). "none" has no encoding besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         mlp_dim: number of hidden features of each MLP; None is 4·E.
         window: number of keys that each query sees, its own included; None is no limit.
@@ -241,9 +243,8 @@ class Transformer(nn.Module):
         self._check_tokens(tokens)
         start = 0 if caches is None else cached_length(caches, len(self.layers))
         options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
-        if self.positions == "alibi":
-            heads = torch.arange(1, self.num_heads + 1, device=tokens.device)
-            options["alibi"] = torch.exp2(-8.0 * heads / self.num_heads)
+        if self.positions in BIASED:
+            options["alibi"] = self._slopes(tokens.device)
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         if segment_ids is not None:
             check_segments(segment_ids, tokens, start)
@@ -254,6 +255,13 @@ class Transformer(nn.Module):
         for n, layer in enumerate(self.layers):
             x = layer(x, rotation, caches[n] if caches else None, options)
         return self.norm(x)
+
+    def _slopes(self, device: torch.device) -> Tensor:
+        """ALiBi's slope of each head, (H,)."""
+        free = self.num_heads // 2 if self.positions == "nape" else 0
+        count = self.num_heads - free
+        slopes = torch.exp2(-8.0 * torch.arange(1, count + 1, device=device) / count)
+        return torch.cat([slopes.new_zeros(free), slopes])
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):
@@ -305,7 +313,7 @@ class Transformer(nn.Module):
 
         ``kind`` is that of `Attention.new_cache`. Use "keys" to decode with ``segment_ids``.
         """
-        if kind is None and (self.window is not None or self.positions == "alibi"):
+        if kind is None and (self.window is not None or self.positions in BIASED):
             kind = "keys"
         return [attend.new_cache(max_length, kind) for attend in self._attends()]
 

@@ -21,7 +21,7 @@ from attnzoo.nn import (
     Transformer,
     parameter_groups,
 )
-from attnzoo.nn.transformer import POSITIONS
+from attnzoo.nn.transformer import BIASED, POSITIONS
 from helpers.cases import ALL_VARIANTS, NO_SCORE, params_of
 from helpers.kernel_paths import quick_variants
 
@@ -39,7 +39,7 @@ def model(variant: Any = "softmax", positions: str = "rope", **options: Any) -> 
 
 
 def supported(variant: str, positions: str) -> bool:
-    return positions != "alibi" or variant not in NO_SCORE
+    return positions not in BIASED or variant not in NO_SCORE
 
 
 EXTRAS: dict[str, Any] = {"qk_norm": True, "qk_dim": 6, "layer_scale": 0.5}
@@ -71,7 +71,7 @@ def test_layer_scale_multiplies_the_outputs_of_attention_and_mlp() -> None:
 
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_qk_dim_changes_only_queries_and_keys(positions: str) -> None:
-    made = model("taylor" if positions != "alibi" else "softmax", positions, **EXTRAS)
+    made = model("taylor" if positions not in BIASED else "softmax", positions, **EXTRAS)
     assert made.layers[0].get_parameter("qkv.weight").shape == (4 * (6 + 6 + 8), 32)
     with torch.no_grad():
         whole, caches = made(tokens()), made.new_caches(16)
@@ -110,7 +110,7 @@ def test_caches_do_not_change_the_logits(variant: str, positions: str) -> None:
     assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", ["rope", "p-rope", "alibi"])
+@pytest.mark.parametrize("positions", ["rope", "p-rope", "alibi", "nape"])
 def test_left_padding_does_not_change_the_logits(positions: str) -> None:
     """With these position encodings, scores depend on distances between tokens only."""
     made, real = model("ssmax", positions), tokens()
@@ -137,6 +137,13 @@ def test_rope_scores_depend_on_distances_only() -> None:
     x[..., 0] = 1.0
     turned = rotate(x, made._rotation(torch.tensor([1])))[0, 0, 0]
     assert turned[[0, 4]].tolist() == pytest.approx([0.5403, 0.8415], abs=1e-4)
+
+
+def test_nape_has_alibi_in_the_second_half_of_the_heads() -> None:
+    made = Transformer(11, 48, num_heads=3, depth=1, positions="nape")
+    assert made._slopes(torch.device("cpu")).tolist() == [0, 2**-4, 2**-8]
+    two = Transformer(11, 32, num_heads=4, depth=1, positions="nape")
+    assert two._slopes(torch.device("cpu")).tolist() == [0, 0, 2**-4, 2**-8]
 
 
 def test_p_rope_with_share_0_or_1_is_none_or_rope() -> None:
@@ -186,7 +193,11 @@ def test_training_on_a_cycle_of_tokens_lowers_the_loss(variant: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"positions": "sine"}, ValueError, "positions must be one of rope, p-rope, alibi, none"),
+        (
+            {"positions": "sine"},
+            ValueError,
+            "positions must be one of rope, p-rope, alibi, nape, none",
+        ),
         ({"embed_dim": 30}, ValueError, "embed_dim=30 is not a multiple of num_heads=4"),
         ({"num_kv_heads": 3}, ValueError, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"embed_dim": 12}, ValueError, "needs an even head dimension, got 12 // 4 = 3"),

@@ -42,7 +42,7 @@ from evals.task import (
 from evals.task import Settings as Base
 from evals.tasks.families.outputs import ADAPTIVE, build_with, normalizer, parse_output
 
-POSITIONS = ("none", "rope", "p-rope", "alibi")
+POSITIONS = ("none", "rope", "p-rope", "alibi", "nape")
 ACCURACY = Metric("accuracy", "Accuracy, %", 100, 1)
 EXACT = Metric("exact", "Exact match, %", 100, 1)
 LOSS = Metric("loss", "Loss, nats per answer", lower_is_better=True)
