@@ -29,7 +29,6 @@ from attnzoo.nn.segments import check_segments, restarted
 from attnzoo.nn.tied_output import output_of
 
 POSITIONS = ("rope", "p-rope", "alibi", "nape", "none")
-BIASED = ("alibi", "nape")  # the encodings that add a bias to the scores
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -95,6 +94,8 @@ class Transformer(nn.Module):
         Section 6.1. ALiBi: Press et al. 2021, arXiv:2108.12409. QK-norm: Dehghani et al. 2023,
         arXiv:2302.05442, with a layer norm. LayerScale: Touvron et al. 2021, arXiv:2103.17239.
     """
+
+    BIASED = ("alibi", "nape")  # the encodings that add a bias to the scores
 
     def __init__(
         self,
@@ -243,7 +244,7 @@ class Transformer(nn.Module):
         self._check_tokens(tokens)
         start = 0 if caches is None else cached_length(caches, len(self.layers))
         options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
-        if self.positions in BIASED:
+        if self.positions in self.BIASED:
             options["alibi"] = self._slopes(tokens.device)
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         if segment_ids is not None:
@@ -313,7 +314,7 @@ class Transformer(nn.Module):
 
         ``kind`` is that of `Attention.new_cache`. Use "keys" to decode with ``segment_ids``.
         """
-        if kind is None and (self.window is not None or self.positions in BIASED):
+        if kind is None and (self.window is not None or self.positions in self.BIASED):
             kind = "keys"
         return [attend.new_cache(max_length, kind) for attend in self._attends()]
 

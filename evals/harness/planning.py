@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import attnzoo
-from attnzoo.nn.transformer import BIASED
 from commandline.arguments import either
 from commandline.errors import UsageError
 from commandline.variants import (
@@ -138,7 +137,7 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
     """The reason why a variant does not support these numbers of keys or this encoding, or None."""
     try:
         module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
-        options = {"alibi": torch.ones(1)} if positions in BIASED else {}
+        options = {"alibi": torch.ones(1)} if positions in attnzoo.nn.Transformer.BIASED else {}
         one = torch.ones(1, 1, 1, 8)
         for size in sizes:
             keys = one.expand(1, 1, size, 8)

@@ -21,7 +21,7 @@ from attnzoo.nn import (
     Transformer,
     parameter_groups,
 )
-from attnzoo.nn.transformer import BIASED, POSITIONS
+from attnzoo.nn.transformer import POSITIONS
 from helpers.cases import ALL_VARIANTS, NO_SCORE, params_of
 from helpers.kernel_paths import quick_variants
 
@@ -39,7 +39,7 @@ def model(variant: Any = "softmax", positions: str = "rope", **options: Any) -> 
 
 
 def supported(variant: str, positions: str) -> bool:
-    return positions not in BIASED or variant not in NO_SCORE
+    return positions not in Transformer.BIASED or variant not in NO_SCORE
 
 
 EXTRAS: dict[str, Any] = {"qk_norm": True, "qk_dim": 6, "layer_scale": 0.5}
@@ -71,7 +71,9 @@ def test_layer_scale_multiplies_the_outputs_of_attention_and_mlp() -> None:
 
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_qk_dim_changes_only_queries_and_keys(positions: str) -> None:
-    made = model("taylor" if positions not in BIASED else "softmax", positions, **EXTRAS)
+    made = model(
+        "taylor" if positions not in Transformer.BIASED else "softmax", positions, **EXTRAS
+    )
     assert made.layers[0].get_parameter("qkv.weight").shape == (4 * (6 + 6 + 8), 32)
     with torch.no_grad():
         whole, caches = made(tokens()), made.new_caches(16)
