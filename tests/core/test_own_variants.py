@@ -53,6 +53,15 @@ def test_parameter_per_head_equals_one_call_per_head(queries: int, keys: int, ba
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
+@pytest.mark.parametrize(("batch", "queries"), [(2, 0), (0, 3)])
+def test_an_empty_output_has_a_gradient(batch: int, queries: int, backend: str) -> None:
+    register(shifted_relu, params=(Param("power", 1.0),))
+    q, k, v = (rand(batch, 4, n, 8).requires_grad_() for n in (queries, 5, 5))
+    attnzoo.attention(q, k, v, "mine", backend=backend).sum().backward()
+    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in (q, k, v))
+
+
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
 def test_parameter_per_query_equals_the_formula(backend: str) -> None:
     register(shifted_relu, params=(Param("power", 1.0, per_token=True),))
     q, k, v = rand(3, 2, 4, 4, 8).unbind()
