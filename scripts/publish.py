@@ -80,12 +80,16 @@ def publish(args: argparse.Namespace) -> list[Path]:
         args.to / f"{name}.csv": _summary(rows),
         args.to / f"{name}.json": json.dumps(made, indent=1, ensure_ascii=False) + "\n",
     }
+    old: set[Path] = set()
     if is_pretrained(rows[0]):
+        old = {figure_path(args.to, name, figure) for figure in FIGURES}
         for figure, _, drawn in pretrained_plots.figures(pretrained.groups(rows)[0]):
             if figure in FIGURES:
                 written[figure_path(args.to, name, figure)] = png(drawn)
     for path, content in written.items():
         write_whole(path, content)
+    for path in old - set(written):  # the documentation would show it above the new table
+        path.unlink(missing_ok=True)
     return list(written)
 
 

@@ -34,7 +34,7 @@ class WholeRows(NamedTuple):
     """What a block of queries needs to know of its rows in the whole call."""
 
     counts: Tensor  # n_i
-    places: Tensor
+    places: Tensor | None  # None if the variant does not need them
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,12 +74,14 @@ class Visibility:
         that padding on the left is not counted. Causality and window do not change it.
         """
         if self.whole is not None:
+            if self.whole.places is None:
+                raise ValueError("a variant that uses call.places must have absolute=True")
             return self.whole.places
         return self._kept("places", lambda: _places(self))
 
-    def with_whole_rows(self) -> Self:
-        """A copy whose blocks know n_i and the places of their queries."""
-        return replace(self, whole=WholeRows(self.counts, self.places))
+    def with_whole_rows(self, places: bool) -> Self:
+        """A copy whose blocks know n_i and, if ``places``, the places of their queries."""
+        return replace(self, whole=WholeRows(self.counts, self.places if places else None))
 
     @property
     def log_n(self) -> Tensor:
@@ -183,7 +185,10 @@ class Visibility:
         keys = self.key_range(rows)
         mask, segments, whole = self.mask, self.segments, self.whole
         if whole is not None:
-            whole = WholeRows(*(cut(x, batches, heads, rows) for x in whole))
+            whole = WholeRows(
+                cut(whole.counts, batches, heads, rows),
+                None if whole.places is None else cut(whole.places, batches, heads, rows),
+            )
         if mask is not None:
             mask = cut(mask, batches, heads, rows, keys)
         if segments is not None:

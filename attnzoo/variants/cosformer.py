@@ -62,10 +62,7 @@ def forms(call: Call, max_length: int) -> tuple[Form, ...]:
 VARIANT = Variant(
     name="cosformer",
     formula="ReLU(q)·ReLU(k)·cos(π(i−j)/2M) / Σ",
-    use=(
-        "Use for constant cost per decoded token. "
-        "One run in docs/results.md reached 95 % at train length."
-    ),
+    use="Use for constant cost per decoded token. It was weaker than softmax in most tasks here.",
     paper="Qin et al. 2022, arXiv:2202.08791",
     weights=weights,
     params=(

@@ -12,6 +12,8 @@ Source: Katharopoulos et al. 2020 (Linear Transformer), arXiv:2006.16236, eq. 7.
 Differences: q is multiplied by the argument ``scale`` before ψ, D^-½ by default. The paper has no
 scale: pass ``scale=1.0``. Entries of scale·q and k below −40 count as −40, so that products are not
 0 in fp32.
+
+Notes: ψ is not linear, so RoPE before it does not make weights depend on distances only.
 """
 
 from torch import Tensor

@@ -34,7 +34,9 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     """
     if options.preset not in task.presets:
         known = ", ".join(task.presets)
-        raise UsageError(f"{task.name} has no preset {options.preset!r}; it has: {known}")
+        raise UsageError(
+            f"{task.name} has no preset {options.preset!r}; choose one with --preset: {known}"
+        )
     if options.conditions is not None:
         raise UsageError(f"--conditions must not be given for {task.name}: it has lengths instead")
     preset = task.presets[options.preset]

@@ -163,6 +163,9 @@ def test_figures_of_a_pretrained_model_are_published(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     assert (docs / "pretrained-by-length.png").read_bytes()[:4] == b"\x89PNG"
     assert "(docs/pretrained-by-length.png)" in documented(docs, "pretrained")
+    kept = [{**row, "metrics": {"one_needle": 1.0}} for row in found]
+    assert published(tmp_path / "again", kept, "--to", str(docs)) == 0
+    assert not (docs / "pretrained-by-length.png").exists()
     other = [pretrained_row("log_n", 64, 0, 3.0) | {"dtype": "bfloat16", "key": "other"}]
     with pytest.raises(UsageError, match="float32, seed 0; tiny, text.txt, bfloat16, seed 0"):
         folder = written(tmp_path / "two", found + other) / "pretrained"

@@ -316,3 +316,9 @@ def test_windows_compile_as_one_graph(make: Any, variant: str) -> None:
             kept = given.get("attention_mask", torch.ones_like(ids())).bool()
             assert torch.allclose(actual[kept], expected[kept], atol=1e-5)
     torch.compiler.reset()
+
+
+def test_a_variant_of_positions_raises_in_layers_with_a_sliding_window() -> None:
+    model = convert(mistral(), "position_temperature", train_length=4)
+    with pytest.raises(ValueError, match="position_temperature .*sliding window .*Attention"):
+        model(ids())

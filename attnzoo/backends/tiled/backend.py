@@ -28,6 +28,7 @@ from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, Form, FromStatistics, Linear, Pairwise
 from attnzoo.core.keys import key_of, key_of_distance
+from attnzoo.core.registry import get_variant
 from attnzoo.core.visibility import cut
 
 
@@ -83,7 +84,7 @@ def _by_definition(
     reject_transforms("tiled", q, k, v, call.mask, call.alibi)
     if 0 in (call.batch, call.queries):  # without blocks, the output would have no gradient
         return eager.run(q, k, v, call, form)
-    call = call.with_whole_rows()
+    call = call.with_whole_rows(places=get_variant(form.name).absolute)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)
     lse = torch.full(q.shape[:3], NEG_INF, dtype=call.dtype, device=q.device)
     for block in blocks(call):

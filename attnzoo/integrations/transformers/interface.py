@@ -84,6 +84,13 @@ def attend(
             "sequence are undefined"
         )
     layout = read_mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
+    windowed = kwargs.get("sliding_window") or layout.window or layout.start or layout.chunk
+    if variant and variant.absolute and windowed:  # caches drop keys, and masks look like padding
+        raise ValueError(
+            f"{variant.name} does not support the sliding window or chunks of "
+            f"{type(module).__name__}: the position of a query in its sequence is not known there; "
+            "convert other layers only"
+        )
     key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
     segments = layout.segment_ids
     if segments is None or layout.chunk:
