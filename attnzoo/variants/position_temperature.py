@@ -16,6 +16,9 @@ Source: Llama 4, Meta 2025, github.com/meta-llama/llama-models; Ministral 3, Mis
 Differences: p_i counts from the first key of the query's segment that the mask does not hide. Llama
 4 uses the gain only in its layers without position encoding, which is a choice of the model.
 ``train_length`` need not be an integer.
+
+Notes: Converted Hugging Face layers with a sliding window or chunks raise an error, because their
+caches drop the keys from which positions are counted.
 """
 
 import torch
