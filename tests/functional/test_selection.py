@@ -14,6 +14,7 @@ import attnzoo
 from attnzoo.backends import BACKENDS
 from attnzoo.backends.selection import FEW_SCORES, FEWEST_SCORES, preference
 from helpers.cases import ALL_VARIANTS, VARIANTS, params_of, rand
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 
@@ -31,7 +32,7 @@ def chosen(variant: str, n: int, d: int = 64, gradient: bool = False, **options:
 def test_few_scores_run_on_eager_or_sdpa() -> None:
     few = int((FEW_SCORES / 8) ** 0.5)
     for variant in VARIANTS:
-        fused = variant in ("softmax", "ssmax", "log_n", "adaptive_temperature")
+        fused = VARIANT_BACKENDS[variant]["sdpa"] is RUNS
         assert chosen(variant, few) == ("sdpa" if fused else "eager")
         assert chosen(variant, few + 1) != "eager"
 
