@@ -81,7 +81,9 @@ def test_a_task_from_a_plugin_runs_in_workers_and_is_compared(
         main(["recall", *plugin, "--help"])
     assert "Recall the first symbol of a sequence." in capsys.readouterr().out
     assert main(["recall", *plugin, "--preset", "paper"]) == 2
-    assert "recall has no preset 'paper'; it has: quick" in capsys.readouterr().err
+    assert (
+        "recall has no preset 'paper'; choose one with --preset: quick" in capsys.readouterr().err
+    )
     # Keys of runs contain a hash of the plugin's file, so after a change all runs are new.
     with file.open("a") as more:
         more.write("# changed\n")
