@@ -135,10 +135,11 @@ class Variant:
         unsupported: ``unsupported(call, **params)`` -> the reason why this call has no meaning for
             the variant, or None.
         normalized: Whether every row with a visible key sums to 1.
-        has_logits: Whether weights depend on q and k through the logits only, so that a softcap and
-            given scores make sense.
+        has_logits: Whether weights depend on q and k through the logits only. If not, a softcap, a
+            float mask, ALiBi and given scores raise an error.
         positional: Whether weights depend on the distance between query and key.
-        absolute: Whether weights depend on the position of the query.
+        absolute: Whether weights depend on the position of the query. Must be True if a function
+            uses ``call.places``.
         calibrate: ``calibrate(log_n)`` -> parameters with which the mean gain is 1, if ``log_n`` is
             the mean of log n_i over the rows. Rows with fewer keys get a gain below 1, rows with
             more keys a gain above 1. The outputs of a trained softmax model therefore still change.

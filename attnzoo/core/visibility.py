@@ -242,11 +242,12 @@ def _first_keys(call: Visibility) -> Tensor:
 
 
 def _first_of_segments(call: Visibility) -> Tensor:
+    """Index of the first key of each query's segment, 0 if it has none, (B, 1, Nq)."""
     assert call.segments is not None
     queries, keys = _dense_ranks(*call.segments)
-    missing = torch.zeros_like(torch.cat([queries, keys], dim=-1)) + call.keys
     position = torch.arange(call.keys, device=call.device).expand_as(keys)
-    first = missing.scatter_reduce(-1, keys, position, "amin").gather(-1, queries)
+    none = keys.new_full((len(keys), call.queries + call.keys), call.keys)  # one entry per rank
+    first = none.scatter_reduce(-1, keys, position, "amin").gather(-1, queries)
     return (first % call.keys)[:, None]
 
 

@@ -108,13 +108,24 @@ def why_unsupported(variant: Variant, call: Call, bound: dict[str, Any]) -> str 
             f"unsupported of variant {variant.name!r} must return a str or None, got "
             f"{shown(reason)}"
         )
-    if reason is None and call.softcap is not None and not variant.has_logits:
-        return f"{variant.name} has no logits: softcap must be None, got {call.softcap}"
+    if reason is None and not variant.has_logits:
+        reason = _needs_logits(variant, call)
     if reason is None and call.return_lse and variant.scores is None:
         return (
             f"return_lse must be False for {variant.name}: its weights are not a softmax of scores"
         )
     return reason
+
+
+def _needs_logits(variant: Variant, call: Call) -> str | None:
+    if call.has_bias:
+        return (
+            f"{variant.name} has no additive score: attn_mask must be bool (True = attend) and "
+            "alibi None"
+        )
+    if call.softcap is not None:
+        return f"{variant.name} has no logits: softcap must be None, got {call.softcap}"
+    return None
 
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -83,7 +83,9 @@ class Attention(VariantParameters):
         self.num_heads = num_heads
         self.softcap = check_softcap(softcap, torch.float32)
         if softcap is not None and not get_variant(variant).has_logits:
-            raise ValueError(f"softcap must be None for {variant}, which has no logits")
+            raise ValueError(
+                f"softcap must be None for {variant}, which has no logits, got {softcap}"
+            )
         self._own(variant, num_heads, learn, params, given=given)
         self.projections = None  # see `projecting_attention`
 

@@ -28,10 +28,6 @@ from attnzoo.core.variant import Param, Variant
 
 
 def unsupported(call: Call, max_length: int) -> str | None:
-    if call.has_bias:
-        return (
-            "cosformer has no additive score: attn_mask must be bool (True = attend) and alibi None"
-        )
     if call.scale <= 0:
         return f"cosformer: scale must be above 0, got {call.scale}"
     longest = max(

@@ -25,12 +25,6 @@ from attnzoo.core.variant import Variant
 LOWEST = -40.0  # e^−80, the smallest product, is a normal number in fp32
 
 
-def unsupported(call: Call) -> str | None:
-    if call.has_bias:
-        return "elu has no additive score: attn_mask must be bool (True = attend) and alibi None"
-    return None
-
-
 def psi(x: Tensor) -> Tensor:
     # elu(x) + 1 would lose all digits of e^x for x far below 0.
     return x.relu() + x.clamp(LOWEST, 0).exp()
@@ -58,7 +52,6 @@ VARIANT = Variant(
     paper="Katharopoulos et al. 2020, arXiv:2006.16236",
     weights=weights,
     forms=forms,
-    unsupported=unsupported,
     has_logits=False,
     has_state=lambda: True,
 )

@@ -77,20 +77,11 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     child = module._modules.get(NAME)
     variant = _variant(child)
-    if not causal and query.shape[2] != key.shape[2] and variant and variant.by_position:
-        raise ValueError(
-            f"{variant.name} does not support the cross-attention of {type(module).__name__}: "
-            f"positions of {query.shape[2]} queries among {key.shape[2]} keys of another "
-            "sequence are undefined"
-        )
     layout = read_mask(attention_mask, bool(causal), query.shape[2], key.shape[2])
-    windowed = kwargs.get("sliding_window") or layout.window or layout.start or layout.chunk
-    if variant and variant.absolute and windowed:  # caches drop keys, and masks look like padding
-        raise ValueError(
-            f"{variant.name} does not support the sliding window or chunks of "
-            f"{type(module).__name__}: the position of a query in its sequence is not known there; "
-            "convert other layers only"
-        )
+    if variant is not None and variant.by_position:
+        crossed = not causal and query.shape[2] != key.shape[2]
+        windowed = kwargs.get("sliding_window") or layout.window or layout.start or layout.chunk
+        _check_positions(variant, module, crossed, bool(windowed))
     key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
     segments = layout.segment_ids
     if segments is None or layout.chunk:
@@ -123,6 +114,21 @@ def attend(
     result: Any = child(query, key, value, need_weights=need_weights, **options)
     out, weights = result if need_weights else (result, None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _check_positions(variant: Variant, module: nn.Module, crossed: bool, windowed: bool) -> None:
+    """Raise ValueError if the variant needs positions that are not known in this call."""
+    layer = type(module).__name__
+    if crossed:
+        raise ValueError(
+            f"{variant.name} does not support the cross-attention of {layer}: positions of queries "
+            "among the keys of another sequence are undefined"
+        )
+    if variant.absolute and windowed:  # caches drop keys, and a dense mask looks like padding
+        raise ValueError(
+            f"{variant.name} does not support the sliding window or chunks of {layer}: the "
+            "position of a query in its sequence is not known there; convert other layers only"
+        )
 
 
 def host_sink(variant: Variant) -> str | None:
