@@ -68,10 +68,9 @@ PRESETS = {
     "quick": quick(
         (64, 128, 256, 512, 1024),
         Settings(
-            steps=1500, batch=32, train_shortest=8, train_longest=64, train_stride=4,
+            steps=1500, batch=16, train_shortest=8, train_longest=64, train_stride=4,
             test_sequences=500, test_least=64, test_items=2**17,
         ),
-        positions=("rope", "alibi"),
     ),
     "paper": paper(
         (512, 1024, 2048, 4096, 8192),

@@ -90,7 +90,7 @@ PRESETS = {
     "quick": quick(
         (64, 128, 256, 512),
         Settings(
-            steps=2000, batch=32, learning_rate=2e-3, train_shortest=8, train_longest=64,
+            steps=2000, batch=16, learning_rate=2e-3, train_shortest=8, train_longest=64,
             train_stride=8,
         ),
     ),
