@@ -1,7 +1,7 @@
 """Sample parameters and a hand-computed example for each variant.
 
-To add a variant, add a file to ``attnzoo/variants``, an entry to `CASES` and one to
-`coverage_table.VARIANT_BACKENDS`. The contract, backend and paper tests then cover it.
+To add a variant, add a file to ``attnzoo/variants`` and an entry to `CASES`. The contract, backend
+and paper tests then cover it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Paper:
 
 @dataclass(frozen=True)
 class Case:
-    """The hand-computed example and sample parameters of a variant.
+    """The hand-computed example and sample parameters of a variant, and the backends it runs on.
 
+    rejects: for each backend that rejects a plain call, a text that its error contains. eager and
+    tiled run every variant. decode supports what flash does, flash_linear what linear does.
     params: values that replace the example parameters of the variant; see `params_of`. learned: the
     range of each learnable parameter. Tests draw tensors (H,) from this range, and gradcheck must
     pass there. per_token: whether learnable parameters may also be (B, H, Nq). settings: more fixed
@@ -38,6 +40,7 @@ class Case:
     """
 
     paper: Paper
+    rejects: dict[str, str]
     params: dict[str, Any] = field(default_factory=dict)
     learned: dict[str, tuple[float, float]] = field(default_factory=dict)
     per_token: bool = False
@@ -45,10 +48,20 @@ class Case:
     smooth: bool = True
 
 
+NO_LINEAR = {"linear": "no linear form"}
+NO_PAIRWISE = {"sdpa": "no pairwise form", "flash": "no pairwise form"}
+NOT_SOFTMAX = {"sdpa": "supports only softmax with an optional gain per query"}
+
+# What a variant rejects if it is a softmax with a gain, another pairwise form, or a linear form.
+SOFTMAX = NO_LINEAR
+PAIRWISE = NOT_SOFTMAX | NO_LINEAR
+LINEAR = NO_PAIRWISE
+
 CASES = {
-    "softmax": Case(Paper((0.0, math.log(2), math.log(5)), (1 / 8, 2 / 8, 5 / 8))),
+    "softmax": Case(Paper((0.0, math.log(2), math.log(5)), (1 / 8, 2 / 8, 5 / 8)), SOFTMAX),
     "ssmax": Case(
         Paper((1.0, 2.0), (1 / 3, 2 / 3), {"s": 1.0}, "weights ∝ n^z with n = 2"),
+        SOFTMAX,
         learned={"s": (0.2, 0.6), "b": (-0.3, 0.3)},
         per_token=True,
         settings=({"s": 0.43, "b": 0.5},),
@@ -60,6 +73,7 @@ CASES = {
             {"train_length": 2},
             "log 4 / log 2 doubles the scores",
         ),
+        SOFTMAX,
         settings=({"train_length": math.e}, {"train_length": 4, "clip": True}),
     ),
     "position_temperature": Case(
@@ -69,6 +83,7 @@ CASES = {
             {"beta": 1 / math.log(4), "train_length": 1},
             "at the third position the gain is 1 + log 4 / log 4",
         ),
+        SOFTMAX,
         params={"train_length": 1},
         learned={"beta": (0.1, 0.5)},
         settings=({"train_length": 3, "one_based": False},),
@@ -77,10 +92,12 @@ CASES = {
         # One of 100 keys has weight ½: H = log 2 + ½ log 99 = 2.9907. The polynomial at this H is
         # β = 2.2487, computed by hand. The key's new weight is 1/(1 + 99^(1 − β)).
         Paper((0.0,) * 99 + (math.log(99),), (), {}, "see test_papers", 0.0),
+        SOFTMAX,
         settings=({"differentiable": True},),
     ),
     "sigmoid": Case(
         Paper((math.log(2), math.log(6)), (1 / 2, 3 / 4), {}, "σ(log 1), σ(log 3): b = −log 2"),
+        PAIRWISE,
         learned={"bias": (-3.0, -1.0)},
         settings=({"bias": -1.5},),
     ),
@@ -91,14 +108,17 @@ CASES = {
             {"max_length": 3},
             "cos 60° = ½ for the first key; ReLU makes the negative score 0",
         ),
+        LINEAR,
         settings=({"max_length": 1000},),
     ),
     "taylor": Case(
         Paper((0.0, 2.0, -2.0), (1 / 7, 5 / 7, 1 / 7), {}, "1 + z + z²/2"),
+        NOT_SOFTMAX,
         settings=({"order": 4},),
     ),
     "sparsemax": Case(
         Paper((1.0, 0.5, -1.0), (0.75, 0.25, 0.0), {}, "τ = (1 + ½ − 1)/2 from the first two"),
+        PAIRWISE,
         smooth=False,
     ),
     "entmax": Case(
@@ -108,6 +128,7 @@ CASES = {
             ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),
             {"alpha": 1.5},
         ),
+        PAIRWISE,
         learned={"alpha": (1.2, 1.9)},
         settings=({"alpha": 2.0},),
         smooth=False,
@@ -120,6 +141,7 @@ CASES = {
             ((1 + math.sqrt(7)) ** 2 / 16, (math.sqrt(7) - 1) ** 2 / 16),
             {"beta": 2 / math.log(2) ** 2, "gamma": 2.0, "delta": 0.0},
         ),
+        PAIRWISE,
         learned={"beta": (0.3, 0.9), "gamma": (-0.8, 0.8), "delta": (0.7, 1.2)},
         per_token=True,
         settings=({"beta": 0.5, "gamma": 2.0, "delta": 0.5},),
@@ -127,6 +149,7 @@ CASES = {
     ),
     "sink": Case(
         Paper((0.0, math.log(3)), (1 / 6, 3 / 6), {"b": math.log(2)}, "1, 3 over e^b + 1 + 3"),
+        NO_LINEAR | {"sdpa": "does not support a sink"},
         learned={"b": (-1.0, 1.0)},
         settings=({"b": 2.5},),
     ),
@@ -134,11 +157,13 @@ CASES = {
         Paper(
             (math.log(3), -math.log(2), 0.0), (0.8, 0.0, 0.0), {}, "e^z − 1 is 2, −½ and 0: 2/2.5"
         ),
+        PAIRWISE,
         settings=({"eps": 0.25},),
         smooth=False,
     ),
     "scale_invariant": Case(
         Paper((0.0, 0.0, 0.0), (4 / 49, 9 / 49, 36 / 49), {"tau": 1.0}, "weights ∝ 1 / (1 + t)²"),
+        NO_LINEAR | {"sdpa": "does not support distance"},
         learned={"tau": (2.0, 20.0)},
         settings=({"tau": 0.5},),
     ),
@@ -149,21 +174,26 @@ CASES = {
             {"log_gates": -math.log(2)},
             "each later token halves the weight",
         ),
+        NO_LINEAR | {"sdpa": "does not support key_bias, offset"},
         learned={"log_gates": (-0.3, -0.02)},
         settings=({"log_gates": -0.5},),
     ),
     "elu": Case(
         Paper((0.0, 1.0, -math.log(2)), (2 / 7, 4 / 7, 1 / 7), {}, "ψ is 1, 2 and ½"),
+        LINEAR,
         smooth=False,
     ),
     "relu": Case(
         Paper((1.0, 2.0, -1.0), (1 / 3, 2 / 3, 0.0), {}, "ReLU(z) / 3"),
+        PAIRWISE,
         learned={"power": (1.2, 2.5)},
         settings=({"power": 2.0},),
         smooth=False,
     ),
     "relu2": Case(
-        Paper((1.0, 2.0, -1.0), (1 / 5, 4 / 5, 0.0), {}, "ReLU(z)²: 1, 4, 0"), smooth=False
+        Paper((1.0, 2.0, -1.0), (1 / 5, 4 / 5, 0.0), {}, "ReLU(z)²: 1, 4, 0"),
+        PAIRWISE,
+        smooth=False,
     ),
     "topk": Case(
         Paper(
@@ -172,6 +202,7 @@ CASES = {
             {"top_k": 2},
             "two keys have score 0; the first is kept",
         ),
+        PAIRWISE | {"flash": "does not support top-k selection"},
         params={"top_k": 5},  # many tests have fewer keys than the example's top_k
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,

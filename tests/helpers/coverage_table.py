@@ -17,86 +17,17 @@ from helpers.kernel_paths import Level, path_of
 
 RUNS = None  # a table entry without a reason: the backend runs the call
 
-# For each variant and backend, the table gives `RUNS` or the reason why a plain call is rejected.
-NO_LINEAR = "no linear form"
-NO_PAIRWISE = "no pairwise form"
-NO_SINK = "does not support a sink"
-NOT_SOFTMAX = "supports only softmax with an optional gain per query"
+# For each variant and backend: `RUNS`, or the reason why a plain call is rejected.
 VARIANT_BACKENDS: dict[str, dict[str, str | None]] = {
-    "adaptive_temperature": {
-        "sdpa": RUNS,
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "asentmax": {
-        "sdpa": NOT_SOFTMAX,
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "cosformer": {"sdpa": NO_PAIRWISE, "flash": NO_PAIRWISE, "linear": RUNS, "flash_linear": RUNS},
-    "elu": {"sdpa": NO_PAIRWISE, "flash": NO_PAIRWISE, "linear": RUNS, "flash_linear": RUNS},
-    "entmax": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
-    "forgetting": {
-        "sdpa": "does not support key_bias, offset",
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "log_n": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
-    "position_temperature": {
-        "sdpa": RUNS,
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "relu": {
-        "sdpa": NOT_SOFTMAX,
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "relu2": {
-        "sdpa": NOT_SOFTMAX,
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "scale_invariant": {
-        "sdpa": "does not support distance",
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "sigmoid": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
-    "sink": {"sdpa": NO_SINK, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
-    "softmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
-    "softpick": {
-        "sdpa": NOT_SOFTMAX,
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "sparsemax": {
-        "sdpa": NOT_SOFTMAX,
-        "flash": RUNS,
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
-    "ssmax": {"sdpa": RUNS, "flash": RUNS, "linear": NO_LINEAR, "flash_linear": NO_LINEAR},
-    "taylor": {"sdpa": NOT_SOFTMAX, "flash": RUNS, "linear": RUNS, "flash_linear": RUNS},
-    "topk": {
-        "sdpa": NOT_SOFTMAX,
-        "flash": "does not support top-k selection",
-        "linear": NO_LINEAR,
-        "flash_linear": NO_LINEAR,
-    },
+    name: {
+        "sdpa": case.rejects.get("sdpa"),
+        "flash": case.rejects.get("flash"),
+        "linear": case.rejects.get("linear"),
+        "flash_linear": case.rejects.get("linear"),
+        "decode": case.rejects.get("flash"),
+    }
+    for name, case in CASES.items()
 }
-
-# `decode` supports the forms of `flash`.
-for _reasons in VARIANT_BACKENDS.values():
-    _reasons["decode"] = _reasons["flash"]
 
 FLASH = [name for name, reasons in VARIANT_BACKENDS.items() if reasons["flash"] is RUNS]
 KERNELS = ("flash", "decode", "flash_linear")  # Triton backends; tests use Triton's interpreter
