@@ -91,9 +91,20 @@ def variants_table(page: Path) -> str:
     return markdown(rows)
 
 
+def forms_table() -> str:
+    """A Markdown table of the variants by their forms, and of the backends that run each form."""
+    rows = [("form", "variants", "backends besides `eager` and `tiled`")]
+    for kind, backends in facts.BACKENDS.items():
+        names = [f"`{name}`" for name in attnzoo.list_variants() if kind in facts.kinds(name)]
+        if names:
+            rows.append((kind, ", ".join(names), backends))
+    return markdown(rows)
+
+
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "variants": variants_table,
     "tasks": lambda page: tasks_table(),
+    "forms": lambda page: forms_table(),
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},

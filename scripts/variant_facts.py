@@ -25,6 +25,18 @@ def forms_of(name: str) -> list[Form]:
     return [form for form in (case.pairwise, case.linear) if form is not None]
 
 
+BACKENDS = {
+    "pairwise": "`sdpa` (softmax only), `flash`, `decode`",
+    "linear": "`linear`, `flash_linear`",
+    "definition only": "none",
+}
+
+
+def kinds(name: str) -> list[str]:
+    """The keys of `BACKENDS` that describe the variant."""
+    return [form.kind for form in forms_of(name)] or ["definition only"]
+
+
 def cost(form: Form) -> str:
     """A formula: number of multiplications per head for N queries and N keys of dimension D."""
     if isinstance(form, attnzoo.Linear):

@@ -20,7 +20,11 @@ from benchmarks.harness.correctness import RESIDUAL, Reference
 from benchmarks.harness.report import Row
 from benchmarks.harness.timing import Spread, WallClock
 from benchmarks.suites import decode, linear
+from helpers.cases import ALL_VARIANTS
 from helpers.commands import benchmarks, error_of
+from helpers.coverage_table import RUNS, VARIANT_BACKENDS
+
+LINEAR = [v for v in ALL_VARIANTS if VARIANT_BACKENDS[v]["linear"] is RUNS]
 
 
 @pytest.mark.slow
@@ -32,8 +36,8 @@ def test_command_linear_measures_forward_alone_and_with_backward(tmp_path: Path)
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
-    others = {"sdpa", "cosformer", "elu", "taylor"}
-    pairwise = {"cosformer, pairwise", "elu, pairwise", "taylor, pairwise"}
+    others = {"sdpa", *LINEAR}
+    pairwise = {f"{variant}, pairwise" for variant in LINEAR}
     for length, names in ((64, others | pairwise), (128, others)):
         for direction in ("forward", "both"):
             found = [r for r in rows if (r["length"], r["direction"]) == (length, direction)]
@@ -67,7 +71,7 @@ def test_decode_measures_pairwise_variants_and_states(tmp_path: Path) -> None:
         assert row["seconds"]["median"] > 0
         assert row["figures"] == {}  # no share of the copy bandwidth on a CPU
         assert (row["check"] is None) == (row["backend"] == "state" or row["name"] == "sdpa")
-        assert (row["backend"] == "state") == (row["name"] in ("cosformer", "elu", "taylor"))
+        assert (row["backend"] == "state") == (row["name"] in LINEAR)
 
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -366,7 +366,7 @@ def test_state_cache_with_unsupported_arguments_raises() -> None:
 
 def test_new_cache_is_a_state_where_possible() -> None:
     """Among the orders of taylor, only order 2 has a linear form and so a StateCache."""
-    assert {"cosformer", "elu", "taylor"} == set(STATES)
+    assert {"cosformer", "taylor"} <= set(STATES)
     assert isinstance(Attention("taylor", 2, order=4).new_cache(9), KVCache)
     assert isinstance(Attention("taylor", 2).new_cache(9, "keys"), KVCache)
     assert repr(Attention("entmax", 2).new_cache(9)) == "KVCache(max_length=9, length=0)"
