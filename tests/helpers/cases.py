@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
+from helpers.definition_budget import NucleusWeights, StickWeights
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Case:
     params: values that replace the example parameters of the variant; see `params_of`. learned: the
     range of each learnable parameter. Tests draw tensors (H,) from this range, and gradcheck must
     pass there. per_token: whether learnable parameters may also be (B, H, Nq). settings: more fixed
-    parameters to test. smooth: whether the variant is twice differentiable everywhere.
+    parameters to test. smooth: whether the variant is twice differentiable everywhere. weights: the
+    error analysis of a variant without forms.
     """
 
     paper: Paper
@@ -46,16 +48,19 @@ class Case:
     per_token: bool = False
     settings: tuple[dict[str, Any], ...] = ()
     smooth: bool = True
+    weights: Any = None
 
 
 NO_LINEAR = {"linear": "no linear form"}
 NO_PAIRWISE = {"sdpa": "no pairwise form", "flash": "no pairwise form"}
 NOT_SOFTMAX = {"sdpa": "supports only softmax with an optional gain per query"}
 
-# What a variant rejects if it is a softmax with a gain, another pairwise form, or a linear form.
+# What a variant rejects if it is a softmax with a gain, another pairwise form, a linear form, or a
+# definition without forms.
 SOFTMAX = NO_LINEAR
 PAIRWISE = NOT_SOFTMAX | NO_LINEAR
 LINEAR = NO_PAIRWISE
+DEFINITION = NO_PAIRWISE | NO_LINEAR
 
 CASES = {
     "softmax": Case(Paper((0.0, math.log(2), math.log(5)), (1 / 8, 2 / 8, 5 / 8)), SOFTMAX),
@@ -177,6 +182,28 @@ CASES = {
         NO_LINEAR | {"sdpa": "does not support key_bias, offset"},
         learned={"log_gates": (-0.3, -0.02)},
         settings=({"log_gates": -0.5},),
+    ),
+    "stick_breaking": Case(
+        Paper(
+            (0.0, 0.0, 5.0),
+            (1 / 4, 1 / 2, 0.0),
+            {},
+            "the last key is the query's own; the one before takes ½, the first ½ of the rest",
+        ),
+        DEFINITION,
+        weights=StickWeights,
+    ),
+    "top_p": Case(
+        Paper(
+            (0.0, math.log(3), 0.0),
+            (1 / 4, 3 / 4, 0.0),
+            {"p": 0.7},
+            "softmax is ⅕, ⅗, ⅕; ⅗ + ⅕ exceeds 0.7",
+        ),
+        DEFINITION,
+        settings=({"p": 0.3}, {"p": 1.0}),
+        smooth=False,
+        weights=NucleusWeights,
     ),
     "elu": Case(
         Paper((0.0, 1.0, -math.log(2)), (2 / 7, 4 / 7, 1 / 7), {}, "ψ is 1, 2 and ½"),

@@ -36,7 +36,7 @@ class Level(NamedTuple):
 
 
 class Path(NamedTuple):
-    kind: str  # "pairwise" or "linear"
+    kind: str  # "pairwise", "linear" or "definition"
     normalize: str  # the form's normalization, or "online" for a softmax with a running maximum
     activation: str
     gain: str  # "none", "per query" or "statistics"
@@ -57,7 +57,9 @@ def path_of(level: Level, kinds: tuple[str, ...] = ("pairwise",)) -> Path:
     q, k, v = (arguments.pop(name) for name in "qkv")
     ready = prepare(q, k, v, level.variant, arguments)
     forms = ready.variant.forms(ready.call, **ready.params)
-    form = next(form for form in forms if form.kind in kinds)
+    form = next((form for form in forms if form.kind in kinds), None)
+    if form is None:
+        return Path("definition", "definition", level.variant, "none", (), ())
     if isinstance(form, attnzoo.Linear):
         return Path("linear", "linear", "", "none", (), ())
     assert isinstance(form, attnzoo.Pairwise)

@@ -1,0 +1,60 @@
+"""top_p: softmax over the smallest set of keys whose softmax weights reach p.
+
+Formula:
+    w_ij = exp(z_ij) / Σ_{l in P_i} exp(z_il) for j in P_i, else 0
+    P_i = the shortest prefix of the keys, ordered by softmax weight, with a weight of at least p
+
+Effect: A row keeps few keys if its softmax is sharp and many if it is flat. Only these get a
+gradient. A weight grows by the factor 1/p at most. p = 1 is exactly softmax.
+
+Source: nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751, applied to attention weights.
+
+Notes: Keys are ordered by (score descending, index ascending), so among equal scores the lowest
+indices are kept. A key is kept if the weights before it sum to less than p. This sum is rounded in
+the dtype of the scores, so a key at the border of the set may be kept in one arithmetic and dropped
+in another.
+"""
+
+import torch
+from torch import Tensor
+
+from attnzoo.core.call import Call
+from attnzoo.core.variant import Param, Variant
+
+
+def scores(q: Tensor, k: Tensor, call: Call, p: float) -> Tensor:
+    s = call.scores(q, k) + call.bias
+    if p == 1:
+        return s
+    with torch.no_grad():
+        ordered, order = call.hide(s).sort(stable=True, dim=-1, descending=True)
+        own = ordered.softmax(-1)
+        before = torch.nn.functional.pad(own.cumsum(-1), (1, 0))[..., :-1]
+        dropped = torch.zeros_like(s, dtype=torch.bool).scatter(-1, order, before >= p)
+        # Hidden keys are not dropped, because a row without visible keys would then be all −∞.
+        dropped = call.zero_hidden(dropped)
+    return s.masked_fill(dropped, float("-inf"))
+
+
+def weights(q: Tensor, k: Tensor, call: Call, p: float) -> Tensor:
+    return call.softmax(scores(q, k, call, p))
+
+
+VARIANT = Variant(
+    name="top_p",
+    formula="softmax over the largest z with total weight p",
+    use="Give each query as many keys as hold the share p of its softmax weight.",
+    paper="Holtzman et al. 2020, arXiv:1904.09751 (nucleus)",
+    weights=weights,
+    params=(
+        Param(
+            "p",
+            kind="float",
+            doc="softmax weight that the kept keys reach",
+            check=lambda x: 0 < x <= 1,
+            allowed="above 0 and at most 1",
+        ),
+    ),
+    scores=scores,
+    example=lambda length: {"p": 0.9},
+)
