@@ -18,60 +18,11 @@ from helpers.cases import CASES, VARIANTS, has_rows, params_of, rand
 ROWS = [v for v in VARIANTS if has_rows(v)]
 
 
-def bisected(z: Tensor, alpha: float) -> Tensor:
-    """[(α−1) z − τ]_+^{1/(α−1)} with sum 1, τ by bisection."""
-    z = (alpha - 1) * z
-    low, high = z.amax(-1, keepdim=True) - 1, z.amax(-1, keepdim=True)
-    for _ in range(200):
-        middle = (low + high) / 2
-        above = ((z - middle).relu() ** (1 / (alpha - 1))).sum(-1, keepdim=True) > 1
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    return (z - low).relu() ** (1 / (alpha - 1))
-
-
 def formula(variant: str, z: Tensor, params: dict[str, Any]) -> Tensor:
-    """The weights of one row z (n,) of visible scores, in fp64, written from the formulas."""
-    z, n = z.double(), max(z.numel(), 1)
-    p = {name: float(x) for name, x in params.items()}
-    if variant == "softmax":
-        return z.softmax(-1)
-    if variant == "ssmax":
-        return ((p.get("s", 0.168) * math.log(n) + p.get("b", 0.0)) * z).softmax(-1)
-    if variant == "log_n":
-        return (math.log(n) / math.log(p.get("train_length", 512)) * z).softmax(-1)
-    if variant == "adaptive_temperature":
-        w = z.softmax(-1)
-        h = -(w * w.clamp(min=1e-300).log()).sum()
-        beta = -0.037 * h**4 + 0.481 * h**3 - 2.3 * h**2 + 4.917 * h - 1.791
-        return ((beta.clamp(min=1) if h > 0.5 else 1) * z).softmax(-1)
-    if variant == "sigmoid":
-        return 1 / (1 + torch.exp(-(z + p.get("bias", -math.log(n)))))
-    if variant == "taylor":
-        t = sum(z**i / math.factorial(i) for i in range(int(p.get("order", 2)) + 1))
-        assert isinstance(t, Tensor)
-        return t / t.sum()
-    if variant == "sparsemax":
-        return bisected(z, 2.0)
-    if variant == "entmax":
-        return bisected(z, p.get("alpha", 1.5))
-    if variant == "asentmax":
-        power = math.log(n) ** p.get("gamma", 0.0) if n > 1 else 0.0
-        return bisected((p.get("delta", 1.0) + p.get("beta", math.log(2)) * power) * z, 1.5)
-    if variant == "sink":
-        return z.exp() / (math.exp(p.get("b", 0.0)) + z.exp().sum())
-    if variant == "relu":
-        return z.clamp(min=0) ** p.get("power", 1.0) / n
-    if variant == "relu2":
-        squares = z.clamp(min=0) ** 2
-        return squares / squares.sum().clamp(min=1e-300)
-    if variant == "softpick":
-        e = z.double().expm1()
-        return (e.clamp(min=0) / (e.abs().sum() + p.get("eps", 1e-8))).to(z.dtype)
-    assert variant == "topk"
-    w = torch.zeros_like(z)
-    order = sorted(range(len(z)), key=lambda j: (-z[j].item(), j))[: int(p["top_k"])]
-    w[order] = z[order].softmax(-1)
-    return w
+    """The weights of one row z (n,) of visible scores, in fp64."""
+    row = CASES[variant].row
+    assert row is not None, f"the case of {variant} needs a row"
+    return row(z.double(), {name: float(x) for name, x in params.items()})
 
 
 def expected(variant: str, scores: Tensor, mask: Tensor | None, params: dict[str, Any]) -> Tensor:

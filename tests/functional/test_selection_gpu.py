@@ -247,8 +247,11 @@ def test_flash_on_a_cpu_without_the_interpreter_raises() -> None:
     assert "needs a CUDA device or Triton's interpreter, got tensors on cpu" in text
 
 
-def test_call_on_a_cpu_does_not_import_triton() -> None:
-    """A new process runs each variant with few and with many scores, forward and backward."""
+def test_call_on_a_cpu_does_not_import_the_kernels() -> None:
+    """A new process runs each variant with few and with many scores, forward and backward.
+
+    Triton itself may be loaded: torch.utils.checkpoint imports it.
+    """
     text = output_of(
         "import sys, torch, attnzoo\n"
         "for n in (8, 256):\n"
@@ -257,7 +260,8 @@ def test_call_on_a_cpu_does_not_import_triton() -> None:
         "        variant = attnzoo.get_variant(name)\n"
         "        options = variant.example(256) if variant.example else {}\n"
         "        attnzoo.attention(q, q, q, name, is_causal=True, **options).sum().backward()\n"
-        "print([name for name in sys.modules if name.split('.')[0] == 'triton'])"
+        "print([name for name, module in sys.modules.items()\n"
+        "       if name.startswith('attnzoo') and 'tl' in vars(module)])"
     )
     assert text == "[]"
 

@@ -7,6 +7,7 @@ and paper tests then cover it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +38,10 @@ class Case:
     params: values that replace the example parameters of the variant; see `params_of`. learned: the
     range of each learnable parameter. Tests draw tensors (H,) from this range, and gradcheck must
     pass there. per_token: whether learnable parameters may also be (B, H, Nq). settings: more fixed
-    parameters to test. smooth: whether the variant is twice differentiable everywhere. weights: the
-    error analysis of a variant without forms.
+    parameters to test. row: the weights of one row of visible scores (n,), written from the
+    formula, given the parameters by name; only for variants with `has_rows`. smooth: whether the
+    variant is twice differentiable everywhere. weights: the error analysis of a variant without
+    forms.
     """
 
     paper: Paper
@@ -47,8 +50,63 @@ class Case:
     learned: dict[str, tuple[float, float]] = field(default_factory=dict)
     per_token: bool = False
     settings: tuple[dict[str, Any], ...] = ()
+    row: Callable[[Tensor, dict[str, float]], Tensor] | None = None
     smooth: bool = True
     weights: Any = None
+
+
+def log_n(z: Tensor) -> float:
+    return math.log(max(len(z), 1))
+
+
+def log_n_row(z: Tensor, p: dict[str, float]) -> Tensor:
+    gain = log_n(z) / math.log(p.get("train_length", 512))
+    return ((max(gain, 1.0) if p.get("clip") else gain) * z).softmax(-1)
+
+
+def bisected(z: Tensor, alpha: float) -> Tensor:
+    """[(α−1) z − τ]_+^{1/(α−1)} with sum 1, τ by bisection."""
+    z = (alpha - 1) * z
+    low, high = z.amax(-1, keepdim=True) - 1, z.amax(-1, keepdim=True)
+    for _ in range(200):
+        middle = (low + high) / 2
+        above = ((z - middle).relu() ** (1 / (alpha - 1))).sum(-1, keepdim=True) > 1
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (z - low).relu() ** (1 / (alpha - 1))
+
+
+def kept(z: Tensor, count: int) -> Tensor:
+    """Softmax over the ``count`` largest scores; among equal scores, the first are kept."""
+    w = torch.zeros_like(z)
+    order = sorted(range(len(z)), key=lambda j: (-z[j].item(), j))[:count]
+    w[order] = z[order].softmax(-1)
+    return w
+
+
+def adaptive_row(z: Tensor, p: dict[str, float]) -> Tensor:
+    w = z.softmax(-1)
+    h = -(w * w.clamp(min=1e-300).log()).sum()
+    beta = -0.037 * h**4 + 0.481 * h**3 - 2.3 * h**2 + 4.917 * h - 1.791
+    return ((beta.clamp(min=1) if h > 0.5 else 1) * z).softmax(-1)
+
+
+def asentmax_row(z: Tensor, p: dict[str, float]) -> Tensor:
+    power = log_n(z) ** p.get("gamma", 0.0) if len(z) > 1 else 0.0
+    return bisected((p.get("delta", 1.0) + p.get("beta", math.log(2)) * power) * z, 1.5)
+
+
+def taylor_row(z: Tensor, p: dict[str, float]) -> Tensor:
+    terms = [z**i / math.factorial(i) for i in range(int(p.get("order", 2)) + 1)]
+    total = torch.stack(terms).sum(0)
+    return total / total.sum()
+
+
+def top_p_row(z: Tensor, p: dict[str, float]) -> Tensor:
+    shares = sorted(z.softmax(-1).tolist(), reverse=True)
+    count = 0
+    while count < len(z) and (p["p"] == 1 or sum(shares[:count]) < p["p"]):
+        count += 1
+    return kept(z, count)
 
 
 NO_LINEAR = {"linear": "no linear form"}
@@ -63,13 +121,18 @@ LINEAR = NO_PAIRWISE
 DEFINITION = NO_PAIRWISE | NO_LINEAR
 
 CASES = {
-    "softmax": Case(Paper((0.0, math.log(2), math.log(5)), (1 / 8, 2 / 8, 5 / 8)), SOFTMAX),
+    "softmax": Case(
+        Paper((0.0, math.log(2), math.log(5)), (1 / 8, 2 / 8, 5 / 8)),
+        SOFTMAX,
+        row=lambda z, p: z.softmax(-1),
+    ),
     "ssmax": Case(
         Paper((1.0, 2.0), (1 / 3, 2 / 3), {"s": 1.0}, "weights ∝ n^z with n = 2"),
         SOFTMAX,
         learned={"s": (0.2, 0.6), "b": (-0.3, 0.3)},
         per_token=True,
         settings=({"s": 0.43, "b": 0.5},),
+        row=lambda z, p: ((p.get("s", 0.168) * log_n(z) + p.get("b", 0.0)) * z).softmax(-1),
     ),
     "log_n": Case(
         Paper(
@@ -80,6 +143,7 @@ CASES = {
         ),
         SOFTMAX,
         settings=({"train_length": math.e}, {"train_length": 4, "clip": True}),
+        row=log_n_row,
     ),
     "position_temperature": Case(
         Paper(
@@ -99,12 +163,14 @@ CASES = {
         Paper((0.0,) * 99 + (math.log(99),), (), {}, "see test_papers", 0.0),
         SOFTMAX,
         settings=({"differentiable": True},),
+        row=adaptive_row,
     ),
     "sigmoid": Case(
         Paper((math.log(2), math.log(6)), (1 / 2, 3 / 4), {}, "σ(log 1), σ(log 3): b = −log 2"),
         PAIRWISE,
         learned={"bias": (-3.0, -1.0)},
         settings=({"bias": -1.5},),
+        row=lambda z, p: 1 / (1 + torch.exp(-(z + p.get("bias", -log_n(z))))),
     ),
     "cosformer": Case(
         Paper(
@@ -120,11 +186,13 @@ CASES = {
         Paper((0.0, 2.0, -2.0), (1 / 7, 5 / 7, 1 / 7), {}, "1 + z + z²/2"),
         NOT_SOFTMAX,
         settings=({"order": 4},),
+        row=taylor_row,
     ),
     "sparsemax": Case(
         Paper((1.0, 0.5, -1.0), (0.75, 0.25, 0.0), {}, "τ = (1 + ½ − 1)/2 from the first two"),
         PAIRWISE,
         smooth=False,
+        row=lambda z, p: bisected(z, 2.0),
     ),
     "entmax": Case(
         # With x = ½ and x' = 0, (x − τ)² + (x' − τ)² = 1 has the solution τ = (1 − √7)/4.
@@ -137,6 +205,7 @@ CASES = {
         learned={"alpha": (1.2, 1.9)},
         settings=({"alpha": 2.0},),
         smooth=False,
+        row=lambda z, p: bisected(z, p.get("alpha", 1.5)),
     ),
     "asentmax": Case(
         # The gain is δ + β (log 2)^γ = 0 + 2 / (log 2)² · (log 2)² = 2. The scores are those of the
@@ -151,12 +220,14 @@ CASES = {
         per_token=True,
         settings=({"beta": 0.5, "gamma": 2.0, "delta": 0.5},),
         smooth=False,
+        row=asentmax_row,
     ),
     "sink": Case(
         Paper((0.0, math.log(3)), (1 / 6, 3 / 6), {"b": math.log(2)}, "1, 3 over e^b + 1 + 3"),
         NO_LINEAR | {"sdpa": "does not support a sink"},
         learned={"b": (-1.0, 1.0)},
         settings=({"b": 2.5},),
+        row=lambda z, p: z.exp() / (math.exp(p.get("b", 0.0)) + z.exp().sum()),
     ),
     "softpick": Case(
         Paper(
@@ -165,6 +236,7 @@ CASES = {
         PAIRWISE,
         settings=({"eps": 0.25},),
         smooth=False,
+        row=lambda z, p: z.expm1().relu() / (z.expm1().abs().sum() + p.get("eps", 1e-8)),
     ),
     "scale_invariant": Case(
         Paper((0.0, 0.0, 0.0), (4 / 49, 9 / 49, 36 / 49), {"tau": 1.0}, "weights ∝ 1 / (1 + t)²"),
@@ -204,6 +276,7 @@ CASES = {
         settings=({"p": 0.3}, {"p": 1.0}),
         smooth=False,
         weights=NucleusWeights,
+        row=top_p_row,
     ),
     "elu": Case(
         Paper((0.0, 1.0, -math.log(2)), (2 / 7, 4 / 7, 1 / 7), {}, "ψ is 1, 2 and ½"),
@@ -216,11 +289,13 @@ CASES = {
         learned={"power": (1.2, 2.5)},
         settings=({"power": 2.0},),
         smooth=False,
+        row=lambda z, p: z.relu() ** p.get("power", 1.0) / max(len(z), 1),
     ),
     "relu2": Case(
         Paper((1.0, 2.0, -1.0), (1 / 5, 4 / 5, 0.0), {}, "ReLU(z)²: 1, 4, 0"),
         PAIRWISE,
         smooth=False,
+        row=lambda z, p: z.relu() ** 2 / (z.relu() ** 2).sum().clamp(min=1e-300),
     ),
     "topk": Case(
         Paper(
@@ -233,6 +308,7 @@ CASES = {
         params={"top_k": 5},  # many tests have fewer keys than the example's top_k
         settings=({"top_k": 1}, {"top_k": 100}),
         smooth=False,
+        row=lambda z, p: kept(z, int(p["top_k"])),
     ),
 }
 
