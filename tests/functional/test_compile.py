@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import attnzoo
 from attnzoo import Activation, Pairwise
 from attnzoo.nn import Attention
-from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, learned, params_of, rand
+from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, learned, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS
 
 IDS = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
@@ -160,7 +160,7 @@ def graphs_over(
 
 
 # Only entmax is not marked slow. It has a threshold and a learned parameter.
-FEW_GRAPHS = [v if v == "entmax" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
+FEW_GRAPHS = [v if v == "entmax" else pytest.param(v, marks=pytest.mark.slow) for v in WITH_FORMS]
 
 
 @pytest.mark.parametrize("variant", FEW_GRAPHS)

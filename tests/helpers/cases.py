@@ -345,6 +345,8 @@ def unsupported(variant: str, **options: Any) -> str | None:
 # Variants that support causal calls only. `VARIANTS`, which most tests use, are the others.
 CAUSAL_ONLY = tuple(v for v in ALL_VARIANTS if unsupported(v) is not None)
 VARIANTS = [v for v in ALL_VARIANTS if v not in CAUSAL_ONLY]
+# Variants with a pairwise or a linear form. The others are computed by their definition everywhere.
+WITH_FORMS = [v for v in VARIANTS if CASES[v].rejects != DEFINITION]
 
 # Variants without support for return_lse (NO_LSE), a float mask (NO_SCORE), scale < 0 (ONE_SIGN)
 NO_LSE = tuple(v for v in ALL_VARIANTS if attnzoo.get_variant(v).scores is None)

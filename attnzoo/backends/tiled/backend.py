@@ -82,9 +82,17 @@ def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
     reject_transforms("tiled", q, k, v, call.mask, call.alibi)
-    if 0 in (call.batch, call.queries):  # without blocks, the output would have no gradient
+    if 0 in (
+        call.batch,
+        call.queries,
+        call.keys,
+    ):  # without blocks, the output would have no gradient
         return eager.run(q, k, v, call, form)
     call = call.with_whole_rows(places=get_variant(form.name).absolute)
+    # Inputs are cast once, so that gradients of the blocks are summed in call.dtype.
+    q, k, v = (x.to(call.dtype) for x in (q, k, v))
+    if call.mask is not None and call.mask.is_floating_point():
+        call = replace(call, mask=call.mask.to(call.dtype))
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.dtype, device=q.device)
     lse = torch.full(q.shape[:3], NEG_INF, dtype=call.dtype, device=q.device)
     for block in blocks(call):
