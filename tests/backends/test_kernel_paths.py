@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import test_decode
 import test_flash
 import test_flash_linear
 
-from helpers.kernel_paths import Level, path_of, supports
+from helpers.kernel_paths import ROUNDS, Level, path_of, supports
 
 LINEAR = [Level(variant, "default") for variant in test_flash_linear.LINEAR]
 
@@ -24,9 +25,9 @@ def of_backends(*backends: str) -> tuple:
 
 ARRAYS = {
     "flash": (
-        list(test_flash.quick_cases()),
+        [*test_flash.quick_cases(), *test_flash.variant_cases()],
         test_flash.levels(),
-        test_flash.QUICK,
+        test_flash.FACTORS | {"shape": ((1, 1), (17, 63))},  # the shapes of both arrays
         ("pairwise",),
     ),
     "decode": (list(test_decode.cases()), test_decode.levels(), test_decode.FACTORS, ("pairwise",)),
@@ -46,15 +47,34 @@ def is_quick(case: Any) -> bool:
     return not any(mark.name == "slow" for mark in case.marks)
 
 
+def settings_of(case: Any) -> set[tuple[str, Any]]:
+    return {(name, value) for name, value in case.values[1].items() if name != "params"}
+
+
+@pytest.mark.parametrize(("cases", "levels", "factors", "kinds"), ARRAYS.values(), ids=ARRAYS)
+def test_quick_cases_contain_every_kernel_path_and_every_setting(
+    cases: list[Any], levels: list[Level], factors: dict[str, tuple], kinds: tuple[str, ...]
+) -> None:
+    runs, met = Counter(), set()
+    for case in filter(is_quick, cases):
+        runs[path_of(Level(case.values[0], case.values[1]["params"]), kinds)] += 1
+        met |= settings_of(case)
+    for level in levels:
+        assert runs[path_of(level, kinds)] >= ROUNDS, level
+    for name in {*factors} - {"params"}:
+        assert {(name, value) for value in factors[name]} <= met
+
+
 @pytest.mark.parametrize(("cases", "levels", "factors", "kinds"), ARRAYS.values(), ids=ARRAYS)
 def test_every_kernel_path_occurs_with_every_setting(
     cases: list[Any], levels: list[Level], factors: dict[str, tuple], kinds: tuple[str, ...]
 ) -> None:
+    """Quick and slow cases together."""
     met: dict[Any, set] = {}
-    for case in filter(is_quick, cases):
+    for case in cases:
         variant, setting = case.values[:2]
-        settings = met.setdefault(path_of(Level(variant, setting["params"]), kinds), set())
-        settings |= {(name, value) for name, value in setting.items() if name != "params"}
+        found = met.setdefault(path_of(Level(variant, setting["params"]), kinds), set())
+        found |= settings_of(case)
     for level in levels:
         wanted = {
             (name, value)

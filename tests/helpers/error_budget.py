@@ -157,8 +157,8 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         s = s.rounded(torch.finfo(problem.dtype).eps / s.eps, gain.value * pairs)
     s = s.rounded(SHIFTS, s.value.abs() + largest(s.value)).where(visible)
 
-    case = CASES.get(problem.variant.name)  # tests register other variants too
-    weights = ((case and case.weights) or Weights)(problem, form, s, visible)
+    own = None if problem.variant is None else CASES.get(problem.variant.name)
+    weights = ((own and own.weights) or Weights)(problem, form, s, visible)
     out = weights.dropped @ v
     found = {"out": out.stored(problem.dtype)}
     do = exact(problem.do)

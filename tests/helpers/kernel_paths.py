@@ -2,14 +2,15 @@
 
 A path is the kind of form, its activation, normalization and source of the gain, its per-query
 vectors, and which of them are learned. Two variants with the same path run the same code. The quick
-covering arrays of the kernel tests therefore contain one variant per path. The choice of the path
-is one factor of such an array.
+covering arrays of the kernel tests therefore contain one variant per path.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import pytest
@@ -93,6 +94,9 @@ def one_level_per_path(
     return groups
 
 
+ROUNDS = 3  # quick cases per path, at least
+
+
 def supports(row: Row) -> bool:
     """Whether the row's variant supports the row's mask, alibi and lse. Rows may be partial."""
     level = row.get("params")
@@ -116,29 +120,40 @@ def quick_rows(
 
     Threshold forms, other pairwise forms and linear forms have one array each, because they run
     different kernels. The paths of one array differ only in a few steps of the kernel. It therefore
-    suffices that each pair of settings occurs with some path, and each setting with each path. The
-    slow arrays, which are made elsewhere, contain each pair of settings with every variant. The
-    levels from `one_level_per_path` are one factor of the quick array. Every other level is tested
-    only with the rows in ``thin``.
+    suffices that each pair of settings occurs with some path, and that each path occurs in at least
+    `ROUNDS` rows. The slow arrays, which are made elsewhere, contain each pair of settings with
+    every variant. Levels that `one_level_per_path` leaves out are tested only with one of the rows
+    in ``thin``, in turn.
     """
     levels = list(levels)
     groups, rows = one_level_per_path(levels, kinds), []
     for group in groups.values():
-        chosen = {**factors, "params": tuple(group)}
-        if all(level.variant in NO_SCORE for level in group):
-            chosen.update(mask=tuple(x for x in chosen["mask"] if "float" not in x), alibi=(False,))
-        if all(level.variant in NO_LSE for level in group):
-            chosen["lse"] = (False,)
-        rows += _covering(tuple(chosen.items()), allowed)
-    for level in levels:
-        if not any(level in group for group in groups.values()):
-            rows += [{**row, "params": level} for row in thin]
+        settings = _covering(tuple(factors.items()), allowed, tuple(group))
+        waiting = deque(group)
+        for row in settings:
+            able = next(level for level in waiting if supports({**row, "params": level}))
+            waiting.remove(able)
+            waiting.append(able)
+            rows.append({**row, "params": able})
+        for level in group:
+            own = [row for row in settings if supports({**row, "params": level})]
+            missing = ROUNDS - sum(row["params"] == level for row in rows)
+            rows += [{**row, "params": level} for row in islice(cycle(own), max(missing, 0))]
+    others = (x for x in levels if not any(x in group for group in groups.values()))
+    rows += [{**row, "params": level} for level, row in zip(others, cycle(thin), strict=False)]
     return [(row["params"].variant, {**row, "params": row["params"].params}) for row in rows]
 
 
 @cache
-def _covering(factors: Factors, allowed: Callable[[Row], bool]) -> tuple[Row, ...]:
-    return covering(factors, lambda row: supports(row) and allowed(row))
+def _covering(
+    factors: Factors, allowed: Callable[[Row], bool], levels: tuple[Level, ...]
+) -> tuple[Row, ...]:
+    """A covering array of the settings that some level supports."""
+    factors = tuple((name, values) for name, values in factors if name != "params")
+    return covering(
+        factors,
+        lambda row: allowed(row) and any(supports({**row, "params": level}) for level in levels),
+    )
 
 
 def quick_variants(
