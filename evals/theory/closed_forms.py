@@ -101,6 +101,20 @@ def entmax_support_below(alpha: float) -> Callable[[int, float], bool]:
     return holds
 
 
+def top_p_fixed(p: float) -> Form:
+    """s / (s + m r) with softmax weights s and r = (1 − s)/(n − 1), m = ⌈(p − s)/r⌉; 1 if s ≥ p.
+
+    This is about e^Δ / (p n) for large n.
+    """
+
+    def form(n: int, gap: float) -> float:
+        s = softmax_fixed(n, gap)
+        rest = (1 - s) / (n - 1)
+        return 1.0 if s >= p else s / (s + math.ceil((p - s) / rest) * rest)
+
+    return form
+
+
 def sigmoid_fixed(n: int, gap: float) -> float:
     """1 / (1 + n e^{−Δ}) with bias b = −log n, which is about e^Δ / n for large n."""
     return 1 / (1 + n * math.exp(-gap))
@@ -127,6 +141,13 @@ def sigmoid_uniform(n: int) -> float:
 
 LAWS = (
     Law("softmax", {}, softmax_fixed, softmax_shrinking, uniform=entmax_uniform(1.0)),
+    Law(
+        "top_p",
+        {"p": 0.75},
+        top_p_fixed(0.75),
+        lambda n, kappa: softmax_shrinking(n, kappa) / 0.75,
+        uniform=lambda n: 1 / math.ceil(0.75 * n),
+    ),
     Law(
         "ssmax",
         {"s": 0.43},

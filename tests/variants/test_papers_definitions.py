@@ -1,0 +1,97 @@
+"""Variants without a form, compared with loops and with limits in which they are softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnzoo
+from helpers.cases import rand
+
+BACKENDS = ["eager", "tiled"]
+
+
+def qkv(n: int = 12) -> tuple[Tensor, ...]:
+    return tuple(rand(2, 3, n, 5, seed=i) for i in range(3))
+
+
+def broken_off(logits: list[float]) -> list[float]:
+    """The weights of one query whose past keys have these logits, walked from the last key back."""
+    left, weights = 1.0, []
+    for z in reversed(logits):
+        share = 1 / (1 + torch.tensor(-z, dtype=torch.float64).exp().item())
+        weights.append(share * left)
+        left *= 1 - share
+    return weights[::-1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stick_breaking_equals_a_walk_from_the_last_key_back(backend: str) -> None:
+    q, k, v = qkv()
+    mask = rand(12, 12, seed=9) > -0.5
+    out = attnzoo.attention(
+        q, k, v, "stick_breaking", is_causal=True, attn_mask=mask, backend=backend
+    )
+    z = q @ k.mT / 5**0.5
+    expected = torch.zeros_like(out)
+    for batch, head, i in torch.cartesian_prod(*(torch.arange(n) for n in (2, 3, 12))).tolist():
+        seen = [j for j in range(i) if mask[i, j]]
+        weights = broken_off([z[batch, head, i, j].item() for j in seen])
+        for j, w in zip(seen, weights, strict=True):
+            expected[batch, head, i] += w * v[batch, head, j]
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_stick_breaking_with_equal_logits_falls_geometrically_at_any_length() -> None:
+    q, k, v = torch.zeros(3, 1, 1, 4000, 4, dtype=torch.float64).unbind()
+    w = attnzoo.attention_weights(q[:, :, -1:], k, v, "stick_breaking", is_causal=True)[0, 0, 0]
+    assert w[-1] == 0  # the query's own key
+    assert torch.allclose(w[-11:-1], 0.5 ** torch.arange(10, 0, -1, dtype=torch.float64))
+    assert abs(w.sum() - 1) < 1e-12
+
+
+def test_stick_breaking_keeps_weights_of_extreme_logits() -> None:
+    """A key with logit 1000 takes all that is left; with −1000, nothing."""
+    k = torch.tensor([0.0, 1000.0, -1000.0, 0.0, 0.0])[None, None, :, None]
+    q = torch.ones(1, 1, 5, 1)
+    w = attnzoo.attention_weights(q, k, k, "stick_breaking", is_causal=True, scale=1.0)
+    assert w[0, 0, 4].tolist() == [0.0, 0.5, 0.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (3, 2)}])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_top_p_with_p_1_is_softmax_exactly(backend: str, options: dict) -> None:
+    q, k, v = (x.float() for x in qkv())
+    found = attnzoo.attention(q, k, v, "top_p", p=1.0, backend="eager", **options)
+    assert torch.equal(found, attnzoo.attention(q, k, v, backend="eager", **options))
+    found = attnzoo.attention(q, k, v, "top_p", p=1.0, backend=backend, **options)
+    torch.testing.assert_close(found, attnzoo.attention(q, k, v, backend=backend, **options))
+
+
+def test_top_p_keeps_the_lowest_indices_of_equal_scores() -> None:
+    scores = torch.zeros(10)
+    w = attnzoo.probabilities(scores, "top_p", p=0.25)
+    assert w.tolist() == pytest.approx([1 / 3] * 3 + [0] * 7)
+
+
+def test_top_p_gives_dropped_keys_no_gradient() -> None:
+    scores = torch.tensor([3.0, 0.0, 2.0, -1.0], requires_grad=True)
+    w = attnzoo.probabilities(scores, "top_p", p=0.9)
+    w[0].backward()
+    assert scores.grad is not None
+    assert w[1] == w[3] == 0
+    assert scores.grad[1] == scores.grad[3] == 0
+    assert scores.grad[0] > 0
+    assert scores.grad[0] == pytest.approx(-scores.grad[2])
+
+
+@pytest.mark.parametrize("p", [0.0, -0.1, 1.5, float("nan")])
+def test_p_outside_of_0_to_1_raises(p: float) -> None:
+    with pytest.raises(ValueError, match="p must be above 0 and at most 1"):
+        attnzoo.attention(*qkv(), "top_p", p=p)
+
+
+def test_stick_breaking_rejects_calls_that_are_not_causal() -> None:
+    with pytest.raises(ValueError, match="is_causal must be True"):
+        attnzoo.attention(*qkv(), "stick_breaking")
