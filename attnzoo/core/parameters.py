@@ -77,6 +77,12 @@ def check_value(what: str, param: Param, value: Any, dtype: torch.dtype = torch.
         if not isinstance(value, bool):
             raise TypeError(f"{what} must be a bool, got {shown(value)}")
         return value
+    if param.kind == "str":
+        if not isinstance(value, str):
+            raise TypeError(f"{what} must be a str, got {shown(value)}")
+        if param.check is not None and not param.check(value):
+            raise ValueError(f"{what} must be {param.allowed}, got {shown(value)}")
+        return value
     if not is_number(value) or (param.kind == "int" and not is_int(value)):
         noun = "an int" if param.kind == "int" else "a number"
         tensor = " or a tensor" if param.kind == "per_head" else ""

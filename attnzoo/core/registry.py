@@ -25,6 +25,7 @@ RESERVED = ARGUMENTS | frozenset(
     "max_k".split()
 )
 
+KINDS = ("per_head", "tensor", "int", "float", "bool", "str")
 _VARIANTS: dict[str, Variant] = {}
 
 
@@ -94,10 +95,9 @@ def _check_name(what: str, name: Any) -> None:
 
 
 def _check_param(what: str, param: Param) -> None:
-    if param.kind not in ("per_head", "tensor", "int", "float", "bool"):
+    if param.kind not in KINDS:
         raise ValueError(
-            f"{what}: kind must be 'per_head', 'tensor', 'int', 'float' or 'bool', got "
-            f"{shown(param.kind)}"
+            f"{what}: kind must be one of {', '.join(map(repr, KINDS))}, got {shown(param.kind)}"
         )
     if param.check is not None and not callable(param.check):
         raise TypeError(f"{what}: check must be a function or None, got {shown(param.check)}")

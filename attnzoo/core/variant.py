@@ -54,7 +54,7 @@ class Param:
             accepted as a value if it is the default.
         kind: "per_head": a float, or a tensor () or (H,) that may get a gradient. "tensor": a
             tensor (H, …), such as a feature map of a linear form; see ``size``. "int", "float",
-            "bool": a setting without a gradient.
+            "bool", "str": a setting without a gradient.
         doc: What it means and which shapes it may have, for error messages and documentation.
         init: Initial value in `attnzoo.nn.Attention`, which then learns the parameter by default.
             None: it is learned only on request. Only for kind "per_head".
@@ -67,8 +67,8 @@ class Param:
             Only with ``per_key`` or ``per_token``.
         host_sink: Whether the parameter takes the sink logits that a host model has learned. Only
             for kind "per_head".
-        check: ``check(value) -> bool`` for a number, elementwise for a tensor; None accepts all
-            finite values.
+        check: ``check(value) -> bool`` for a number or a str, elementwise for a tensor; None
+            accepts all finite values.
         allowed: What ``check`` accepts, in words that follow "must be".
         between: Open interval (low, high) in which a learned value is kept. Only for kind
             "per_head".
@@ -82,7 +82,7 @@ class Param:
 
     name: str
     default: Any = REQUIRED
-    kind: Literal["per_head", "tensor", "int", "float", "bool"] = "per_head"
+    kind: Literal["per_head", "tensor", "int", "float", "bool", "str"] = "per_head"
     doc: str = ""
     init: float | None = None
     per_token: bool = False

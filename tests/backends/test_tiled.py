@@ -19,7 +19,7 @@ from attnzoo.backends.tiled import blocks
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
 from helpers.agreement import disagreements, dropout_factors, make
-from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, params_of, rand
+from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, params_of, rand
 from helpers.kernel_paths import quick_variants
 
 
@@ -148,7 +148,14 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
         assert torch.allclose(lse.double(), exact, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
+# One variant without forms is enough in the quick tests.
+*OTHERS, LAST = [v for v in VARIANTS if v not in WITH_FORMS]
+OTHERS = [pytest.param(variant, marks=pytest.mark.slow) for variant in OTHERS]
+
+
+@pytest.mark.parametrize(
+    "variant", [*quick_variants(WITH_FORMS, ("pairwise", "linear")), *OTHERS, LAST]
+)
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operation, forward or backward, allocates more than n × max(ROWS, features) numbers."""
     n, rows = 512, 16

@@ -197,7 +197,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"params": (Param(3),)}, TypeError, "parameter name must be a str, got 3"),
     ({"params": (Param("a b"),)}, ValueError, "parameter name must be an identifier, got 'a b'"),
     ({"params": (Param("lambda"),)}, ValueError, "name must be an identifier, got 'lambda'"),
-    ({"params": (Param("a", kind="x"),)}, ValueError, "kind must be 'per_head', .*got 'x'"),
+    ({"params": (Param("a", kind="x"),)}, ValueError, "kind must be one of 'per_head', .*got 'x'"),
     ({"params": (Param("a", doc=None),)}, TypeError, "'a': doc must be a str, got None"),
     ({"params": (Param("a", allowed=1),)}, TypeError, "'a': allowed must be a str, got 1"),
     ({"params": (Param("a", check=1),)}, TypeError, "check must be a function or None, got 1"),

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from helpers.definition_budget import NucleusWeights, StickWeights
+from helpers.definition_budget import NoisyMaxWeights, NucleusWeights, StickWeights
+from helpers.row_formulas import (
+    adaptive_row,
+    asentmax_row,
+    bisected,
+    kept,
+    log_n,
+    log_n_row,
+    perturbed_row,
+    taylor_row,
+    top_p_row,
+)
 
 
 @dataclass(frozen=True)
@@ -50,63 +61,9 @@ class Case:
     learned: dict[str, tuple[float, float]] = field(default_factory=dict)
     per_token: bool = False
     settings: tuple[dict[str, Any], ...] = ()
-    row: Callable[[Tensor, dict[str, float]], Tensor] | None = None
+    row: Callable[[Tensor, dict[str, Any]], Tensor] | None = None
     smooth: bool = True
     weights: Any = None
-
-
-def log_n(z: Tensor) -> float:
-    return math.log(max(len(z), 1))
-
-
-def log_n_row(z: Tensor, p: dict[str, float]) -> Tensor:
-    gain = log_n(z) / math.log(p.get("train_length", 512))
-    return ((max(gain, 1.0) if p.get("clip") else gain) * z).softmax(-1)
-
-
-def bisected(z: Tensor, alpha: float) -> Tensor:
-    """[(α−1) z − τ]_+^{1/(α−1)} with sum 1, τ by bisection."""
-    z = (alpha - 1) * z
-    low, high = z.amax(-1, keepdim=True) - 1, z.amax(-1, keepdim=True)
-    for _ in range(200):
-        middle = (low + high) / 2
-        above = ((z - middle).relu() ** (1 / (alpha - 1))).sum(-1, keepdim=True) > 1
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    return (z - low).relu() ** (1 / (alpha - 1))
-
-
-def kept(z: Tensor, count: int) -> Tensor:
-    """Softmax over the ``count`` largest scores; among equal scores, the first are kept."""
-    w = torch.zeros_like(z)
-    order = sorted(range(len(z)), key=lambda j: (-z[j].item(), j))[:count]
-    w[order] = z[order].softmax(-1)
-    return w
-
-
-def adaptive_row(z: Tensor, p: dict[str, float]) -> Tensor:
-    w = z.softmax(-1)
-    h = -(w * w.clamp(min=1e-300).log()).sum()
-    beta = -0.037 * h**4 + 0.481 * h**3 - 2.3 * h**2 + 4.917 * h - 1.791
-    return ((beta.clamp(min=1) if h > 0.5 else 1) * z).softmax(-1)
-
-
-def asentmax_row(z: Tensor, p: dict[str, float]) -> Tensor:
-    power = log_n(z) ** p.get("gamma", 0.0) if len(z) > 1 else 0.0
-    return bisected((p.get("delta", 1.0) + p.get("beta", math.log(2)) * power) * z, 1.5)
-
-
-def taylor_row(z: Tensor, p: dict[str, float]) -> Tensor:
-    terms = [z**i / math.factorial(i) for i in range(int(p.get("order", 2)) + 1)]
-    total = torch.stack(terms).sum(0)
-    return total / total.sum()
-
-
-def top_p_row(z: Tensor, p: dict[str, float]) -> Tensor:
-    shares = sorted(z.softmax(-1).tolist(), reverse=True)
-    count = 0
-    while count < len(z) and (p["p"] == 1 or sum(shares[:count]) < p["p"]):
-        count += 1
-    return kept(z, count)
 
 
 NO_LINEAR = {"linear": "no linear form"}
@@ -277,6 +234,18 @@ CASES = {
         smooth=False,
         weights=NucleusWeights,
         row=top_p_row,
+    ),
+    "perturb_max": Case(
+        Paper(
+            (0.0, math.sqrt(2)),
+            (0.158655, 0.841345),
+            {},
+            "the difference of two noises is normal with variance 2, and Φ(1) = 0.841345",
+        ),
+        DEFINITION,
+        settings=({"noise": "gumbel", "std": 0.7}, {"std": 0.5}),
+        row=perturbed_row,
+        weights=NoisyMaxWeights,
     ),
     "elu": Case(
         Paper((0.0, 1.0, -math.log(2)), (2 / 7, 4 / 7, 1 / 7), {}, "ψ is 1, 2 and ½"),

@@ -1,23 +1,35 @@
 """Error bounds of weights that have a definition only. See `error_budget` for the assumed errors.
 
-A class here has the interface of `Weights`. The scores with their errors are given; the weights and
-the gradient of the scores are computed as the variant's definition and autograd compute them.
+A class here has the interface of `Weights`, and ``scores``: a function of the parameters that gives
+a form with the variant's scores. These scores with their errors are given; the weights and the
+gradient of the scores are computed as the variant's definition and autograd compute them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
+from torch.special import log_ndtr
 
+from attnzoo.core.activations import EXP
 from attnzoo.core.forms import Pairwise
+from attnzoo.variants.perturb_max import LAST, POINTS, first_point
 from helpers.approx import Approx
-from helpers.weights_budget import EVALUATION, Weights
+from helpers.weights_budget import EVALUATION, Weights, largest
 
 if TYPE_CHECKING:
     from helpers.error_budget import Problem
+
+
+def logits(params: dict[str, Any]) -> Pairwise:
+    """A form whose scores are the logits plus the bias."""
+    return Pairwise(EXP, "sum")
 
 
 def cumulated(x: Approx) -> Approx:
@@ -41,6 +53,8 @@ class NucleusWeights(Weights):
     In a row where a rounding may move a key in or out of the set, every weight may be wrong.
     """
 
+    scores = staticmethod(logits)
+
     def __init__(self, problem: Problem, form: Pairwise, s: Approx, visible: Tensor) -> None:
         share = problem.params["p"]
         whole = Weights(problem, form, s, visible)
@@ -61,6 +75,8 @@ class NucleusWeights(Weights):
 class StickWeights:
     """σ(s_ij) · Π (1 − σ(s_il)) over the keys l between j and i, as e to a sum of logarithms."""
 
+    scores = staticmethod(logits)
+
     def __init__(self, problem: Problem, form: Pairwise, s: Approx, visible: Tensor) -> None:
         earlier = visible & (problem.call.distance > 0)
         own = s.map(logsigmoid, EVALUATION, 1 + s.value.abs())
@@ -80,3 +96,73 @@ class StickWeights:
 
     def vector_gradients(self, ds: Approx, z: Approx) -> dict[str, Approx]:
         return {}
+
+
+class NoisyMaxWeights:
+    """h · Σ_t φ(t − x_j) Π_{l ≠ j} Φ(t − x_l), with x the scores relative to the row maximum.
+
+    The result does not depend on the points t, up to the error of the rule. For up to 1000 keys,
+    this error is below `RULE`.
+    """
+
+    RULE = 1e-14
+
+    @staticmethod
+    def scores(params: dict[str, Any]) -> Pairwise:
+        """A form whose scores are z / std plus the bias."""
+        return Pairwise(EXP, "sum", gain=1 / params["std"])
+
+    def __init__(self, problem: Problem, form: Pairwise, s: Approx, visible: Tensor) -> None:
+        self.visible = visible
+        peak = s.value.masked_fill(~visible, float("-inf"))
+        peak = peak.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+        size = s.value.abs() + largest(s.value)
+        self.x = replace(s, value=s.value - peak).rounded(1, size).where(visible)
+        self.first = first_point(self.x.value, problem.call)
+        self.step = problem.exact((LAST - self.first) / (POINTS - 1))
+        w = self.step * summed([term for term, _, _ in self.terms()])
+        self.w = Approx(w.value, w.error + self.RULE, w.eps).where(visible)
+        self.dropped = self.w.stored(problem.inner) * problem.exact(problem.keep)
+
+    def terms(self) -> Iterator[tuple[Approx, Approx, Approx]]:
+        """For each point t: the term of the sum, t − x, and the derivative of log Φ there."""
+        root = 0.5 * math.log(2 * math.pi)
+        for i in range(POINTS):
+            ahead = replace(self.x, value=self.first + i * self.step.value - self.x.value)
+            # t itself is rounded alike for all keys, which only moves the point.
+            ahead = ahead.rounded(1, ahead.value)
+            below = ahead.map(log_ndtr, EVALUATION, log_ndtr(ahead.value)).where(self.visible)
+            density = ahead.map(lambda a: -a * a / 2 - root, 3, ahead.value.square() + root)
+            log = density + below.sum(-1, keepdim=True) - below
+            size = log.value.exp() * (1 + log.value.abs())
+            steep = slope(ahead.value) * (1 + ahead.value.abs())
+            yield (
+                log.map(torch.exp, EVALUATION, size).where(self.visible),
+                ahead,
+                ahead.map(slope, EVALUATION, steep).where(self.visible),
+            )
+
+    def score_gradient(self, dp: Approx, do: Approx, out: Approx) -> Approx:
+        """h · Σ_t [dP_j T_j (t − x_j) − (log Φ)'_j Σ_{l ≠ j} dP_l T_l]."""
+        parts = []
+        for term, ahead, steep in self.terms():
+            own = dp * term
+            parts.append(own * ahead - steep * (own.sum(-1, keepdim=True) - own))
+        ds = self.step * summed(parts)
+        return replace(ds, error=ds.error + self.RULE * dp.value.abs().sum(-1, keepdim=True))
+
+    def vector_gradients(self, ds: Approx, z: Approx) -> dict[str, Approx]:
+        return {}
+
+
+def summed(parts: list[Approx]) -> Approx:
+    value, error, size = (
+        torch.stack(list(x)).sum(0)
+        for x in zip(*((part.value, part.error, part.value.abs()) for part in parts), strict=True)
+    )
+    return Approx(value, error, parts[0].eps).rounded(len(parts) / 2, size)
+
+
+def slope(x: Tensor) -> Tensor:
+    """(log Φ)'(x) = φ(x) / Φ(x)."""
+    return (-x * x / 2 - log_ndtr(x)).exp() / math.sqrt(2 * math.pi)

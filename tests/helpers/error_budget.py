@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from attnzoo.core.activations import EXP, IDENTITY
+from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Definition, FromStatistics, Linear, Pairwise
 from attnzoo.core.parameters import VECTORS
@@ -83,11 +83,17 @@ class Problem:
         """Keys or values repeated to the number of query heads."""
         return x.repeat_interleave(self.call.group, dim=1)
 
+    @property
+    def weights(self) -> type:
+        """The error analysis of the weights: the case's own if there is no form."""
+        own = self.variant is not None and not self.variant.forms(self.call, **self.params)
+        return CASES[self.variant.name].weights if own else Weights
+
     def form(self, params: dict[str, Any] | None = None) -> Pairwise | Linear:
         forms = self.variant.forms(self.call, **(self.params if params is None else params))
         kinds = (Linear,) if self.backend in SCANS else (Pairwise, Linear)
         found = (form for kind in kinds for form in forms if isinstance(form, kind))
-        return next(found, Pairwise(EXP, "sum"))  # a definition has the scores of a softmax
+        return next(found, None) or CASES[self.variant.name].weights.scores(self.params)
 
 
 @torch.no_grad()
@@ -157,8 +163,7 @@ def analyse(problem: Problem, form: Pairwise) -> dict[str, Approx]:
         s = s.rounded(torch.finfo(problem.dtype).eps / s.eps, gain.value * pairs)
     s = s.rounded(SHIFTS, s.value.abs() + largest(s.value)).where(visible)
 
-    own = None if problem.variant is None else CASES.get(problem.variant.name)
-    weights = ((own and own.weights) or Weights)(problem, form, s, visible)
+    weights = problem.weights(problem, form, s, visible)
     out = weights.dropped @ v
     found = {"out": out.stored(problem.dtype)}
     do = exact(problem.do)

@@ -95,3 +95,59 @@ def test_p_outside_of_0_to_1_raises(p: float) -> None:
 def test_stick_breaking_rejects_calls_that_are_not_causal() -> None:
     with pytest.raises(ValueError, match="is_causal must be True"):
         attnzoo.attention(*qkv(), "stick_breaking")
+
+
+@pytest.mark.parametrize("noise", ["normal", "gumbel"])
+def test_perturb_max_gives_the_frequencies_of_draws(noise: str) -> None:
+    scores = torch.tensor([1.0, 0.3, 0.0, -0.5, -2.0], dtype=torch.float64)
+    draws, generator = 400_000, torch.Generator().manual_seed(0)
+    uniform = torch.rand(draws, 5, generator=generator, dtype=torch.float64)
+    drawn = -(-uniform.log()).log() if noise == "gumbel" else torch.special.ndtri(uniform)
+    first = (scores + 0.6 * drawn).argmax(-1)
+    frequencies = first.bincount(minlength=5) / draws
+    w = attnzoo.probabilities(scores, "perturb_max", noise=noise, std=0.6)
+    deviation = (w * (1 - w) / draws).sqrt()
+    assert bool(((frequencies - w).abs() < 5 * deviation).all())
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "sdpa"])
+def test_perturb_max_with_gumbel_noise_is_softmax_of_scores_over_std(backend: str) -> None:
+    q, k, v = qkv()
+    found = attnzoo.attention(
+        q, k, v, "perturb_max", noise="gumbel", std=0.5, is_causal=True, backend=backend
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=2 / 5**0.5
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 1000, 100_000])
+def test_weights_of_perturb_max_sum_to_1(n: int) -> None:
+    for scores in (torch.zeros(n), torch.linspace(-3, 3, n), 50 * rand(n, seed=1)):
+        w = attnzoo.probabilities(scores.double(), "perturb_max")
+        assert abs(w.sum() - 1) < 1e-12
+        assert bool((w >= 0).all())
+
+
+def test_perturb_max_at_extreme_scores_is_one_hot() -> None:
+    scores = torch.tensor([0.0, 1e30, -1e30], requires_grad=True)
+    w = attnzoo.probabilities(scores, "perturb_max")
+    assert w.tolist() == pytest.approx([0.0, 1.0, 0.0])
+    (gradient,) = torch.autograd.grad(w[1], scores)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"noise": "cauchy"}, ValueError, "noise must be 'normal' or 'gumbel', got 'cauchy'"),
+        ({"noise": 1}, TypeError, "noise must be a str, got 1"),
+        ({"std": 0.0}, ValueError, "std must be above 0, got 0.0"),
+    ],
+)
+def test_wrong_parameters_of_perturb_max_raise(
+    params: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        attnzoo.attention(*qkv(), "perturb_max", **params)
