@@ -8,7 +8,7 @@ behind gets less weight than with softmax, because normal noise is rarely large.
 that leads n − 1 equal keys by Δ falls where √(2 log n) exceeds Δ / σ; with softmax, where log n
 exceeds Δ.
 
-Source: Papandreou & Yuille 2011 (perturb and MAP); Hazan & Jaakkola 2012, arXiv:1206.6410.
+Source: Hazan & Jaakkola 2012, arXiv:1206.6410, for the model with Gumbel noise.
 
 Differences: Weights are exact probabilities, not the frequencies of drawn samples. ALiBi and float
 masks are added to z / σ.
@@ -17,7 +17,8 @@ Notes: Weights with normal noise are an integral over the largest value t,
 w_j = ∫ φ(t − z_j) Π_{l ≠ j} Φ(t − z_l) dt for σ = 1. The trapezoidal rule with 64 points, placed
 for each row, has an error below 1e-12 for up to 100,000 keys. The cost is about 80 times that of
 softmax, in training also in memory; ``tiled`` bounds the memory. std multiplies standard noise;
-standard Gumbel noise has the standard deviation π/√6.
+standard Gumbel noise has the standard deviation π/√6. `losses.perturb_max_loss` computes −log w of
+one class, also where w underflows.
 """
 
 import math

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.losses import linear_loss
-from helpers.cases import VARIANTS, has_rows, rand
+from helpers.cases import WITH_FORMS, has_rows, rand
 from helpers.loss_definitions import dense_linear
 
 
@@ -186,8 +186,8 @@ def by_definition(inputs: Inputs) -> dict[str, Tensor]:
 # ---- one variant at a time, with small inputs ---
 
 # The others have no pairwise form for rows, depend on positions or can give the target weight 0.
-WITHOUT = ("adaptive_temperature", "relu", "relu2", "softpick", "top_p")
-LOSSES = [v for v in VARIANTS if v not in WITHOUT and has_rows(v)]
+WITHOUT = ("adaptive_temperature", "relu", "relu2", "softpick")
+LOSSES = [v for v in WITH_FORMS if v not in WITHOUT and has_rows(v)]
 # One variant for each way to compute a loss.
 QUICK = ("softmax", "sink", "entmax", "sigmoid", "taylor", "topk")
 LEARNED = {

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
+import attnzoo.losses
 from helpers.cases import rand
 
 BACKENDS = ["eager", "tiled"]
@@ -108,6 +109,16 @@ def test_perturb_max_gives_the_frequencies_of_draws(noise: str) -> None:
     w = attnzoo.probabilities(scores, "perturb_max", noise=noise, std=0.6)
     deviation = (w * (1 - w) / draws).sqrt()
     assert bool(((frequencies - w).abs() < 5 * deviation).all())
+
+
+def test_perturb_max_agrees_with_the_loss_of_each_class() -> None:
+    """The loss has other points for its quadrature, and one class at a time."""
+    scores = 3 * rand(40, seed=2)
+    w = attnzoo.probabilities(scores, "perturb_max", std=0.8)
+    each = attnzoo.losses.perturb_max_loss(
+        scores.expand(40, 40), torch.eye(40).double(), torch.arange(40), std=0.8, reduction="none"
+    )
+    torch.testing.assert_close(-w.log(), each, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "sdpa"])
