@@ -109,12 +109,16 @@ def _check_param(what: str, param: Param) -> None:
     for field in ("per_token", "per_key", "host_sink", "init", "between"):
         if param.kind != "per_head" and getattr(param, field) not in (None, False):
             raise ValueError(f"{what}: {field} requires kind 'per_head', got kind {param.kind!r}")
+    if param.kind in ("per_head", "tensor") and param.in_eval is not None:
+        raise ValueError(f"{what}: in_eval must be None for kind {param.kind!r}")
     # A default or an initial value cannot be a tensor, so its error must not suggest one.
     number = replace(param, kind="float") if param.kind == "per_head" else param
     if param.default is not REQUIRED and param.default is not None:
         check_value(f"{what}: default", number, param.default)
     if param.init is not None:
         check_value(f"{what}: init", number, param.init, torch.float32)
+    if param.in_eval is not None:
+        check_value(f"{what}: in_eval", param, param.in_eval)
     if param.between is None:
         return
     ends = param.between

@@ -70,6 +70,8 @@ class Param:
         check: ``check(value) -> bool`` for a number or a str, elementwise for a tensor; None
             accepts all finite values.
         allowed: What ``check`` accepts, in words that follow "must be".
+        in_eval: Value that modules pass in evaluation mode; None: the value that they hold. Not for
+            the kinds "per_head" and "tensor".
         between: Open interval (low, high) in which a learned value is kept. Only for kind
             "per_head".
 
@@ -93,6 +95,7 @@ class Param:
     size: Callable[[int], tuple[int, ...]] | None = None
     projection: Projection | None = None
     host_sink: bool = False
+    in_eval: Any = None
 
 
 def no_forms(call: Call, **params: Any) -> tuple[Form, ...]:

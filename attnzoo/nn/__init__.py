@@ -9,6 +9,7 @@ from attnzoo.nn.multihead import MultiheadAttention
 from attnzoo.nn.optimizer import parameter_groups
 from attnzoo.nn.output_layer import OutputLayer, TargetLoss
 from attnzoo.nn.replacing import replace
+from attnzoo.nn.schedule import ParameterSchedule
 from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
 
@@ -20,6 +21,7 @@ __all__ = [
     "MixtureOutput",
     "MultiheadAttention",
     "OutputLayer",
+    "ParameterSchedule",
     "StateCache",
     "TargetLoss",
     "Taylor",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import DTYPES, check_dense, did_you_mean, shown
+from attnzoo.core.checks import DTYPES, check_dense, did_you_mean, is_number, shown
 from attnzoo.core.parameters import check_entries, check_value, missing
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import REQUIRED, Param
@@ -163,7 +163,14 @@ class VariantParameters(nn.Module):
 
     def _params(self) -> dict[str, Any]:
         """The parameters that the module owns. A sharded tensor is replaced by this rank's part."""
-        return {spec.name: local(getattr(self, spec.name)) for spec in self._owned()}
+        found = {spec.name: local(getattr(self, spec.name)) for spec in self._owned()}
+        if not self.training:
+            found |= {p.name: p.in_eval for p in self._owned() if p.in_eval is not None}
+        return found
+
+    def settings(self) -> list[Param]:
+        """The parameters of the module that are numbers and not learned."""
+        return [spec for spec in self._owned() if is_number(getattr(self, spec.name))]
 
     def _owned(self) -> list[Param]:
         return [spec for spec in self._specs(self.variant) if spec.name not in self.given]

@@ -23,7 +23,7 @@ import attnzoo
 from attnzoo.backends.selection import candidates
 from attnzoo.functional.linear_attention import scan_for
 from attnzoo.functional.prepare import prepare
-from helpers.cases import CAUSAL_ONLY, NO_LSE, VARIANTS, params_of, rand
+from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import FLASH
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,7 @@ def test_shapes_dtypes_and_strides_on_meta(variant: str) -> None:
     leaves = [torch.empty(shape, **kind) for shape in shapes]
     q, k, v = (x.transpose(1, 2) for x in leaves)
     options: dict[str, Any] = {"return_lse": True} if variant not in NO_LSE else {}
-    required = params_of(variant) if variant in CAUSAL_ONLY else {}
+    required = params_of(variant)
     out = attnzoo.attention(
         q, k, v, variant, enable_gqa=True, is_causal=True, backend="flash", **options, **required
     )

@@ -247,6 +247,12 @@ CASES = {
         row=perturbed_row,
         weights=NoisyMaxWeights,
     ),
+    "noisy": Case(
+        Paper((0.0, math.log(3)), (1 / 4, 3 / 4), {"std": 0.0}, "softmax without noise"),
+        SOFTMAX,
+        params={"std": 0.0},
+        row=lambda z, p: z.softmax(-1),
+    ),
     "elu": Case(
         Paper((0.0, 1.0, -math.log(2)), (2 / 7, 4 / 7, 1 / 7), {}, "ψ is 1, 2 and ½"),
         LINEAR,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import attnzoo
 import attnzoo.losses
+from attnzoo.backends.tiled import blocks
 from helpers.cases import rand
 
 BACKENDS = ["eager", "tiled"]
@@ -162,3 +163,46 @@ def test_wrong_parameters_of_perturb_max_raise(
 ) -> None:
     with pytest.raises(error, match=message):
         attnzoo.attention(*qkv(), "perturb_max", **params)
+
+
+def test_noisy_is_softmax_of_logits_plus_normal_noise() -> None:
+    q, k, v = qkv()
+    torch.manual_seed(3)
+    found = attnzoo.attention(q, k, v, "noisy", std=0.7, is_causal=True, backend="eager")
+    torch.manual_seed(3)
+    z = q @ k.mT / 5**0.5
+    s = z + 0.7 * torch.randn_like(z)
+    s = s.masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), float("-inf"))
+    torch.testing.assert_close(found, s.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_noise_is_the_same_forward_and_backward(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SCORES", 40)  # several blocks
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return attnzoo.attention(q, k, v, "noisy", std=1.0, is_causal=True, backend=backend)
+
+    leaves = [x[:1, :2, :6].requires_grad_() for x in qkv()]
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_noise_has_the_given_deviation(backend: str) -> None:
+    """With two equal keys, the log ratio of the weights is normal with deviation √2 · std."""
+    q = torch.zeros(1, 1, 20_000, 1, dtype=torch.float64)
+    k, v = torch.zeros(1, 1, 2, 1).double(), torch.tensor([0.0, 1.0]).double().view(1, 1, 2, 1)
+    torch.manual_seed(0)
+    w = attnzoo.attention(q, k, v, "noisy", std=0.3, backend=backend)
+    ratios = w.logit()
+    assert abs(ratios.mean()) < 5 * 0.43 / 20_000**0.5
+    assert abs(ratios.std() - 0.3 * 2**0.5) < 0.01
+
+
+@pytest.mark.parametrize("std", [-0.1, float("nan")])
+def test_a_negative_std_of_noisy_raises(std: float) -> None:
+    with pytest.raises(ValueError, match="std must be at least 0"):
+        attnzoo.attention(*qkv(), "noisy", std=std)
