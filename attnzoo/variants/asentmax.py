@@ -1,23 +1,30 @@
 """asentmax: entmax with α = 1.5 and a gain that can grow with the logarithm of the number of keys.
 
 Formula:
-    w_i = entmax_1.5((δ + β (log n_i)^γ) · z_i),  n_i = number of keys visible to query i
+    w_i = entmax_1.5(g_i · z_i),  g_i = c·(δ + β (log(n_i + extra))^γ) + 1 − c
+    n_i = number of keys visible to query i, c = scaled
 
 Effect: Keys whose logit is 2/gain or more below the largest have weight exactly 0, and a key that
 leads all others by that much has weight 1. With γ > 0 the gain grows with n, so a smaller lead is
 enough; at the initial γ = 0 the gain is δ + β for every n > 1.
 
 Initial values: β = log 2 and γ = 0, which the paper's projections give at W = 0. δ = 1 and is not
-learned by default.
+learned by default. c = 1, so all heads are scaled.
 
 Source: Vasylenko et al. 2025, arXiv:2506.16640.
 
-Differences: Rows with n_i ≤ 1 have gain δ, and β and γ get no gradient from them. In the paper
-β = softplus(W_β x) and γ = 2 tanh(W_γ x) for every token; pass such tensors (B, H, Nq), or learn
-one plain number per head, without softplus and tanh.
+Differences: Rows with n_i + extra ≤ 1 have gain δ, and β and γ get no gradient from them. In the
+paper β = softplus(W_β x) and γ = 2 tanh(W_γ x) for every token; pass such tensors (B, H, Nq), or
+learn one plain number per head, without softplus and tanh.
+
+Notes: The authors' code, github.com/deep-spin/asentmax, uses the position encoding `nape`, scales
+only the heads without positions, starts the logarithm at log 2, and draws β from U(0.1, 1) and γ
+from N(0, 0.1). For the same, pass ``extra=1``, ``scaled`` = 1 in the first half of the heads and 0
+in the second, and drawn tensors β and γ, (H,).
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,22 +36,30 @@ from attnzoo.core.variant import Param, Variant
 from attnzoo.variants.entmax import project15
 
 
-def gain(log_n: Tensor, beta: PerQuery, gamma: PerQuery, delta: PerQuery) -> Tensor:
+def log_count(call: Call, extra: int) -> Tensor:
+    return (call.counts + extra).clamp(min=1).log() if extra else call.log_n
+
+
+def gain(
+    log_n: Tensor, beta: PerQuery, gamma: PerQuery, delta: PerQuery, scaled: PerQuery
+) -> Tensor:
     many = log_n > 0  # n > 1
     # (log 1)^γ is 0, 1 or infinite, depending on γ. Rows with n = 1 therefore omit β (log n)^γ.
     power = torch.where(many, log_n, torch.ones_like(log_n)) ** gamma
-    return delta + torch.where(many, beta * power, torch.zeros_like(power))
+    grown = delta + torch.where(many, beta * power, torch.zeros_like(power))
+    if not isinstance(scaled, Tensor) and scaled == 1:
+        return grown
+    return scaled * grown + (1 - scaled)
 
 
-def weights(
-    q: Tensor, k: Tensor, call: Call, beta: PerQuery, gamma: PerQuery, delta: PerQuery
-) -> Tensor:
-    s = gain(call.log_n[..., None], beta, gamma, delta) * call.scores(q, k) + call.bias
-    return project15(s, call)
+def weights(q: Tensor, k: Tensor, call: Call, extra: int, **params: Any) -> Tensor:
+    own = gain(log_count(call, extra)[..., None], **params)
+    return project15(own * call.scores(q, k) + call.bias, call)
 
 
-def forms(call: Call, beta: PerQuery, gamma: PerQuery, delta: PerQuery) -> tuple[Form, ...]:
-    return (Pairwise(ENTMAX15, "threshold", gain=gain(call.log_n, beta, gamma, delta)),)
+def forms(call: Call, extra: int, **params: Any) -> tuple[Form, ...]:
+    own = gain(log_count(call, extra), **params)
+    return (Pairwise(ENTMAX15, "threshold", gain=own),)
 
 
 VARIANT = Variant(
@@ -73,6 +88,19 @@ VARIANT = Variant(
             1.0,
             doc="δ, constant part of the gain; a number, one per head (H,), or (B, H, Nq)",
             per_token=True,
+        ),
+        Param(
+            "extra",
+            0,
+            kind="int",
+            doc="added to the number of keys before the logarithm",
+            check=lambda x: x >= 0,
+            allowed="at least 0",
+        ),
+        Param(
+            "scaled",
+            1.0,
+            doc="share of the gain, 0 for a gain of 1; a number, or one per head (H,)",
         ),
     ),
     forms=forms,

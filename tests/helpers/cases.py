@@ -175,7 +175,10 @@ CASES = {
         PAIRWISE,
         learned={"beta": (0.3, 0.9), "gamma": (-0.8, 0.8), "delta": (0.7, 1.2)},
         per_token=True,
-        settings=({"beta": 0.5, "gamma": 2.0, "delta": 0.5},),
+        settings=(
+            {"beta": 0.5, "gamma": 2.0, "delta": 0.5},
+            {"beta": 0.5, "gamma": 1.0, "extra": 1, "scaled": 0.25},
+        ),
         smooth=False,
         row=asentmax_row,
     ),

@@ -48,8 +48,10 @@ def adaptive_row(z: Tensor, p: dict[str, Any]) -> Tensor:
 
 
 def asentmax_row(z: Tensor, p: dict[str, Any]) -> Tensor:
-    power = log_n(z) ** p.get("gamma", 0.0) if len(z) > 1 else 0.0
-    return bisected((p.get("delta", 1.0) + p.get("beta", math.log(2)) * power) * z, 1.5)
+    n, share = len(z) + p.get("extra", 0), p.get("scaled", 1.0)
+    power = math.log(n) ** p.get("gamma", 0.0) if n > 1 else 0.0
+    gain = p.get("delta", 1.0) + p.get("beta", math.log(2)) * power
+    return bisected((share * gain + 1 - share) * z, 1.5)
 
 
 def taylor_row(z: Tensor, p: dict[str, Any]) -> Tensor:

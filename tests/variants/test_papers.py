@@ -164,6 +164,34 @@ def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
     agree(grads(ours, q, *values), grads(theirs, q, *values))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_asentmax_as_its_authors_released_it(backend: str) -> None:
+    """Heads 0 and 1 have the gain 1 + β (log(i + 2))^γ at position i = 0, 1, …; 2 and 3, ALiBi."""
+    q, k, v = (rand(2, 4, 9, 6, seed=i) for i in range(3))
+    generator = torch.Generator().manual_seed(7)
+    beta = 0.1 + 0.9 * torch.rand(4, generator=generator).double()
+    gamma = 0.1 * torch.randn(4, generator=generator).double()
+    slopes = torch.tensor([0.0, 0.0, 0.25, 0.0625], dtype=torch.float64)
+    scaled = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+
+    def theirs(q: Tensor, beta: Tensor, gamma: Tensor) -> Tensor:
+        position = torch.arange(9, dtype=torch.float64)
+        grown = 1 + beta[:2, None] * (position + 2).log() ** gamma[:2, None]
+        gain = torch.cat([grown, torch.ones(2, 9, dtype=torch.float64)])
+        away = (position[:, None] - position).abs()
+        scores = gain[..., None] * (q @ k.mT / 6**0.5) - slopes[:, None, None] * away
+        later = torch.ones(9, 9, dtype=torch.bool).triu(1)
+        return package.entmax15(scores.masked_fill(later, -1e6), dim=-1) @ v
+
+    def ours(q: Tensor, beta: Tensor, gamma: Tensor) -> Tensor:
+        return attnzoo.attention(
+            q, k, v, "asentmax", is_causal=True, alibi=slopes, backend=backend,
+            beta=beta, gamma=gamma, extra=1, scaled=scaled,
+        )  # fmt: skip
+
+    agree(grads(ours, q, beta, gamma), grads(theirs, q, beta, gamma))
+
+
 # ---- other variants ---------------------------------------------------------------------------
 
 
