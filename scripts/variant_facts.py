@@ -58,7 +58,7 @@ def default(param: attnzoo.Param) -> str:
 
 def linked(text: str) -> str:
     """The text with a link for each arXiv number."""
-    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+    return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
 def typeset(formula: str) -> str:

@@ -186,6 +186,11 @@ class Variant:
     output_defaults: dict[str, Any] | None = None
 
     @property
+    def in_eval(self) -> dict[str, Any]:
+        """The parameters that modules replace in evaluation mode, with their values there."""
+        return {p.name: p.in_eval for p in self.params if p.in_eval is not None}
+
+    @property
     def by_position(self) -> bool:
         """Whether weights depend on positions."""
         return self.positional or self.absolute

@@ -165,7 +165,7 @@ class VariantParameters(nn.Module):
         """The parameters that the module owns. A sharded tensor is replaced by this rank's part."""
         found = {spec.name: local(getattr(self, spec.name)) for spec in self._owned()}
         if not self.training:
-            found |= {p.name: p.in_eval for p in self._owned() if p.in_eval is not None}
+            found |= get_variant(self.variant).in_eval
         return found
 
     def settings(self) -> list[Param]:

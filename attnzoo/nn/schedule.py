@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from attnzoo.core.checks import is_int, shown
+from attnzoo.core.checks import did_you_mean, is_int, shown
 from attnzoo.core.parameters import check_value
 from attnzoo.nn.parameters import VariantParameters
 
@@ -25,8 +25,12 @@ class ParameterSchedule:
         value: A function that returns the setting for a step, counted from 0.
 
     Raises:
-        ValueError: no layer has this setting, or a value is not allowed.
-        TypeError: ``value`` is not a function.
+        ValueError: no layer has this setting, or a value is not allowed. No layer changes.
+        TypeError: ``model`` is not a module, ``value`` is not a function, or it returns no number.
+
+    Notes:
+        ``save_pretrained`` of a converted Hugging Face model stores the values given to `convert`,
+        not those of the schedule. After loading, set them again with ``load_state_dict``.
 
     Example:
         >>> import attnzoo
@@ -42,22 +46,20 @@ class ParameterSchedule:
             raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
         if not callable(value):
             raise TypeError(f"value must be a function of the step, got {shown(value)}")
-        self.name, self.value, self.last_step = name, value, 0
-        self.layers = [
-            (layer, spec)
-            for layer in model.modules()
-            if isinstance(layer, VariantParameters)
-            for spec in layer.settings()
-            if spec.name == name
-        ]
+        self.name, self.value = name, value
+        owners = [x for x in model.modules() if isinstance(x, VariantParameters)]
+        self.layers = [x for x in owners if name in [spec.name for spec in x.settings()]]
         if not self.layers:
-            raise ValueError(f"name must be a setting of a layer of the model, got {shown(name)}")
-        self._set()
+            known = sorted({spec.name for x in owners for spec in x.settings()})
+            raise ValueError(
+                f"name must be a setting of a layer, one of: {', '.join(known) or 'none'}; got "
+                f"{shown(name)}{did_you_mean(name, known)}"
+            )
+        self._set(0)
 
     def step(self) -> None:
         """Sets the value of the next step."""
-        self.last_step += 1
-        self._set()
+        self._set(self.last_step + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """The step, for a checkpoint. Settings are not part of a model's state dict."""
@@ -65,15 +67,22 @@ class ParameterSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state of `state_dict`, and sets the value of its step."""
-        step = state["last_step"]
+        step = state.get("last_step") if isinstance(state, dict) else None
         if not is_int(step) or step < 0:
-            raise ValueError(f"last_step must be an int of at least 0, got {shown(step)}")
-        self.last_step = step
-        self._set()
+            raise ValueError(
+                f"state must be {{'last_step': an int of at least 0}}, got {shown(state)}"
+            )
+        self._set(step)
 
-    def _set(self) -> None:
-        found = self.value(self.last_step)
-        what = f"value({self.last_step}) of {self.name}"
-        checked = [(layer, check_value(what, spec, found)) for layer, spec in self.layers]
-        for layer, number in checked:
+    def _set(self, step: int) -> None:
+        found = self.value(step)
+        what = f"value({step}) of {self.name}"
+        checked = [
+            check_value(what, spec, found)
+            for layer in self.layers
+            for spec in layer.settings()
+            if spec.name == self.name
+        ]
+        for layer, number in zip(self.layers, checked, strict=True):
             setattr(layer, self.name, number)
+        self.last_step = step

@@ -100,7 +100,8 @@ VARIANT = Variant(
         Param(
             "scaled",
             1.0,
-            doc="share of the gain, 0 for a gain of 1; a number, or one per head (H,)",
+            doc="share of the gain, 0 for a gain of 1; a number, one per head (H,), or (B, H, Nq)",
+            per_token=True,
         ),
     ),
     forms=forms,

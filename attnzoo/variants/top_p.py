@@ -30,7 +30,9 @@ def scores(q: Tensor, k: Tensor, call: Call, p: float) -> Tensor:
         ordered, order = call.hide(s).sort(stable=True, dim=-1, descending=True)
         own = ordered.softmax(-1)
         before = torch.nn.functional.pad(own.cumsum(-1), (1, 0))[..., :-1]
-        dropped = torch.zeros_like(s, dtype=torch.bool).scatter(-1, order, before >= p)
+        over = before >= p
+        over[..., :1] = False  # the first key stays, also if p is 0 in the dtype
+        dropped = torch.zeros_like(s, dtype=torch.bool).scatter(-1, order, over)
         # Hidden keys are not dropped, because a row without visible keys would then be all −∞.
         dropped = call.zero_hidden(dropped)
     return s.masked_fill(dropped, float("-inf"))

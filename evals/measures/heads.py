@@ -39,9 +39,12 @@ _PASSED = ("is_causal", "alibi", "scale")
 
 
 def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
-    """The variant's parameters in a module, by name: numbers and learned tensors (H,)."""
-    names = [param.name for param in attnzoo.get_variant(attention.variant).params]
-    return {name: getattr(attention, name) for name in names}
+    """The variant's parameters in a module in evaluation mode, by name: numbers and learned tensors
+    (H,)."""
+    variant = attnzoo.get_variant(attention.variant)
+    return {
+        param.name: getattr(attention, param.name) for param in variant.params
+    } | variant.in_eval
 
 
 def learned(model: nn.Module) -> dict[str, list[float]]:
@@ -63,7 +66,8 @@ def learned(model: nn.Module) -> dict[str, list[float]]:
 def fixed(call: VariantCall, num_heads: int, like: nn.Module) -> attnzoo.nn.Attention:
     """The module of a variant that is substituted at inference: it has no learned parameters."""
     device = next(like.parameters()).device
-    return attnzoo.nn.Attention(call.name, num_heads, learn=(), **call.params).to(device)
+    module = attnzoo.nn.Attention(call.name, num_heads, learn=(), **call.params)
+    return module.to(device).eval()
 
 
 @contextmanager
@@ -194,7 +198,11 @@ def head(own: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def weights_at(z: Tensor, variant: str, params: dict[str, Any]) -> Tensor:
-    """The weights (B, n) of a variant at scores (B, n), computed with q = 1 and k = z."""
+    """The weights (B, n) of a variant at scores (B, n), computed with q = 1 and k = z.
+
+    Noise that belongs to training is left out.
+    """
+    params = {**params, **attnzoo.get_variant(variant).in_eval}
     k = z[:, None, :, None]
     one = z.new_ones(len(z), 1, 1, 1)
     return attnzoo.attention_weights(one, k, k, variant, scale=1.0, **params)[:, 0, 0]

@@ -41,8 +41,9 @@ SHRINKING_FROM = 1024  # the leading term is checked only for n >= 1024
 def top_weights(scores: Tensor, variant: str, params: Mapping[str, Any]) -> Tensor:
     """The largest weights (B, H) of a variant at scores (B, H, n), in fp64.
 
-    A parameter is a number or a tensor (H,).
+    A parameter is a number or a tensor (H,). Noise that belongs to training is left out.
     """
+    params = {**params, **attnzoo.get_variant(variant).in_eval}
     k = scores.double()[..., None]
     q = torch.ones(*k.shape[:2], 1, 1, dtype=k.dtype)
     return attnzoo.attention_weights(q, k, k, variant, scale=1.0, **params).amax((-2, -1))

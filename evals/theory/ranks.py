@@ -62,7 +62,8 @@ def attention_matrix(
     """Weights A (tokens, tokens) of non-causal attention with Gaussian Q and K (tokens, width)."""
     draw = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, 1, 1, tokens, width, dtype=torch.float64, generator=draw).to(dtype)
-    return attnzoo.attention_weights(q, k, k, variant.name, **variant.params)[0, 0]
+    params = variant.params | attnzoo.get_variant(variant.name).in_eval
+    return attnzoo.attention_weights(q, k, k, variant.name, **params)[0, 0]
 
 
 def _text(found: int | None) -> str:

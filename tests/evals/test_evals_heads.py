@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import attnzoo
-from evals.measures.heads import Watch
+from commandline.variants import VariantCall
+from evals.measures.heads import Watch, substituted
 from evals.task import HeadSample
 
 
@@ -64,3 +65,11 @@ def test_a_query_whose_weights_are_all_zero_has_no_effective_keys() -> None:
         attention(torch.ones(1, 1, 1, 2), k, k)
     found = watch.curves()
     assert found["head_weight_sum"].item() == found["head_n_eff"].item() == 0
+
+
+def test_a_substituted_variant_is_in_evaluation_mode() -> None:
+    model = attnzoo.nn.Transformer(8, 16, 2, 2).eval()
+    tokens = torch.arange(7)[None]
+    plain = model(tokens)
+    with substituted(model, VariantCall("noisy", (("std", 1.0),))):
+        assert torch.equal(model(tokens), plain)

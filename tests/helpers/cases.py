@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from helpers.definition_budget import NoisyMaxWeights, NucleusWeights, StickWeights
+from helpers.definition_budget import PerturbMaxWeights, StickBreakingWeights, TopPWeights
 from helpers.row_formulas import (
     adaptive_row,
     asentmax_row,
@@ -173,7 +173,7 @@ CASES = {
             {"beta": 2 / math.log(2) ** 2, "gamma": 2.0, "delta": 0.0},
         ),
         PAIRWISE,
-        learned={"beta": (0.3, 0.9), "gamma": (-0.8, 0.8), "delta": (0.7, 1.2)},
+        learned={"beta": (0.3, 0.9), "gamma": (-0.8, 0.8), "delta": (0.7, 1.2), "scaled": (0.2, 1)},
         per_token=True,
         settings=(
             {"beta": 0.5, "gamma": 2.0, "delta": 0.5},
@@ -223,7 +223,7 @@ CASES = {
             "the last key is the query's own; the one before takes ½, the first ½ of the rest",
         ),
         DEFINITION,
-        weights=StickWeights,
+        weights=StickBreakingWeights,
     ),
     "top_p": Case(
         Paper(
@@ -235,7 +235,7 @@ CASES = {
         DEFINITION,
         settings=({"p": 0.3}, {"p": 1.0}),
         smooth=False,
-        weights=NucleusWeights,
+        weights=TopPWeights,
         row=top_p_row,
     ),
     "perturb_max": Case(
@@ -248,7 +248,7 @@ CASES = {
         DEFINITION,
         settings=({"noise": "gumbel", "std": 0.7}, {"std": 0.5}),
         row=perturbed_row,
-        weights=NoisyMaxWeights,
+        weights=PerturbMaxWeights,
     ),
     "noisy": Case(
         Paper((0.0, math.log(3)), (1 / 4, 3 / 4), {"std": 0.0}, "softmax without noise"),

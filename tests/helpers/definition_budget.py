@@ -47,7 +47,7 @@ def shifted(x: Approx, places: tuple[int, int]) -> Approx:
     return Approx(pad(x.value, places), pad(x.error, places), x.eps)
 
 
-class NucleusWeights(Weights):
+class TopPWeights(Weights):
     """A softmax over the keys that the definition keeps.
 
     In a row where a rounding may move a key in or out of the set, every weight may be wrong.
@@ -72,7 +72,7 @@ class NucleusWeights(Weights):
             x.error.add_(near.to(x.error))
 
 
-class StickWeights:
+class StickBreakingWeights:
     """σ(s_ij) · Π (1 − σ(s_il)) over the keys l between j and i, as e to a sum of logarithms."""
 
     scores = staticmethod(logits)
@@ -98,7 +98,7 @@ class StickWeights:
         return {}
 
 
-class NoisyMaxWeights:
+class PerturbMaxWeights:
     """h · Σ_t φ(t − x_j) Π_{l ≠ j} Φ(t − x_l), with x the scores relative to the row maximum.
 
     The result does not depend on the points t, up to the error of the rule. For up to 1000 keys,

@@ -44,7 +44,8 @@ def test_a_given_parameter_beside_learned_ones() -> None:
     assert module.given == ("gamma",)
     assert [name for name, _ in module.named_parameters()] == ["beta"]
     assert repr(module) == (
-        "Attention('asentmax', num_heads=4, beta=0.6931 (learned), delta=0.5, given=('gamma',))"
+        "Attention('asentmax', num_heads=4, beta=0.6931 (learned), delta=0.5, extra=0, scaled=1.0, "
+        "given=('gamma',))"
     )
     per_token = rand(2, 4, 7, seed=3)
     q, k, v = qkv()

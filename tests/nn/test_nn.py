@@ -219,7 +219,7 @@ def test_extra_repr_is_readable() -> None:
         "sigmoid": "Attention('sigmoid', num_heads=4, bias=None)",
         "asentmax": (
             "Attention('asentmax', num_heads=4, beta=0.6931 (learned), gamma=0 (learned), "
-            "delta=1.0)"
+            "delta=1.0, extra=0, scaled=1.0)"
         ),
         "cosformer": "Attention('cosformer', num_heads=4, max_length=256)",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -48,7 +49,9 @@ def test_a_schedule_continues_from_its_state() -> None:
     other.load_state_dict(state)
     other.step()
     assert layer.attend.std == 0.25
-    with pytest.raises(ValueError, match="last_step must be an int of at least 0, got -1"):
+    with pytest.raises(
+        ValueError, match="'last_step': an int of at least 0}, got {'last_step': -1}"
+    ):
         other.load_state_dict({"last_step": -1})
 
 
@@ -61,14 +64,14 @@ def test_a_schedule_changes_a_fixed_parameter_per_head() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((Attention("softmax", 2), "std", float), ValueError, "name must be a setting .*'std'"),
-        ((Attention("sink", 2), "b", float), ValueError, "name must be a setting .*'b'"),
+        ((Attention("softmax", 2), "std", float), ValueError, "one of: none; got 'std'"),
+        ((Attention("sink", 2), "b", float), ValueError, "one of: none; got 'b'"),
         ((Attention("noisy", 2, std=1.0), "std", 3), TypeError, "value must be a function"),
         (("x", "std", float), TypeError, "model must be a torch.nn.Module"),
         (
             (Attention("noisy", 2, std=1.0), "std", lambda step: -1.0),
             ValueError,
-            r"value\(0\) of std must be at least 0, got -1.0",
+            r"value\(0\) of std must be from 0 to 1e30, got -1.0",
         ),
     ],
 )
@@ -80,6 +83,24 @@ def test_wrong_arguments_raise(arguments: Any, error: type[Exception], message: 
 def test_a_wrong_value_changes_no_layer() -> None:
     model = torch.nn.ModuleList([Attention("noisy", 2, std=1.0), Attention("noisy", 2, std=1.0)])
     schedule = ParameterSchedule(model, "std", lambda step: 0.5 if step == 0 else -1.0)
-    with pytest.raises(ValueError, match="must be at least 0"):
+    with pytest.raises(ValueError, match="must be from 0 to 1e30"):
         schedule.step()
     assert [layer.std for layer in model] == [0.5, 0.5]
+    assert schedule.last_step == 0
+
+
+def half(step: int) -> float:
+    return 0.5**step
+
+
+def test_a_schedule_and_its_model_can_be_pickled() -> None:
+    schedule = pickle.loads(
+        pickle.dumps(ParameterSchedule(Attention("noisy", 2, std=1.0), "std", half))
+    )
+    schedule.step()
+    assert schedule.layers[0].std == 0.5
+
+
+def test_a_wrong_name_lists_the_settings() -> None:
+    with pytest.raises(ValueError, match="one of: std; got 'sdt'; did you mean 'std'"):
+        ParameterSchedule(Attention("noisy", 2, std=1.0), "sdt", half)

@@ -119,7 +119,7 @@ def test_perturb_max_agrees_with_the_loss_of_each_class() -> None:
     each = attnzoo.losses.perturb_max_loss(
         scores.expand(40, 40), torch.eye(40).double(), torch.arange(40), std=0.8, reduction="none"
     )
-    torch.testing.assert_close(-w.log(), each, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(w, (-each).exp(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "sdpa"])
@@ -136,9 +136,10 @@ def test_perturb_max_with_gumbel_noise_is_softmax_of_scores_over_std(backend: st
 
 @pytest.mark.parametrize("n", [1, 2, 10, 1000, 100_000])
 def test_weights_of_perturb_max_sum_to_1(n: int) -> None:
-    for scores in (torch.zeros(n), torch.linspace(-3, 3, n), 50 * rand(n, seed=1)):
+    ahead = [lead * torch.nn.functional.one_hot(torch.tensor(0), n) for lead in (3, 4, 5, 6, 7)]
+    for scores in (torch.zeros(n), torch.linspace(-3, 3, n), 50 * rand(n, seed=1), *ahead):
         w = attnzoo.probabilities(scores.double(), "perturb_max")
-        assert abs(w.sum() - 1) < 1e-12
+        assert abs(w.sum() - 1) < 1e-10
         assert bool((w >= 0).all())
 
 
@@ -150,12 +151,33 @@ def test_perturb_max_at_extreme_scores_is_one_hot() -> None:
     assert bool(gradient.isfinite().all())
 
 
+@pytest.mark.parametrize("large", [1e4, 1e5, 1e10, 1e30])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hidden_keys_with_large_scores_give_perturb_max_no_gradient(
+    dtype: torch.dtype, backend: str, large: float
+) -> None:
+    q = torch.ones(1, 1, 2, 1, dtype=dtype, requires_grad=True)
+    k = torch.tensor([0.0, large], dtype=dtype).view(1, 1, 2, 1).requires_grad_()
+    v = torch.ones_like(q)
+    options = {"is_causal": True, "scale": 1.0, "backend": backend}
+    out = attnzoo.attention(q, k, v, "perturb_max", **options)
+    dq, dk = torch.autograd.grad(out[..., 0, :].sum(), [q, k])
+    assert bool(dq.isfinite().all())
+    assert bool(dk.isfinite().all())
+    assert dk[0, 0, 1] == 0
+
+
+def test_top_p_keeps_one_key_if_p_is_0_in_the_dtype() -> None:
+    assert attnzoo.probabilities(torch.tensor([1.0, 3.0]), "top_p", p=1e-46).tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
         ({"noise": "cauchy"}, ValueError, "noise must be 'normal' or 'gumbel', got 'cauchy'"),
         ({"noise": 1}, TypeError, "noise must be a str, got 1"),
-        ({"std": 0.0}, ValueError, "std must be above 0, got 0.0"),
+        ({"std": 0.0}, ValueError, "std must be at least 1e-30, got 0.0"),
     ],
 )
 def test_wrong_parameters_of_perturb_max_raise(
@@ -204,5 +226,5 @@ def test_noise_has_the_given_deviation(backend: str) -> None:
 
 @pytest.mark.parametrize("std", [-0.1, float("nan")])
 def test_a_negative_std_of_noisy_raises(std: float) -> None:
-    with pytest.raises(ValueError, match="std must be at least 0"):
+    with pytest.raises(ValueError, match="std must be from 0 to 1e30"):
         attnzoo.attention(*qkv(), "noisy", std=std)

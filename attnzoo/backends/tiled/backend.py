@@ -82,11 +82,8 @@ def _by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Definition
 ) -> tuple[Tensor, Tensor | None]:
     reject_transforms("tiled", q, k, v, call.mask, call.alibi)
-    if 0 in (
-        call.batch,
-        call.queries,
-        call.keys,
-    ):  # without blocks, the output would have no gradient
+    # Without blocks, the output would have no gradient.
+    if 0 in (call.batch, call.queries, call.keys):
         return eager.run(q, k, v, call, form)
     call = call.with_whole_rows(places=get_variant(form.name).absolute)
     # Inputs are cast once, so that gradients of the blocks are summed in call.dtype.

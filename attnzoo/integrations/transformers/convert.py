@@ -130,7 +130,7 @@ def convert(
         children[name] = Attention(
             variant, call.heads, learn=_learned(variant, learn, identity, sink),
             softcap=call.softcap, given=() if sink is None else (sink,), **own,
-        )  # fmt: skip
+        ).train(model.training)  # fmt: skip
     entries = {name: _entry(child, values[name]) for name, child in children.items()}
     specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in _parts(model)]
     attach(model, children)
