@@ -68,7 +68,7 @@ class ParameterSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state of `state_dict`, and sets the value of its step."""
         step = state.get("last_step") if isinstance(state, dict) else None
-        if not is_int(step) or step < 0:
+        if step is None or not is_int(step) or step < 0:
             raise ValueError(
                 f"state must be {{'last_step': an int of at least 0}}, got {shown(state)}"
             )

@@ -145,3 +145,13 @@ def test_calibrate_averages_over_the_rows_of_all_batches() -> None:
 def test_wrong_inputs_raise(batch: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"calibrate.*{message}"):
         convert(llama(), "ssmax", calibrate=batch)
+
+
+def test_noise_follows_the_mode_of_the_model() -> None:
+    tokens = torch.arange(9)[None]
+    model = llama().eval()
+    plain = model(tokens).logits
+    convert(model, "noisy", std=1.0)
+    torch.testing.assert_close(model(tokens).logits, plain)
+    model.train()
+    assert not torch.allclose(model(tokens).logits, plain, atol=1e-4)

@@ -130,7 +130,7 @@ def convert(
         children[name] = Attention(
             variant, call.heads, learn=_learned(variant, learn, identity, sink),
             softcap=call.softcap, given=() if sink is None else (sink,), **own,
-        ).train(model.training)  # fmt: skip
+        )  # fmt: skip
     entries = {name: _entry(child, values[name]) for name, child in children.items()}
     specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in _parts(model)]
     attach(model, children)
@@ -213,6 +213,7 @@ def attach(model: Any, children: Mapping[str, Attention], loading: bool = False)
         device = next((p.device for p in module.parameters()), model.device)
         if device.type == "meta" and not loading:
             raise ValueError(f"model must have its weights loaded, but those of {name} are on meta")
+        attention.train(module.training)
         # Transformers skips the initialization of modules with this attribute.
         attention._is_hf_initialized = device.type != "meta"
         module.add_module(NAME, attention.to(device).train(module.training))
