@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers.agreement import disagreements, dropout_factors, make, reference
-from helpers.cases import ALL_VARIANTS, CASES, DEFINITION
+from helpers.cases import ALL_VARIANTS, CASES
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
 from helpers.covering import covering, label
 from helpers.kernel_paths import Level, quick_rows
@@ -110,8 +110,7 @@ def cases() -> Iterator[Any]:
             thin["mask"] = "keys"
         thins = [{**thin, "dtype": dtype} for dtype in (torch.float64, torch.bfloat16)]
         for seed, (variant, case) in enumerate(quick_rows(widest, here, allowed, thins, kinds)):
-            # A definition without forms may cost much more than a softmax.
-            slow = CASES[variant].rejects == DEFINITION and math.prod(case["shape"]) > 10_000
+            slow = CASES[variant].expensive and math.prod(case["shape"]) > 400
             yield pytest.param(
                 variant, case, backends, seed, id=f"quick-{name}-{variant}-{label(case)}",
                 marks=[pytest.mark.slow] if slow else [],

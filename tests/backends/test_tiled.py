@@ -19,7 +19,7 @@ from attnzoo.backends.tiled import blocks
 from attnzoo.core.arguments import check_call
 from attnzoo.core.call import Call
 from helpers.agreement import disagreements, dropout_factors, make
-from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, params_of, rand
+from helpers.cases import CASES, MARKED, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, params_of, rand
 from helpers.kernel_paths import quick_variants
 
 
@@ -50,7 +50,7 @@ def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("heads", "span"), [("gqa", "causal"), ("mqa", "pair"), ("mha", "window")])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MARKED)
 def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
     """Outputs and all gradients agree if queries, heads and batch entries are split into blocks."""
     inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
@@ -184,7 +184,7 @@ def test_blocks_whose_queries_see_no_key_are_zero() -> None:
     assert torch.allclose(out[:, :3], expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MARKED)
 def test_meta_and_fake_tensors_give_shapes(variant: str) -> None:
     params = params_of(variant, 400)
     for mode, device in ((nullcontext(), "meta"), (FakeTensorMode(), "cpu")):

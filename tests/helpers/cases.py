@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class Case:
     parameters to test. row: the weights of one row of visible scores (n,), written from the
     formula, given the parameters by name; only for variants with `has_rows`. smooth: whether the
     variant is twice differentiable everywhere. weights: the error analysis of a variant without
-    forms.
+    forms. expensive: whether a call costs so much that larger tests are slow.
     """
 
     paper: Paper
@@ -64,6 +65,7 @@ class Case:
     row: Callable[[Tensor, dict[str, Any]], Tensor] | None = None
     smooth: bool = True
     weights: Any = None
+    expensive: bool = False
 
 
 NO_LINEAR = {"linear": "no linear form"}
@@ -249,6 +251,7 @@ CASES = {
         settings=({"noise": "gumbel", "std": 0.7}, {"std": 0.5}),
         row=perturbed_row,
         weights=PerturbMaxWeights,
+        expensive=True,
     ),
     "noisy": Case(
         Paper((0.0, math.log(3)), (1 / 4, 3 / 4), {"std": 0.0}, "softmax without noise"),
@@ -323,6 +326,8 @@ def unsupported(variant: str, **options: Any) -> str | None:
 # Variants that support causal calls only. `VARIANTS`, which most tests use, are the others.
 CAUSAL_ONLY = tuple(v for v in ALL_VARIANTS if unsupported(v) is not None)
 VARIANTS = [v for v in ALL_VARIANTS if v not in CAUSAL_ONLY]
+# The same for larger tests, with the mark slow for expensive ones.
+MARKED = [pytest.param(v, marks=pytest.mark.slow) if CASES[v].expensive else v for v in VARIANTS]
 # Variants with a pairwise or a linear form. The others are computed by their definition everywhere.
 WITH_FORMS = [v for v in VARIANTS if CASES[v].rejects != DEFINITION]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from attnzoo.integrations.transformers import convert, from_pretrained, revert
-from helpers.cases import VARIANTS, params_of
+from helpers.cases import MARKED, params_of
 from helpers.hf_models import quiet
 
 pytestmark = quiet
@@ -68,7 +68,7 @@ def test_softmax_does_not_change_the_embeddings(
     assert float((embed(revert(converted), batches) - expected).abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MARKED)
 def test_padding_does_not_change_the_embeddings(
     variant: str, folder: Path, batches: list[dict[str, Tensor]]
 ) -> None:
