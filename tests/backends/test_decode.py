@@ -138,13 +138,16 @@ def test_queries_without_keys_give_zeros_and_splits_without_keys_are_ignored(var
     mask = torch.zeros(2, 1, 1, 150, dtype=torch.bool)
     mask[0, ..., 70:75] = True
     lse = {"return_lse": True} if variant not in NO_LSE else {}
-    options = {"attn_mask": mask, "enable_gqa": True, **lse}
+    options = {"attn_mask": mask, "enable_gqa": True, **lse, **params_of(variant)}
     found = attnzoo.attention(q, k, v, variant, backend="decode", **options)
     out = found[0] if lse else found
-    visible, shown = (k[:1, :, 70:75], v[:1, :, 70:75]), {}
+    visible: Any = (k[:1, :, 70:75], v[:1, :, 70:75])
+    shown: dict[str, Any] = {}
     if attnzoo.get_variant(variant).by_position:  # without the hidden keys, positions would change
         visible, shown = (k[:1], v[:1]), {"attn_mask": mask[:1], "backend": "eager"}
-    expected = attnzoo.attention(q[:1], *visible, variant, enable_gqa=True, **shown)
+    expected = attnzoo.attention(
+        q[:1], *visible, variant, enable_gqa=True, **shown, **params_of(variant)
+    )
     assert torch.allclose(out[:1], expected, atol=1e-5)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     if lse:
@@ -155,7 +158,7 @@ def test_queries_without_keys_give_zeros_and_splits_without_keys_are_ignored(var
 def test_empty_tensors_give_zeros(variant: str) -> None:
     for batch, queries, keys in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         q, k, v = (rand(batch, 2, n, 16).float() for n in (queries, keys, keys))
-        out = attnzoo.attention(q, k, v, variant, backend="decode")
+        out = attnzoo.attention(q, k, v, variant, backend="decode", **params_of(variant))
         assert torch.equal(out, torch.zeros(batch, 2, queries, 16))
 
 
@@ -165,7 +168,7 @@ def test_empty_tensors_give_zeros(variant: str) -> None:
 def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
     q, k, v = (rand(1, 2, n, 16, seed=n).float() for n in (3, 100, 101))
     q[0, 1, 2, 5] = float("nan")
-    out = attnzoo.attention(q, k, v[:, :, 1:], variant, backend="decode")
+    out = attnzoo.attention(q, k, v[:, :, 1:], variant, backend="decode", **params_of(variant))
     assert bool(out[0, 1, 2].isnan().all())
     assert bool(out[0, 0].isfinite().all())
     assert bool(out[0, 1, :2].isfinite().all())
@@ -192,7 +195,8 @@ def test_the_number_of_splits_does_not_change_the_result(
     found = []
     for processors in (1, 3, 1000):
         monkeypatch.setattr(launch_decode, "processors", lambda device, n=processors: n)
-        options = {"is_causal": True, "enable_gqa": True, "backend": "decode"}
+        options: Any = {"is_causal": True, "enable_gqa": True, "backend": "decode"}
+        options |= params_of(variant)
         found.append(attnzoo.attention(q, k, v, variant, **options))
     assert torch.allclose(found[0], found[1], atol=2e-6)
     assert torch.allclose(found[0], found[2], atol=2e-6)

@@ -14,7 +14,7 @@ from torch import Tensor
 import attnzoo
 from attnzoo.backends.triton.flash import operators as flash_ops
 from helpers.agreement import Inputs, by_backend, disagreements, make
-from helpers.cases import NO_LSE, VARIANTS, rand
+from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import FLASH
 from helpers.kernel_paths import quick_variants
 
@@ -79,11 +79,12 @@ def test_queries_without_keys_give_zeros_and_zero_gradients(variant: str) -> Non
     mask = torch.ones(140, 120, dtype=torch.bool)
     mask[50] = mask[64:128] = False
     empty = [*range(20), 50, *range(64, 128)]
-    options: dict[str, Any] = {"return_lse": True} if variant not in NO_LSE else {}
-    out = attnzoo.attention(
-        q, k, v, variant, attn_mask=mask, is_causal=True, backend="flash", **options
-    )
-    if options:
+    lse: Any = variant not in NO_LSE
+    out: Any = attnzoo.attention(
+        q, k, v, variant, attn_mask=mask, is_causal=True, backend="flash", return_lse=lse,
+        **params_of(variant),
+    )  # fmt: skip
+    if lse:
         out, lse = out
         assert bool((lse[:, :, empty] == float("-inf")).all())
         assert bool(lse[:, :, 51].isfinite().all())
@@ -99,14 +100,15 @@ def test_queries_without_keys_give_zeros_and_zero_gradients(variant: str) -> Non
 def test_empty_tensors_give_zeros(variant: str) -> None:
     for batch, queries, keys in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         q, k, v = (rand(batch, 2, n, 16).float().requires_grad_() for n in (queries, keys, keys))
-        out = attnzoo.attention(q, k, v, variant, backend="flash")
+        out = attnzoo.attention(q, k, v, variant, backend="flash", **params_of(variant))
         assert out.shape == (batch, 2, queries, 16)
         assert bool((out == 0).all())
         for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
             assert bool((gradient == 0).all())
     if variant not in NO_LSE:
         q, k = rand(2, 2, 5, 16).float(), rand(2, 2, 0, 16).float()
-        _, lse = attnzoo.attention(q, k, k, variant, backend="flash", return_lse=True)
+        options: Any = {"return_lse": True, **params_of(variant)}
+        _, lse = attnzoo.attention(q, k, k, variant, backend="flash", **options)
         assert torch.equal(lse, torch.full((2, 2, 5), float("-inf")))
 
 
@@ -274,7 +276,7 @@ def test_nan_in_a_query_only_affects_its_own_output(variant: str) -> None:
     """The query's output must be NaN, although a maximum over its scores may ignore NaN."""
     q, k, v = (rand(1, 2, 70, 16, seed=i).float() for i in range(3))
     q[:, :, 3] = float("nan")
-    out = attnzoo.attention(q, k, v, variant, backend="flash")
+    out = attnzoo.attention(q, k, v, variant, backend="flash", **params_of(variant))
     assert bool(out[:, :, 3].isnan().all())
     assert bool(out[:, :, 4:].isfinite().all())
 
