@@ -77,12 +77,8 @@ class ParameterSchedule:
     def _set(self, step: int) -> None:
         found = self.value(step)
         what = f"value({step}) of {self.name}"
-        checked = [
-            check_value(what, spec, found)
-            for layer in self.layers
-            for spec in layer.settings()
-            if spec.name == self.name
-        ]
+        specs = [{spec.name: spec for spec in layer.settings()} for layer in self.layers]
+        checked = [check_value(what, own[self.name], found) for own in specs]
         for layer, number in zip(self.layers, checked, strict=True):
             setattr(layer, self.name, number)
         self.last_step = step

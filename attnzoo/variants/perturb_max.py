@@ -17,9 +17,8 @@ Notes: Weights with normal noise are an integral over the largest value t,
 w_j = ∫ φ(t − z_j) Π_{l ≠ j} Φ(t − z_l) dt for σ = 1. The trapezoidal rule with 96 points, placed
 for each row, has an error below 1e-10 for up to 100,000 keys. On a CPU a call costs hundreds of
 times as much as softmax. Training keeps about four tensors of the size of the scores per point;
-``tiled`` bounds this memory. std multiplies standard noise;
-standard Gumbel noise has the standard deviation π/√6. `losses.perturb_max_loss` computes −log w of
-one class, also where w underflows.
+``tiled`` bounds this memory. std multiplies standard noise; standard Gumbel noise has the standard
+deviation π/√6. `losses.perturb_max_loss` computes −log w of one class, also where w underflows.
 """
 
 import math

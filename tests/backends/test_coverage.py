@@ -14,7 +14,6 @@ from helpers.cases import ALL_VARIANTS, CAUSAL_ONLY, NO_LSE, NO_SCORE, VARIANTS,
 from helpers.coverage_table import (
     FEATURE_BACKENDS,
     FORWARD_ONLY,
-    KERNELS,
     PARAMETER_BACKENDS,
     RUNS,
     VARIANT_BACKENDS,
@@ -79,7 +78,7 @@ def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
 def runs() -> Iterator[Any]:
     """Yield the supported (variant, backend) pairs.
 
-    For each Triton backend, all pairs but one are marked slow.
+    For each backend, all pairs but one are marked slow.
     """
     for backend in LISTED:
         # Most features are not causal.
@@ -87,7 +86,7 @@ def runs() -> Iterator[Any]:
         for variant in variants:
             pair = marked(variant, backend)
             quick = "softmax" if "softmax" in variants else variants[0]
-            slow = backend in KERNELS and variant != quick
+            slow = variant != quick
             marks = [*pair.marks, pytest.mark.slow] if slow else pair.marks
             yield pytest.param(*pair.values, marks=marks, id=pair.id)
 

@@ -48,9 +48,15 @@ def setting(variant: str, heads: str, span: str, dropout: bool = False) -> dict[
     }
 
 
+# One variant without forms is enough in the quick tests.
+*OTHERS, LAST = [v for v in VARIANTS if v not in WITH_FORMS]
+OTHERS = [pytest.param(variant, marks=pytest.mark.slow) for variant in OTHERS]
+QUICK = [*quick_variants(WITH_FORMS, ("pairwise", "linear")), *OTHERS, LAST]
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("heads", "span"), [("gqa", "causal"), ("mqa", "pair"), ("mha", "window")])
-@pytest.mark.parametrize("variant", MARKED)
+@pytest.mark.parametrize("variant", QUICK)
 def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
     """Outputs and all gradients agree if queries, heads and batch entries are split into blocks."""
     inputs = make(variant, setting(variant, heads, span, dropout=heads == "gqa"))
@@ -148,14 +154,7 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
         assert torch.allclose(lse.double(), exact, atol=1e-5)
 
 
-# One variant without forms is enough in the quick tests.
-*OTHERS, LAST = [v for v in VARIANTS if v not in WITH_FORMS]
-OTHERS = [pytest.param(variant, marks=pytest.mark.slow) for variant in OTHERS]
-
-
-@pytest.mark.parametrize(
-    "variant", [*quick_variants(WITH_FORMS, ("pairwise", "linear")), *OTHERS, LAST]
-)
+@pytest.mark.parametrize("variant", QUICK)
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operation, forward or backward, allocates more than n × max(ROWS, features) numbers."""
     n, rows = 512, 16
