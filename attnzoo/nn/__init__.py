@@ -12,20 +12,36 @@ from attnzoo.nn.replacing import replace
 from attnzoo.nn.schedule import ParameterSchedule
 from attnzoo.nn.taylor import Taylor
 from attnzoo.nn.transformer import Transformer
+from attnzoo.nn.wrappers import (
+    WRAPPERS,
+    Differential,
+    DifferentialV2,
+    Laser,
+    MixtureAttention,
+    OutputGate,
+    Wrapper,
+)
 
 __all__ = [
+    "WRAPPERS",
     "AdaptiveSoftmax",
     "Attention",
     "Cache",
+    "Differential",
+    "DifferentialV2",
     "KVCache",
+    "Laser",
+    "MixtureAttention",
     "MixtureOutput",
     "MultiheadAttention",
+    "OutputGate",
     "OutputLayer",
     "ParameterSchedule",
     "StateCache",
     "TargetLoss",
     "Taylor",
     "Transformer",
+    "Wrapper",
     "attend",
     "parameter_groups",
     "replace",

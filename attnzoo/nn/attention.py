@@ -66,6 +66,7 @@ class Attention(VariantParameters):
         forward then raises a ValueError; on a GPU, values are not read.
     """
 
+    queries = 1  # per head; a wrapper may need more
     projections: Projections | None
 
     def __init__(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.nn.attention import projecting_attention
 from attnzoo.nn.cache import Cache
+from attnzoo.nn.wrappers import Choice, host_attention
 
 
 class Scale(nn.Module):
@@ -30,16 +30,21 @@ class Scale(nn.Module):
 
 class DecoderLayer(nn.Module):
     """heads: query heads, and key and value heads. dims: features of each query and key head, and
-    of each value head."""
+    of each value head. number: that of the layer, from 0."""
 
     def __init__(
         self, embed_dim: int, heads: tuple[int, int], dims: tuple[int, int], mlp_dim: int,
         dropout: float, qk_norm: bool, layer_scale: float | None, variant: str,
-        params: dict[str, Any],
+        params: dict[str, Any], wrapper: Choice, number: int,
     ) -> None:  # fmt: skip
         super().__init__()
         (num_heads, kv_heads), (qk_dim, v_dim) = heads, dims
-        self.sizes = [num_heads * qk_dim, kv_heads * qk_dim, kv_heads * v_dim]
+        self.attend = host_attention(
+            wrapper, variant, num_heads, embed_dim, params, key_dim=embed_dim, qk_dim=qk_dim,
+            v_dim=v_dim, layer=number,
+        )  # fmt: skip
+        queries = num_heads * self.attend.queries
+        self.sizes = [queries * qk_dim, kv_heads * qk_dim, kv_heads * v_dim]
         self.gqa, self.dims, self.dropout = num_heads != kv_heads, (qk_dim, qk_dim, v_dim), dropout
         self.norm_q, self.norm_k = (
             nn.RMSNorm(qk_dim) if qk_norm else nn.Identity() for _ in range(2)
@@ -48,7 +53,6 @@ class DecoderLayer(nn.Module):
             nn.Identity() if layer_scale is None else Scale(embed_dim, layer_scale)
             for _ in range(2)
         )
-        self.attend = projecting_attention(variant, num_heads, embed_dim, embed_dim, params)
         self.before_attention, self.before_mlp = nn.RMSNorm(embed_dim), nn.RMSNorm(embed_dim)
         self.qkv = nn.Linear(embed_dim, sum(self.sizes), bias=False)
         self.out = nn.Linear(embed_dim, embed_dim, bias=False)

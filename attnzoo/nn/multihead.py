@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_probability, check_sizes
 from attnzoo.core.registry import get_variant
-from attnzoo.nn.attention import Attention, projecting_attention
+from attnzoo.nn.attention import Attention
 from attnzoo.nn.checks import check_heads
 from attnzoo.nn.masks import attended_keys, both_masks
 from attnzoo.nn.parameters import Names
+from attnzoo.nn.wrappers import Choice, Wrapper, host_attention
 
 
 class MultiheadAttention(nn.Module):
@@ -39,6 +40,9 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         learn: names of the variant's parameters to learn, as for `Attention`.
         softcap: softcap of the logits, as for `Attention`.
+        wrapper: a name such as "output_gate" or a pair (name, arguments), as for `Transformer`.
+            With Q queries per head (see `Wrapper`) the matrix of the queries has Q·E rows, and
+            checkpoints of torch's layer do not load if Q > 1. None is no wrapper.
         **params: parameters of the variant, as for `Attention`. If a parameter has a projection,
             and no value is given here, the layer learns the projection: from ``key`` for one value
             per key, from ``query`` for one per query.
@@ -85,6 +89,7 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: int | None = None,
         learn: Names | None = None,
         softcap: float | None = None,
+        wrapper: Choice = None,
         **params: Any,
     ) -> None:
         super().__init__()
@@ -101,22 +106,25 @@ class MultiheadAttention(nn.Module):
         self.head_dim, self.dropout = embed_dim // num_heads, dropout
         self.batch_first, self.add_zero_attn = batch_first, add_zero_attn
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
-        width = kv_heads * self.head_dim
+        options = {"learn": learn, "softcap": softcap, "wrapper": wrapper, **params}
+        self.appends = add_bias_kv or add_zero_attn
+        attend = self._attention(variant, options, device, dtype)
+        self.widths = attend.queries * embed_dim, kv_heads * self.head_dim
+        queries, width = self.widths
 
         def empty(*shape: int, create: bool = True) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, **kind)) if create else None
 
         packed = self.kdim == self.vdim == embed_dim
-        self.in_proj_weight = empty(embed_dim + 2 * width, embed_dim, create=packed)
-        self.q_proj_weight = empty(embed_dim, embed_dim, create=not packed)
+        self.in_proj_weight = empty(queries + 2 * width, embed_dim, create=packed)
+        self.q_proj_weight = empty(queries, embed_dim, create=not packed)
         self.k_proj_weight = empty(width, self.kdim, create=not packed)
         self.v_proj_weight = empty(width, self.vdim, create=not packed)
-        self.in_proj_bias = empty(embed_dim + 2 * width, create=bias)
+        self.in_proj_bias = empty(queries + 2 * width, create=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **kind)
         self.bias_k = empty(1, 1, width, create=add_bias_kv)
         self.bias_v = empty(1, 1, width, create=add_bias_kv)
-        options = {"learn": learn, "softcap": softcap, **params}
-        self.attend = self._attention(variant, options, device, dtype)
+        self.attend = attend
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -145,7 +153,8 @@ class MultiheadAttention(nn.Module):
             **options: ``learn``, ``softcap`` and parameters of the variant.
 
         Raises:
-            ValueError: the layer has hooks, or is pruned or parametrized.
+            ValueError: the layer has hooks, or is pruned or parametrized; or the wrapper uses more
+                than one query per head.
         """
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise ValueError("layer has hooks, which would be lost: remove them first")
@@ -154,6 +163,7 @@ class MultiheadAttention(nn.Module):
             layer.bias_k is not None, bool(layer.add_zero_attn), layer.kdim, layer.vdim,
             bool(layer.batch_first), device="meta", variant=variant, **options,
         )  # fmt: skip
+        _check_queries(new.attend, 1, options)
         expected = {name for name, _ in new.named_parameters() if not name.startswith("attend.")}
         if (names := {name for name, _ in layer.named_parameters()}) != expected:
             raise ValueError(
@@ -168,21 +178,28 @@ class MultiheadAttention(nn.Module):
         new.attend = new.new_attend(variant, **options)
         return new
 
-    def new_attend(self, variant: str, **options: Any) -> Attention:
-        """An `Attention` of another variant for this layer; assign it to ``layer.attend``."""
+    def new_attend(self, variant: str, **options: Any) -> Attention | Wrapper:
+        """An `Attention` of another variant for this layer; assign it to ``layer.attend``.
+
+        ``options`` may have a ``wrapper`` with as many queries per head as the layer has now.
+        """
         weight = self.out_proj.weight
-        return self._attention(variant, options, weight.device, weight.dtype).train(self.training)
+        new = self._attention(variant, options, weight.device, weight.dtype).train(self.training)
+        _check_queries(new, self.widths[0] // self.embed_dim, options)
+        return new
 
     def _attention(
         self, variant: str, options: dict[str, Any], device: Any, dtype: Any
-    ) -> Attention:
-        kind = {"device": device, "dtype": dtype}
-        new = projecting_attention(
-            variant, self.num_heads, self.embed_dim, self.kdim, options, **kind
-        )
-        appended = self.bias_k is not None or self.add_zero_attn
+    ) -> Attention | Wrapper:
+        options = dict(options)
+        new = host_attention(
+            options.pop("wrapper", None), variant, self.num_heads, self.embed_dim, options,
+            key_dim=self.kdim, qk_dim=self.head_dim, v_dim=self.head_dim, device=device,
+            dtype=dtype,
+        )  # fmt: skip
+        made = (new if isinstance(new, Attention) else new.attention).given
         for param in get_variant(variant).params:
-            if appended and param.per_key and param.name in new.given:
+            if self.appends and param.per_key and param.name in made:
                 raise ValueError(
                     f"add_bias_kv and add_zero_attn must be False for {variant!r}, because the "
                     f"appended keys have no {param.name}"
@@ -299,8 +316,8 @@ class MultiheadAttention(nn.Module):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Projects [B, L, E] to heads, [B, H, L, D]."""
-        width = self.num_kv_heads * self.head_dim
-        sizes = [self.embed_dim, width, width]
+        queries, width = self.widths
+        sizes = [queries, width, width]
         weights = self._weights()
         if len(weights) == 1:
             weights = weights[0].split(sizes)
@@ -345,3 +362,13 @@ class MultiheadAttention(nn.Module):
         if mask is not None:
             mask = mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask[None, None]
         return both_masks(padding, mask), is_causal
+
+
+def _check_queries(attend: Attention | Wrapper, had: int, options: dict[str, Any]) -> None:
+    """Raises if a wrapper needs more or fewer queries per head than the layer's matrix makes."""
+    if attend.queries != had:
+        made = "one query per head, which" if had == 1 else f"{had} queries per head, which"
+        raise ValueError(
+            f"wrapper must use {made} the matrix of the layer makes, got "
+            f"{options.get('wrapper')!r}, which uses {attend.queries}"
+        )

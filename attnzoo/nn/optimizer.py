@@ -47,7 +47,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         raise ValueError(f"weight_decay must be a finite number >= 0, got {shown(weight_decay)}")
     owners = [module for module in model.modules() if isinstance(module, VariantParameters)]
     learned = [m.parameter_tensors()[name] for m in owners for name in m.learned]
-    learned += [m.bias for m in model.modules() if isinstance(m, HeadProjection)]
+    projections = (m for m in model.modules() if isinstance(m, HeadProjection))
+    learned += [m.bias for m in projections if m.bias is not None]
     ids = {id(p) for p in learned}
     others = [p for p in model.parameters() if id(p) not in ids]
     groups = ((others, weight_decay), (list(dict.fromkeys(learned)), 0.0))

@@ -16,26 +16,28 @@ from attnzoo.nn.parameters import Names, local
 class HeadProjection(nn.Module):
     """x·Wᵀ + b with one output per head: (B, N, features) -> (B, H, N).
 
-    W is 0 initially, so that each head starts with the same value for all tokens, and models with
-    the same seed have the same other matrices for every variant. W still gets gradients.
+    ``start`` is the initial value of b; None is no b. W is 0 initially, so that each head starts
+    with the same value for all tokens, and models with the same seed have the same other matrices
+    for every variant. W still gets gradients.
     """
 
-    def __init__(self, features: int, num_heads: int, start: float, **kind: Any) -> None:
+    def __init__(self, features: int, num_heads: int, start: float | None, **kind: Any) -> None:
         super().__init__()
         self.start = start
         self.weight = nn.Parameter(torch.empty(num_heads, features, **kind))
-        self.bias = nn.Parameter(torch.empty(num_heads, **kind))
+        self.bias = None if start is None else nn.Parameter(torch.empty(num_heads, **kind))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, self.start)
+        if self.bias is not None and self.start is not None:
+            nn.init.constant_(self.bias, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.linear(x, local(self.weight))
         # The bias is added in fp32, because bf16 would round a sum near 5 to multiples of 1/32.
         out = out if out.dtype == torch.float64 else out.float()
-        return (out + local(self.bias)).transpose(1, 2)
+        return (out if self.bias is None else out + local(self.bias)).transpose(1, 2)
 
     def extra_repr(self) -> str:
         heads, features = self.weight.shape

@@ -27,6 +27,7 @@ from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
 from attnzoo.nn.segments import check_segments, restarted
 from attnzoo.nn.tied_output import output_of
+from attnzoo.nn.wrappers import Choice, Wrapper
 
 POSITIONS = ("rope", "p-rope", "alibi", "nape", "none")
 LARGEST = torch.finfo(torch.float32).max
@@ -70,6 +71,9 @@ class Transformer(nn.Module):
         qk_dim: number of features of each query and key head, D; None is E // H.
         layer_scale: initial value of a learned factor per feature on the output of attention and
             MLP (LayerScale), such as 1e-4; None is no factor.
+        wrapper: a wrapper of the attention of each layer: "differential", "differential_v2",
+            "laser", "mixture" or "output_gate", or a pair (name, arguments), such as ("mixture",
+            {"components": 3}). See `Wrapper`. None is no wrapper.
         **params: parameters of the variant, if it is the same in all layers. If a parameter has a
             projection and no value is given, each layer learns the projection.
 
@@ -118,6 +122,7 @@ class Transformer(nn.Module):
         qk_norm: bool = False,
         qk_dim: int | None = None,
         layer_scale: float | None = None,
+        wrapper: Choice = None,
         **params: Any,
     ) -> None:
         super().__init__()
@@ -158,8 +163,10 @@ class Transformer(nn.Module):
                 layer_scale,
                 name,
                 values,
+                wrapper,
+                number,
             )
-            for name, values in per_layer(variant, depth, params, softcap)
+            for number, (name, values) in enumerate(per_layer(variant, depth, params, softcap))
         )
         self.norm = nn.RMSNorm(embed_dim)
         self.output = output_of(self.embed, output, output_params)
@@ -318,9 +325,8 @@ class Transformer(nn.Module):
             kind = "keys"
         return [attend.new_cache(max_length, kind) for attend in self._attends()]
 
-    def _attends(self) -> list[Attention]:
-        found = (layer.get_submodule("attend") for layer in self.layers)
-        return [attend for attend in found if isinstance(attend, Attention)]
+    def _attends(self) -> list[Attention | Wrapper]:
+        return [layer.attend for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def _rotation(self, positions: Tensor) -> Tensor | None:
         """cos and sin of RoPE's angles, fp32: (2, N, rotated_pairs) for positions (N,), or

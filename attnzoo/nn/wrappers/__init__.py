@@ -1,0 +1,108 @@
+"""Wrappers: modules that combine the outputs of several attentions, or change one output."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from attnzoo.core.checks import did_you_mean, shown
+from attnzoo.nn.attention import Attention, projecting_attention
+from attnzoo.nn.wrappers.base import Wrapper
+from attnzoo.nn.wrappers.differential import Differential, DifferentialV2
+from attnzoo.nn.wrappers.laser import Laser
+from attnzoo.nn.wrappers.mixture import MixtureAttention
+from attnzoo.nn.wrappers.output_gate import OutputGate
+
+WRAPPERS: dict[str, type[Wrapper]] = {
+    "differential": Differential,
+    "differential_v2": DifferentialV2,
+    "laser": Laser,
+    "mixture": MixtureAttention,
+    "output_gate": OutputGate,
+}
+# How a host is told which wrapper to use: a name, or a name and arguments.
+Choice = str | tuple[str, dict[str, Any]] | None
+
+
+def host_attention(
+    wrapper: Choice,
+    variant: str,
+    num_heads: int,
+    embed_dim: int,
+    options: dict[str, Any],
+    *,
+    key_dim: int,
+    qk_dim: int,
+    v_dim: int,
+    layer: int = 0,
+    **kind: Any,
+) -> Attention | Wrapper:
+    """The attention of a layer that sees the hidden states.
+
+    Args:
+        wrapper: a name from `WRAPPERS`, a pair (name, arguments of the wrapper), or None.
+        variant: a name from `attnzoo.list_variants`.
+        num_heads: number of heads of the output.
+        embed_dim: number of features of the hidden states of the queries.
+        options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention`.
+        key_dim: number of features of the hidden states of the keys.
+        qk_dim: number of features of each query and key head.
+        v_dim: number of features of each value head.
+        layer: number of the layer in its model, from 0.
+        **kind: device and dtype of the projections.
+    """
+    if wrapper is None:
+        return projecting_attention(variant, num_heads, embed_dim, key_dim, options, **kind)
+    name, arguments = named_wrapper(wrapper)
+    own = {"key_dim": key_dim, "qk_dim": qk_dim, "v_dim": v_dim, "layer": layer, **kind}
+    return WRAPPERS[name](variant, num_heads, embed_dim, **own, **arguments, **options)
+
+
+def named_wrapper(wrapper: Any) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of a wrapper, checked."""
+    pair = (wrapper, {}) if isinstance(wrapper, str) else wrapper
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or not isinstance(pair[0], str)
+        or not isinstance(pair[1], dict)
+    ):
+        raise TypeError(f"wrapper must be a name, a pair (name, arguments) or None, got "
+                        f"{shown(wrapper)}")  # fmt: skip
+    name, arguments = pair
+    if name not in WRAPPERS:
+        known = ", ".join(WRAPPERS)
+        raise ValueError(
+            f"wrapper must be one of {known}, got {name!r}{did_you_mean(name, list(WRAPPERS))}"
+        )
+    possible = own_arguments(WRAPPERS[name])
+    for argument in arguments:
+        if argument not in possible:
+            known = ", ".join(possible) or "none"
+            raise TypeError(f"wrapper {name!r} has no argument {argument!r}; it has: {known}")
+    return name, arguments
+
+
+def own_arguments(kind: type[Wrapper]) -> dict[str, Any]:
+    """The arguments of a wrapper that a layer does not set, with their default values."""
+    given = inspect.signature(Wrapper).parameters
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if name not in given
+    }
+
+
+__all__ = [
+    "WRAPPERS",
+    "Choice",
+    "Differential",
+    "DifferentialV2",
+    "Laser",
+    "MixtureAttention",
+    "OutputGate",
+    "Wrapper",
+    "host_attention",
+    "named_wrapper",
+    "own_arguments",
+]

@@ -1,0 +1,229 @@
+"""Wrapper: the base class of modules that combine the outputs of an `Attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.core.checks import check_bool, check_dense, check_sizes
+from attnzoo.nn.attention import projecting_attention
+from attnzoo.nn.cache import Cache
+from attnzoo.nn.projections import HeadProjection
+
+
+class Wrapper(nn.Module):
+    """The base class of wrappers: an `Attention` of M heads for each head of the output.
+
+    A wrapper changes what the attention gets, and combines its M outputs per head to one. A host,
+    such as `Transformer`, makes Q queries per head of the output. A wrapper may have a gate: G
+    numbers per token and head, x·Wᵀ of the hidden states x from which the queries are made. W is 0
+    initially.
+
+    Args:
+        variant: a name from `attnzoo.list_variants`.
+        num_heads: number of heads of the output, H.
+        embed_dim: number of features of the hidden states, E.
+        qk_dim: number of features of each query and key head, D; None is E // H.
+        v_dim: number of features of each value head, Dv; None is E // H.
+        key_dim: number of features of the hidden states of the keys; None is E.
+        layer: number of the layer in its model, from 0.
+        device: device of the parameters.
+        dtype: dtype of the gate's matrix.
+        **options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention` with
+            M·H heads.
+
+    Attributes:
+        num_heads: H.
+        queries: Q.
+        maps: M.
+        attention: the `Attention` of M·H heads.
+    """
+
+    queries = 1
+    maps = 1
+    gates = 0
+
+    def __init__(
+        self,
+        variant: str,
+        num_heads: int,
+        embed_dim: int,
+        *,
+        qk_dim: int | None = None,
+        v_dim: int | None = None,
+        key_dim: int | None = None,
+        layer: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        check_sizes(num_heads=num_heads, embed_dim=embed_dim)
+        check_sizes(optional=True, qk_dim=qk_dim, v_dim=v_dim, key_dim=key_dim)
+        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+            raise ValueError(f"layer must be an int >= 0, got {layer!r}")
+        if embed_dim % num_heads and None in (qk_dim, v_dim):
+            raise ValueError(
+                f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: give qk_dim "
+                "and v_dim"
+            )
+        self.num_heads, self.layer = num_heads, layer
+        self.qk_dim, self.v_dim = qk_dim or embed_dim // num_heads, v_dim or embed_dim // num_heads
+        kind = {"device": device, "dtype": dtype}
+        self._configure(**kind)
+        heads = self.maps * num_heads
+        attention = projecting_attention(
+            variant, heads, embed_dim, key_dim or embed_dim, options, **kind
+        )
+        self.attention = attention.to(device=device)
+        self.gate = None
+        if self.gates:
+            self.gate = HeadProjection(embed_dim, self.gates * num_heads, None, **kind)
+
+    def _configure(self, **kind: Any) -> None:
+        """Sets the sizes of the wrapper, and creates its own parameters."""
+
+    @property
+    def variant(self) -> str:
+        """The name of the wrapped variant."""
+        return self.attention.variant
+
+    @property
+    def softcap(self) -> float | None:
+        """The softcap of the wrapped attention."""
+        return self.attention.softcap
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters to their initial values."""
+        self.attention.reset_parameters()
+        if self.gate is not None:
+            self.gate.reset_parameters()
+
+    def projected(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
+        """What the module makes from the hidden states, as keywords for `forward`.
+
+        Args:
+            query: hidden states from which the queries are made, (B, Nq, E).
+            key: hidden states from which the keys are made, (B, Nk, key_dim).
+
+        Returns:
+            "gate", (B, H, Nq, G), if the wrapper has a gate; and the parameters of the variant that
+            have a projection, (B, M·H, Nq) or (B, M·H, Nk).
+        """
+        found = self.attention.projected(query, key)
+        if self.gate is not None:
+            gate = self.gate(query).unflatten(1, (self.num_heads, self.gates))
+            found["gate"] = gate.transpose(2, 3)
+        return found
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gate: Tensor | None = None,
+        cache: Cache | None = None,
+        need_weights: bool = False,
+        **keywords: Any,
+    ) -> Any:
+        """Attention of the queries to the keys.
+
+        Args:
+            q: queries, (B, Q·H, Nq, D). The Q queries of a head are adjacent.
+            k: keys, (B, Hkv, Nk, D).
+            v: values, (B, Hkv, Nk, Dv).
+            gate: the gate from `projected`, (B, H, Nq, G); None if the wrapper has none.
+            cache: a cache from `new_cache`, as for `Attention`.
+            need_weights: also return the weights.
+            **keywords: the other keywords of `Attention.forward` except ``return_lse``. ``scale``
+                is that of D features. ``alibi`` and masks have H heads.
+
+        Returns:
+            The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)): the
+            weights of the maps are combined like their outputs.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the message names it.
+        """
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_dense(name, x)
+            if x.dim() != 4:
+                raise ValueError(f"{name} must have 4 dimensions, got {tuple(x.shape)}")
+        if q.shape[1] != self.queries * self.num_heads:
+            raise ValueError(
+                f"q must have {self._needed()} = {self.queries * self.num_heads} heads, got "
+                f"{tuple(q.shape)}"
+            )
+        if k.shape[1] < 1 or self.num_heads % k.shape[1]:
+            raise ValueError(
+                f"k must have a divisor of num_heads={self.num_heads} heads, got {tuple(k.shape)}"
+            )
+        if v.shape[-1] != self.v_dim:
+            raise ValueError(f"v must have v_dim={self.v_dim} features, got {tuple(v.shape)}")
+        self._check_gate(gate, q)
+        if keywords.pop("return_lse", False):
+            raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
+        options = {**keywords, "enable_gqa": True}
+        for name, dim in (("alibi", -1), ("attn_mask", -3)):
+            x = options.get(name)
+            if isinstance(x, Tensor) and x.dim() >= -dim and x.shape[dim] == self.num_heads:
+                options[name] = self._spread(x, dim)
+        q, k, v, options = self._inputs(q, k, v, options)
+        check_bool("need_weights", need_weights)
+        found: Any = self.attention(q, k, v, cache=cache, need_weights=need_weights, **options)
+        if not need_weights:
+            return self._output(self._mixed(found, gate), gate).to(q.dtype)
+        out, weights = found
+        out = self._output(self._mixed(out, gate), gate).to(q.dtype)
+        return out, self._mixed(weights, gate).to(weights.dtype)
+
+    def _check_gate(self, gate: Any, q: Tensor) -> None:
+        if not self.gates:
+            if gate is not None:
+                raise ValueError(f"gate must be None for {type(self).__name__}, got a tensor")
+            return
+        shape = (q.shape[0], self.num_heads, q.shape[2], self.gates)
+        if gate is None:
+            raise TypeError(
+                f"gate must be given to {type(self).__name__}, a tensor {shape} from projected"
+            )
+        check_dense("gate", gate)
+        if gate.shape != shape:
+            raise ValueError(f"gate must have shape {shape}, got {tuple(gate.shape)}")
+
+    # What a wrapper may change ------------------------------------------------------------
+
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """q (B, M·H, Nq, ·), k, v and keywords for the attention."""
+        return q, k, v, options
+
+    def _spread(self, x: Tensor, dim: int) -> Tensor:
+        """Repeats a tensor with one entry per head of the output, for the maps of each head."""
+        return x.repeat_interleave(self.maps, dim) if self.maps > 1 else x
+
+    def _mixed(self, x: Tensor, gate: Tensor | None) -> Tensor:
+        """The combination (B, H, Nq, ·) of outputs or weights (B, M·H, Nq, ·)."""
+        return x
+
+    def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
+        """The output of the wrapper from the combination of the outputs, (B, H, Nq, Dv)."""
+        return out
+
+    def _needed(self) -> str:
+        heads = f"num_heads={self.num_heads}"
+        return heads if self.queries == 1 else f"{self.queries} · {heads}"
+
+    # --------------------------------------------------------------------------------------
+
+    def new_cache(self, max_length: int, kind: str | None = None) -> Cache:
+        """An empty cache, as from `Attention.new_cache`."""
+        return self.attention.new_cache(max_length, kind)
+
+    def extra_repr(self) -> str:
+        """The number of heads, for repr()."""
+        return f"num_heads={self.num_heads}"
