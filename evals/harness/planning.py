@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import attnzoo
+from attnzoo.nn.wrappers import host_attention
 from commandline.arguments import either
 from commandline.errors import UsageError
 from commandline.variants import (
@@ -72,10 +73,16 @@ def plan_study(task: Task, options: Options, plugins: Mapping[str, str]) -> Stud
     longest = max(task.tokens(max(p.lengths)) for p in task.presets.values())
     specs = tuple(
         Spec(complete(spec.train, longest), complete(spec.test, longest))
-        for spec in parse_specs(texts)
+        for spec in parse_specs(texts, wrappers=True)
     )
     check_unique("--variants", list(map(str, specs)))
     sizes = sorted({task.tokens(n) for n in (settings.train_shortest, *lengths)})
+    for call in dict.fromkeys(call for spec in specs for call in (spec.train, spec.test)):
+        if call.heads is not None:
+            try:
+                task.build(call, positions[0], settings)
+            except (ValueError, TypeError) as error:
+                raise UsageError(f"variant {call}: {error}") from error
     left_out = _left_out(specs, positions, sizes)
     study = Study(
         task, specs, positions, seeds, lengths, settings, options.device, plugins, left_out, sweep,
@@ -138,11 +145,17 @@ def _left_out(
 def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
     """The reason why a variant does not support these numbers of keys or this encoding, or None."""
     try:
-        module = attnzoo.nn.Attention(variant.name, 1, **variant.params)
-        options = {"alibi": torch.ones(1)} if positions in attnzoo.nn.Transformer.BIASED else {}
-        one = torch.ones(1, 1, 1, 8)
+        made = host_attention(
+            variant.wrapper_choice, variant.name, variant.heads or 1, 64, variant.params,
+            key_dim=64, qk_dim=8, v_dim=8,
+        )  # fmt: skip
+        module = made.attention if isinstance(made, attnzoo.nn.Wrapper) else made
+        heads = module.num_heads
+        biased = positions in attnzoo.nn.Transformer.BIASED
+        options = {"alibi": torch.ones(heads)} if biased else {}
+        one = torch.ones(1, heads, 1, 8)
         for size in sizes:
-            keys = one.expand(1, 1, size, 8)
+            keys = one.expand(1, heads, size, 8)
             plan = attnzoo.explain(
                 one, keys, keys, variant.name, **options, **own_parameters(module)
             )

@@ -35,7 +35,7 @@ from evals.task import HeadSample
 ROWS = 4  # number of rows of the score matrix measured per sequence: the last ones
 MOST_KEYS = 4096  # the cosine between keys uses at most the last 4096 keys
 JACOBIAN_KEYS = 256
-_PASSED = ("is_causal", "alibi", "scale")
+_PASSED = ("is_causal", "alibi", "scale", "enable_gqa")
 
 
 def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
@@ -111,7 +111,8 @@ class Watch:
     def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, attnzoo.nn.Attention)
         q, k, v = args
-        other = {n for n, x in kwargs.items() if n not in _PASSED and x not in (None, False)}
+        harmless = {*_PASSED, "need_weights"}
+        other = {n for n, x in kwargs.items() if n not in harmless and x not in (None, False)}
         assert not other, f"cannot measure heads with {other}"
         options = {name: kwargs[name] for name in _PASSED if name in kwargs}
         self.layers.append(measure(module, q, k, v, options, self.look))
@@ -147,7 +148,9 @@ def measure(
     look: HeadSample,
 ) -> dict[str, Tensor]:
     """The measurements of one call by name: (measured rows, H); for "jacobian" (sequences, H)."""
+    group = q.shape[1] // k.shape[1]  # query heads that share keys
     q, k, v = (x[: look.sequences].double() for x in (q[:, :, -ROWS:], k, v[..., :1]))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     own = own_parameters(attention)
     w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **own)
     z, visible = scores(q, k, options)

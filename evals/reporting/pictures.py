@@ -56,10 +56,10 @@ def figures(
         ("head_peak", "Largest weight of each head, by layer and head", True),
     )
     for curve, title, weights in maps:
-        per_layer = group.settings.get("heads", 0) if curve == "head_peak" else 0
+        layers = group.settings.get("depth", 1) if curve == "head_peak" else 1
 
-        def names(count: int, per_layer: int = per_layer) -> list[str]:
-            return head_names(count, per_layer or count)
+        def names(count: int, layers: int = layers) -> list[str]:
+            return head_names(count, count // layers)
 
         drawn = plots.heat_map(group, curve, title + over, names, weights)
         if drawn is not None:

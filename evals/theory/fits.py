@@ -115,6 +115,12 @@ class Fit:
     above: Tensor
 
 
+def _per_head(call: VariantCall, heads: int) -> dict[str, Tensor]:
+    """The parameters of a call with one value per head of a layer, for the heads of all layers."""
+    values = {name: x for name, x in call.params.items() if isinstance(x, Tensor)}
+    return {name: x.repeat(heads // len(x)) for name, x in values.items()}
+
+
 def fit(
     gap: Gap,
     call: VariantCall,
@@ -129,7 +135,7 @@ def fit(
     Raises:
         ValueError, TypeError: the variant does not support the ideal scores.
     """
-    learned = learned or {}
+    learned = {**_per_head(call, peaks.shape[1]), **(learned or {})}
     usable = peaks > 0
     target = peaks.where(usable, torch.ones_like(peaks)).double().log()
     counts = usable.sum(0)

@@ -174,7 +174,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
     seeds = {seed: i for i, seed in enumerate(group.seeds)}
     peaks = torch.full((len(points), len(seeds), len(indices)), math.nan, dtype=torch.float64)
     try:
-        spec = parse_spec(series.variant)
+        spec = parse_spec(series.variant, wrappers=True)
         attnzoo.get_variant(spec.test.name)
     except ValueError as error:
         spec, why = Spec(UNKNOWN, UNKNOWN), f"no law: {error}"
@@ -192,7 +192,7 @@ def heads_of(group: Group, series: Series) -> Heads | None:
                 every = torch.tensor(values, dtype=torch.float64)
                 initial = every[indices].expand(len(seeds), -1).clone()
                 learned.setdefault(name, initial)[seed] = every[indices]
-    names = head_names(len(last), group.settings.get("heads", len(last)))
+    names = head_names(len(last), len(last) // group.settings.get("depth", 1))
     keys = [group.task.tokens(point.length) for point in points]
     found = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,
                   learned)  # fmt: skip

@@ -192,7 +192,7 @@ def test_only_the_sharpest_eight_heads_are_shown() -> None:
         row(
             "softmax",
             n,
-            settings=evals_rows.SETTINGS | {"heads": 5},
+            settings=evals_rows.SETTINGS | {"depth": 2},
             **(many | {"head_peak": peak}),
         )
         for n, peak in zip((16, 64), peaks, strict=True)

@@ -8,6 +8,7 @@ there is no position encoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 import attnzoo
+from attnzoo.nn.wrappers import host_attention
 from commandline.variants import VariantCall
 from evals.measures import heads
 from evals.measures.metrics import weight_metrics
@@ -125,17 +127,28 @@ class Model(nn.Module):
         self.scale = settings.score_scale
         self.item = _mlp(features + CLASSES, width, width)
         self.query = _mlp(asked, width, width)
-        self.to_q = nn.Linear(width, width)
+        self.attention = _attention(variant, width)
+        self.to_q = nn.Linear(width, self.attention.queries * width)
         self.to_k = nn.Linear(width, width)
         self.to_v = nn.Linear(width, width)
         self.output = _mlp(width, width, CLASSES)
-        self.attention = attnzoo.nn.Attention(variant.name, 1, **variant.params)
+
+    def gate(self, query: Tensor) -> dict[str, Any]:
+        """The gate of a wrapper, for a query (B, G); {} without a gate."""
+        if isinstance(self.attention, attnzoo.nn.Attention):
+            return {}
+        hidden = self.query(query)[:, None]
+        return self.attention.projected(hidden, hidden)
 
     def project(self, items: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, 1, 1, D), k and v (B, 1, n, D) of items (B, n, F + 10) and query (B, G)."""
-        q = self.to_q(self.query(query))
+        """q (B, Q, 1, D), k and v (B, 1, n, D) of items (B, n, F + 10) and query (B, G). Q is 1, or
+        the number of queries of a wrapper."""
         item = self.item(items)
-        return rearrange(q, "b d -> b 1 1 d"), self.to_k(item)[:, None], self.to_v(item)[:, None]
+        return self._queries(query), self.to_k(item)[:, None], self.to_v(item)[:, None]
+
+    def _queries(self, query: Tensor) -> Tensor:
+        q = self.to_q(self.query(query))
+        return rearrange(q, "b (m d) -> b m 1 d", m=self.attention.queries)
 
     def folded(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
         """A faster function equal to `project`: W (U x + c) + b becomes (W U) x + (W c + b).
@@ -148,10 +161,9 @@ class Model(nn.Module):
         folds = [(to.weight @ second.weight, to(second.bias)) for to in (self.to_k, self.to_v)]
 
         def project(items: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q = self.to_q(self.query(query))
             item = hidden(items)
             k, v = (F.linear(item, weight, bias)[:, None] for weight, bias in folds)
-            return rearrange(q, "b d -> b 1 1 d"), k, v
+            return self._queries(query), k, v
 
         return project
 
@@ -161,7 +173,18 @@ class Model(nn.Module):
 
     def forward(self, items: Tensor, query: Tensor) -> Tensor:
         """Logits (B, 10)."""
-        return self.decode(self.attention(*self.folded()(items, query), scale=self.scale))
+        q, k, v = self.folded()(items, query)
+        return self.decode(self.attention(q, k, v, scale=self.scale, **self.gate(query)))
+
+
+def _attention(variant: VariantCall, width: int) -> attnzoo.nn.Attention | attnzoo.nn.Wrapper:
+    """One head of ``width`` features."""
+    if variant.wrapper_choice is None:
+        return attnzoo.nn.Attention(variant.name, 1, **variant.params)
+    return host_attention(
+        variant.wrapper_choice, variant.name, 1, width, variant.params,
+        key_dim=width, qk_dim=width, v_dim=width,
+    )  # fmt: skip
 
 
 # A function (seed, split, length, start, stop) that returns sequences start .. stop − 1.
@@ -219,25 +242,42 @@ class RetrievalTask(Task):
         in fp64 from the same q and k, so that rounding causes no ties.
         """
         q, k, v = model.folded()(batch.items(), batch.query)
-        exact = q.double(), k.double(), v[..., :1].double()
+        options: dict[str, Any] = {"scale": model.scale, **model.gate(batch.query)}
         target, label = batch.target, batch.label
         order = batch.closeness.topk(min(BEST_KEYS, batch.classes.shape[1]), dim=-1).indices
 
         def measured(substitute: VariantCall | None) -> BatchResult:
-            attention = model.attention if substitute is None else heads.fixed(substitute, 1, model)
-            logits = model.decode(attention(q, k, v, scale=model.scale))
-            own = heads.own_parameters(attention)
-            weights = attnzoo.attention_weights(
-                *exact, attention.variant, scale=model.scale, **own
-            )[:, 0, 0]
+            with ExitStack() as stack:
+                stack.enter_context(heads.substituted(model, substitute))
+                attention = model.attention
+                logits = model.decode(attention(q, k, v, **options))
+                watch = heads.Watch(attention, sample) if sample.sequences else None
+                if watch is not None:
+                    stack.enter_context(watch)
+                weights = _weights(attention, q, k, v, options)
             found = weight_metrics(weights, target, batch.classes, label, CLASSES)
             # Adding 0 · logits propagates a NaN, which would otherwise count as a wrong answer.
             right = (logits.argmax(dim=-1) == label).double()
             found["accuracy"] = right + 0 * logits.sum(dim=-1)
             curves = {"best_keys": weights.gather(1, order)}
-            if sample.sequences:
-                seen = heads.measure(attention, *exact, {"scale": model.scale}, sample)
-                curves |= {f"head_{name}": values for name, values in seen.items()}
-            return BatchResult(found, curves)
+            return BatchResult(found, curves if watch is None else curves | watch.curves())
 
         return measured
+
+
+def _weights(
+    attention: attnzoo.nn.Attention | attnzoo.nn.Wrapper,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """The weights (B, n) of the query, in fp64."""
+    q, k, v = q.double(), k.double(), v.double()
+    if isinstance(attention, attnzoo.nn.Attention):
+        v = v[..., :1]  # the weights do not depend on the values
+    exact: dict[str, Any] = {
+        name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()
+    }
+    _, weights = attention(q, k, v, need_weights=True, **exact)
+    return weights[:, 0, 0]

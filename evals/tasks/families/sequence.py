@@ -258,7 +258,8 @@ class SequenceTask(Task):
             return Transformer(
                 size, settings.width, settings.heads, settings.depth, variant.name, positions,
                 qk_norm=settings.qk_norm, qk_dim=settings.qk_dim or None,
-                layer_scale=settings.layer_scale or None, **output, **variant.params,
+                layer_scale=settings.layer_scale or None, wrapper=variant.wrapper_choice,
+                **output, **variant.params,
             )  # fmt: skip
 
         counts = None

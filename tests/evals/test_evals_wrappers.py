@@ -1,0 +1,122 @@
+"""Wrappers and values per head on the command line of the evals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnzoo.nn import Differential, DifferentialV2, MixtureAttention
+from commandline.errors import UsageError
+from commandline.variants import VariantCall, parse_spec
+from evals.__main__ import main
+from evals.measures.heads import substituted
+from evals.results.store import read_rows
+from evals.tasks import TASKS
+from evals.theory.fits import FIXED, fit, log_law
+
+
+def call(text: str) -> VariantCall:
+    return parse_spec(text, wrappers=True).train
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "differential(softmax)",
+        "mixture(ssmax(s=0.4), components=3)",
+        "output_gate(log_n(train_length=16), per='head')",
+        "asentmax(scaled=(1, 0, 0.5))",
+    ],
+)
+def test_text_is_read_and_written(text: str) -> None:
+    assert str(call(text)) == text
+
+
+def test_identity_has_the_wrapper_with_its_defaults() -> None:
+    plain, wrapped = call("softmax").identity(), call("laser(softmax)").identity()
+    assert wrapped == {**plain, "wrapper": "laser", "wrapper_params": {"clamp": "15.0"}}
+    assert "wrapper" not in plain
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("differential", r"is a wrapper and needs a variant, as in differential\(softmax\)"),
+        ("differential()", "differential needs one variant"),
+        ("differential(softmax, ssmax)", "differential needs one variant"),
+        ("laser(differential(softmax))", "a wrapper cannot have a wrapper"),
+        ("mixture(softmax, parts=2)", "mixture has no argument parts; it has: components"),
+        ("entmax(softmax)", "parameters of entmax must have names.*wrappers are differential"),
+        ("laser(softmax)->softmax", "a and b of a->b must have the same wrapper"),
+        ("asentmax(scaled=())", "must be a number, .* or a tuple of numbers"),
+        ("asentmax(scaled=('a', 1))", "must be a number, .* or a tuple of numbers"),
+    ],
+)
+def test_wrong_text(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_spec(text, wrappers=True)
+
+
+def test_commands_without_wrappers_say_so() -> None:
+    with pytest.raises(UsageError, match="this command does not support wrappers"):
+        parse_spec("laser(softmax)")
+
+
+@pytest.mark.parametrize("task", ["max-retrieval", "mqar"])
+def test_models_have_the_wrapper(task: str) -> None:
+    settings = TASKS[task].presets["smoke"].settings
+    for text, kind in (
+        ("differential(softmax)", Differential),
+        ("differential_v2(ssmax)", DifferentialV2),
+        ("mixture(entmax, components=3)", MixtureAttention),
+    ):
+        model = TASKS[task].build(call(text), TASKS[task].positions[0], settings)
+        assert [type(m) for m in model.modules() if isinstance(m, kind)]
+
+
+def test_a_substitution_replaces_the_variant_inside_the_wrapper() -> None:
+    settings = TASKS["mqar"].presets["smoke"].settings
+    model = TASKS["mqar"].build(call("differential_v2(ssmax)"), "rope", settings)
+    with substituted(model, call("differential_v2(sigmoid)")):
+        inside = [m for m in model.modules() if isinstance(m, DifferentialV2)]
+        assert {m.variant for m in inside} == {"sigmoid"}
+        assert {m.attention.num_heads for m in inside} == {2 * settings.heads}
+    assert {m.variant for m in inside} == {"ssmax"}
+
+
+def test_a_run_measures_every_map(tmp_path: Path) -> None:
+    """Weights of both maps are measured, and the differences are the weights of the query."""
+    arguments = ["max-retrieval", "--preset", "smoke", "--steps", "5", "--lengths", "16,32"]
+    variants = "differential(softmax),differential(softmax)->differential(entmax)"
+    assert main([*arguments, "--variants", variants, "--workers", "0", "--out", str(tmp_path)]) == 0
+    rows = read_rows([tmp_path])
+    assert {row["variant"] for row in rows} == {*variants.split(",")}
+    for row in rows:
+        assert row["status"] == "ok"
+        assert len(row["curves"]["head_peak"]) == 2
+        # λ of layer 0 is near 0.2, and both maps sum to 1.
+        assert row["metrics"]["weight_sum"] == pytest.approx(0.8, abs=0.2)
+
+
+def test_values_per_head_need_as_many_as_heads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variant = "asentmax(scaled=(1, 0, 0))"
+    arguments = ["mqar", "--preset", "smoke", "--variants", variant, "--out", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "asentmax's scaled must have shape () or (2,), got (3,)" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_laws_use_the_values_of_each_head() -> None:
+    """Two layers of two heads: each head is fitted with its own value."""
+    one, many = call("ssmax(s=0.3)"), call("ssmax(s=(0.3, 0.6))")
+    keys, sizes = [16, 64, 256], torch.full((1, 1), 3.0, dtype=torch.float64)
+    peaks = torch.stack([
+        torch.cat([log_law(FIXED.scores(n), call(f"ssmax(s={s})"), sizes, {}).exp()[0]
+                   for s in (0.3, 0.6, 0.3, 0.6)]) for n in keys
+    ])  # fmt: skip
+    assert fit(FIXED, many, keys, peaks).sizes.tolist() == pytest.approx([3.0] * 4, rel=0.02)
+    assert fit(FIXED, one, keys, peaks).sizes[1].item() > 3.5
