@@ -13,6 +13,7 @@ from attnzoo.nn.wrappers.laser import Laser
 from attnzoo.nn.wrappers.mixture import MixtureAttention
 from attnzoo.nn.wrappers.output_gate import OutputGate
 
+#: The wrappers by name, for the argument ``wrapper`` of layers.
 WRAPPERS: dict[str, type[Wrapper]] = {
     "differential": Differential,
     "differential_v2": DifferentialV2,
