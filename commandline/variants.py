@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import attnzoo
-from attnzoo.nn.wrappers import WRAPPERS, own_arguments
+from attnzoo.nn import WRAPPERS
 from commandline.errors import UsageError
 
 Value = int | float | bool | str | None | tuple[float, ...]
@@ -71,7 +71,7 @@ class VariantCall:
         if self.wrapper is None:
             return found
         name, arguments = self.wrapper
-        values = {**own_arguments(WRAPPERS[name]), **dict(arguments)}
+        values = {**WRAPPERS[name].own_arguments(), **dict(arguments)}
         return {**found, "wrapper": name, "wrapper_params": {n: repr(x) for n, x in values.items()}}
 
 
@@ -142,7 +142,7 @@ def _read_call(tree: ast.expr, whole: str, wrappers: bool) -> VariantCall:
     inner = _read_call(tree.args[0], whole, wrappers)
     if inner.wrapper is not None:
         raise UsageError(f"cannot read variant {whole!r}: a wrapper cannot have a wrapper")
-    possible = own_arguments(WRAPPERS[name])
+    possible = WRAPPERS[name].own_arguments()
     for argument, _ in arguments:
         if argument not in possible:
             known = ", ".join(possible) or "none"

@@ -20,6 +20,7 @@ from attnzoo.nn.wrappers import (
     MixtureAttention,
     OutputGate,
     Wrapper,
+    host_attention,
 )
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Transformer",
     "Wrapper",
     "attend",
+    "host_attention",
     "parameter_groups",
     "replace",
 ]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import attnzoo
-from attnzoo.nn.wrappers import host_attention
 from commandline.arguments import either
 from commandline.errors import UsageError
 from commandline.variants import (
@@ -145,7 +144,7 @@ def _left_out(
 def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str | None:
     """The reason why a variant does not support these numbers of keys or this encoding, or None."""
     try:
-        made = host_attention(
+        made = attnzoo.nn.host_attention(
             variant.wrapper_choice, variant.name, variant.heads or 1, 64, variant.params,
             key_dim=64, qk_dim=8, v_dim=8,
         )  # fmt: skip

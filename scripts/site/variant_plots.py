@@ -89,7 +89,8 @@ def growth_plot(name: str) -> str:
     found = leading(name)
     draw(axes, LENGTHS, found, name)
     axes.set_xticks(LENGTHS[1::4])
-    axes.set_ylim(min(1e-3, 0.5 * min(found)), max(1.5, 1.5 * max(found)))
+    shown = [weight for weight in found if weight > 0]  # the axis is logarithmic
+    axes.set_ylim(0.5 * min(2e-3, *shown), max(1.5, 1.5 * max(found)))
     return svg_of(figure, axes, legend="lower left")
 
 

@@ -64,6 +64,15 @@ def pair(variant: str, backend: str) -> Any:
 PAIRS = [pair(variant, name) for variant in VARIANTS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
+# The same for modules that only combine outputs, where one variant per normalization is enough.
+# On Triton backends, only one variant is.
+OUTSIDE = [
+    pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
+    if pair.values[0] not in (("softmax",) if pair.values[1] in KERNELS else _FIRST.values())
+    else pair
+    for pair in TRAINED
+]
+
 
 def precise(backend: str) -> torch.dtype:
     """The input dtype with which a backend is most accurate."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from attnzoo.core.checks import did_you_mean, shown
@@ -13,7 +12,7 @@ from attnzoo.nn.wrappers.laser import Laser
 from attnzoo.nn.wrappers.mixture import MixtureAttention
 from attnzoo.nn.wrappers.output_gate import OutputGate
 
-#: The wrappers by name, for the argument ``wrapper`` of layers.
+#: The wrappers by name.
 WRAPPERS: dict[str, type[Wrapper]] = {
     "differential": Differential,
     "differential_v2": DifferentialV2,
@@ -51,6 +50,13 @@ def host_attention(
         v_dim: number of features of each value head.
         layer: number of the layer in its model, from 0.
         **kind: device and dtype of the projections.
+
+    Returns:
+        An `Attention`, or the wrapper. Both have ``queries``, the number of queries per head,
+        ``projected`` and ``new_cache``.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
     """
     if wrapper is None:
         return projecting_attention(variant, num_heads, embed_dim, key_dim, options, **kind)
@@ -76,22 +82,12 @@ def named_wrapper(wrapper: Any) -> tuple[str, dict[str, Any]]:
         raise ValueError(
             f"wrapper must be one of {known}, got {name!r}{did_you_mean(name, list(WRAPPERS))}"
         )
-    possible = own_arguments(WRAPPERS[name])
+    possible = WRAPPERS[name].own_arguments()
     for argument in arguments:
         if argument not in possible:
             known = ", ".join(possible) or "none"
             raise TypeError(f"wrapper {name!r} has no argument {argument!r}; it has: {known}")
     return name, arguments
-
-
-def own_arguments(kind: type[Wrapper]) -> dict[str, Any]:
-    """The arguments of a wrapper that a layer does not set, with their default values."""
-    given = inspect.signature(Wrapper).parameters
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if name not in given
-    }
 
 
 __all__ = [
@@ -105,5 +101,4 @@ __all__ = [
     "Wrapper",
     "host_attention",
     "named_wrapper",
-    "own_arguments",
 ]

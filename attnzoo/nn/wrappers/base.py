@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -84,6 +85,16 @@ class Wrapper(nn.Module):
 
     def _configure(self, **kind: Any) -> None:
         """Sets the sizes of the wrapper, and creates its own parameters."""
+
+    @classmethod
+    def own_arguments(cls) -> dict[str, Any]:
+        """The arguments that only this wrapper has, with their default values."""
+        given = inspect.signature(Wrapper).parameters
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(cls).parameters.items()
+            if name not in given
+        }
 
     @property
     def variant(self) -> str:

@@ -18,7 +18,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 import attnzoo
-from attnzoo.nn.wrappers import host_attention
 from commandline.variants import VariantCall
 from evals.measures import heads
 from evals.measures.metrics import weight_metrics
@@ -181,7 +180,7 @@ def _attention(variant: VariantCall, width: int) -> attnzoo.nn.Attention | attnz
     """One head of ``width`` features."""
     if variant.wrapper_choice is None:
         return attnzoo.nn.Attention(variant.name, 1, **variant.params)
-    return host_attention(
+    return attnzoo.nn.host_attention(
         variant.wrapper_choice, variant.name, 1, width, variant.params,
         key_dim=width, qk_dim=width, v_dim=width,
     )  # fmt: skip

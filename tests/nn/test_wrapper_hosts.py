@@ -1,0 +1,194 @@
+"""Wrappers in models and in torch's layers, and wrong input."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attnzoo.nn import (
+    WRAPPERS,
+    Attention,
+    Differential,
+    Laser,
+    MixtureAttention,
+    MultiheadAttention,
+    OutputGate,
+    Transformer,
+    Wrapper,
+    parameter_groups,
+    replace,
+)
+from helpers.cases import rand
+from helpers.errors import WrongCalls, raising
+from helpers.wrappers import KV, MADE, B, D, E, H, N, definition, inputs, make, trained
+
+
+@pytest.mark.parametrize("which", MADE)
+@pytest.mark.parametrize("positions", ["rope", "nape"])
+def test_transformer_decodes_with_a_cache(which: str, positions: str) -> None:
+    """Also with grouped heads, and gradients reach all parameters."""
+    model = Transformer(
+        20, E, H, 2, "ssmax", positions, num_kv_heads=KV, wrapper=MADE[which], qk_norm=True
+    )
+    trained(model)
+    tokens = torch.randint(20, (B, 9), generator=torch.Generator().manual_seed(0))
+    caches = model.new_caches(9)
+    full = model(tokens)
+    with torch.no_grad():
+        parts = [model(tokens[:, s], caches=caches)
+                 for s in (slice(4), slice(4, 5), slice(5, 9))]  # fmt: skip
+    assert torch.allclose(torch.cat(parts, 1), full, atol=1e-10)
+    model.loss(model.states(tokens), tokens).backward()
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", ["differential", "differential_v2"])
+def test_rope_depends_on_distances_only(name: str) -> None:
+    """Tokens that are equal in two windows give equal outputs, wherever the windows are."""
+    model = trained(Transformer(20, E, H, 1, positions="rope", wrapper=name, window=3))
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])
+    logits = model(tokens)
+    assert torch.allclose(logits[:, 2], logits[:, 8], atol=1e-5)  # angles are fp32
+    assert not torch.allclose(logits[:, 2], logits[:, 5], atol=1e-3)
+
+
+def test_differential_counts_layers() -> None:
+    model = Transformer(20, E, H, 2, wrapper="differential")
+    initial = [attend.initial for attend in model._attends()]  # pyright: ignore
+    assert initial == pytest.approx([0.2, 0.8 - 0.6 * torch.tensor(-0.3).exp().item()])
+
+
+@pytest.mark.parametrize("which", MADE)
+def test_multihead_attention(which: str) -> None:
+    """The projections, masks and weights of torch's layer, around the wrapper."""
+    torch.manual_seed(0)
+    layer = MultiheadAttention(E, H, batch_first=True, num_kv_heads=KV, wrapper=MADE[which])
+    trained(layer)
+    wrapper = layer.attend
+    assert isinstance(wrapper, Wrapper)
+    assert layer.in_proj_weight is not None
+    x, blocked = rand(B, N, E, seed=5), torch.ones(N, N, dtype=torch.bool).triu(1)
+    out, weights = layer(x, x, x, attn_mask=blocked, average_attn_weights=False)
+    assert weights is not None
+    projected = F.linear(x, layer.in_proj_weight, layer.in_proj_bias)
+    heads = projected.unflatten(-1, (-1, D)).transpose(1, 2)
+    q, k, v = heads.split([wrapper.queries * H, KV, KV], dim=1)
+    expected, expected_weights = definition(wrapper, q, k, v, x, attn_mask=~blocked[None, None])
+    expected = layer.out_proj(expected.transpose(1, 2).flatten(2))
+    assert torch.allclose(out, expected, atol=1e-10)
+    assert torch.allclose(weights, expected_weights, atol=1e-10)
+
+
+def test_replace_keeps_torchs_matrices_under_a_gate() -> None:
+    theirs = nn.TransformerEncoderLayer(E, H, batch_first=True, dropout=0.0)
+    weight = theirs.self_attn.in_proj_weight
+    layer = replace(theirs, "entmax", wrapper="output_gate").self_attn
+    assert isinstance(layer, MultiheadAttention)
+    assert layer.in_proj_weight is weight
+    assert isinstance(layer.attend, OutputGate)
+    assert layer.attend.variant == "entmax"
+    assert theirs(rand(B, N, E).float()).shape == (B, N, E)
+
+
+def test_modules_are_copied_pickled_and_loaded() -> None:
+    for which in MADE:
+        module = make(which, "ssmax")
+        q, k, v, x = inputs(module)
+        out = module(q, k, v, **module.projected(x, x))
+        empty = WRAPPERS[MADE[which][0]]("ssmax", H, E, **MADE[which][1]).double()
+        empty.load_state_dict(module.state_dict())
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), empty):
+            assert torch.equal(other(q, k, v, **other.projected(x, x)), out)
+
+
+def test_reset_parameters_and_groups() -> None:
+    model = Transformer(20, E, H, 2, "ssmax", wrapper="differential")
+    trained(model).reset_parameters()
+    attend = model._attends()[0]
+    assert isinstance(attend, Differential)
+    assert isinstance(attend.attention, Attention)
+    assert (attend.norm.weight == 1).all()
+    assert attend.attention.s[0].item() == pytest.approx(0.168)
+    assert 0.05 < attend.vectors.std() < 0.2
+    without = parameter_groups(model, 0.1)[1]["params"]
+    assert {p.shape for p in without} == {(2 * H,)}
+    gated = Transformer(20, E, H, 2, wrapper="output_gate")
+    assert len(parameter_groups(gated, 0.1)) == 1
+
+
+def test_representation() -> None:
+    assert repr(MixtureAttention("softmax", 2, 8, components=3)) == (
+        "MixtureAttention(\n  num_heads=2, components=3\n  (attention): Attention('softmax', "
+        "num_heads=6)\n  (gate): HeadProjection(features=8, num_heads=6)\n)"
+    )
+
+
+def test_variants_keep_their_projections() -> None:
+    """forgetting makes its gates for each of the maps."""
+    model = Transformer(20, E, H, 1, "forgetting", "none", wrapper="differential_v2")
+    projections = model.get_submodule("layers.0.attend.attention.projections.log_gates")
+    assert projections.get_parameter("bias").shape == (2 * H,)
+
+
+# ------------------------------------------------------------------------- errors
+
+
+def call(which: str = "laser", **changed: Any) -> Any:
+    module = make(which)
+    q, k, v, _ = inputs(module)
+    return module(**{"q": q, "k": k, "v": v, **changed})
+
+
+WRONG: WrongCalls = [
+    (lambda: call("differential_v2"), TypeError, "gate must be given to DifferentialV2"),
+    (
+        lambda: call("differential_v2", gate=rand(B, H, N, 2)),
+        ValueError,
+        r"gate must have shape \(2, 4, 7, 1\), got \(2, 4, 7, 2\)",
+    ),
+    (lambda: call(gate=rand(B, H, N, 1)), ValueError, "gate must be None for Laser"),
+    (
+        lambda: call("differential_v2", q=rand(B, H, N, D), gate=rand(B, H, N, 1)),
+        ValueError,
+        r"q must have 2 · num_heads=4 = 8 heads, got \(2, 4, 7, 8\)",
+    ),
+    (lambda: call(k=rand(B, 3, N, D)), ValueError, "k must have a divisor of num_heads=4 heads"),
+    (lambda: call(v=rand(B, KV, N, 5)), ValueError, r"v must have v_dim=8 features, got \(2, 2"),
+    (lambda: call(q=rand(H, N, D)), ValueError, r"q must have 4 dimensions, got \(4, 7, 8\)"),
+    (lambda: call(return_lse=True), ValueError, "return_lse must be False for Laser"),
+    (lambda: call(need_weights=1), TypeError, "need_weights must be a bool"),
+    (lambda: call(s=1.0), TypeError, "s"),
+    (lambda: Differential("softmax", 4, 24), ValueError, "qk_dim must be a multiple of 4 for Diff"),
+    (lambda: Differential("softmax", 3, 32), ValueError, "not a multiple of num_heads=3: give qk"),
+    (lambda: Differential("softmax", 4, 32, layer=-1), ValueError, "layer must be an int >= 0"),
+    (lambda: MixtureAttention("softmax", 4, 32, components=0), ValueError, "components must be"),
+    (lambda: Laser("softmax", 4, 32, clamp=0), ValueError, "clamp must be > 0 and at most 88"),
+    (lambda: Laser("softmax", 4, 32, clamp="a"), TypeError, "clamp must be a number > 0"),  # pyright: ignore
+    (lambda: OutputGate("softmax", 4, 32, per="row"), ValueError, "per must be 'element' or"),  # pyright: ignore
+    (lambda: OutputGate("softmax", 4, 32, s=1.0), TypeError, "no parameter 's'"),
+    (lambda: Transformer(9, E, H, 1, wrapper="lasr"), ValueError, "one of .*laser.*got 'lasr'"),
+    (lambda: Transformer(9, E, H, 1, wrapper=Laser), TypeError, "wrapper must be a name, a pair"),  # pyright: ignore
+    (
+        lambda: Transformer(9, E, H, 1, wrapper=("mixture", {"parts": 3})),
+        TypeError,
+        "wrapper 'mixture' has no argument 'parts'; it has: components",
+    ),
+    (
+        lambda: Transformer(9, E, H, 1, wrapper=("laser", {"layer": 3})),
+        TypeError,
+        "wrapper 'laser' has no argument 'layer'; it has: clamp",
+    ),
+    (
+        lambda: replace(nn.MultiheadAttention(E, H), "softmax", wrapper="mixture"),
+        ValueError,
+        "wrapper must use one query per head, which .* got 'mixture', which uses 2",
+    ),
+]
+test_wrong_input = raising(WRONG)
