@@ -24,7 +24,8 @@ from attnzoo.integrations.transformers.convert import (
     write_spec,
 )
 from attnzoo.integrations.transformers.masks import NAME
-from attnzoo.nn import Attention
+from attnzoo.integrations.transformers.wrapped import new_child
+from attnzoo.nn import Attention, Wrapper
 
 # Arguments of from_pretrained that select the files, also needed to load the config.
 LOCATION = (
@@ -32,7 +33,10 @@ LOCATION = (
 )  # fmt: skip
 # Required keys of a layer's entry in the spec, and their types.
 ENTRY = {"variant": str, "num_heads": int, "params": dict}
-OPTIONS = ("learn", "given", "softcap")  # its optional keys, arguments of `Attention`
+OPTIONS = ("learn", "given", "softcap")  # optional keys, arguments of `Attention`
+WRAPPER = {
+    "name": str, "arguments": dict, "embed_dim": int, "qk_dim": int, "v_dim": int, "layer": int,
+}  # fmt: skip  # keys of the optional entry "wrapper"
 
 
 def from_config(auto_class: Any, config: Any) -> Any:
@@ -108,8 +112,18 @@ def check_spec(config: Any) -> dict[str, Any]:
                     f"config.{NAME}: layer {name!r} must have {key} of type {kind.__name__}, got "
                     f"{entry!r}"
                 )
-        if unknown := sorted(set(entry) - {*ENTRY, *OPTIONS}):
+        if unknown := sorted(set(entry) - {*ENTRY, *OPTIONS, "wrapper"}):
             raise ValueError(f"config.{NAME}: layer {name!r} has unknown entries: {unknown}")
+        wrapper = entry.get("wrapper")
+        if wrapper is not None and not (
+            isinstance(wrapper, dict)
+            and set(wrapper) == {*WRAPPER}
+            and all(isinstance(wrapper[key], kind) for key, kind in WRAPPER.items())
+        ):
+            raise ValueError(
+                f"config.{NAME}: wrapper of layer {name!r} must have {', '.join(WRAPPER)}, got "
+                f"{wrapper!r}"
+            )
     return spec
 
 
@@ -133,7 +147,7 @@ def attach_configured(model: Any) -> None:
         )
     with torch.device("cpu"):  # initial values are needed even if the model is on meta
         children = {
-            name: _attention(entry)
+            name: _child(entry)
             for name, entry in entries.items()
             if NAME not in model.get_submodule(name)._modules
         }
@@ -141,13 +155,14 @@ def attach_configured(model: Any) -> None:
     write_spec(model.config, spec)
 
 
-def _attention(entry: dict[str, Any]) -> Attention:
+def _child(entry: dict[str, Any]) -> Attention | Wrapper:
     params: dict[str, Any] = {
         key: _stored(value) if isinstance(value, list) else value
         for key, value in entry["params"].items()
     }
     options = {name: entry[name] for name in OPTIONS if name in entry}
-    return Attention(entry["variant"], entry["num_heads"], **options, **params)
+    wrapper = entry.get("wrapper")
+    return new_child(entry["variant"], entry["num_heads"], wrapper, {**options, **params})
 
 
 def _stored(values: list[Any]) -> torch.Tensor:
@@ -190,14 +205,17 @@ def register() -> None:
     @wraps(initialize)
     def with_initial_values(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # Transformers calls this if weights are missing; loaded tensors have _is_hf_initialized.
-        if not isinstance(module, Attention):
+        if not isinstance(module, (Attention, Wrapper)):
             return initialize(self, module, *args, **kwargs)
         if not getattr(module, "_is_hf_initialized", False):
-            tensors = module.parameter_tensors().items()
-            module.reset_parameters(
-                n for n, x in tensors if not getattr(x, "_is_hf_initialized", False)
-            )
-            module._is_hf_initialized = True
+            tensors = module.state_dict(keep_vars=True).values()
+            loaded = [x for x in tensors if getattr(x, "_is_hf_initialized", False)]
+            values = [x.detach().clone() for x in loaded]
+            module.reset_parameters()
+            with torch.no_grad():
+                for x, value in zip(loaded, values, strict=True):
+                    x.copy_(value)
+            module._is_hf_initialized = True  # pyright: ignore
 
     PreTrainedModel.post_init = with_variants
     PreTrainedModel._initialize_weights = with_initial_values

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
-from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant, list_variants
-from attnzoo.core.variant import REQUIRED
-from attnzoo.functional.explain import explain
-from attnzoo.integrations.transformers.interface import (
-    ObservedCall,
-    host_sink,
-    sink_variants,
+from attnzoo.integrations.transformers.checks import (
+    check_model,
+    check_own,
+    check_projections,
+    check_softcap,
+    taken_sink,
+    wrapper_entry,
 )
+from attnzoo.integrations.transformers.interface import ObservedCall
 from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.integrations.transformers.modules import (
     Batch,
@@ -24,13 +24,15 @@ from attnzoo.integrations.transformers.modules import (
     batches_of,
     chosen_names,
     implementations,
+    parts_of,
+    run,
 )
-from attnzoo.nn import Attention
+from attnzoo.integrations.transformers.wrapped import inner, new_child, put, query_layer
+from attnzoo.nn import Attention, Wrapper
 from attnzoo.nn.parameters import Names
+from attnzoo.nn.wrappers import Choice
 
 VERSION = 1
-# A model that supports none of these changes keys and masks in ways that only itself knows.
-IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
 ModelT = TypeVar("ModelT")
 
 
@@ -43,6 +45,7 @@ def convert(
     start: Literal["identity"] | None = None,
     calibrate: Batch | Sequence[Batch] | None = None,
     inputs: Batch | Sequence[Batch] | None = None,
+    wrapper: Choice = None,
     **params: Any,
 ) -> ModelT:
     """Replaces the attention of a transformers model by a variant, in place.
@@ -66,6 +69,8 @@ def convert(
             the factor on the scores, is 1 on average over queries (ssmax: s = 1 / mean log n).
         inputs: inputs for the run that finds the attention modules; accepts the same types as
             ``calibrate``. None uses ``calibrate`` if given, else a minimal batch.
+        wrapper: a name from `attnzoo.nn.WRAPPERS`, or a pair (name, arguments of the wrapper); see
+            Notes. None is no wrapper.
         **params: parameters of the variant, as for `attnzoo.nn.Attention`.
 
     Returns:
@@ -98,11 +103,17 @@ def convert(
         the original. In a causal model it may differ as much as with the variant's own initial
         values: queries with many keys get sharper weights, queries with few keys flatter weights.
 
+        A wrapper is the child, and the `attnzoo.nn.Attention` is the wrapper's ``attention``. A
+        wrapper with Q > 1 queries per head (differential_v2, mixture) needs a module that makes
+        its queries with a `torch.nn.Linear`. Its matrix gets Q·H·D rows: each head's first query
+        is the model's own, the others are drawn with the same standard deviation. The matrix is a
+        new parameter, so create the optimizer after `convert`.
+
         Exclude the learned parameters from weight decay with `attnzoo.nn.parameter_groups`. In a
         model cast to bf16 as a whole the parameters are bf16 too; gains are computed in fp32.
     """
-    _check_model(model)
-    _check_own(variant, params)
+    check_model(model)
+    check_own(variant, params)
     for other, given in (("start", start), ("inputs", inputs)):
         if calibrate is not None and given is not None:
             raise ValueError(f"{other} must be None when calibrate is given")
@@ -111,56 +122,74 @@ def convert(
         raise ValueError(
             f"calibrate must be None: {variant!r} cannot be calibrated; variants that can: {known}"
         )
-    identity = {} if start is None else _identity(variant, start, params)
-    _check_projections(variant, params)
+    identity = {} if start is None else _identity(variant, start, params, wrapper)
+    check_projections(variant, params)
     name = "inputs" if calibrate is None else "calibrate"
     given = inputs if calibrate is None else calibrate
-    calls = attention_modules(model, None if given is None else batches_of(name, given, model))
-    chosen = chosen_names(calls, layers)
-    values = {
-        name: {**(_calibrated(variant, call) if calibrate is not None else {}), **params}
-        for name, call in calls.items()
-        if name in chosen
-    }
-    children = {}
-    for name, own in values.items():
-        call, sink = calls[name], _taken_sink(model, variant, calls[name], own)
+    batches = None if given is None else batches_of(name, given, model)
+    calls = attention_modules(model, batches)
+    children, entries = {}, {}
+    for name in chosen_names(calls, layers):
+        call, own = calls[name], dict(params)
+        if calibrate is not None:
+            own = {**_calibrated(variant, call), **params}
+        sink = taken_sink(model, variant, call, own)
         own |= {key: value for key, value in identity.items() if key != sink}
-        _check_softcap(variant, call, own)
-        children[name] = Attention(
-            variant, call.heads, learn=_learned(variant, learn, identity, sink),
-            softcap=call.softcap, given=() if sink is None else (sink,), **own,
-        )  # fmt: skip
-    entries = {name: _entry(child, values[name]) for name, child in children.items()}
-    specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in _parts(model)]
-    attach(model, children)
+        check_softcap(variant, call, own)
+        options = {
+            "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
+            "given": () if sink is None else (sink,), **own,
+        }  # fmt: skip
+        wrapped = wrapper_entry(wrapper, call)
+        dtype = next((x.dtype for x in call.module.parameters()), None)
+        children[name] = new_child(variant, call.heads, wrapped, options, dtype)
+        query_layer(call.module, children[name])  # raises before anything is changed
+        entries[name] = _entry(children[name], own, wrapped)
+    specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in parts_of(model)]
+    _attach_and_try(model, children, batches)
     for config, spec in specs:
         if spec["layers"]:
             write_spec(config, spec)
     return model
 
 
-def _entry(child: Attention, params: Mapping[str, Any]) -> dict[str, Any]:
+def _attach_and_try(
+    model: Any, children: Mapping[str, Attention | Wrapper], batches: list[dict[str, Any]] | None
+) -> None:
+    """Adds the children. If some need several queries per head, runs the model once.
+
+    A model may do more with its queries than to split them into heads.
+    """
+    before = implementations(model)
+    undo = attach(model, children)
+    if all(child.queries == 1 for child in children.values()):
+        return
+    try:
+        run(model, batches)
+    except Exception as error:
+        for function in undo:
+            function()
+        model.set_attn_implementation(before)
+        raise ValueError(
+            f"wrapper must use one query per head, because {type(model).__name__} does not run "
+            f"with more: {error}"
+        ) from error
+
+
+def _entry(
+    child: Attention | Wrapper, params: Mapping[str, Any], wrapper: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The config's entry of a converted layer; ``params`` are those given to ``child``."""
+    attention = inner(child)
     return {
         "variant": child.variant,
         "num_heads": child.num_heads,
-        "learn": list(child.learned),
-        "given": list(child.given),
+        "learn": list(attention.learned),
+        "given": list(attention.given),
         "softcap": child.softcap,
         "params": {name: json_value(value) for name, value in params.items()},
+        **({} if wrapper is None else {"wrapper": dict(wrapper)}),
     }
-
-
-def _parts(model: Any) -> list[tuple[str, Any]]:
-    """(name, module) of the model and of each sub-model with its own config."""
-    from transformers import PreTrainedModel
-
-    return [
-        (name, part)
-        for name, part in model.named_modules()
-        if isinstance(part, PreTrainedModel) and (part is model or part.config is not model.config)
-    ]
 
 
 def _spec(part: Any, prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,25 +232,29 @@ def possible_names(model: Any, name: str) -> Iterator[str]:
     yield prefix + name
 
 
-def attach(model: Any, children: Mapping[str, Attention], loading: bool = False) -> None:
+def attach(
+    model: Any, children: Mapping[str, Attention | Wrapper], loading: bool = False
+) -> list[Callable[[], None]]:
     """Adds a child to each named module, on its device, and switches the model to "attnzoo".
 
-    With ``loading`` the weights may still be on meta.
+    With ``loading`` the weights may still be on meta. Returns functions that remove the children.
     """
-    for name, attention in children.items():
+    undo = []
+    for name, child in children.items():
         module = model.get_submodule(name)
         device = next((p.device for p in module.parameters()), model.device)
         if device.type == "meta" and not loading:
             raise ValueError(f"model must have its weights loaded, but those of {name} are on meta")
-        attention.train(module.training)
         # Transformers skips the initialization of modules with this attribute.
-        attention._is_hf_initialized = device.type != "meta"
-        module.add_module(NAME, attention.to(device).train(module.training))
+        for part in child.modules():
+            part._is_hf_initialized = device.type != "meta"  # pyright: ignore
+        undo.append(put(module, child.to(device).train(module.training)))
     model.set_attn_implementation(NAME)
+    return undo
 
 
 def revert(model: ModelT) -> ModelT:
-    """Undoes `convert`, in place. The learned parameters of the variants are lost.
+    """Undoes `convert`, in place. The learned parameters of variants and wrappers are lost.
 
     Args:
         model: a converted model.
@@ -249,9 +282,9 @@ def revert(model: ModelT) -> ModelT:
             f"model must be a converted model, got {type(model).__name__} with softmax"
         )
     for module in converted:
-        delattr(module, NAME)
+        put(module, None)
     host.set_attn_implementation(spec["before"])
-    for _, part in _parts(host):
+    for _, part in parts_of(host):
         for name in (NAME, "attn_implementation"):
             part.config.__dict__.pop(name, None)
     return model
@@ -269,10 +302,12 @@ def _calibrated(variant: str, call: ObservedCall) -> dict[str, Any]:
     return calibrate(call.log_n)
 
 
-def _identity(variant: str, start: str, params: dict[str, Any]) -> dict[str, Any]:
+def _identity(variant: str, start: str, params: dict[str, Any], wrapper: Choice) -> dict[str, Any]:
     """The parameters that make the variant equal to softmax."""
     if start != "identity":
         raise ValueError(f"start must be 'identity' or None, got {start!r}")
+    if wrapper is not None:
+        raise ValueError(f"start must be None with a wrapper, got {start!r} with {wrapper!r}")
     found = _possible_identity(variant)
     if found is None:
         able = [name for name in list_variants() if _possible_identity(name) is not None]
@@ -305,77 +340,3 @@ def _learned(
         if param.name != sink
         and (param.init is not None or (param.kind == "per_head" and param.name in identity))
     )
-
-
-def _owner(model: Any, module: Any) -> Any:
-    """The innermost model with its own config that contains the module."""
-    return [part for _, part in _parts(model) if any(one is module for one in part.modules())][-1]
-
-
-def _taken_sink(model: Any, variant: str, call: ObservedCall, params: dict[str, Any]) -> str | None:
-    """The variant's parameter that takes the host's sinks; None if the host has none."""
-    if not call.sinks:
-        return None
-    host, sink = type(call.module).__name__, host_sink(get_variant(variant))
-    if sink is None:
-        raise ValueError(
-            f"variant must take the learned sinks of {host}, got {variant!r}; variants that do: "
-            f"{sink_variants()}"
-        )
-    owner = _owner(model, call.module)
-    if not any(getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS):
-        raise ValueError(
-            f"model must support another attention than its own eager one, which the sinks of "
-            f"{host} need, got {type(owner).__name__}"
-        )
-    if sink in params:
-        raise ValueError(
-            f"{sink} must not be given, because {host} passes its own learned sinks, got "
-            f"{params[sink]!r}"
-        )
-    return sink
-
-
-def _check_softcap(variant: str, call: ObservedCall, params: dict[str, Any]) -> None:
-    """Raises if the variant does not support the host's softcap."""
-    if call.softcap is None:
-        return
-    q, k, v = torch.zeros(3, 1, call.heads, 2, 4).unbind()
-    plan = explain(q, k, v, variant, is_causal=True, softcap=call.softcap, **params)
-    if plan.reason is not None:
-        raise ValueError(
-            f"variant must support the softcap of {type(call.module).__name__}, got {variant!r}: "
-            f"{plan.reason}"
-        )
-
-
-def _check_projections(variant: str, params: dict[str, Any]) -> None:
-    """Raises if a parameter is made from hidden states, which a converted layer does not see."""
-    for param in get_variant(variant).params:
-        if param.projection and param.default is REQUIRED and param.name not in params:
-            raise ValueError(
-                f"{variant}'s {param.name} must be given to convert, as a number or a tensor (H,) "
-                "that holds for all tokens: the variant makes it from the hidden states, which a "
-                "converted layer does not see; attnzoo.nn.MultiheadAttention does"
-            )
-
-
-def _check_own(variant: str, params: dict[str, Any]) -> None:
-    """Raises if the parameters name arguments of `Attention` that the host decides, or are not
-    parameters of the variant."""
-    for name in ("num_heads", "softcap", "given"):
-        if name in params:
-            raise TypeError(f"convert does not accept {name}, which comes from the model")
-    check_names(get_variant(variant), params)
-
-
-def _check_model(model: Any) -> None:
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
-    if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"model must use transformers' AttentionInterface, which {type(model).__name__} does "
-            "not"
-        )

@@ -17,6 +17,7 @@ from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers.masks import NAME, make_mask, read_mask
 from attnzoo.integrations.transformers.packed import chunked, packed_segments
+from attnzoo.integrations.transformers.wrapped import from_hidden_states
 from attnzoo.nn import Attention
 
 try:
@@ -37,6 +38,10 @@ class ObservedCall(NamedTuple):
     rows: int  # number of these rows, one per batch entry, head and query
     softcap: float | None = None  # of the host
     sinks: bool = False  # whether the host passes the logits of sinks
+    qk_dim: int = 0  # features of each query and key
+    v_dim: int = 0  # features of each value
+    number: int = 0  # of the module, in the order of execution
+    features: int | None = None  # of the hidden states (B, N, features), if the module gets them
 
     def merge(self, other: ObservedCall) -> ObservedCall:
         """Combines two calls of the same module."""
@@ -96,8 +101,9 @@ def attend(
     calls = None if torch.compiler.is_compiling() else _observed.get()
     if calls is not None:
         log_n, rows = _log_n(query, key, value, options)
-        heads, has_sinks = query.shape[1], sinks is not None
-        calls.append(ObservedCall(module, heads, log_n, rows, softcap, has_sinks))
+        heads = query.shape[1] // getattr(child, "queries", 1)
+        dims = query.shape[-1], value.shape[-1]
+        calls.append(ObservedCall(module, heads, log_n, rows, softcap, sinks is not None, *dims))
     name, params = ("softmax", {}) if sinks is None else _with_sinks(module, child, sinks)
     options |= params
     need_weights = _need_weights(kwargs)
@@ -111,6 +117,7 @@ def attend(
             f"softcap of {type(module).__name__} must be {child.softcap}, with which it was "
             f"converted, got {softcap}: convert the model again"
         )
+    options |= from_hidden_states(module, child)
     result: Any = child(query, key, value, need_weights=need_weights, **options)
     out, weights = result if need_weights else (result, None)
     return out.transpose(1, 2).contiguous(), weights

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnzoo.integrations.transformers.interface import ObservedCall, observe_calls
 from attnzoo.integrations.transformers.masks import NAME
+from attnzoo.integrations.transformers.wrapped import observe_hidden_states
 
 Batch = Tensor | Mapping[str, Any]
 
@@ -18,14 +19,12 @@ def attention_modules(
     model: Any, batches: list[dict[str, Any]] | None = None
 ) -> dict[str, ObservedCall]:
     """The attention modules by name, in the order of execution. Does not change the model."""
-    before, training = implementations(model), model.training
+    before = implementations(model)
     try:
         model.set_attn_implementation(NAME)
-        with observe_calls() as calls, torch.no_grad():
-            for batch in [_minimal_batch(model)] if batches is None else batches:
-                model.eval()(**batch)
+        with observe_calls() as calls, observe_hidden_states(model) as features:
+            run(model, batches)
     finally:
-        model.train(training)
         model.set_attn_implementation(before)
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, ObservedCall] = {}
@@ -36,7 +35,21 @@ def attention_modules(
         raise ValueError(
             f"model must have attention layers, but {type(model).__name__} called none"
         )
-    return found
+    return {
+        name: call._replace(number=number, features=features.get(id(call.module)))
+        for number, (name, call) in enumerate(found.items())
+    }
+
+
+def run(model: Any, batches: list[dict[str, Any]] | None) -> None:
+    """Runs the model in evaluation mode, without gradients. None is a minimal batch."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            for batch in [_minimal_batch(model)] if batches is None else batches:
+                model.eval()(**batch)
+    finally:
+        model.train(training)
 
 
 def _minimal_batch(model: Any) -> dict[str, Tensor]:
@@ -85,6 +98,17 @@ def implementations(model: Any) -> dict[str, str]:
     own = {"": model.config._attn_implementation}
     subs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     return own | {n: c._attn_implementation for n, c in subs.items() if c is not None}
+
+
+def parts_of(model: Any) -> list[tuple[str, Any]]:
+    """(name, module) of the model and of each sub-model with its own config."""
+    from transformers import PreTrainedModel
+
+    return [
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, PreTrainedModel) and (part is model or part.config is not model.config)
+    ]
 
 
 def batches_of(argument: str, given: Any, model: Any) -> list[dict[str, Any]]:

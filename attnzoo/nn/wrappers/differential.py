@@ -59,8 +59,9 @@ class Differential(Wrapper):
             )
         self.initial = 0.8 - 0.6 * math.exp(-0.3 * self.layer)
         # λ_q1, λ_k1, λ_q2, λ_k2
-        self.vectors = nn.Parameter(torch.empty(4, self.qk_dim // 2, device=kind["device"]))
-        self.norm = nn.RMSNorm(self.v_dim, eps=1e-5, device=kind["device"])
+        precise = {"device": kind["device"], "dtype": torch.float32}
+        self.vectors = nn.Parameter(torch.empty(4, self.qk_dim // 2, **precise))
+        self.norm = nn.RMSNorm(self.v_dim, eps=1e-5, **precise)
         self._draw()
 
     def _draw(self) -> None:

@@ -43,6 +43,8 @@ class MixtureAttention(Wrapper):
         W is 0 initially, so that π = 1/K for all tokens.
     """
 
+    queries = maps = gates = 2
+
     def __init__(
         self, variant: str, num_heads: int, embed_dim: int, *, components: int = 2, **options: Any
     ) -> None:

@@ -1,0 +1,111 @@
+"""Checks of the arguments of `convert` against the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnzoo.core.parameters import check_names
+from attnzoo.core.registry import get_variant
+from attnzoo.core.variant import REQUIRED
+from attnzoo.functional.explain import explain
+from attnzoo.integrations.transformers.interface import ObservedCall, host_sink, sink_variants
+from attnzoo.integrations.transformers.modules import parts_of
+from attnzoo.nn.wrappers import Choice, named_wrapper
+
+# A model that supports none of these changes keys and masks in ways that only itself knows.
+IMPLEMENTATIONS = ("sdpa", "flash_attn", "flex_attn")
+
+
+def _owner(model: Any, module: Any) -> Any:
+    """The innermost model with its own config that contains the module."""
+    return [part for _, part in parts_of(model) if any(one is module for one in part.modules())][-1]
+
+
+def taken_sink(model: Any, variant: str, call: ObservedCall, params: dict[str, Any]) -> str | None:
+    """The variant's parameter that takes the host's sinks; None if the host has none."""
+    if not call.sinks:
+        return None
+    host, sink = type(call.module).__name__, host_sink(get_variant(variant))
+    if sink is None:
+        raise ValueError(
+            f"variant must take the learned sinks of {host}, got {variant!r}; variants that do: "
+            f"{sink_variants()}"
+        )
+    owner = _owner(model, call.module)
+    if not any(getattr(owner, f"_supports_{kind}", False) for kind in IMPLEMENTATIONS):
+        raise ValueError(
+            f"model must support another attention than its own eager one, which the sinks of "
+            f"{host} need, got {type(owner).__name__}"
+        )
+    if sink in params:
+        raise ValueError(
+            f"{sink} must not be given, because {host} passes its own learned sinks, got "
+            f"{params[sink]!r}"
+        )
+    return sink
+
+
+def check_softcap(variant: str, call: ObservedCall, params: dict[str, Any]) -> None:
+    """Raises if the variant does not support the host's softcap."""
+    if call.softcap is None:
+        return
+    q, k, v = torch.zeros(3, 1, call.heads, 2, 4).unbind()
+    plan = explain(q, k, v, variant, is_causal=True, softcap=call.softcap, **params)
+    if plan.reason is not None:
+        raise ValueError(
+            f"variant must support the softcap of {type(call.module).__name__}, got {variant!r}: "
+            f"{plan.reason}"
+        )
+
+
+def check_projections(variant: str, params: dict[str, Any]) -> None:
+    """Raises if a parameter is made from the hidden states, which a converted layer does not get."""
+    for param in get_variant(variant).params:
+        if param.projection and param.default is REQUIRED and param.name not in params:
+            raise ValueError(
+                f"{variant}'s {param.name} must be given to convert, as a number or a tensor (H,) "
+                "that holds for all tokens: the variant makes it from the hidden states, which a "
+                "converted layer does not get; attnzoo.nn.MultiheadAttention does"
+            )
+
+
+def check_own(variant: str, params: dict[str, Any]) -> None:
+    """Raises if the parameters name arguments of `Attention` that the host decides, or are not
+    parameters of the variant."""
+    for name in ("num_heads", "softcap", "given"):
+        if name in params:
+            raise TypeError(f"convert does not accept {name}, which comes from the model")
+    check_names(get_variant(variant), params)
+
+
+def check_model(model: Any) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"model must use transformers' AttentionInterface, which {type(model).__name__} does "
+            "not"
+        )
+
+
+def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
+    """What the config stores about the wrapper of a layer; None if there is no wrapper."""
+    if wrapper is None:
+        return None
+    name, arguments = named_wrapper(wrapper)
+    host = type(call.module).__name__
+    if call.sinks:
+        raise ValueError(f"wrapper must be None, because {host} has learned sinks, got {name!r}")
+    if call.features is None:
+        raise ValueError(
+            f"wrapper must be None, because {host} is not called with hidden states (B, N, "
+            f"features), got {name!r}"
+        )
+    return {
+        "name": name, "arguments": arguments, "embed_dim": call.features, "qk_dim": call.qk_dim,
+        "v_dim": call.v_dim, "layer": call.number,
+    }  # fmt: skip

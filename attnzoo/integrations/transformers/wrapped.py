@@ -1,0 +1,184 @@
+"""Children of attention modules: a variant, or a wrapper that needs the hidden states or several
+queries per head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.integrations.transformers.masks import NAME
+from attnzoo.nn import WRAPPERS, Attention, Wrapper, host_attention
+
+QUERY_LAYERS = ("q_proj", "query", "q_lin", "wq")  # names of the layer that makes the queries
+HIDDEN = "_attnzoo_hidden_states"  # attribute of an attention module during its call
+
+
+def new_child(
+    variant: str,
+    num_heads: int,
+    wrapper: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    dtype: torch.dtype | None = None,
+) -> Attention | Wrapper:
+    """The child of an attention module.
+
+    Args:
+        variant: a name from `attnzoo.list_variants`.
+        num_heads: number of query heads of the model without a wrapper.
+        wrapper: None, or a mapping with name, arguments, embed_dim, qk_dim, v_dim and layer.
+        options: keywords for `Attention`.
+        dtype: dtype of a wrapper's gate; None is torch's default dtype.
+    """
+    if wrapper is None:
+        return Attention(variant, num_heads, **options)
+    choice = (wrapper["name"], wrapper["arguments"])
+    sizes = {name: wrapper[name] for name in ("qk_dim", "v_dim", "layer")}
+    own = {name: value for name, value in options.items() if name != "given"}
+    features = wrapper["embed_dim"]
+    sizes |= {"key_dim": features, "dtype": dtype}
+    return host_attention(choice, variant, num_heads, features, own, **sizes)
+
+
+def inner(child: Attention | Wrapper) -> Attention:
+    """The module that owns the parameters of the variant."""
+    return child.attention if isinstance(child, Wrapper) else child
+
+
+# Hidden states --------------------------------------------------------------------------------
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The hidden states (B, N, features) among the arguments of an attention module, or None."""
+    found = args[0] if args else kwargs.get("hidden_states")
+    return found if isinstance(found, Tensor) and found.dim() == 3 else None
+
+
+def keep_hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that runs before forward. The attention function does not get the hidden states."""
+    setattr(module, HIDDEN, hidden_states(args, kwargs))
+
+
+def from_hidden_states(module: nn.Module, child: nn.Module | None) -> dict[str, Tensor]:
+    """What the child makes from the hidden states of its module, as keywords for its forward."""
+    if not getattr(child, "gates", 0):
+        return {}
+    hidden = getattr(module, HIDDEN, None)
+    if hidden is None:
+        raise ValueError(
+            f"{type(module).__name__} must be called with hidden states (B, N, features), from "
+            "which its wrapper makes a gate"
+        )
+    setattr(module, HIDDEN, None)  # frees the memory
+    return child.projected(hidden, hidden)  # pyright: ignore
+
+
+@contextmanager
+def observe_hidden_states(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Collects the number of features of the hidden states of each module, by its id."""
+    features: dict[int, int] = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = hidden_states(args, kwargs)
+        if found is not None:
+            features[id(module)] = found.shape[-1]
+
+    hooks = [m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules()]
+    try:
+        yield features
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# Several queries per head ---------------------------------------------------------------------
+
+
+def query_layer(module: nn.Module, child: Attention | Wrapper | None) -> nn.Linear | None:
+    """The layer that makes the queries, if a new child needs another number of queries.
+
+    Raises:
+        ValueError: there is no such layer.
+    """
+    former: Any = module._modules.get(NAME)
+    if _queries(former) == _queries(child):
+        return None
+    wrapper: Any = child if isinstance(child, Wrapper) else former
+    rows = _queries(former) * wrapper.num_heads * wrapper.qk_dim
+    for name in QUERY_LAYERS:
+        layer = module._modules.get(name)
+        if type(layer) is nn.Linear and layer.out_features == rows:
+            return layer
+    able = [name for name, kind in WRAPPERS.items() if kind.queries == 1]
+    raise ValueError(
+        f"wrapper must use one query per head, because {type(module).__name__} has no "
+        f"torch.nn.Linear that makes only the queries; wrappers that do: {', '.join(able)}"
+    )
+
+
+def _queries(child: Any) -> int:
+    return 1 if child is None else child.queries
+
+
+def set_queries(layer: nn.Linear, num_heads: int, before: int, after: int) -> None:
+    """Changes the number of queries per head that a layer makes.
+
+    The first queries of each head stay. The matrices of new queries are drawn with the standard
+    deviation of the present ones, their biases are 0.
+    """
+
+    def changed(x: Tensor | None, std: Tensor | float) -> nn.Parameter | None:
+        if x is None:
+            return None
+        parts = x.detach().unflatten(0, (num_heads, before, -1))[:, :after]
+        new = torch.randn_like(parts[:, :1].expand(-1, max(after - before, 0), *parts.shape[2:]))
+        parts = torch.cat([parts, std * new], dim=1)
+        return nn.Parameter(parts.flatten(0, 2), requires_grad=x.requires_grad)
+
+    std = layer.weight.detach().std()
+    _set_matrix(layer, changed(layer.weight, std), changed(layer.bias, 0.0))
+
+
+def _set_matrix(layer: nn.Linear, weight: Any, bias: Any) -> None:
+    layer.weight, layer.bias = weight, bias
+    layer.out_features = weight.shape[0]
+
+
+# Children -------------------------------------------------------------------------------------
+
+
+def put(module: nn.Module, child: Attention | Wrapper | None) -> Callable[[], None]:
+    """Gives an attention module a child; None removes the child. Returns a function that undoes it.
+
+    Changes the number of queries that the module makes to that of the child.
+    """
+    former: Any = module._modules.get(NAME)
+    layer = query_layer(module, child)
+    old = None if layer is None else (layer.weight, layer.bias)
+    if layer is not None:
+        set_queries(layer, (child or former).num_heads, _queries(former), _queries(child))
+    _set_child(module, child)
+
+    def undo() -> None:
+        _set_child(module, former)
+        if layer is not None and old is not None:
+            _set_matrix(layer, *old)
+
+    return undo
+
+
+def _set_child(module: nn.Module, child: nn.Module | None) -> None:
+    if child is None:
+        module._modules.pop(NAME, None)
+    else:
+        module.add_module(NAME, child)
+    # A hook is copied and pickled with its module.
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is keep_hidden_states:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    if getattr(child, "gates", 0):
+        module.register_forward_pre_hook(keep_hidden_states, with_kwargs=True)
