@@ -64,13 +64,14 @@ def pair(variant: str, backend: str) -> Any:
 PAIRS = [pair(variant, name) for variant in VARIANTS for name in backends_of(variant)]
 TRAINED = [pair for pair in PAIRS if pair.values[1] not in FORWARD_ONLY]
 
-# The same for modules that only combine outputs, where one variant per normalization is enough.
-# On Triton backends, only one variant is.
+# The same for modules that only combine outputs. On Triton backends, one variant of each
+# normalization is enough for them, and one variant for the quick tests.
 OUTSIDE = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
-    if pair.values[0] not in (("softmax",) if pair.values[1] in KERNELS else _FIRST.values())
+    if pair.values[0] != "softmax" and {*KERNELS, "eager"} & {*pair.values}
     else pair
     for pair in TRAINED
+    if pair.values[0] in _FIRST.values() or pair.values[1] not in KERNELS
 ]
 
 

@@ -190,7 +190,7 @@ def test_a_variant_of_a_user_can_take_the_sinks(monkeypatch: pytest.MonkeyPatch)
         (
             llama, "forgetting", {},
             "forgetting's log_gates must be given to convert, .*the hidden states, which a "
-            "converted layer does not see",
+            "converted layer does not get",
         ),
         (llama, "forgetting", {"start": "identity"}, "start must be None: .*'forgetting'"),
     ],

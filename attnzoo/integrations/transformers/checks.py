@@ -61,7 +61,7 @@ def check_softcap(variant: str, call: ObservedCall, params: dict[str, Any]) -> N
 
 
 def check_projections(variant: str, params: dict[str, Any]) -> None:
-    """Raises if a parameter is made from the hidden states, which a converted layer does not get."""
+    """Raises if a parameter is made from hidden states, which a converted layer does not get."""
     for param in get_variant(variant).params:
         if param.projection and param.default is REQUIRED and param.name not in params:
             raise ValueError(
