@@ -100,7 +100,7 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Causal attention. Return the output (B, H, Nq, Dv), and the state after all keys."""
-    call, k, v, sums = prepare(call, k, v, sums)
+    call, k, v, sums = prepare(call, k, v, sums, form)
     keyless, lead = offsets(call)
     state = _absorb(k[:, :, :lead], v[:, :, :lead], call, form, sums, call.key_origin)
     out = [_zero_rows(v, call, keyless)]
@@ -117,7 +117,7 @@ def scan(
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tuple[Tensor, Tensor]:
     """Attention without causality: every query uses the state after all keys."""
-    call, k, v, _ = prepare(call, k, v, None)
+    call, k, v, _ = prepare(call, k, v, None, form)
     sums = _absorb(k, v, call, form, None, call.key_origin)
     out = [_zero_rows(v, call, 0)]
     at = call.query_origin
@@ -129,19 +129,18 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tu
 
 
 def prepare(
-    call: Call, k: Tensor, v: Tensor, sums: Tensor | None
+    call: Call, k: Tensor, v: Tensor, sums: Tensor | None, form: Linear
 ) -> tuple[Call, Tensor, Tensor, Tensor | None]:
     """Set masked keys to 0, and expand k, v and sums to H heads if heads of a group differ.
 
-    Heads of a group differ if the mask or the given state has H heads. Masked keys are set to 0
-    because a NaN in them would spread to features and gradients.
+    Heads of a group differ if the mask, the given state or the features have H heads. Masked keys
+    are set to 0 because a NaN in them would spread to features and gradients.
     """
-    per_head = sums is not None and sums.shape[1] != call.kv_heads
-    if call.group > 1 and (per_head or (call.mask is not None and call.mask.shape[1] > 1)):
-        k, v = (x.repeat_interleave(call.group, dim=1) for x in (k, v))
-        if sums is not None and not per_head:
+    whole = sums is not None and sums.shape[1] != call.kv_heads
+    if whole or form.per_head or (call.mask is not None and call.mask.shape[1] > 1):
+        if sums is not None and not whole:
             sums = sums.repeat_interleave(call.group, dim=1)
-        call = replace(call, kv_heads=call.heads)
+        call, (k, v) = call.per_head(k, v)
     if call.mask is not None:
         k = k.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
     return call, k, v, sums
@@ -197,7 +196,7 @@ def _add(k: Tensor, v: Tensor, sums: Tensor, at: Tensor, call: Call, form: Linea
 
 
 def _query_features(q: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
-    features = form.features(call.scale * q.to(call.dtype), at)  # [B, H, c, F]
+    features = form.of_queries(call.scale * q.to(call.dtype), at)  # [B, H, c, F]
     return features.unflatten(1, (call.kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G·c, F]
 
 

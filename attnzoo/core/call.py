@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -179,6 +179,13 @@ class Call(Visibility):
             return a @ b
         a = a.unflatten(1, (self.kv_heads, -1))  # [B, Hkv, G, …, …]
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
+
+    def per_head(self, *tensors: Tensor) -> tuple[Call, tuple[Tensor, ...]]:
+        """The call with as many heads of keys as of queries, and tensors (B, Hkv, …) repeated."""
+        if self.group == 1:
+            return self, tensors
+        repeated = tuple(x.repeat_interleave(self.group, dim=1) for x in tensors)
+        return replace(self, kv_heads=self.heads), repeated
 
     def block(self, batches: slice, heads: slice, rows: slice) -> tuple[Call, slice]:
         """The `Call` of a block of queries and the keys they may see, and the slice of the keys."""

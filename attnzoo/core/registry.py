@@ -6,7 +6,7 @@ import inspect
 import keyword
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from attnzoo.core.variant import REQUIRED, Param, Projection, Variant
 # Names that a variant's parameter may not have: arguments of functions that accept parameters, and
 # attributes of modules that own them.
 RESERVED = ARGUMENTS | frozenset(
-    "self q k v call variant state cache backend num_heads learn learned training "
+    "self q k v call variant state cache backend num_heads head_dim learn learned training "
     "scores dim mask input logits target linear_weight linear_bias class_mask softcap weight "
     "label_smoothing lse_penalty ignore_index reduction return_stats in_features num_classes "
     "device dtype output given projected projections query key value cu_seq_q cu_seq_k max_q "
@@ -106,7 +106,7 @@ def _check_param(what: str, param: Param) -> None:
     for field in ("per_token", "per_key", "host_sink"):
         _check_type(f"{what}: {field}", getattr(param, field), bool)
     _check_shapes(what, param)
-    for field in ("per_token", "per_key", "host_sink", "init", "between"):
+    for field in ("per_token", "per_key", "host_sink", "between"):
         if param.kind != "per_head" and getattr(param, field) not in (None, False):
             raise ValueError(f"{what}: {field} requires kind 'per_head', got kind {param.kind!r}")
     if param.kind in ("per_head", "tensor") and param.in_eval is not None:
@@ -115,7 +115,13 @@ def _check_param(what: str, param: Param) -> None:
     number = replace(param, kind="float") if param.kind == "per_head" else param
     if param.default is not REQUIRED and param.default is not None:
         check_value(f"{what}: default", number, param.default)
-    if param.init is not None:
+    if param.kind == "tensor" and param.init is not None:
+        _check_function(f"{what}: init", cast(Any, param.init), ("D",), ())
+    elif param.init is not None:
+        if param.kind != "per_head":
+            raise ValueError(
+                f"{what}: init requires kind 'per_head' or 'tensor', got kind {param.kind!r}"
+            )
         check_value(f"{what}: init", number, param.init, torch.float32)
     if param.in_eval is not None:
         check_value(f"{what}: in_eval", param, param.in_eval)
@@ -128,7 +134,7 @@ def _check_param(what: str, param: Param) -> None:
         raise ValueError(
             f"{what}: between must be finite (low, high) with low < high, got {shown(ends)}"
         )
-    if param.init is not None and not ends[0] < param.init < ends[1]:
+    if param.init is not None and not ends[0] < cast(float, param.init) < ends[1]:
         raise ValueError(f"{what}: init must lie inside {ends}, got {shown(param.init)}")
 
 

@@ -57,7 +57,8 @@ class Param:
             "bool", "str": a setting without a gradient.
         doc: What it means and which shapes it may have, for error messages and documentation.
         init: Initial value in `attnzoo.nn.Attention`, which then learns the parameter by default.
-            None: it is learned only on request. Only for kind "per_head".
+            None: it is learned only on request. For kind "tensor" a function, ``init(D)`` -> the
+            value of one head, a tensor of dimensions ``size(D)``. Not for other kinds.
         per_token: Whether a tensor (B, H, Nq) is accepted too. Only for kind "per_head".
         per_key: Whether a tensor (B, H, Nk) is accepted too. Only for kind "per_head", and not with
             ``per_token``.
@@ -86,7 +87,7 @@ class Param:
     default: Any = REQUIRED
     kind: Literal["per_head", "tensor", "int", "float", "bool", "str"] = "per_head"
     doc: str = ""
-    init: float | None = None
+    init: float | Callable[[int], Tensor] | None = None
     per_token: bool = False
     check: Callable[[Any], Any] | None = None
     allowed: str = "finite"

@@ -21,8 +21,9 @@ from attnzoo.nn.projections import Projections, projected_names
 class Attention(VariantParameters):
     """`attnzoo.attention` as a module that owns the parameters of a variant.
 
-    Each learned parameter is an fp32 `torch.nn.Parameter` of shape (H,), one value per query head,
-    under the parameter's own name. The module does not project queries, keys and values.
+    Each learned parameter is an fp32 `torch.nn.Parameter` under the parameter's own name. Its shape
+    is (H,), one value per query head, or (H, …) for a feature map. The module does not project
+    queries, keys and values.
 
     Args:
         variant: a name from `attnzoo.list_variants`.
@@ -32,6 +33,8 @@ class Attention(VariantParameters):
         softcap: softcap c of every call, as for `attnzoo.attention`; None is no softcap.
         given: names of parameters that the module does not own. Each call must pass them to
             forward as keywords, with values as for `attnzoo.attention`.
+        head_dim: number of features of each query and key head, D. Only needed for a variant that
+            learns tensors (H, …), such as a feature map. Layers pass it.
         **params: values of the variant's parameters: floats or tensors of shape (H,). For a learned
             parameter this is the initial value; the default is the variant's own. A
             `torch.nn.Parameter` given here is learned. A parameter with an interval
@@ -77,17 +80,19 @@ class Attention(VariantParameters):
         learn: Names | None = None,
         softcap: float | None = None,
         given: Names = (),
+        head_dim: int | None = None,
         **params: Any,
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads)
+        check_sizes(optional=True, head_dim=head_dim)
         self.num_heads = num_heads
         self.softcap = check_softcap(softcap, torch.float32)
         if softcap is not None and not get_variant(variant).has_logits:
             raise ValueError(
                 f"softcap must be None for {variant}, which has no logits, got {softcap}"
             )
-        self._own(variant, num_heads, learn, params, given=given)
+        self._own(variant, num_heads, learn, params, given=given, head_dim=head_dim)
         self.projections = None  # see `projecting_attention`
 
     def reset_parameters(self, names: Iterable[str] | None = None) -> None:
@@ -284,6 +289,7 @@ def projecting_attention(
     num_heads: int,
     query_dim: int,
     key_dim: int,
+    head_dim: int,
     options: dict[str, Any],
     **kind: Any,
 ) -> Attention:
@@ -294,6 +300,7 @@ def projecting_attention(
         num_heads: number of query heads.
         query_dim: number of features of the hidden states of the queries.
         key_dim: number of features of the hidden states of the keys.
+        head_dim: number of features of each query and key head.
         options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention`.
         **kind: device and dtype of the projections.
     """
@@ -302,11 +309,13 @@ def projecting_attention(
             "given is an argument of Attention only: the forward of this layer takes no parameters "
             "of the variant"
         )
+    if "head_dim" in options:
+        raise TypeError("head_dim is an argument of Attention only: this layer sets it")
     names = projected_names(variant, options)
     if names and options.get("learn") is not None:
         learn = [name for name in options["learn"] if name not in names]
         options = {**options, "learn": learn}
-    new = Attention(variant, num_heads, given=names, **options)
+    new = Attention(variant, num_heads, given=names, head_dim=head_dim, **options)
     if names:
         new.projections = Projections(variant, names, num_heads, query_dim, key_dim, **kind)
     return new

@@ -41,8 +41,12 @@ class VariantParameters(nn.Module):
         params: dict[str, Any],
         defaults: dict[str, Any] | None = None,
         given: Names = (),
+        head_dim: int | None = None,
     ) -> None:
-        """Create the parameters. ``defaults`` replace the variant's defaults and initial values."""
+        """Create the parameters. ``defaults`` replace the variant's defaults and initial values.
+
+        ``head_dim`` is needed for initial values of tensors (H, …).
+        """
         specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
         self.given = _given(variant, specs, given)
         learned = _learned(variant, specs, learn, self.given)
@@ -72,6 +76,8 @@ class VariantParameters(nn.Module):
             value = params.get(name, spec.default)
             if name in learned:
                 start = value if name in params or spec.init is None else spec.init
+                if spec.kind == "tensor" and start is spec.init:
+                    start = self._matrices(spec, count, head_dim)
                 self._learn(spec, start, count)
             elif value is REQUIRED:
                 raise TypeError(missing(variant, spec))
@@ -83,6 +89,22 @@ class VariantParameters(nn.Module):
                 setattr(self, name, None)
             else:
                 setattr(self, name, check_value(f"{variant}'s {name}", spec, value))
+
+    def _matrices(self, spec: Param, count: int, head_dim: int | None) -> Tensor | None:
+        """The initial value (H, …) of a parameter of kind "tensor"."""
+        what = f"{self.variant}'s {spec.name}"
+        if spec.init is None:
+            return None
+        assert callable(spec.init)  # checked at registration
+        if head_dim is None:
+            raise TypeError(
+                f"head_dim must be given, because {what} is learned and its size depends on it; or "
+                f"give {spec.name}, or a learn without it"
+            )
+        with torch.device("cpu"):
+            one = spec.init(head_dim)
+        check_dense(what, one)
+        return one.float().expand(count, *one.shape)
 
     def _specs(self, variant: str) -> list[Param]:
         """The variant's parameters that this module owns."""

@@ -221,7 +221,8 @@ def fla_features(form: Any) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         positions = torch.arange(q.shape[2], device=q.device)
-        psi_q, psi_k = (form.features(x.float(), positions).to(v.dtype) for x in (q, k))
+        psi_q = form.of_queries(q.float(), positions).to(v.dtype)
+        psi_k = form.features(k.float(), positions).to(v.dtype)
         return run(psi_q, psi_k, v)
 
     return attend

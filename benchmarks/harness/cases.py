@@ -220,14 +220,11 @@ class Inputs:
 
 
 def learned_params(case: Case, setting: Setting) -> dict[str, Tensor]:
-    """The parameters that `attnzoo.nn.Attention` learns, by name, as tensors (H,)."""
-    return {
-        p.name: torch.full(
-            (setting.heads,), float(p.init), device=setting.device, requires_grad=True
-        )
-        for p in attnzoo.get_variant(case.variant).params
-        if p.init is not None and p.name not in case.params
-    }
+    """The parameters that `attnzoo.nn.Attention` learns, by name, as tensors (H,) or (H, …)."""
+    module = attnzoo.nn.Attention(
+        case.variant, setting.heads, head_dim=setting.key_dim or setting.head_dim, **case.params
+    ).to(setting.device)
+    return {name: getattr(module, name).detach().requires_grad_() for name in module.learned}
 
 
 def call(attend: Attend, inputs: Inputs, direction: str) -> Callable[[], Any]:

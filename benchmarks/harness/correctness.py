@@ -279,7 +279,7 @@ def linear_condition(plan: attnzoo.Plan, inputs: Inputs) -> float:
     length, device = inputs.q.shape[2], inputs.q.device
     last = torch.arange(max(0, length - ROWS), length, device=device)
     scale = inputs.q.shape[-1] ** -0.5
-    psi_q = forms[0].features(scale * inputs.q.detach()[:, :, last].double(), last)
+    psi_q = forms[0].of_queries(scale * inputs.q.detach()[:, :, last].double(), last)
     psi_k = forms[0].features(inputs.k.detach()[:, :, last].double(), last)
     absolute = (psi_q.abs() @ psi_k.abs().mT).sum(-1)
     total = (psi_q @ psi_k.mT).sum(-1).abs()

@@ -97,7 +97,9 @@ def calls() -> dict[str, Callable[[], object]]:
     made: dict[str, Callable[[], object]] = {SDPA: partial(F.scaled_dot_product_attention, q, k, v)}
     cases = [Case.parse(name, KEYS) for name in attnzoo.list_variants()]
     made |= {c.spec: partial(attnzoo.attention, q, k, v, c.variant, **c.params) for c in cases}
-    modules = {c.spec: attnzoo.nn.Attention(c.variant, HEADS, **c.params) for c in cases}
+    modules = {
+        c.spec: attnzoo.nn.Attention(c.variant, HEADS, head_dim=HEAD_DIM, **c.params) for c in cases
+    }
     return made | {f"nn.Attention {name}": partial(m, q, k, v) for name, m in modules.items()}
 
 

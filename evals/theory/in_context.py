@@ -122,7 +122,7 @@ class Layer(nn.Module):
         self.attention = (
             None
             if variant == LINEAR
-            else attnzoo.nn.Attention(variant.name, heads, **variant.params)
+            else attnzoo.nn.Attention(variant.name, heads, head_dim=width, **variant.params)
         )
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:

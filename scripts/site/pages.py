@@ -94,17 +94,23 @@ def plots(name: str) -> str:
     )
 
 
+def _initial(param: attnzoo.Param) -> str:
+    if param.init is None:
+        return "–"
+    return f"{param.init:.3g}" if isinstance(param.init, float | int) else "the default"
+
+
 def parameters(variant: attnzoo.Variant) -> str:
     if not variant.params:
         return f"`{variant.name}` has no parameters."
     header = ("name", "type", "default", "initial value", "meaning")
-    shapes = {"per_head": "number, `()` or `(H,)`"}
+    shapes = {"per_head": "number, `()` or `(H,)`", "tensor": "tensor `(H, …)`"}
     rows = [
         (
             f"`{p.name}`",
             shapes.get(p.kind, p.kind) + (", `(B, H, Nq)`" if p.per_token else ""),
             facts.default(p),
-            "–" if p.init is None else f"{p.init:.3g}",
+            _initial(p),
             facts.prose(p.doc)
             + ("" if p.allowed == "finite" else f". Allowed: {facts.prose(p.allowed)}"),
         )

@@ -264,6 +264,10 @@ CASES = {
         LINEAR,
         smooth=False,
     ),
+    "hedgehog": Case(
+        Paper((), (), {}, "features are constant with D = 1; see test_hedgehog"),
+        LINEAR,
+    ),
     "relu": Case(
         Paper((1.0, 2.0, -1.0), (1 / 3, 2 / 3, 0.0), {}, "ReLU(z) / 3"),
         PAIRWISE,

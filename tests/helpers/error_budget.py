@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,24 +104,30 @@ def budget(problem: Problem) -> dict[str, Approx]:
     if isinstance(form, Pairwise):
         return analyse(problem, form)
     sides = {
-        "q": (call.scale * problem.q, call.query_positions, call.scale),
-        "k": (problem.k, call.key_positions, 1.0),
+        "q": (form.of_queries, call.scale * problem.q, call.query_positions, call.scale),
+        "k": (form.features, problem.k, call.key_positions, 1.0),
     }
-    features = {name: form.features(x, at) for name, (x, at, _) in sides.items()}
+    features = {name: function(x, at) for name, (function, x, at, _) in sides.items()}
     on_features = replace(problem, call=replace(call, scale=1.0), **features)
     found = analyse(on_features, Pairwise(IDENTITY, "sum"))
-    for name, (x, at, factor) in sides.items():
+    for name, (function, x, at, factor) in sides.items():
         given = found["d" + name].stored(problem.inner)
         given = given.rounded(EVALUATION, given.value)
-        found["d" + name] = through_features(form, x, at, given, factor)
+        found["d" + name] = through_features(function, x, at, given, factor)
     return found
 
 
 @torch.enable_grad()
-def through_features(form: Linear, x: Tensor, at: Tensor, given: Approx, factor: float) -> Approx:
+def through_features(
+    function: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    at: Tensor,
+    given: Approx,
+    factor: float,
+) -> Approx:
     """``factor`` · Jᵀ · ``given`` and its error bound, with the Jacobian J of the features."""
     x = x.detach().requires_grad_()
-    features = form.features(x, at)
+    features = function(x, at)
     value, error = torch.zeros_like(x), torch.zeros_like(x)
     for f in range(features.shape[-1]):
         (slope,) = torch.autograd.grad(features[..., f].sum(), x, retain_graph=True)

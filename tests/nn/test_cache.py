@@ -77,7 +77,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 STATE_OPTIONS = ("plain", "left padding")
 STATES = [
-    v for v in ALL_VARIANTS if Attention(v, 4, **params_of(v)).new_cache(1).__class__ is StateCache
+    v
+    for v in ALL_VARIANTS
+    if Attention(v, 4, learn=(), **params_of(v)).new_cache(1).__class__ is StateCache
 ]
 
 
@@ -150,7 +152,7 @@ def test_prefill_in_inference_mode_then_decode_outside() -> None:
 
 @every_variant
 def test_module_with_cache_equals_module_without(variant: str) -> None:
-    module = Attention(variant, 4, **params(variant)).double()
+    module = Attention(variant, 4, head_dim=8, **params(variant)).double()
     tensors = qkv()
     cache = module.new_cache(LENGTH)
     with torch.no_grad():

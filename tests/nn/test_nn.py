@@ -25,7 +25,7 @@ def qkv(n: int = 7, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[
 
 
 def module(variant: str, **options: Any) -> Attention:
-    return Attention(variant, 4, **{**params_of(variant), **options})
+    return Attention(variant, 4, head_dim=8, **{**params_of(variant), **options})
 
 
 def learning(variant: str) -> Attention:
@@ -37,6 +37,7 @@ def learning(variant: str) -> Attention:
 
 LEARNED = {
     "asentmax": {"beta": math.log(2), "gamma": 0.0},
+    "hedgehog": {"query_map": torch.eye(8).tolist(), "key_map": torch.eye(8).tolist()},
     "sink": {"b": 0.0},
     "ssmax": {"s": 0.168},
 }
@@ -44,11 +45,11 @@ LEARNED = {
 
 @every_variant
 def test_default_learned_parameters_and_initial_values(variant: str) -> None:
-    found = {name: p.tolist() for name, p in module(variant).named_parameters()}
+    found = dict(module(variant).named_parameters())
     expected = LEARNED.get(variant, {})
     assert set(found) == set(expected)
     for name, value in expected.items():
-        assert found[name] == pytest.approx([value] * 4)
+        assert torch.allclose(found[name], torch.tensor([value] * 4))
 
 
 @every_variant

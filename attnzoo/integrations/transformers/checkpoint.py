@@ -33,7 +33,7 @@ LOCATION = (
 )  # fmt: skip
 # Required keys of a layer's entry in the spec, and their types.
 ENTRY = {"variant": str, "num_heads": int, "params": dict}
-OPTIONS = ("learn", "given", "softcap")  # optional keys, arguments of `Attention`
+OPTIONS = ("learn", "given", "softcap", "head_dim")  # optional keys, arguments of `Attention`
 WRAPPER = {
     "name": str, "arguments": dict, "embed_dim": int, "qk_dim": int, "v_dim": int, "layer": int,
 }  # fmt: skip  # keys of the optional entry "wrapper"

@@ -74,7 +74,7 @@ def check_projections(variant: str, params: dict[str, Any]) -> None:
 def check_own(variant: str, params: dict[str, Any]) -> None:
     """Raises if the parameters name arguments of `Attention` that the host decides, or are not
     parameters of the variant."""
-    for name in ("num_heads", "softcap", "given"):
+    for name in ("num_heads", "softcap", "given", "head_dim"):
         if name in params:
             raise TypeError(f"convert does not accept {name}, which comes from the model")
     check_names(get_variant(variant), params)

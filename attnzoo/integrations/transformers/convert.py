@@ -138,13 +138,13 @@ def convert(
         check_softcap(variant, call, own)
         options = {
             "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
-            "given": () if sink is None else (sink,), **own,
+            "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **own,
         }  # fmt: skip
         wrapped = wrapper_entry(wrapper, call)
         dtype = next((x.dtype for x in call.module.parameters()), None)
         children[name] = new_child(variant, call.heads, wrapped, options, dtype)
         query_layer(call.module, children[name])  # raises before anything is changed
-        entries[name] = _entry(children[name], own, wrapped)
+        entries[name] = _entry(children[name], call, own, wrapped)
     specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in parts_of(model)]
     _attach_and_try(model, children, batches)
     for config, spec in specs:
@@ -177,7 +177,10 @@ def _attach_and_try(
 
 
 def _entry(
-    child: Attention | Wrapper, params: Mapping[str, Any], wrapper: Mapping[str, Any] | None
+    child: Attention | Wrapper,
+    call: ObservedCall,
+    params: Mapping[str, Any],
+    wrapper: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The config's entry of a converted layer; ``params`` are those given to ``child``."""
     attention = inner(child)
@@ -188,8 +191,14 @@ def _entry(
         "given": list(attention.given),
         "softcap": child.softcap,
         "params": {name: json_value(value) for name, value in params.items()},
+        **({"head_dim": call.qk_dim} if _learns_matrices(attention) else {}),
         **({} if wrapper is None else {"wrapper": dict(wrapper)}),
     }
+
+
+def _learns_matrices(attention: Attention) -> bool:
+    specs = get_variant(attention.variant).params
+    return any(spec.kind == "tensor" and spec.name in attention.learned for spec in specs)
 
 
 def _spec(part: Any, prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:

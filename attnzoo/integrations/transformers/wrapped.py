@@ -37,7 +37,7 @@ def new_child(
         return Attention(variant, num_heads, **options)
     choice = (wrapper["name"], wrapper["arguments"])
     sizes = {name: wrapper[name] for name in ("qk_dim", "v_dim", "layer")}
-    own = {name: value for name, value in options.items() if name != "given"}
+    own = {name: value for name, value in options.items() if name not in ("given", "head_dim")}
     features = wrapper["embed_dim"]
     sizes |= {"key_dim": features, "dtype": dtype}
     return host_attention(choice, variant, num_heads, features, own, **sizes)

@@ -59,7 +59,7 @@ def host_attention(
         ValueError, TypeError: an argument is wrong; the message names it.
     """
     if wrapper is None:
-        return projecting_attention(variant, num_heads, embed_dim, key_dim, options, **kind)
+        return projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
     name, arguments = named_wrapper(wrapper)
     own = {"key_dim": key_dim, "qk_dim": qk_dim, "v_dim": v_dim, "layer": layer, **kind}
     return WRAPPERS[name](variant, num_heads, embed_dim, **own, **arguments, **options)

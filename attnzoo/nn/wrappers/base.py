@@ -76,12 +76,16 @@ class Wrapper(nn.Module):
         self._configure(**kind)
         heads = self.maps * num_heads
         attention = projecting_attention(
-            variant, heads, embed_dim, key_dim or embed_dim, options, **kind
+            variant, heads, embed_dim, key_dim or embed_dim, self._map_dim(), options, **kind
         )
         self.attention = attention.to(device=device)
         self.gate = None
         if self.gates:
             self.gate = HeadProjection(embed_dim, self.gates * num_heads, None, **kind)
+
+    def _map_dim(self) -> int:
+        """The number of features of the queries of each map."""
+        return self.qk_dim
 
     def _configure(self, **kind: Any) -> None:
         """Sets the sizes of the wrapper, and creates its own parameters."""

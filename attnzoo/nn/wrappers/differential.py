@@ -64,6 +64,9 @@ class Differential(Wrapper):
         self.norm = nn.RMSNorm(self.v_dim, eps=1e-5, **precise)
         self._draw()
 
+    def _map_dim(self) -> int:
+        return self.qk_dim // 2
+
     def _draw(self) -> None:
         nn.init.normal_(self.vectors, std=0.1)
 

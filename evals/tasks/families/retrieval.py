@@ -179,7 +179,7 @@ class Model(nn.Module):
 def _attention(variant: VariantCall, width: int) -> attnzoo.nn.Attention | attnzoo.nn.Wrapper:
     """One head of ``width`` features."""
     if variant.wrapper_choice is None:
-        return attnzoo.nn.Attention(variant.name, 1, **variant.params)
+        return attnzoo.nn.Attention(variant.name, 1, head_dim=width, **variant.params)
     return attnzoo.nn.host_attention(
         variant.wrapper_choice, variant.name, 1, width, variant.params,
         key_dim=width, qk_dim=width, v_dim=width,

@@ -8,6 +8,7 @@ fp32 for each chunk; `linear` does so only if gradients are needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from attnzoo.backends.triton.linear.state import pack, unpack
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, Linear
 
+Features = Callable[[Tensor, Tensor], Tensor]
+
 
 def unsupported(form: Form, call: Call) -> str | None:
     if (reason := linear.unsupported(form, call)) is not None:
@@ -39,10 +42,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
     reject_transforms("flash_linear", q, k, v)
     if call.right == 0:
         return scan(q, k, v, call, form)[0], None
-    call, k, v, _ = linear.prepare(call, k, v, None)
+    call, k, v, _ = linear.prepare(call, k, v, None, form)
     v = _values(v, call)
     y, out = _keys(k, call, form), []
-    x = _features(call.scale, q, call.query_positions, call, form)
+    x = _features(form.of_queries, call.scale, q, call.query_positions, call)
     for part in v.split(_widest(call), dim=-1):
         state = ops.linear_state(y=y, v=part.contiguous(), first=None)
         read = ops.linear_read(x=x, state=state, value_dim=part.shape[-1], dtype=call.input_dtype)
@@ -54,12 +57,13 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the causal output and the final state, given the state ``sums``; see `linear.scan`."""
-    call, k, v, sums = linear.prepare(call, k, v, sums)
+    call, k, v, sums = linear.prepare(call, k, v, sums, form)
     v = _values(v, call)
     keyless, lead = linear.offsets(call)
     y = _keys(k, call, form)
+    positions = call.query_positions[keyless:]
     before, y = y[:, :, :lead].contiguous(), y[:, :, lead:].contiguous()
-    x = _features(call.scale, q[:, :, keyless:], call.query_positions[keyless:], call, form)
+    x = _features(form.of_queries, call.scale, q[:, :, keyless:], positions, call)
     size, out, states, normalizer = form.size(call.head_dim), [], [], None
     widest = _widest(call)
     for start, part in zip(range(0, call.value_dim + 1, widest), v.split(widest, dim=-1)):
@@ -95,17 +99,17 @@ def _values(v: Tensor, call: Call) -> Tensor:
 
 def _keys(k: Tensor, call: Call, form: Linear) -> Tensor:
     """Return ψ(k). The features of masked keys are 0, so that these keys add 0 to every sum."""
-    y = _features(1.0, k, call.key_positions, call, form)
+    y = _features(form.features, 1.0, k, call.key_positions, call)
     if call.mask is None:
         return y
     return y.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
 
 
-def _features(scale: float, x: Tensor, at: Tensor, call: Call, form: Linear) -> Tensor:
+def _features(function: Features, scale: float, x: Tensor, at: Tensor, call: Call) -> Tensor:
     dtype = _feature_dtype(call)
 
     def make(x: Tensor) -> Tensor:
-        made = form.features(scale * x.to(call.dtype), at).to(dtype)
+        made = function(scale * x.to(call.dtype), at).to(dtype)
         # Features are padded with 0 so that each row begins at a multiple of 16 bytes.
         return pad(made, (0, -made.shape[-1] % 8)).contiguous()
 
