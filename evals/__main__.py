@@ -57,7 +57,9 @@ def parser() -> Parser:
     text = "Show only these variants: names, separated by commas (default: all)"
     law.add_argument("--variants", metavar="LIST", help=text)
     add_plugin(law)
-    text = "Print ranks of attention matrices and of mixtures of softmaxes and of contexts"
+    text = (
+        "Print ranks of attention matrices, and of mixtures of attentions, softmaxes and contexts"
+    )
     rank = commands.add_parser("ranks", help=text, description=f"{text}.")
     rank.add_argument("--out", type=Path, metavar="DIR", help="Write ranks.csv to DIR")
     text = "Draw the matrices with seed N (default: 0)"

@@ -12,6 +12,9 @@ is a product of matrices with H + 2 columns, so its rank is at most H + 2; witho
 A mixture of K contexts, softmax(W Σ_k π_k h_k + b), is one softmax of the hidden units Σ_k π_k h_k,
 and has the same bound. A mixture of K softmaxes, Σ_k π_k softmax(W h_k + b), has no such bound.
 
+The same holds within attention: a mixture of K attentions, Σ_k π_k softmax(Q_k Kᵀ/√d), has no bound
+of d + 1, and one attention with the mixed queries Σ_k π_k Q_k has it.
+
 The rank is numerical: the number of singular values above σ_max · max(rows, columns) · ε of the
 dtype.
 
@@ -46,6 +49,7 @@ ABOUT = (
     "softmaxes and a mixture of contexts. They depend on dtype, initialization and tolerance. The "
     "published ranks are quoted second-hand, and theirs are not known."
 )
+KINDS = ("attentions", "queries")  # what is mixed within attention
 TOLERANCE = "σ_max · max(rows, columns) · ε"
 INITIALIZATIONS = {
     "normal": "W ~ N(0, 1/H), b ~ N(0, 1)",
@@ -91,6 +95,45 @@ def attention_table(
         f"variant does not support such a call. Tolerance: {TOLERANCE}."
     )
     return Table("Ranks of the attention matrix A and of log A", header, rows, note)
+
+
+def attention_mixture(
+    mixed: int, kind: str, dtype: torch.dtype, tokens: int, width: int, seed: int
+) -> Tensor:
+    """Weights (tokens, tokens) of a mixture of K attentions, or of one with mixed queries.
+
+    Q_k and K are N(0, 1), and π is the softmax of N(0, 1), for each token.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=draw)
+
+    q, k, prior = normal(1, mixed, tokens, width), normal(tokens, width), normal(mixed, tokens)
+    q, k, prior = q.to(dtype), k.to(dtype), prior.softmax(0).to(dtype)[..., None]
+    if kind == "queries":
+        q, prior = (prior * q).sum(1, keepdim=True), torch.ones_like(prior[:1])
+    k = k.expand(1, q.shape[1], -1, -1)
+    return (prior * attnzoo.attention_weights(q, k, k)[0]).sum(0)
+
+
+def attention_mixture_table(tokens: int = TOKENS, width: int = WIDTH, seed: int = 0) -> Table:
+    """Ranks of log A by the number K of attentions or queries; K = 1 is one attention."""
+    rows = [
+        [
+            f"{kind}, fp{torch.finfo(dtype).bits}",
+            *(_text(log_rank(attention_mixture(k, kind, dtype, tokens, width, seed)))
+              for k in MIXED),
+        ]
+        for kind in KINDS for dtype in DTYPES
+    ]  # fmt: skip
+    note = (
+        f"A is {tokens} × {tokens}, from Gaussian Q_k and K with d = {width}, not causal; the\n"
+        f"logits of π ~ N(0, 1). With mixed queries the rank is at most d + 1 = {width + 1}.\n"
+        f"Tolerance: {TOLERANCE}. nn.MixtureAttention mixes attentions."
+    )
+    header = ["mixture of K", *(f"K={k}" for k in MIXED)]
+    return Table("Rank of log A for a mixture of K attentions or of K queries", header, rows, note)
 
 
 # ---------------------------------------------------------------------------------- mixtures
@@ -172,10 +215,14 @@ def main(
     tokens: int = TOKENS,
     sizes: tuple[int, int, int] = (HIDDEN, VOCABULARY, CONTEXTS),
 ) -> int:
-    """Print both tables; with ``out``, write ranks.csv. Returns 0."""
+    """Print the tables; with ``out``, write ranks.csv. Returns 0."""
     variants = [complete(VariantCall(name), tokens) for name in names()]
     with lean_arithmetic():
-        found = [attention_table(variants, tokens, seed=seed), mixture_table(sizes, seed)]
+        found = [
+            attention_table(variants, tokens, seed=seed),
+            attention_mixture_table(tokens, seed=seed),
+            mixture_table(sizes, seed),
+        ]
     for table in found:
         print(f"{table.text()}\n")
     print(NOTE)

@@ -314,6 +314,15 @@ def test_rows_of_a_mixture_sum_to_one_and_a_mixture_of_one_is_a_softmax(kind: st
     assert torch.equal(one, ranks.mixture(1, "normal", torch.float64, sizes=sizes))
 
 
+def test_only_a_mixture_of_attentions_exceeds_the_bound_of_one_attention() -> None:
+    rows = {row[0]: row[1:] for row in ranks.attention_mixture_table(24, 3).rows}
+    assert rows["queries, fp64"] == ["4"] * 5
+    assert rows["attentions, fp64"][0] == "4"
+    assert all(int(found) > 6 for found in rows["attentions, fp64"][1:])
+    mixed = ranks.attention_mixture(3, "attentions", torch.float64, 24, 3, 0)
+    assert torch.allclose(mixed.sum(-1), torch.ones(24).double())
+
+
 def test_published_ranks_are_shown_only_for_the_published_sizes(monkeypatch) -> None:
     monkeypatch.setattr(ranks, "log_rank", lambda matrix: 7)
     monkeypatch.setattr(ranks, "mixture", lambda *given: None)
@@ -324,7 +333,7 @@ def test_published_ranks_are_shown_only_for_the_published_sizes(monkeypatch) -> 
     assert all("published" not in line[0] for line in small)
 
 
-def test_ranks_prints_both_tables_and_writes_csv(
+def test_ranks_prints_its_tables_and_writes_csv(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ranks.main(tmp_path, tokens=24, sizes=(3, 40, 60)) == 0
@@ -332,7 +341,7 @@ def test_ranks_prints_both_tables_and_writes_csv(
     assert "depend on dtype, initialization and tolerance" in text
     for name in attnzoo.list_variants():
         assert name in text
-    attention, mixtures = read_tables((tmp_path / "ranks.csv").read_text())
+    attention, _, mixtures = read_tables((tmp_path / "ranks.csv").read_text())
     cells = {line[0]: line[1:] for line in [*attention.rows, *mixtures.rows]}
     assert cells["softmax"][:2] == ["17", "17"]
     assert int(cells["softmaxes, fp64, normal"][0]) == 5
