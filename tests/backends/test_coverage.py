@@ -13,7 +13,9 @@ from attnzoo.backends import BACKENDS
 from helpers.cases import ALL_VARIANTS, CAUSAL_ONLY, NO_LSE, NO_SCORE, VARIANTS, params_of, rand
 from helpers.coverage_table import (
     FEATURE_BACKENDS,
+    FIRST,
     FORWARD_ONLY,
+    KERNELS,
     PARAMETER_BACKENDS,
     RUNS,
     VARIANT_BACKENDS,
@@ -76,7 +78,7 @@ def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """Yield the supported (variant, backend) pairs.
+    """Yield the supported (variant, backend) pairs; for Triton, one variant per normalization.
 
     For each backend, all pairs but one are marked slow.
     """
@@ -84,6 +86,8 @@ def runs() -> Iterator[Any]:
         # Most features are not causal.
         variants = [v for v in VARIANTS if VARIANT_BACKENDS[v][backend] is RUNS]
         for variant in variants:
+            if backend in KERNELS and variant not in FIRST.values():
+                continue
             pair = marked(variant, backend)
             quick = "softmax" if "softmax" in variants else variants[0]
             slow = variant != quick

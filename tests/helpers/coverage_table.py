@@ -47,15 +47,15 @@ def marked(*values: str) -> Any:
 
 
 # The first variant of each normalization. On Triton backends, all other variants are marked slow.
-_FIRST: dict[str, str] = {}
+FIRST: dict[str, str] = {}
 for _name in VARIANT_BACKENDS:
     _path = path_of(Level(_name, "default"), ("pairwise", "linear"))
-    _FIRST.setdefault(_path.normalize, _name)
+    FIRST.setdefault(_path.normalize, _name)
 
 
 def pair(variant: str, backend: str) -> Any:
     found = marked(variant, backend)
-    slow = backend in KERNELS and variant not in _FIRST.values()
+    slow = backend in KERNELS and variant not in FIRST.values()
     marks = [*found.marks, pytest.mark.slow] if slow else found.marks
     return pytest.param(*found.values, marks=marks, id=found.id)
 
@@ -71,7 +71,7 @@ OUTSIDE = [
     if pair.values[0] != "softmax" and {*KERNELS, "eager"} & {*pair.values}
     else pair
     for pair in TRAINED
-    if pair.values[0] in _FIRST.values() or pair.values[1] not in KERNELS
+    if pair.values[0] in FIRST.values() or pair.values[1] not in KERNELS
 ]
 
 
