@@ -14,8 +14,8 @@ Source: Ramapuram et al. 2024, arXiv:2409.04431.
 Differences: The authors ship one constant, b = −log of the training length. Here the default counts
 the visible keys of each query; ``bias=-math.log(n)`` gives the constant.
 
-Notes: Inference-time substitution raises the loss of SmolLM2-135M by 18.8 to 24.1 nats per token
-within its context length; train with the variant instead.
+Notes: Do not put it into a trained softmax model: the weights of a query do not sum to 1. Train
+with it from scratch.
 """
 
 from torch import Tensor

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from commandline.table import markdown
 from evals.reporting.scores import KEPT, Line, Scores, Value, of_summary
 from evals.reporting.tables import BETTER, PARTIAL, chance_text
-from evals.results.provenance import sentence
+from evals.results.provenance import BROKEN, sentence
 from evals.results.summary import UNSTABLE, UNTRAINED
 from evals.tasks import TASKS
 
@@ -51,8 +52,16 @@ def _described(path: Path) -> str:
     found = _read(path, task)
     if preset:
         found = replace(found, distinction=f"preset {preset}")
-    text = markdown_table(found) + (_published(found) if preset else "")
-    return text + made_by(path)
+    text = markdown_table(found, rounded_away(path))
+    return text + (_published(found) if preset else "") + made_by(path)
+
+
+def rounded_away(path: Path) -> list[str]:
+    """The labels of the rows that do not hold in the second arithmetic."""
+    made = path.with_suffix(".json")
+    found = json.loads(made.read_text()) if made.exists() else {}
+    held = found.get("arithmetic", {}).get("holds", {})
+    return [label for label, holds in held.items() if not holds]
 
 
 def made_by(path: Path) -> str:
@@ -64,16 +73,22 @@ def made_by(path: Path) -> str:
 
 
 def _published(found: Scores) -> str:
-    """The scores that a paper published for the task, at the lengths of the table."""
+    """The scores of the table beside those that a paper published."""
     published = found.task.published
     if published is None:
         return ""
     lengths = [n for n in found.lengths if n in published.lengths]
-    rows = [
-        [f"`{name}`", *(f"{dict(zip(published.lengths, scores, strict=True))[n]}" for n in lengths)]
-        for name, scores in published.rows.items()
-    ]
-    header = ["published", *(f"n = {n}{'?' * (n in published.second_hand)}" for n in lengths)]
+    lines, rows = {line.variant: line for line in found.lines}, []
+    for name, scores in published.rows.items():
+        theirs = dict(zip(published.lengths, scores, strict=True))
+        if name in lines:
+            ours = dict(zip(found.lengths, lines[name].values, strict=True))
+            means = [ours[n].mean for n in lengths]
+            here = ["—" if mean is None else found.shown(mean) for mean in means]
+            rows.append([f"`{name}`, here", *here])
+        there = [f"{theirs[n]}{'?' * (n in published.second_hand)}" for n in lengths]
+        rows.append([f"`{name}`, paper", *there])
+    header = ["variant", *(f"n = {n}" for n in lengths)]
     return f"\n{published.title}\n\n{markdown([header, *rows], right=True)}"
 
 
@@ -123,14 +138,17 @@ def _read(path: Path, task: str) -> Scores:
     return of_summary(task, list(csv.DictReader(path.read_text().splitlines())))
 
 
-def markdown_table(found: Scores) -> str:
-    """A Markdown table of scores by variant and length: mean and 95 % interval over seeds."""
+def markdown_table(found: Scores, broken: Sequence[str] = ()) -> str:
+    """A Markdown table of scores by variant and length: mean and 95 % interval over seeds.
+
+    The rows with labels in ``broken`` get a mark.
+    """
     more = found.has_effective
     header = ("variant", *(f"n = {length}" for length in found.lengths))
     header += ("effective length",) * more
     body = [
         (
-            _label(line, found.seeds),
+            _label(line, found.seeds) + f" {BROKEN}" * (line.label in broken),
             *(_cell(found, value) for value in line.values),
             *[found.effective_text(line)] * more,
         )

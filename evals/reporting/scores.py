@@ -104,7 +104,7 @@ class Scores:
         marks = mark_lines(
             variants=[line.variant for line in self.lines],
             seeds=self.seeds,
-            untrained=any(line.untrained for line in self.lines),
+            untrained=[line.variant for line in self.lines if line.untrained],
             partial=any(value.failed and value.mean is not None for value in values),
             bar=self.task.trained_score,
             train_length=self.train_length,

@@ -22,7 +22,7 @@ def legend(group: Group) -> list[str]:
     return remarks + mark_lines(
         variants=[series.variant for series in group.series],
         seeds=len(group.seeds),
-        untrained=any(map(group.untrained, group.series)),
+        untrained=[series.variant for series in group.series if group.untrained(series)],
         untuned=[
             one.label
             for one in group.series
@@ -41,7 +41,7 @@ def legend(group: Group) -> list[str]:
 def mark_lines(
     variants: Iterable[str],
     seeds: int,
-    untrained: bool,
+    untrained: Sequence[str],
     partial: bool,
     bar: float | None,
     train_length: int,
@@ -53,11 +53,12 @@ def mark_lines(
 ) -> list[str]:
     """The explanations of the marks that occur, and a note if there are few seeds.
 
-    bar: the score at the train length below which a seed counts as untrained. untuned: the
-    untrained variants without a sweep. swept: whether any variant has one. factor: tables show
+    untrained: the variants with seeds whose score at the train length is below ``bar``. untuned:
+    those of them without a sweep. swept: whether any variant has one. factor: tables show
     score · factor. tested: the number of comparisons with softmax.
     """
     lines = []
+    untrained_substitution = any("->" in variant for variant in untrained)
     if any("->" in variant for variant in variants):
         lines.append("a->b: trained with variant a, evaluated with variant b")
     if untrained:
@@ -66,6 +67,8 @@ def mark_lines(
             f"{UNTRAINED} {mark}: did not reach {100 * (bar or 0):g} % at the train length "
             f"(n = {train_length}){count}{_tuning(untuned, swept)}"
         )
+        if untrained_substitution:
+            lines[-1] += "; for a->b the reason may be b, not the training of a"
     if unstable:
         lines.append(
             f"{UNSTABLE} unstable: the seeds differ by more than {factor * SPREAD:g} points at the "
@@ -87,12 +90,12 @@ def mark_lines(
 
 
 def _tuning(untuned: Sequence[str], swept: bool) -> str:
-    """Whether untrained variants were tuned. Only then they count as not trained."""
+    """Whether the variants of such seeds were tuned."""
     if not swept:
         return " with these settings, not tuned"
     if untuned:
-        return f": not trained with the best values of a sweep; not tuned: {', '.join(untuned)}"
-    return ": not trained with the best values of a sweep"
+        return f", with the best values of a sweep; not tuned: {', '.join(untuned)}"
+    return ", with the best values of a sweep"
 
 
 def verdict(p: float | None, difference: float | None, metric: Metric) -> str:

@@ -13,6 +13,7 @@ from evals.results.rows import Row, is_pretrained, is_validation
 
 # Fields of rows that are stored if a row has them. The values of all rows are listed.
 _FIELDS = ("commit", "torch", "attnzoo", "device", "data", "schedule")
+BROKEN = "§"  # marks a row that does not hold in the second arithmetic
 _MODEL = ("model", "fingerprint", "limit", "dtype", "text")
 
 
@@ -88,7 +89,8 @@ def sentence(found: Mapping[str, Any], file: str) -> str:
     if note := found.get("note"):
         line += f" {note}"
     if other := found.get("arithmetic"):
-        broken = [f"`{name}`" for name, holds in other["holds"].items() if not holds]
-        verdict = f"these rows do not hold: {', '.join(broken)}" if broken else "every row holds"
-        line += f" With `{other['environment']}`, {verdict}."
+        run = f"a second run with `{other['environment']}`"
+        some = not all(other["holds"].values())
+        line += f" {BROKEN}: the row does not hold" if some else " Every row holds"
+        line += f" in {run}."
     return line

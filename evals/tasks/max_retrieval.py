@@ -40,7 +40,7 @@ PRESETS = {
 }
 
 PUBLISHED = Published(
-    title="Accuracy, %, beside Table 1 of arXiv:2410.01104 (ten seeds; ? = quoted second-hand)",
+    title="Accuracy, %, here and in Table 1 of arXiv:2410.01104 (ten seeds; ?: second-hand)",
     lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
     second_hand=(32, 128, 8192),
     rows={

@@ -58,7 +58,8 @@ def test_the_table_of_another_preset_shows_the_published_scores(tmp_path: Path) 
     assert published(tmp_path, rows(), "--name", "max-retrieval.paper") == 0
     text = scores(tmp_path / "docs")
     assert text.startswith("**max-retrieval** (preset paper): Accuracy")
-    assert "| `softmax` | 98.6 |" in text
+    assert "| `softmax`, here |" in text
+    assert "| `softmax`, paper | 98.6 |" in text
 
 
 def test_rows_that_do_not_hold_in_another_arithmetic_are_named(tmp_path: Path) -> None:
@@ -69,7 +70,9 @@ def test_rows_that_do_not_hold_in_another_arithmetic_are_named(tmp_path: Path) -
     options = ("--against", str(against), "--environment", "ATEN_CPU_CAPABILITY=default")
     assert published(tmp_path, rows(), *options) == 0
     text = scores(tmp_path / "docs")
-    assert "With `ATEN_CPU_CAPABILITY=default`, these rows do not hold: `ssmax`." in text
+    assert "§: the row does not hold in a second run with `ATEN_CPU_CAPABILITY=default`." in text
+    assert "| `ssmax` §" in text
+    assert "`softmax` §" not in text
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         },
     }
     found = rows("softmax", "ssmax", **fields)
-    assert legend(groups(found)[0])[0].endswith(": not trained with the best values of a sweep")
+    assert legend(groups(found)[0])[0].endswith(", with the best values of a sweep")
     found[1]["tuned"] = {"values": {}, "tried": []}
     (group,) = groups(found)
     assert legend(group)[0].endswith("best values of a sweep; not tuned: ssmax")
