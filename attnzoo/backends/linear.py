@@ -39,7 +39,8 @@ class LinearState:
 
     Args:
         sums: (B, Hkv, F, Dv + 1): Σ ψ(k) vᵀ, with Σ ψ(k) as the last column. fp32, or fp64 for fp64
-            inputs. (B, H, F, Dv + 1) if the mask differs between the heads of a group.
+            inputs. (B, H, F, Dv + 1) if the mask or the features differ between the heads
+            of a group.
         length: number of keys seen so far.
 
     Example:
@@ -137,10 +138,10 @@ def prepare(
     are set to 0 because a NaN in them would spread to features and gradients.
     """
     whole = sums is not None and sums.shape[1] != call.kv_heads
-    if whole or form.per_head or (call.mask is not None and call.mask.shape[1] > 1):
+    if whole or form.per_query_head or (call.mask is not None and call.mask.shape[1] > 1):
         if sums is not None and not whole:
             sums = sums.repeat_interleave(call.group, dim=1)
-        call, (k, v) = call.per_head(k, v)
+        call, (k, v) = call.with_repeated_keys(k, v)
     if call.mask is not None:
         k = k.masked_fill(~call.mask[:, :, 0, :, None], 0.0)
     return call, k, v, sums

@@ -180,7 +180,7 @@ class Call(Visibility):
         a = a.unflatten(1, (self.kv_heads, -1))  # [B, Hkv, G, …, …]
         return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4]).flatten(1, 2)
 
-    def per_head(self, *tensors: Tensor) -> tuple[Call, tuple[Tensor, ...]]:
+    def with_repeated_keys(self, *tensors: Tensor) -> tuple[Call, tuple[Tensor, ...]]:
         """The call with as many heads of keys as of queries, and tensors (B, Hkv, …) repeated."""
         if self.group == 1:
             return self, tensors

@@ -244,9 +244,9 @@ class Linear:
         size: ``size(D) -> F``.
         cancels: Whether features can be negative, so that ψ(q)·ψ(k) can be far below |ψ(q)||ψ(k)|.
             Rounding errors grow with |ψ(q)||ψ(k)|. If True, a CPU computes the sums in fp64.
-        query_features: The same function for queries; None if it is ``features``.
-        per_head: Whether ``features`` differ between the query heads that share a head of keys.
-            Keys and values are then repeated for each query head.
+        query_features: The feature map of queries; None: ``features``.
+        per_query_head: Whether ``features`` differ between query heads that share a head of keys;
+            keys and values are then repeated for each query head.
 
     Example:
         >>> import torch, attnzoo
@@ -259,7 +259,7 @@ class Linear:
     size: Callable[[int], int]
     cancels: bool = False
     query_features: Callable[[Tensor, Tensor], Tensor] | None = None
-    per_head: bool = False
+    per_query_head: bool = False
     kind = "linear"
 
     def of_queries(self, x: Tensor, positions: Tensor) -> Tensor:

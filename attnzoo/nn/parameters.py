@@ -50,6 +50,8 @@ class VariantParameters(nn.Module):
         specs = {p.name: _with_default(p, defaults or {}) for p in self._specs(variant)}
         self.given = _given(variant, specs, given)
         learned = _learned(variant, specs, learn, self.given)
+        if learn is None:  # a None that is given, such as an identity map, is not learned
+            learned = tuple(name for name in learned if params.get(name, REQUIRED) is not None)
         for name in params:
             if name not in specs:
                 known = ", ".join(specs) or "none"
@@ -76,9 +78,10 @@ class VariantParameters(nn.Module):
             value = params.get(name, spec.default)
             if name in learned:
                 start = value if name in params or spec.init is None else spec.init
+                device = None
                 if spec.kind == "tensor" and start is spec.init:
-                    start = self._matrices(spec, count, head_dim)
-                self._learn(spec, start, count)
+                    start, device = self._matrices(spec, count, head_dim), torch.empty(0).device
+                self._learn(spec, start, count, device)
             elif value is REQUIRED:
                 raise TypeError(missing(variant, spec))
             elif isinstance(value, Tensor):
@@ -102,9 +105,15 @@ class VariantParameters(nn.Module):
                 f"give {spec.name}, or a learn without it"
             )
         with torch.device("cpu"):
-            one = spec.init(head_dim)
-        check_dense(what, one)
-        return one.float().expand(count, *one.shape)
+            made = [spec.init(head_dim) for _ in range(count)]
+        assert spec.size is not None  # checked at registration
+        for one in made:
+            check_dense(f"{what}: init(D)", one)
+            if one.shape != spec.size(head_dim):
+                raise ValueError(
+                    f"{what}: init(D) must have shape {spec.size(head_dim)}, got {tuple(one.shape)}"
+                )
+        return torch.stack(made).float()
 
     def _specs(self, variant: str) -> list[Param]:
         """The variant's parameters that this module owns."""
@@ -126,13 +135,15 @@ class VariantParameters(nn.Module):
         check_entries(what, spec, value)
         return value
 
-    def _learn(self, spec: Param, start: Any, count: int) -> None:
+    def _learn(
+        self, spec: Param, start: Any, count: int, device: torch.device | None = None
+    ) -> None:
         what = f"{self.variant}'s {spec.name}"
         if start is None or start is REQUIRED:
             kind = "a tensor" if spec.kind == "tensor" else f"a float or a tensor ({count},)"
             raise ValueError(f"learn: {what} needs an initial value, {kind}")
         if isinstance(start, Tensor):
-            device = start.device
+            device = device or start.device
         else:
             number = check_value(what, spec, start, torch.float32)
             # The initial value stays on the CPU even if the module is on the meta device, because

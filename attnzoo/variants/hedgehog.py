@@ -4,17 +4,16 @@ Formula:
     w_ij = a_ij / Σ_j a_ij,  a_ij = ψ(W_q·scale·q_i)·ψ(W_k·k_j)
     ψ(x) = [softmax(x), softmax(−x)], over the D entries of x
 
-Effect: All weights are positive. Features of softmax are sharper than those of other feature maps,
-so a few keys can get most of the weight. a_ij is at most 2, so with n keys a weight is at most
-2 / Σ_j a_ij.
+Effect: All weights are positive. a_ij is between 0 and 2. A key gets much more weight than others
+if its features and those of the query have their large entries at the same places.
 
 Initial values: W_q and W_k are the identity, one matrix per head, and are learned.
 
 Source: Zhang et al. 2024 (Hedgehog), arXiv:2402.04347, Section 4.2.
 
 Differences: The maps have no bias. q is multiplied by the argument ``scale`` before the map, D^-½
-by default. The paper has no scale: pass ``scale=1.0``. Entries of a softmax below e^−40 times its
-largest count as e^−40 times it, so that products are not 0 in fp32. The paper first trains the maps
+by default. The paper has no scale: pass ``scale=1.0``. Entries of a softmax are at least e^−40
+times the largest, so that products are not 0 in fp32. The paper first trains the maps
 to give the weights of a trained softmax model; here they are trained with the model only.
 
 Notes: x is a row, so ``query_map`` and ``key_map`` are the transposed matrices: x·map. With fewer
@@ -54,7 +53,7 @@ def forms(call: Call, query_map: Tensor | None, key_map: Tensor | None) -> tuple
             lambda x, positions: psi(x, key_map),
             size=lambda d: 2 * d,
             query_features=lambda x, positions: psi(x, query_map),
-            per_head=key_map is not None,
+            per_query_head=key_map is not None,
         ),
     )
 

@@ -77,10 +77,10 @@ def definition(
         queries = q.unflatten(1, (H, -1))[:, head]  # [B, Q, Nq, D]
         mine = None if gate is None else gate.unflatten(-1, (H, -1))[:, :, head]  # [B, Nq, G]
         if isinstance(module, Differential):
-            pairs = torch.arange(D // 2)
+            blocks = torch.arange(D).view(-1, 2)
             rows = []
             for half in range(2):
-                which = torch.cat([pairs[half::2], pairs[half::2] + D // 2])
+                which = blocks[half::2].flatten()
                 rows.append(weights_of(
                     module, queries[:, 0, :, which], keys[..., which], half * H + head,
                     {**own, "scale": (D / 2) ** -0.5 * own.get("scale", D**-0.5) * D**0.5},

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
-import pickle
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+)
 
-import attnzoo
-from attnzoo.integrations.transformers import convert, from_config, from_pretrained, revert
-from attnzoo.nn import WRAPPERS, Wrapper
-from helpers.cases import rand
+from attnzoo.integrations.transformers import convert, revert
 from helpers.hf_models import (
     GQA,
     batch,
     bert,
     generate,
     gpt2,
-    gpt_oss,
     ids,
     left_padding,
     llama,
@@ -32,28 +29,10 @@ from helpers.hf_models import (
     qwen,
     vit,
 )
+from helpers.hf_wrappers import EACH, ONE_QUERY, children, wrapped
 from helpers.wrappers import MADE, definition
 
 pytestmark = quiet
-# The other wrappers are tested more often by `make test-slow`.
-QUICK = ("differential", "mixture", "gate per head")
-EACH = [pytest.param(w, marks=[] if w in QUICK else [pytest.mark.slow]) for w in MADE]
-ONE_QUERY = [which for which, (name, _) in MADE.items() if WRAPPERS[name].queries == 1]
-
-
-def wrapped(which: str, make: Any = llama, variant: str = "ssmax", **options: Any) -> Any:
-    """A converted model with other parameters than initially."""
-    torch.manual_seed(1)
-    model = convert(make(), variant, wrapper=MADE[which], **options)
-    with torch.no_grad():
-        for child in children(model):
-            for index, x in enumerate(child.parameters()):
-                x.add_(0.3 * rand(*x.shape, seed=index).to(x))
-    return model
-
-
-def children(model: Any) -> list[Wrapper]:
-    return [module.attnzoo for module in model.modules() if "attnzoo" in module._modules]
 
 
 def recorded(model: Any) -> list[tuple[Tensor, ...]]:
@@ -142,6 +121,38 @@ def test_models_with_other_projections(which: str, make: Any) -> None:
     assert torch.equal(outputs(revert(model)), outputs(make()))
 
 
+def cohere() -> CohereForCausalLM:
+    """It rotates features 2p and 2p + 1; Llama rotates p and p + D/2."""
+    torch.manual_seed(0)
+    config = CohereConfig(**GQA, initializer_range=0.3)
+    return CohereForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("which", ["differential", "mixture"])
+@pytest.mark.parametrize("make", [cohere, lambda: llama(initializer_range=0.3)])
+def test_rope_depends_on_distances_only(make: Any, which: str) -> None:
+    model = convert(make(), "softmax", wrapper=MADE[which])
+    at = torch.arange(12)[None]
+    near, far = (model(ids(), position_ids=positions).logits for positions in (at, at + 9))
+    assert torch.allclose(near, far, rtol=1e-3, atol=1e-3 * float(near.detach().abs().max()))
+    assert not torch.allclose(near, model(ids(), position_ids=2 * at).logits, atol=1e-2)
+
+
+def test_threads_do_not_mix_their_hidden_states() -> None:
+    model = wrapped("gate per element")
+    given = [torch.randint(1, 99, (1, 24)) for _ in range(4)]
+
+    @torch.no_grad()
+    def run(tokens: Tensor) -> Tensor:
+        return model(tokens).logits
+
+    expected = [run(tokens) for tokens in given]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, 10 * given))
+    for index, logits in enumerate(found):
+        assert torch.allclose(logits, expected[index % 4], atol=1e-5)
+
+
 def test_weights_are_returned() -> None:
     model = wrapped("differential_v2")
     weights = model(ids(), output_attentions=True).attentions
@@ -186,158 +197,3 @@ def test_bf16(which: str) -> None:
     assert model(ids()).logits.dtype == torch.bfloat16
     for name, x in children(model)[0].named_parameters():
         assert x.dtype == (torch.bfloat16 if name == "gate.weight" else torch.float32), name
-
-
-# ------------------------------------------------------------------ other conversions
-
-
-def test_converting_again_keeps_the_models_queries() -> None:
-    model = llama()
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    before = weight.detach().clone()
-    for wrapper, rows in (("mixture", 2), (("mixture", {"components": 3}), 3), ("laser", 1)):
-        convert(model, "softmax", wrapper=wrapper)  # pyright: ignore
-        layer = model.model.layers[0].self_attn.q_proj
-        assert layer.weight.shape == (rows * 32, 32)
-        assert layer.out_features == rows * 32
-        assert torch.equal(layer.weight.unflatten(0, (4, rows, 8))[:, 0].flatten(0, 1), before)
-    convert(model, "softmax")
-    assert not model.model.layers[0].self_attn._forward_pre_hooks
-    assert torch.allclose(outputs(model), outputs(llama()), atol=1e-6)
-
-
-def test_new_queries_are_drawn_like_the_models() -> None:
-    torch.manual_seed(0)
-    model = convert(llama(hidden_size=128), "softmax", wrapper="differential_v2", layers=[0])
-    rows = model.model.layers[0].self_attn.q_proj.weight.detach().unflatten(0, (4, 2, 32))
-    # The standard error of the standard deviation of 16,384 numbers is 0.6 %.
-    assert rows[:, 1].std() == pytest.approx(rows[:, 0].std().item(), rel=0.04)
-    assert (rows[:, 0] * rows[:, 1]).mean() / rows[:, 0].var() < 0.04
-
-
-@pytest.mark.parametrize("which", EACH)
-def test_revert_restores_the_model(which: str) -> None:
-    model = revert(wrapped(which))
-    expected = llama().state_dict()
-    assert model.state_dict().keys() == expected.keys()
-    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
-    assert torch.equal(outputs(model), outputs(llama()))
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("which", EACH)
-def test_saved_models_are_loaded(which: str, tmp_path: Path) -> None:
-    model = wrapped(which, layers=[1])
-    model.save_pretrained(tmp_path)
-    expected = outputs(model)
-    for load in (AutoModelForCausalLM.from_pretrained,
-                 lambda path: from_pretrained(AutoModelForCausalLM, path)):  # fmt: skip
-        loaded = load(tmp_path)
-        assert torch.equal(outputs(loaded), expected)
-        assert torch.equal(outputs(revert(loaded)), outputs(llama()))
-    made = from_config(AutoModelForCausalLM, model.config)
-    assert {n: x.shape for n, x in made.state_dict().items()} == {
-        n: x.shape for n, x in model.state_dict().items()
-    }
-
-
-@pytest.mark.parametrize("which", ONE_QUERY)
-def test_missing_values_become_initial_values(which: str, tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    model = convert(llama(), "ssmax", wrapper=MADE[which], s=0.3)
-    model.config.save_pretrained(tmp_path)
-    loaded = from_pretrained(AutoModelForCausalLM, tmp_path)
-    for name, x in model.state_dict().items():
-        if "vectors" in name:  # drawn at random
-            assert 0 < loaded.state_dict()[name].std() < 0.3
-        else:
-            assert torch.equal(loaded.state_dict()[name], x), name
-
-
-@pytest.mark.parametrize("which", ["mixture", "gate per element"])
-def test_models_are_copied_and_pickled(which: str) -> None:
-    model = wrapped(which)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(outputs(other), outputs(model))
-        children(other)[0].gate.weight.data.add_(1)  # pyright: ignore
-        assert not torch.equal(outputs(other), outputs(model))
-
-
-# ------------------------------------------------------------------------- errors
-
-
-def olmo() -> Olmo2ForCausalLM:
-    """Its norm of the queries has one factor per feature of all heads."""
-    torch.manual_seed(0)
-    return Olmo2ForCausalLM(Olmo2Config(**GQA)).eval()
-
-
-WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "name": (llama, {"wrapper": "lasr"}, ValueError, "wrapper must be one of .* got 'lasr'"),
-    "argument": (
-        llama,
-        {"wrapper": ("laser", {"layer": 3})},
-        TypeError,
-        "wrapper 'laser' has no argument 'layer'; it has: clamp",
-    ),
-    "value": (llama, {"wrapper": ("laser", {"clamp": -1})}, ValueError, "clamp must be > 0"),
-    "start": (
-        llama,
-        {"wrapper": "laser", "start": "identity"},
-        ValueError,
-        "start must be None with a wrapper, got 'identity' with 'laser'",
-    ),
-    "fused": (
-        gpt2,
-        {"wrapper": "mixture"},
-        ValueError,
-        r"wrapper must use one query per head, because GPT2Attention has no torch.nn.Linear that "
-        "makes only the queries; wrappers that do: differential, laser, output_gate",
-    ),
-    "norm": (
-        olmo,
-        {"wrapper": "differential_v2"},
-        ValueError,
-        "wrapper must use one query per head, because Olmo2ForCausalLM does not run with more: ",
-    ),
-    "sinks": (
-        gpt_oss,
-        {"variant": "sink", "wrapper": "output_gate"},
-        ValueError,
-        "wrapper must be None, because GptOssAttention has learned sinks, got 'output_gate'",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_calls_leave_the_model_unchanged(what: str) -> None:
-    make, options, error, message = WRONG[what]
-    model = make()
-    before, implementation = model.state_dict(), model.config._attn_implementation
-    with pytest.raises(error, match=message):
-        convert(model, **{"variant": "ssmax", **options})
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(after[name].data_ptr() == x.data_ptr() for name, x in before.items())
-    assert model.config._attn_implementation == implementation
-    assert not hasattr(model.config, "attnzoo")
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_wrong_entries_of_a_config_raise(tmp_path: Path) -> None:
-    wrapped("laser").save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    del config["attnzoo"]["layers"]["model.layers.0.self_attn"]["wrapper"]["qk_dim"]
-    path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"wrapper of layer 'model\.layers\.0\.self_attn' must"):
-        from_pretrained(AutoModelForCausalLM, tmp_path)
-
-
-def test_a_second_call_needs_no_wrapper_to_stay() -> None:
-    model = convert(llama(), "ssmax", wrapper="differential_v2")
-    convert(model, "entmax", layers=[0], wrapper="output_gate")
-    first, second = children(model)
-    assert [type(first).__name__, type(second).__name__] == ["OutputGate", "DifferentialV2"]
-    assert attnzoo.nn.parameter_groups(model, 0.1)[1]["params"]
-    assert outputs(model).isfinite().all()

@@ -21,6 +21,7 @@ from attnzoo.nn import (
     OutputGate,
     Transformer,
     Wrapper,
+    host_attention,
     parameter_groups,
     replace,
 )
@@ -146,6 +147,11 @@ def call(which: str = "laser", **changed: Any) -> Any:
     return module(**{"q": q, "k": k, "v": v, **changed})
 
 
+def host(wrapper: Any = None, options: Any = {}, **changed: Any) -> Any:  # noqa: B006
+    sizes = {"key_dim": E, "qk_dim": D, "v_dim": D, **changed}
+    return host_attention(wrapper, "softmax", H, E, options, **sizes)
+
+
 WRONG: WrongCalls = [
     (lambda: call("differential_v2"), TypeError, "gate must be given to DifferentialV2"),
     (
@@ -157,7 +163,7 @@ WRONG: WrongCalls = [
     (
         lambda: call("differential_v2", q=rand(B, H, N, D), gate=rand(B, H, N, 1)),
         ValueError,
-        r"q must have 2 · num_heads=4 = 8 heads, got \(2, 4, 7, 8\)",
+        r"q must have 8 heads \(2 · num_heads=4\), got \(2, 4, 7, 8\)",
     ),
     (lambda: call(k=rand(B, 3, N, D)), ValueError, "k must have a divisor of num_heads=4 heads"),
     (lambda: call(v=rand(B, KV, N, 5)), ValueError, r"v must have v_dim=8 features, got \(2, 2"),
@@ -165,7 +171,15 @@ WRONG: WrongCalls = [
     (lambda: call(return_lse=True), ValueError, "return_lse must be False for Laser"),
     (lambda: call(need_weights=1), TypeError, "need_weights must be a bool"),
     (lambda: call(s=1.0), TypeError, "s"),
-    (lambda: Differential("softmax", 4, 24), ValueError, "qk_dim must be a multiple of 4 for Diff"),
+    (lambda: Differential("softmax", 4, 24), ValueError, "qk_dim must be a multiple of 8 for Diff"),
+    (lambda: host(v_dim=0), ValueError, "v_dim must be"),
+    (lambda: host(layer=-1), ValueError, "layer must be an int >= 0, got -1"),
+    (lambda: host(options=None), TypeError, "options must be a dict, got None"),
+    (
+        lambda: host(wrapper="laser", options={"clamp": 3.0, "layer": 2}),
+        TypeError,
+        "options must not have layer: arguments of the wrapper",
+    ),
     (lambda: Differential("softmax", 3, 32), ValueError, "not a multiple of num_heads=3: give qk"),
     (lambda: Differential("softmax", 4, 32, layer=-1), ValueError, "layer must be an int >= 0"),
     (lambda: MixtureAttention("softmax", 4, 32, components=0), ValueError, "components must be"),

@@ -71,8 +71,8 @@ def test_differential_equals_the_papers_code() -> None:
     module = make("differential", layer=3)
     assert isinstance(module, Differential)
     q, k, v, _ = inputs(module, heads=H)
-    # Their heads are [half 1, half 2] of a head of D features; ours are every second pair.
-    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    # Their heads are [half 1, half 2] of a head of D features; ours are every second block of two.
+    order = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
     theirs_q, theirs_k = (x[..., order].transpose(1, 2).reshape(B, N, 2 * H, D // 2)
                           for x in (q, k))  # fmt: skip
     scores = torch.einsum("bihd,bjhd->bhij", theirs_q, theirs_k) / (D // 2) ** 0.5

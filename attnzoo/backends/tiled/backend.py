@@ -52,8 +52,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Form) -> tuple[Tensor
         return _by_definition(q, k, v, call, form)
     if isinstance(form, Linear):
         # A linear form is a pairwise form on its features, with φ the identity.
-        if form.per_head:
-            call, (k, v) = call.per_head(k, v)
+        if form.per_query_head:
+            call, (k, v) = call.with_repeated_keys(k, v)
         q = form.of_queries(call.scale * q.to(call.dtype), call.query_positions)
         k = form.features(k.to(call.dtype), call.key_positions)
         call, form = replace(call, scale=1.0), Pairwise(IDENTITY, "sum")

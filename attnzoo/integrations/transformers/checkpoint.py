@@ -151,7 +151,7 @@ def attach_configured(model: Any) -> None:
             for name, entry in entries.items()
             if NAME not in model.get_submodule(name)._modules
         }
-    attach(model, children, loading=True)
+    attach(model, children)
     write_spec(model.config, spec)
 
 

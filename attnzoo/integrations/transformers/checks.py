@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
+from attnzoo.core.checks import is_int
 from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import REQUIRED
 from attnzoo.functional.explain import explain
 from attnzoo.integrations.transformers.interface import ObservedCall, host_sink, sink_variants
 from attnzoo.integrations.transformers.modules import parts_of
+from attnzoo.integrations.transformers.wrapped import inner
+from attnzoo.nn import Attention, Wrapper
 from attnzoo.nn.wrappers import Choice, named_wrapper
 
 # A model that supports none of these changes keys and masks in ways that only itself knows.
@@ -47,16 +51,29 @@ def taken_sink(model: Any, variant: str, call: ObservedCall, params: dict[str, A
     return sink
 
 
-def check_softcap(variant: str, call: ObservedCall, params: dict[str, Any]) -> None:
-    """Raises if the variant does not support the host's softcap."""
-    if call.softcap is None:
-        return
-    q, k, v = torch.zeros(3, 1, call.heads, 2, 4).unbind()
-    plan = explain(q, k, v, variant, is_causal=True, softcap=call.softcap, **params)
-    if plan.reason is not None:
+def check_logits(call: ObservedCall, variant: str) -> None:
+    """Raises if the host has a softcap and the variant has no logits to cap."""
+    if call.softcap is not None and not get_variant(variant).has_logits:
         raise ValueError(
             f"variant must support the softcap of {type(call.module).__name__}, got {variant!r}: "
-            f"{plan.reason}"
+            "it has no logits for a softcap"
+        )
+
+
+def check_softcap(call: ObservedCall, child: Attention | Wrapper) -> None:
+    """Raises if the variant of a child does not support the host's softcap."""
+    if call.softcap is None:
+        return
+    attention = inner(child)
+    size = call.qk_dim if child is attention else child.map_dim  # pyright: ignore
+    q, k, v = torch.zeros(3, 1, attention.num_heads, 2, size).unbind()
+    given = {name: torch.zeros(attention.num_heads) for name in attention.given}
+    params = {**attention._params(), **given}
+    plan = explain(q, k, v, child.variant, is_causal=True, softcap=call.softcap, **params)
+    if plan.reason is not None:
+        raise ValueError(
+            f"variant must support the softcap of {type(call.module).__name__}, got "
+            f"{child.variant!r}: {plan.reason}"
         )
 
 
@@ -100,12 +117,18 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
     host = type(call.module).__name__
     if call.sinks:
         raise ValueError(f"wrapper must be None, because {host} has learned sinks, got {name!r}")
-    if call.features is None:
-        raise ValueError(
-            f"wrapper must be None, because {host} is not called with hidden states (B, N, "
-            f"features), got {name!r}"
-        )
+    layer = getattr(call.module, "layer_idx", None)
     return {
-        "name": name, "arguments": arguments, "embed_dim": call.features, "qk_dim": call.qk_dim,
-        "v_dim": call.v_dim, "layer": call.number,
-    }  # fmt: skip
+        "name": name,
+        "arguments": copy.deepcopy(arguments),
+        "embed_dim": call.heads * call.qk_dim if call.hidden is None else call.hidden.shape[-1],
+        "qk_dim": call.qk_dim,
+        "v_dim": call.v_dim,
+        "layer": layer if isinstance(layer, int) and is_int(layer) else call.number,
+    }
+
+
+def check_loaded(name: str, module: Any) -> None:
+    """Raises if the weights of an attention module are on meta."""
+    if any(x.device.type == "meta" for x in module.parameters()):
+        raise ValueError(f"model must have its weights loaded, but those of {name} are on meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.integrations.transformers.checks import (
+    check_loaded,
+    check_logits,
     check_model,
     check_own,
     check_projections,
@@ -24,10 +27,18 @@ from attnzoo.integrations.transformers.modules import (
     batches_of,
     chosen_names,
     implementations,
+    minimal_batch,
     parts_of,
     run,
 )
-from attnzoo.integrations.transformers.wrapped import inner, new_child, put, query_layer
+from attnzoo.integrations.transformers.wrapped import (
+    check_gate,
+    check_query_layer,
+    inner,
+    new_child,
+    put,
+    query_layer,
+)
 from attnzoo.nn import Attention, Wrapper
 from attnzoo.nn.parameters import Names
 from attnzoo.nn.wrappers import Choice
@@ -50,9 +61,10 @@ def convert(
 ) -> ModelT:
     """Replaces the attention of a transformers model by a variant, in place.
 
-    Each attention module gets a child `attnzoo.nn.Attention` named ``attnzoo``, which owns the
-    parameters of the variant. The model's attention implementation becomes "attnzoo". Layers
-    that are not converted keep softmax. A second call can convert them to another variant.
+    Each attention module gets a child named ``attnzoo``, an `attnzoo.nn.Attention` or a wrapper
+    around one, which owns the parameters of the variant. The model's attention implementation
+    becomes "attnzoo". Layers that are not converted keep softmax. A second call can convert them to
+    another variant.
 
     Args:
         model: a `transformers.PreTrainedModel` that uses transformers' AttentionInterface.
@@ -103,7 +115,10 @@ def convert(
         the original. In a causal model it may differ as much as with the variant's own initial
         values: queries with many keys get sharper weights, queries with few keys flatter weights.
 
-        A wrapper is the child, and the `attnzoo.nn.Attention` is the wrapper's ``attention``. A
+        A gate of a wrapper is made from the hidden states that the attention module gets; most
+        models hand them on. ``layer`` of `attnzoo.nn.Differential` is the module's ``layer_idx``,
+        or else its place in the order of execution. After a conversion with a wrapper the model
+        is run again; if that fails, the conversion is undone. A
         wrapper with Q > 1 queries per head (differential_v2, mixture) needs a module that makes
         its queries with a `torch.nn.Linear`. Its matrix gets Q·H·D rows: each head's first query
         is the model's own, the others are drawn with the same standard deviation. The matrix is a
@@ -135,18 +150,21 @@ def convert(
             own = {**_calibrated(variant, call), **params}
         sink = taken_sink(model, variant, call, own)
         own |= {key: value for key, value in identity.items() if key != sink}
-        check_softcap(variant, call, own)
+        check_logits(call, variant)
         options = {
             "learn": _learned(variant, learn, identity, sink), "softcap": call.softcap,
             "given": () if sink is None else (sink,), "head_dim": call.qk_dim, **own,
         }  # fmt: skip
         wrapped = wrapper_entry(wrapper, call)
-        dtype = next((x.dtype for x in call.module.parameters()), None)
-        children[name] = new_child(variant, call.heads, wrapped, options, dtype)
-        query_layer(call.module, children[name])  # raises before anything is changed
-        entries[name] = _entry(children[name], call, own, wrapped)
+        dtype = None if call.hidden is None else call.hidden.dtype
+        child = children[name] = new_child(variant, call.heads, wrapped, options, dtype)
+        check_softcap(call, child)
+        check_gate(call.module, child)
+        check_query_layer(model, call.module, child)
+        check_loaded(name, call.module)
+        entries[name] = _entry(child, call, own, wrapped)
     specs = [(part.config, _spec(part, prefix, entries)) for prefix, part in parts_of(model)]
-    _attach_and_try(model, children, batches)
+    _attach_and_try(model, children, None if wrapper is None else batches or [minimal_batch(model)])
     for config, spec in specs:
         if spec["layers"]:
             write_spec(config, spec)
@@ -156,23 +174,29 @@ def convert(
 def _attach_and_try(
     model: Any, children: Mapping[str, Attention | Wrapper], batches: list[dict[str, Any]] | None
 ) -> None:
-    """Adds the children. If some need several queries per head, runs the model once.
+    """Adds the children and runs the model on the first batch. Undoes everything if this fails.
 
     A model may do more with its queries than to split them into heads.
     """
-    before = implementations(model)
-    undo = attach(model, children)
-    if all(child.queries == 1 for child in children.values()):
-        return
+    before, undo = implementations(model), []
+    try:
+        attach(model, children, undo)
+        if batches is not None:
+            # A copy, because the model may append to a cache in the batch.
+            _run_once(model, copy.deepcopy(batches[:1]))
+    except BaseException:
+        for function in reversed(undo):
+            function()
+        model.set_attn_implementation(before)
+        raise
+
+
+def _run_once(model: Any, batches: list[dict[str, Any]]) -> None:
     try:
         run(model, batches)
     except Exception as error:
-        for function in undo:
-            function()
-        model.set_attn_implementation(before)
         raise ValueError(
-            f"wrapper must use one query per head, because {type(model).__name__} does not run "
-            f"with more: {error}"
+            f"model must run with the wrapper, but {type(model).__name__} raised: {error}"
         ) from error
 
 
@@ -242,24 +266,24 @@ def possible_names(model: Any, name: str) -> Iterator[str]:
 
 
 def attach(
-    model: Any, children: Mapping[str, Attention | Wrapper], loading: bool = False
-) -> list[Callable[[], None]]:
+    model: Any,
+    children: Mapping[str, Attention | Wrapper],
+    undo: list[Callable[[], None]] | None = None,
+) -> None:
     """Adds a child to each named module, on its device, and switches the model to "attnzoo".
 
-    With ``loading`` the weights may still be on meta. Returns functions that remove the children.
+    The weights may be on meta. Functions that remove the children are appended to ``undo``.
     """
-    undo = []
     for name, child in children.items():
         module = model.get_submodule(name)
         device = next((p.device for p in module.parameters()), model.device)
-        if device.type == "meta" and not loading:
-            raise ValueError(f"model must have its weights loaded, but those of {name} are on meta")
         # Transformers skips the initialization of modules with this attribute.
         for part in child.modules():
             part._is_hf_initialized = device.type != "meta"  # pyright: ignore
-        undo.append(put(module, child.to(device).train(module.training)))
+        removed = put(module, child.to(device).train(module.training))
+        if undo is not None:
+            undo.append(removed)
     model.set_attn_implementation(NAME)
-    return undo
 
 
 def revert(model: ModelT) -> ModelT:
@@ -290,6 +314,8 @@ def revert(model: ModelT) -> ModelT:
         raise ValueError(
             f"model must be a converted model, got {type(model).__name__} with softmax"
         )
+    for module in converted:
+        query_layer(module, None)  # raises before anything is changed
     for module in converted:
         put(module, None)
     host.set_attn_implementation(spec["before"])

@@ -17,7 +17,7 @@ from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
 from attnzoo.integrations.transformers.masks import NAME, make_mask, read_mask
 from attnzoo.integrations.transformers.packed import chunked, packed_segments
-from attnzoo.integrations.transformers.wrapped import from_hidden_states
+from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
 
 try:
@@ -41,7 +41,7 @@ class ObservedCall(NamedTuple):
     qk_dim: int = 0  # features of each query and key
     v_dim: int = 0  # features of each value
     number: int = 0  # of the module, in the order of execution
-    features: int | None = None  # of the hidden states (B, N, features), if the module gets them
+    hidden: Tensor | None = None  # (0, features), with the dtype of the hidden states, if any
 
     def merge(self, other: ObservedCall) -> ObservedCall:
         """Combines two calls of the same module."""
@@ -117,7 +117,7 @@ def attend(
             f"softcap of {type(module).__name__} must be {child.softcap}, with which it was "
             f"converted, got {softcap}: convert the model again"
         )
-    options |= from_hidden_states(module, child)
+    options |= from_hidden_states(module, child, kwargs.get(HIDDEN))
     result: Any = child(query, key, value, need_weights=need_weights, **options)
     out, weights = result if need_weights else (result, None)
     return out.transpose(1, 2).contiguous(), weights

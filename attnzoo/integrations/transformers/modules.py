@@ -22,7 +22,7 @@ def attention_modules(
     before = implementations(model)
     try:
         model.set_attn_implementation(NAME)
-        with observe_calls() as calls, observe_hidden_states(model) as features:
+        with observe_calls() as calls, observe_hidden_states(model) as hidden:
             run(model, batches)
     finally:
         model.set_attn_implementation(before)
@@ -36,23 +36,24 @@ def attention_modules(
             f"model must have attention layers, but {type(model).__name__} called none"
         )
     return {
-        name: call._replace(number=number, features=features.get(id(call.module)))
+        name: call._replace(number=number, hidden=hidden.get(id(call.module)))
         for number, (name, call) in enumerate(found.items())
     }
 
 
 def run(model: Any, batches: list[dict[str, Any]] | None) -> None:
     """Runs the model in evaluation mode, without gradients. None is a minimal batch."""
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
-            for batch in [_minimal_batch(model)] if batches is None else batches:
+            for batch in [minimal_batch(model)] if batches is None else batches:
                 model.eval()(**batch)
     finally:
-        model.train(training)
+        for module, before in training.items():
+            module.training = before
 
 
-def _minimal_batch(model: Any) -> dict[str, Tensor]:
+def minimal_batch(model: Any) -> dict[str, Tensor]:
     """A batch of one short input of zeros, sized by the config."""
     config, main, device = model.config, model.main_input_name, model.device
     if main == "pixel_values" and hasattr(config, "image_size"):

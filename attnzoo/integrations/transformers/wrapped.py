@@ -3,6 +3,7 @@ queries per head."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from attnzoo.integrations.transformers.masks import NAME
 from attnzoo.nn import WRAPPERS, Attention, Wrapper, host_attention
 
 QUERY_LAYERS = ("q_proj", "query", "q_lin", "wq")  # names of the layer that makes the queries
-HIDDEN = "_attnzoo_hidden_states"  # attribute of an attention module during its call
+HIDDEN = "attnzoo_hidden_states"  # the keyword that hands them to the attention function
 
 
 def new_child(
@@ -32,15 +33,18 @@ def new_child(
         wrapper: None, or a mapping with name, arguments, embed_dim, qk_dim, v_dim and layer.
         options: keywords for `Attention`.
         dtype: dtype of a wrapper's gate; None is torch's default dtype.
+
+    Raises:
+        ValueError, TypeError: an argument of the variant or of the wrapper is wrong.
     """
     if wrapper is None:
         return Attention(variant, num_heads, **options)
-    choice = (wrapper["name"], wrapper["arguments"])
-    sizes = {name: wrapper[name] for name in ("qk_dim", "v_dim", "layer")}
     own = {name: value for name, value in options.items() if name not in ("given", "head_dim")}
-    features = wrapper["embed_dim"]
-    sizes |= {"key_dim": features, "dtype": dtype}
-    return host_attention(choice, variant, num_heads, features, own, **sizes)
+    return host_attention(
+        (wrapper["name"], wrapper["arguments"]), variant, num_heads, wrapper["embed_dim"], own,
+        key_dim=wrapper["embed_dim"], qk_dim=wrapper["qk_dim"], v_dim=wrapper["v_dim"],
+        layer=wrapper["layer"], dtype=dtype,
+    )  # fmt: skip
 
 
 def inner(child: Attention | Wrapper) -> Attention:
@@ -57,41 +61,54 @@ def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | 
     return found if isinstance(found, Tensor) and found.dim() == 3 else None
 
 
-def keep_hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook that runs before forward. The attention function does not get the hidden states."""
-    setattr(module, HIDDEN, hidden_states(args, kwargs))
+def pass_hidden_states(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook before forward. Attention modules hand keywords on to their attention function."""
+    return args, {**kwargs, HIDDEN: hidden_states(args, kwargs)}
 
 
-def from_hidden_states(module: nn.Module, child: nn.Module | None) -> dict[str, Tensor]:
+def from_hidden_states(
+    module: nn.Module, child: nn.Module | None, hidden: Tensor | None
+) -> dict[str, Tensor]:
     """What the child makes from the hidden states of its module, as keywords for its forward."""
     if not getattr(child, "gates", 0):
         return {}
-    hidden = getattr(module, HIDDEN, None)
     if hidden is None:
         raise ValueError(
-            f"{type(module).__name__} must be called with hidden states (B, N, features), from "
-            "which its wrapper makes a gate"
+            f"wrapper must have no gate, because {type(module).__name__} hands no hidden states "
+            "(B, N, features) on to its attention function"
         )
-    setattr(module, HIDDEN, None)  # frees the memory
     return child.projected(hidden, hidden)  # pyright: ignore
 
 
 @contextmanager
-def observe_hidden_states(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Collects the number of features of the hidden states of each module, by its id."""
-    features: dict[int, int] = {}
+def observe_hidden_states(model: nn.Module) -> Iterator[dict[int, Tensor]]:
+    """Collects the hidden states of each module by its id, as empty tensors (0, features)."""
+    found: dict[int, Tensor] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = hidden_states(args, kwargs)
-        if found is not None:
-            features[id(module)] = found.shape[-1]
+        hidden = hidden_states(args, kwargs)
+        if hidden is not None:
+            found[id(module)] = hidden.new_empty(0, hidden.shape[-1])
 
     hooks = [m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules()]
     try:
-        yield features
+        yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def check_gate(module: nn.Module, child: Attention | Wrapper) -> None:
+    """Raises if the child needs the hidden states and the module cannot hand them on."""
+    if not getattr(child, "gates", 0):
+        return
+    taken = inspect.signature(module.forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+        raise ValueError(
+            f"wrapper must have no gate, because {type(module).__name__} takes no further keywords"
+        )
 
 
 # Several queries per head ---------------------------------------------------------------------
@@ -115,8 +132,25 @@ def query_layer(module: nn.Module, child: Attention | Wrapper | None) -> nn.Line
     able = [name for name, kind in WRAPPERS.items() if kind.queries == 1]
     raise ValueError(
         f"wrapper must use one query per head, because {type(module).__name__} has no "
-        f"torch.nn.Linear that makes only the queries; wrappers that do: {', '.join(able)}"
+        f"torch.nn.Linear with {rows} rows named {', '.join(QUERY_LAYERS)}; wrappers that do: "
+        f"{', '.join(able)}"
     )
+
+
+def check_query_layer(model: Any, module: nn.Module, child: Attention | Wrapper) -> None:
+    """Raises if a child needs another number of queries and the matrix cannot be changed."""
+    layer = query_layer(module, child)
+    if layer is None:
+        return
+    owners = [
+        name for name, other in model.named_modules(remove_duplicate=False)
+        if any(x is layer.weight for x in other._parameters.values())
+    ]  # fmt: skip
+    if len(owners) > 1:
+        raise ValueError(
+            f"wrapper must use one query per head, because {' and '.join(owners)} share the matrix "
+            "of their queries"
+        )
 
 
 def _queries(child: Any) -> int:
@@ -177,8 +211,8 @@ def _set_child(module: nn.Module, child: nn.Module | None) -> None:
         module.add_module(NAME, child)
     # A hook is copied and pickled with its module.
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is keep_hidden_states:
+        if hook is pass_hidden_states:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     if getattr(child, "gates", 0):
-        module.register_forward_pre_hook(keep_hidden_states, with_kwargs=True)
+        module.register_forward_pre_hook(pass_hidden_states, with_kwargs=True)

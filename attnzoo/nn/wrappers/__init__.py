@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnzoo.core.checks import did_you_mean, shown
+import torch
+
+from attnzoo.core.checks import check_sizes, did_you_mean, shown
 from attnzoo.nn.attention import Attention, projecting_attention
-from attnzoo.nn.wrappers.base import Wrapper
+from attnzoo.nn.wrappers.base import Wrapper, check_layer
 from attnzoo.nn.wrappers.differential import Differential, DifferentialV2
 from attnzoo.nn.wrappers.laser import Laser
 from attnzoo.nn.wrappers.mixture import MixtureAttention
@@ -35,7 +37,8 @@ def host_attention(
     qk_dim: int,
     v_dim: int,
     layer: int = 0,
-    **kind: Any,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
 ) -> Attention | Wrapper:
     """The attention of a layer that sees the hidden states.
 
@@ -49,7 +52,8 @@ def host_attention(
         qk_dim: number of features of each query and key head.
         v_dim: number of features of each value head.
         layer: number of the layer in its model, from 0.
-        **kind: device and dtype of the projections.
+        device: device of the parameters.
+        dtype: dtype of the projections.
 
     Returns:
         An `Attention`, or the wrapper. Both have ``queries``, the number of queries per head,
@@ -57,11 +61,27 @@ def host_attention(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
+
+    Example:
+        >>> from attnzoo.nn import host_attention
+        >>> attend = host_attention("mixture", "ssmax", 4, 32, {}, key_dim=32, qk_dim=8, v_dim=8)
+        >>> type(attend).__name__, attend.queries
+        ('MixtureAttention', 2)
     """
+    check_sizes(
+        num_heads=num_heads, embed_dim=embed_dim, key_dim=key_dim, qk_dim=qk_dim, v_dim=v_dim
+    )
+    check_layer(layer)
+    if not isinstance(options, dict):
+        raise TypeError(f"options must be a dict, got {shown(options)}")
+    kind = {"device": device, "dtype": dtype}
     if wrapper is None:
-        return projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
+        new = projecting_attention(variant, num_heads, embed_dim, key_dim, qk_dim, options, **kind)
+        return new.to(device=device)
     name, arguments = named_wrapper(wrapper)
     own = {"key_dim": key_dim, "qk_dim": qk_dim, "v_dim": v_dim, "layer": layer, **kind}
+    if twice := [key for key in (*own, *arguments) if key in options]:
+        raise TypeError(f"options must not have {', '.join(twice)}: arguments of the wrapper")
     return WRAPPERS[name](variant, num_heads, embed_dim, **own, **arguments, **options)
 
 

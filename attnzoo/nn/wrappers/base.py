@@ -8,10 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import check_bool, check_dense, check_sizes
+from attnzoo.core.checks import check_bool, check_dense, check_sizes, is_int, shown
 from attnzoo.nn.attention import projecting_attention
 from attnzoo.nn.cache import Cache
 from attnzoo.nn.projections import HeadProjection
+
+
+def check_layer(layer: Any) -> None:
+    """Raises unless ``layer`` is the number of a layer."""
+    if not is_int(layer) or layer < 0:
+        raise ValueError(f"layer must be an int >= 0, got {shown(layer)}")
 
 
 class Wrapper(nn.Module):
@@ -63,8 +69,7 @@ class Wrapper(nn.Module):
         super().__init__()
         check_sizes(num_heads=num_heads, embed_dim=embed_dim)
         check_sizes(optional=True, qk_dim=qk_dim, v_dim=v_dim, key_dim=key_dim)
-        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
-            raise ValueError(f"layer must be an int >= 0, got {layer!r}")
+        check_layer(layer)
         if embed_dim % num_heads and None in (qk_dim, v_dim):
             raise ValueError(
                 f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: give qk_dim "
@@ -76,15 +81,16 @@ class Wrapper(nn.Module):
         self._configure(**kind)
         heads = self.maps * num_heads
         attention = projecting_attention(
-            variant, heads, embed_dim, key_dim or embed_dim, self._map_dim(), options, **kind
+            variant, heads, embed_dim, key_dim or embed_dim, self.map_dim, options, **kind
         )
         self.attention = attention.to(device=device)
         self.gate = None
         if self.gates:
             self.gate = HeadProjection(embed_dim, self.gates * num_heads, None, **kind)
 
-    def _map_dim(self) -> int:
-        """The number of features of the queries of each map."""
+    @property
+    def map_dim(self) -> int:
+        """The number of features of each query and key of the attention."""
         return self.qk_dim
 
     def _configure(self, **kind: Any) -> None:
@@ -169,7 +175,7 @@ class Wrapper(nn.Module):
                 raise ValueError(f"{name} must have 4 dimensions, got {tuple(x.shape)}")
         if q.shape[1] != self.queries * self.num_heads:
             raise ValueError(
-                f"q must have {self._needed()} = {self.queries * self.num_heads} heads, got "
+                f"q must have {self.queries * self.num_heads} heads ({self._needed()}), got "
                 f"{tuple(q.shape)}"
             )
         if k.shape[1] < 1 or self.num_heads % k.shape[1]:

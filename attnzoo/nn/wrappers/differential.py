@@ -25,7 +25,7 @@ class Differential(Wrapper):
 
     Args:
         variant, num_heads, embed_dim, qk_dim, v_dim, key_dim, layer, device, dtype, **options: as
-            for `Wrapper`. D must be a multiple of 4. Parameters of the variant have 2·H heads, the
+            for `Wrapper`. D must be a multiple of 8. Parameters of the variant have 2·H heads, the
             H heads of A₁ first.
 
     Raises:
@@ -43,9 +43,10 @@ class Differential(Wrapper):
         Ye et al. 2024, arXiv:2410.05258, Equations 1 to 3.
 
     Notes:
-        The halves are not the first and the last D/2 features. Each half gets every second pair of
-        features (p, p + D/2), so that a rotary encoding of the whole head rotates whole pairs. The
-        authors rotate each half by itself.
+        The halves are not the first and the last D/2 features, but every second block of two
+        features. A rotary encoding of the whole head then rotates pairs within a half, whether it
+        rotates features p and p + D/2 or 2p and 2p + 1. If it rotates only the first features of a
+        head, their number must be a multiple of 8. The authors rotate each half by itself.
 
         A cache holds k₁, k₂ and v twice, which takes D + 2·Dv numbers per head and token.
     """
@@ -53,9 +54,9 @@ class Differential(Wrapper):
     maps = 2
 
     def _configure(self, **kind: Any) -> None:
-        if self.qk_dim % 4:
+        if self.qk_dim % 8:
             raise ValueError(
-                f"qk_dim must be a multiple of 4 for {type(self).__name__}, got {self.qk_dim}"
+                f"qk_dim must be a multiple of 8 for {type(self).__name__}, got {self.qk_dim}"
             )
         self.initial = 0.8 - 0.6 * math.exp(-0.3 * self.layer)
         # λ_q1, λ_k1, λ_q2, λ_k2
@@ -64,7 +65,9 @@ class Differential(Wrapper):
         self.norm = nn.RMSNorm(self.v_dim, eps=1e-5, **precise)
         self._draw()
 
-    def _map_dim(self) -> int:
+    @property
+    def map_dim(self) -> int:
+        """D / 2."""
         return self.qk_dim // 2
 
     def _draw(self) -> None:
@@ -97,9 +100,7 @@ class Differential(Wrapper):
         return first - self.factor().view(1, 1, 1, 1) * second
 
     def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        weight = self.norm.weight.to(out.dtype)
-        normed = nn.functional.rms_norm(out, (self.v_dim,), weight, self.norm.eps)
-        return (1 - self.initial) * normed
+        return (1 - self.initial) * self.norm(out.to(self.norm.weight.dtype)).to(out.dtype)
 
 
 class DifferentialV2(Wrapper):
@@ -141,6 +142,6 @@ class DifferentialV2(Wrapper):
 
 
 def _halves(x: Tensor) -> Tensor:
-    """(B, H, N, D) -> (B, 2·H, N, D/2): every second pair of features (p, p + D/2)."""
-    pairs = x.unflatten(-1, (2, -1, 2))  # [B, H, N, 2, D/4, half]
-    return torch.cat([half.flatten(-2) for half in pairs.unbind(-1)], dim=1)
+    """(B, H, N, D) -> (B, 2·H, N, D/2): every second block of two features."""
+    blocks = x.unflatten(-1, (-1, 2, 2))  # [B, H, N, D/4, half, 2]
+    return torch.cat([half.flatten(-2) for half in blocks.unbind(-2)], dim=1)
