@@ -227,9 +227,10 @@ def get_variant(name: str) -> Variant:
         raise TypeError(f"variant must be a name from list_variants(), got {shown(name)}{mask}")
     if name not in _VARIANTS:
         known = list_variants()
-        raise ValueError(
-            f"unknown variant {shown(name)}; known: {', '.join(known)}{did_you_mean(name, known)}"
-        )
+        # A list of all names would hide a suggestion.
+        if hint := did_you_mean(name, known):
+            hint += " attnzoo.list_variants() has all names"
+        raise ValueError(f"unknown variant {shown(name)}{hint or '; known: ' + ', '.join(known)}")
     return _VARIANTS[name]
 
 

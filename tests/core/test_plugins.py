@@ -164,6 +164,7 @@ def test_benchmarks_linear_runs_the_linear_variant_of_a_plugin(
     )
 
 
+@pytest.mark.slow
 def test_laws_and_ranks_accept_a_plugin(
     cube: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_substitution_replaces_the_variant_inside_the_wrapper() -> None:
     assert {m.variant for m in inside} == {"ssmax"}
 
 
+@pytest.mark.slow
 def test_a_run_measures_every_map(tmp_path: Path) -> None:
     """Weights of both maps are measured, and the differences are the weights of the query."""
     arguments = ["max-retrieval", "--preset", "smoke", "--steps", "5", "--lengths", "16,32"]

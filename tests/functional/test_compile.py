@@ -182,8 +182,7 @@ def test_definition_with_learned_alpha_compiles_two_graphs_for_all_lengths() -> 
 @pytest.mark.parametrize(
     "variant",
     [
-        "ssmax",
-        *(pytest.param(v, marks=pytest.mark.slow) for v in ("softmax", "log_n")),
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("softmax", "ssmax", "log_n")),
         pytest.param("adaptive_temperature", marks=pytest.mark.slow),
     ],
 )

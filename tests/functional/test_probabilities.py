@@ -16,6 +16,9 @@ from attnzoo import probabilities
 from helpers.cases import CASES, VARIANTS, has_rows, params_of, rand
 
 ROWS = [v for v in VARIANTS if has_rows(v)]
+EXPENSIVE_SLOW = [
+    pytest.param(v, marks=pytest.mark.slow) if CASES[v].expensive else v for v in ROWS
+]
 
 
 def formula(variant: str, z: Tensor, params: dict[str, Any]) -> Tensor:
@@ -123,7 +126,7 @@ def test_a_mask_broadcasts(variant: str) -> None:
         assert not got[~full].any()
 
 
-@pytest.mark.parametrize("variant", ROWS)
+@pytest.mark.parametrize("variant", EXPENSIVE_SLOW)
 def test_gradients(variant: str) -> None:
     mask = torch.tensor([[True] * 5, [True, False] * 2 + [True], [False] * 5])
     scores = rand(3, 5, seed=3).requires_grad_()

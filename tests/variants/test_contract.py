@@ -113,10 +113,14 @@ def test_test_cases_list_all_learnable_parameters() -> None:
         assert case.per_token == per_token, name
 
 
-def test_unknown_variant_error_lists_the_known_ones() -> None:
+def test_unknown_variant_error_suggests_a_name_or_lists_all() -> None:
     q, k, v = qkv()
-    with pytest.raises(ValueError, match="'softmaxx'.*known: .*entmax.*softmax.*topk"):
+    with pytest.raises(
+        ValueError, match="'softmaxx'; did you mean 'softmax'\\? attnzoo.list_varia"
+    ):
         attnzoo.attention(q, k, v, "softmaxx")
+    with pytest.raises(ValueError, match="'other'; known: .*entmax.*softmax.*topk"):
+        attnzoo.attention(q, k, v, "other")
 
 
 @every_variant

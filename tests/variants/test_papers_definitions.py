@@ -134,7 +134,7 @@ def test_perturb_max_with_gumbel_noise_is_softmax_of_scores_over_std(backend: st
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("n", [1, 2, 10, 1000, 100_000])
+@pytest.mark.parametrize("n", [1, 2, 10, 1000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_weights_of_perturb_max_sum_to_1(n: int) -> None:
     ahead = [lead * torch.nn.functional.one_hot(torch.tensor(0), n) for lead in (3, 4, 5, 6, 7)]
     for scores in (torch.zeros(n), torch.linspace(-3, 3, n), 50 * rand(n, seed=1), *ahead):
