@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--command", required=True, help="The command that made them, without --out")
     text = "What else a reader must know, in sentences; needed for changes that are not committed"
     add("--note", metavar="TEXT", help=text)
-    add("--name", help="Name of the files, such as max-retrieval.paper (default: the task)")
+    add("--name", help="Name of the files: TASK, TASK.PRESET or TASK.OTHER-WORDS (default: TASK)")
     text = "Results of the same command in another arithmetic: store which rows hold there"
     add("--against", type=Path, metavar="DIR", help=text)
     add("--environment", metavar="NAME=VALUE", help="The environment variable that chose it")

@@ -1,7 +1,7 @@
 """Markdown tables for README and documentation: the tasks, and the scores in docs/results.
 
 TASK.csv in docs/results is the summary.csv of one task, TASK.PRESET.csv that of another preset, and
-the JSON file of the same name says what made it.
+TASK.OTHER-WORDS.csv that of other variants. The JSON file of the same name says what made it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ def scores(folder: Path = MEASURED) -> str:
 
 def _described(path: Path) -> str:
     """The Markdown table of a summary, the published scores, and what made the results."""
-    task, _, preset = path.stem.partition(".")
+    task, _, name = path.stem.partition(".")
     found = _read(path, task)
-    if preset:
-        found = replace(found, distinction=f"preset {preset}")
+    preset = name in found.task.presets
+    if name:
+        words = f"preset {name}" if preset else name.replace("-", " ")
+        found = replace(found, distinction=words)
     text = markdown_table(found, rounded_away(path))
     return text + (_published(found) if preset else "") + made_by(path)
 

@@ -62,6 +62,13 @@ def test_the_table_of_another_preset_shows_the_published_scores(tmp_path: Path) 
     assert "| `softmax`, paper | 98.6 |" in text
 
 
+def test_a_table_of_other_variants_has_its_words_in_the_title(tmp_path: Path) -> None:
+    assert published(tmp_path, rows(), "--name", "max-retrieval.new-variants") == 0
+    text = scores(tmp_path / "docs")
+    assert text.startswith("**max-retrieval** (new variants): Accuracy")
+    assert "paper" not in text
+
+
 def test_rows_that_do_not_hold_in_another_arithmetic_are_named(tmp_path: Path) -> None:
     other = [
         one | {"metrics": {"accuracy": 0.2}} if one["variant"] == "ssmax" else one for one in rows()
