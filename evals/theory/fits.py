@@ -115,12 +115,6 @@ class Fit:
     above: Tensor
 
 
-def _per_head(call: VariantCall, heads: int) -> dict[str, Tensor]:
-    """The parameters of a call with one value per head of a layer, for the heads of all layers."""
-    values = {name: x for name, x in call.params.items() if isinstance(x, Tensor)}
-    return {name: x.repeat(heads // len(x)) for name, x in values.items()}
-
-
 def fit(
     gap: Gap,
     call: VariantCall,
@@ -130,12 +124,13 @@ def fit(
 ) -> Fit:
     """Fit a variant's law to the largest weights (L, C) of C heads, measured at L numbers of keys.
 
-    ``learned`` has parameters (C,) by name. Weights that are NaN or not above 0 are left out.
+    ``learned`` has the parameters that differ between heads, (C,), by name. Weights that are NaN or
+    not above 0 are left out.
 
     Raises:
         ValueError, TypeError: the variant does not support the ideal scores.
     """
-    learned = {**_per_head(call, peaks.shape[1]), **(learned or {})}
+    learned = learned or {}
     usable = peaks > 0
     target = peaks.where(usable, torch.ones_like(peaks)).double().log()
     counts = usable.sum(0)

@@ -92,7 +92,8 @@ class Heads:
         total: the number of all heads.
         keys: (L,), the number of keys n at each length.
         peaks: (L, S, H), the largest weights of S seeds; NaN where a seed has none.
-        learned: learned parameters (S, H) by name; empty for a substitution at inference.
+        learned: parameters that differ between heads, (S, H), by name: learned ones, unless the
+            variant is substituted at inference, and given values per head.
         fits: one per gap; empty if there is none.
         why: the reason why there is no fit.
     """
@@ -192,6 +193,10 @@ def heads_of(group: Group, series: Series) -> Heads | None:
                 every = torch.tensor(values, dtype=torch.float64)
                 initial = every[indices].expand(len(seeds), -1).clone()
                 learned.setdefault(name, initial)[seed] = every[indices]
+    for name, given in spec.test.params.items():
+        if isinstance(given, Tensor):  # one value per head of a layer
+            of_all = given.double().repeat(len(last) // len(given))
+            learned[name] = of_all[indices].expand(len(seeds), -1).clone()
     names = head_names(len(last), len(last) // group.settings.get("depth", 1))
     keys = [group.task.tokens(point.length) for point in points]
     found = Heads(series, spec.test, [names[i] for i in indices], indices, len(last), keys, peaks,

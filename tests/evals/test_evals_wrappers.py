@@ -13,8 +13,10 @@ from commandline.variants import VariantCall, parse_spec
 from evals.__main__ import main
 from evals.measures.heads import substituted
 from evals.results.store import read_rows
+from evals.results.summary import groups
 from evals.tasks import TASKS
 from evals.theory.fits import FIXED, fit, log_law
+from evals.theory.trained_heads import fitted
 
 
 def call(text: str) -> VariantCall:
@@ -101,6 +103,20 @@ def test_a_run_measures_every_map(tmp_path: Path) -> None:
         assert row["metrics"]["weight_sum"] == pytest.approx(0.8, abs=0.2)
 
 
+@pytest.mark.slow
+def test_laws_are_fitted_with_the_values_of_each_head(tmp_path: Path) -> None:
+    """The report of two seeds shows the laws of the sharpest heads."""
+    arguments = ["flip-flop", "--preset", "smoke", "--steps", "5", "--seeds", "2"]
+    arguments += ["--lengths", "64,128", "--variants", "asentmax(scaled=(1, 0))"]
+    assert main([*arguments, "--workers", "0", "--out", str(tmp_path)]) == 0
+    (group,) = groups(read_rows([tmp_path]))
+    (heads,) = fitted(group)
+    assert heads.why == ""
+    wanted = [1.0 if index % 2 == 0 else 0.0 for index in heads.indices]
+    assert heads.learned["scaled"].tolist() == [wanted] * 2
+    assert list(tmp_path.rglob("report.html"))
+
+
 def test_values_per_head_need_as_many_as_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,12 +128,13 @@ def test_values_per_head_need_as_many_as_heads(
 
 
 def test_laws_use_the_values_of_each_head() -> None:
-    """Two layers of two heads: each head is fitted with its own value."""
-    one, many = call("ssmax(s=0.3)"), call("ssmax(s=(0.3, 0.6))")
+    """Each head is fitted with its own value."""
+    one = call("ssmax(s=0.3)")
+    many = {"s": torch.tensor([0.3, 0.6, 0.3, 0.6]).double()}
     keys, sizes = [16, 64, 256], torch.full((1, 1), 3.0, dtype=torch.float64)
     peaks = torch.stack([
         torch.cat([log_law(FIXED.scores(n), call(f"ssmax(s={s})"), sizes, {}).exp()[0]
                    for s in (0.3, 0.6, 0.3, 0.6)]) for n in keys
     ])  # fmt: skip
-    assert fit(FIXED, many, keys, peaks).sizes.tolist() == pytest.approx([3.0] * 4, rel=0.02)
+    assert fit(FIXED, one, keys, peaks, many).sizes.tolist() == pytest.approx([3.0] * 4, rel=0.02)
     assert fit(FIXED, one, keys, peaks).sizes[1].item() > 3.5
