@@ -45,7 +45,7 @@ WRONG_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
     ({"is_causal": None}, TypeError, "is_causal must be a bool, got None"),
     ({"return_lse": "yes"}, TypeError, "return_lse must be a bool, got 'yes'"),
-    ({"variant": "softmaks"}, ValueError, "'softmaks'; known: .*; did you mean 'softmax'"),
+    ({"variant": "softmaks"}, ValueError, "'softmaks'; did you mean 'softmax'"),
     ({"variant": "Softmax"}, ValueError, "unknown variant 'Softmax'.*; did you mean 'softmax'"),
     ({"variant": torch.softmax}, TypeError, "variant must be a name from .*got <built-in"),
     ({"variant": None}, TypeError, r"variant must be a name from list_variants\(\), got None"),
