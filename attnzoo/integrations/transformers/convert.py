@@ -117,9 +117,10 @@ def convert(
 
         A gate of a wrapper is made from the hidden states that the attention module gets; most
         models hand them on. ``layer`` of `attnzoo.nn.Differential` is the module's ``layer_idx``,
-        or else its place in the order of execution. After a conversion with a wrapper the model
-        is run again; if that fails, the conversion is undone. A
-        wrapper with Q > 1 queries per head (differential_v2, mixture) needs a module that makes
+        or else its place in the order of execution. After a conversion with a wrapper the model is
+        run again; if that fails, the conversion is undone.
+
+        A wrapper with Q > 1 queries per head (differential_v2, mixture) needs a module that makes
         its queries with a `torch.nn.Linear`. Its matrix gets Q·H·D rows: each head's first query
         is the model's own, the others are drawn with the same standard deviation. The matrix is a
         new parameter, so create the optimizer after `convert`.
