@@ -48,13 +48,15 @@ def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
 
 
 def learned(model: nn.Module) -> dict[str, list[float]]:
-    """The learned parameters of the model's variants by name: one value per head, all layers in
-    order. Those of an output layer have names such as ``output alpha``."""
+    """The learned parameters (H,) of the model's variants by name: one value per head, all layers
+    in order. Those of an output layer have names such as ``output alpha``."""
     found: dict[str, list[float]] = {}
     for module in model.modules():
         if isinstance(module, attnzoo.nn.Attention):
             for name in module.learned:
-                found.setdefault(name, []).extend(getattr(module, name).detach().tolist())
+                values = getattr(module, name).detach()
+                if values.ndim == 1:  # others are matrices (H, …)
+                    found.setdefault(name, []).extend(values.tolist())
         elif isinstance(module, attnzoo.nn.OutputLayer):
             for name in module.learned:
                 found.setdefault(f"output {name}", []).extend(
@@ -181,6 +183,8 @@ def measure(
 
 def _jacobians(z: Tensor, w: Tensor, variant: str, own: dict[str, Any]) -> Tensor | None:
     """‖∂w/∂z‖₂ (B, H) at scores z (B, H, n); None if w is not a function of z alone."""
+    if any(param.size is not None for param in attnzoo.get_variant(variant).params):
+        return None  # matrices (H, …) act on queries and keys
     params = [head(own, index) for index in range(z.shape[1])]
     for index, mine in enumerate(params):
         if not torch.allclose(weights_at(z[:, index], variant, mine), w[:, index], atol=1e-6):

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from evals.task import EVERY_VARIANT
 from evals.tasks.draws import GENERATOR, integers, words
 from evals.tasks.families.sequence import (
     ACCURACY,
@@ -100,6 +101,11 @@ def _task(
 
 
 COPY = _task("copy", "again in the same order", lambda symbols: symbols, "rope")
+# Of the causal tasks, one runs every variant in the preset smoke.
+COPY = replace(
+    COPY,
+    presets={**COPY.presets, "smoke": replace(COPY.presets["smoke"], variants=EVERY_VARIANT)},
+)
 REVERSE = _task("reverse", "again in reverse order", lambda symbols: symbols[:, ::-1], "rope")
 # The answer of sort does not depend on the order of the symbols.
 SORT = _task("sort", "again in ascending order", lambda symbols: np.sort(symbols, axis=1), "none")

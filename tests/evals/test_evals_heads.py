@@ -51,8 +51,8 @@ def test_largest_weight_of_softmax_stays_below_its_bound(positions: str) -> None
 
 def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
     q = torch.rand(1, 1, 1, 4)
-    for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9})):
-        attention = attnzoo.nn.Attention(variant, 1, **params)
+    for variant, params in (("ssmax", {}), ("cosformer", {"max_length": 9}), ("hedgehog", {})):
+        attention = attnzoo.nn.Attention(variant, 1, head_dim=4, **params)
         with Watch(attention, HeadSample(1, 1)) as watch:
             attention(q, torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4))
         assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from attnzoo import list_variants
 from evals.__main__ import main
 from evals.harness import runs
 from evals.harness.training import NotFinite
@@ -53,6 +54,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("undisturbed")
     assert main([*SMALL, "--workers", "0", "--out", str(out)]) == 0
     return out
+
+
+def test_a_study_of_every_variant(no_pictures: None, tmp_path: Path) -> None:
+    study = ["copy", "--preset", "smoke", "--steps", "2", "--lengths", "16", "--workers", "0"]
+    assert main([*study, "--out", str(tmp_path)]) == 0
+    rows = (tmp_path / "copy" / "rows.jsonl").read_text().splitlines()
+    specs = [json.loads(row)["variant"] for row in rows]
+    assert {s.split("->")[-1].split("(")[0] for s in specs} == set(list_variants())
 
 
 def test_a_study_writes_rows_summary_figures_and_report(undisturbed: Path) -> None:
