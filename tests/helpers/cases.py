@@ -139,7 +139,7 @@ CASES = {
             "cos 60° = ½ for the first key; ReLU makes the negative score 0",
         ),
         LINEAR,
-        settings=({"max_length": 1000},),
+        settings=({"max_length": 1000}, {"max_length": 1000, "features": "elu"}),
     ),
     "taylor": Case(
         Paper((0.0, 2.0, -2.0), (1 / 7, 5 / 7, 1 / 7), {}, "1 + z + z²/2"),

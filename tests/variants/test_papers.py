@@ -8,6 +8,7 @@ from typing import Any
 import entmax as package
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import attnzoo
@@ -227,12 +228,13 @@ def test_sink_equals_softmax_times_sigmoid_of_lse_minus_b(backend: str) -> None:
 
 
 def cosformer_by_hand(q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool) -> Tensor:
-    """Compute equation 10 of the cosFormer paper by a loop over pairs of query and key."""
+    """Compute equation 10 of the cosFormer paper, from features, by a loop over pairs of query and
+    key."""
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
     for i in range(q.shape[2]):
         total = torch.zeros(q.shape[:2], dtype=q.dtype)
         for j in range(i + 1 if causal else k.shape[2]):
-            w = (q[:, :, i].relu() * k[:, :, j].relu()).sum(-1)
+            w = (q[:, :, i] * k[:, :, j]).sum(-1)
             w = w * math.cos(math.pi / 2 * (i - j) / length)
             out[:, :, i] += w[..., None] * v[:, :, j]
             total = total + w
@@ -244,8 +246,21 @@ def cosformer_by_hand(q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool
 @pytest.mark.parametrize("causal", [False, True])
 def test_cosformer_equals_its_pairwise_definition(causal: bool, backend: str) -> None:
     q, k, v = (rand(1, 2, 6, 4, seed=i) for i in range(3))
-    out = attnzoo.attention(q, k, v, "cosformer", max_length=9, is_causal=causal, backend=backend)
-    assert torch.allclose(out, cosformer_by_hand(q, k, v, 9, causal))
+    options = dict(max_length=9, is_causal=causal, backend=backend)
+    out = attnzoo.attention(q, k, v, "cosformer", **options)
+    assert torch.allclose(out, cosformer_by_hand(q.relu(), k.relu(), v, 9, causal))
+    out = attnzoo.attention(q, k, v, "cosformer", features="elu", scale=-0.7, **options)
+    features = F.elu(-0.7 * q) + 1, F.elu(k) + 1
+    assert torch.allclose(out, cosformer_by_hand(*features, v, 9, causal))
+
+
+def test_cosformer_with_elu_features_has_gradients_where_relu_has_none() -> None:
+    q, k, v = (-rand(1, 1, 6, 4, seed=i).abs() for i in range(3))
+    q.requires_grad_()
+    for features, dead in (("relu", True), ("elu", False)):
+        out = attnzoo.attention(q, k, v, "cosformer", max_length=9, features=features)
+        (grad,) = torch.autograd.grad((out * v).sum(), q)
+        assert bool((grad == 0).all()) == dead
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "linear"])
