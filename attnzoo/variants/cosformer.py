@@ -39,7 +39,7 @@ def feature_map(features: str) -> Callable[[Tensor], Tensor]:
 
 def unsupported(call: Call, max_length: int, features: str) -> str | None:
     if features == RELU and call.scale <= 0:
-        return f"cosformer: scale must be above 0 with features='relu', got {call.scale}"
+        return f"cosformer: scale must be above 0, got {call.scale}; or set features='elu'"
     longest = max(
         call.queries, call.query_origin + call.queries, call.keys, call.key_origin + call.keys
     )
