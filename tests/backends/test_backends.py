@@ -54,6 +54,8 @@ def sdpa_allowed(case: dict[str, Any]) -> bool:
 def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
     """For each factor, the values that the variant (and the backend, if given) supports."""
     levels = levels_of(variant, FACTORS)
+    if CASES[variant].expensive:
+        levels["shape"] = tuple(shape for shape in SHAPES if math.prod(shape) <= 200 * 17)
     if backend in ("sdpa", "linear"):
         no = (False,)
         levels.update(span=("full", "causal"), alibi=no, segments=no, dropout=no, lse=no)

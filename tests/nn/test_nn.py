@@ -222,7 +222,7 @@ def test_extra_repr_is_readable() -> None:
             "Attention('asentmax', num_heads=4, beta=0.6931 (learned), gamma=0 (learned), "
             "delta=1.0, extra=0, scaled=1.0)"
         ),
-        "cosformer": "Attention('cosformer', num_heads=4, max_length=256)",
+        "cosformer": "Attention('cosformer', num_heads=4, max_length=256, features=relu)",
     }
     for variant, text in shown.items():
         assert repr(module(variant)) == text
