@@ -13,7 +13,8 @@ gives the features ψ(x, i) = [φ(x) cos(πi/2M), φ(x) sin(πi/2M)] and a cost 
 
 Differences: M is a fixed length and not the length of the current input, so appended tokens do not
 change earlier outputs. The denominator is not clamped at 1e-6. The paper has ReLU only. A ReLU
-feature that is 0 for all inputs gets no gradient; the features elu + 1 are always positive.
+feature that is 0 for all inputs gets no gradient. The features elu + 1, computed as in the variant
+``elu``, are always positive.
 
 Notes: With ReLU, every scale > 0 gives the same weights, because they do not change when q_i or all
 keys are multiplied by a positive number. A row whose products are all 0 gives output 0.
