@@ -19,7 +19,7 @@ from helpers.agreement import disagreements, dropout_factors, make, reference
 from helpers.cases import ALL_VARIANTS, CASES
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
 from helpers.covering import covering, label
-from helpers.kernel_paths import Level, quick_rows
+from helpers.kernel_paths import Level, quick_rows, supports
 
 SHAPES = (1, 1), (17, 17), (128, 128), (200, 200)
 SHAPES += (1, 200), (63, 128), (128, 63), (200, 17)
@@ -54,8 +54,8 @@ def sdpa_allowed(case: dict[str, Any]) -> bool:
 def factors(variant: str, backend: str | None = None) -> tuple[tuple[str, tuple], ...]:
     """For each factor, the values that the variant (and the backend, if given) supports."""
     levels = levels_of(variant, FACTORS)
-    if CASES[variant].expensive:
-        levels["shape"] = tuple(shape for shape in SHAPES if math.prod(shape) <= 200 * 17)
+    default = Level(variant, "default")
+    levels["shape"] = tuple(x for x in SHAPES if supports({"params": default, "shape": x}))
     if backend in ("sdpa", "linear"):
         no = (False,)
         levels.update(span=("full", "causal"), alibi=no, segments=no, dropout=no, lse=no)

@@ -7,6 +7,7 @@ covering arrays of the kernel tests therefore contain one variant per path.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -22,7 +23,7 @@ import attnzoo
 from attnzoo.core.parameters import VECTORS
 from attnzoo.functional.prepare import prepare
 from helpers.agreement import make
-from helpers.cases import CAUSAL_ONLY, NO_LSE, NO_SCORE
+from helpers.cases import CASES, CAUSAL_ONLY, NO_LSE, NO_SCORE
 from helpers.covering import Factors, Row, covering
 
 
@@ -97,11 +98,19 @@ def one_level_per_path(
 ROUNDS = 3  # quick cases per path, at least
 
 
+LARGEST_OF_EXPENSIVE = 200 * 17  # scores per head
+
+
 def supports(row: Row) -> bool:
-    """Whether the row's variant supports the row's mask, alibi and lse. Rows may be partial."""
+    """Whether the row's variant runs with the row's shape, span, mask, alibi and lse.
+
+    Rows may be partial. Expensive variants run with small shapes only.
+    """
     level = row.get("params")
     if level is None:
         return True
+    if CASES[level.variant].expensive and math.prod(row.get("shape", ())) > LARGEST_OF_EXPENSIVE:
+        return False
     masked = "float" in row.get("mask", "none") or row.get("alibi", False)
     scored = not (level.variant in NO_SCORE and masked)
     if level.variant in CAUSAL_ONLY and row.get("span", "causal") not in ("causal", "window"):
