@@ -63,7 +63,7 @@ def check_call(
         keys=keys,
         head_dim=head_dim,
         value_dim=v.shape[-1],
-        scale=_scale(scale, head_dim, dtype),
+        scale=check_scale(scale, head_dim, dtype),
         dtype=dtype,
         input_dtype=q.dtype,
         device=q.device,
@@ -153,7 +153,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
+def check_scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
+    """The validated scale of a call with scores of this dtype; None is head_dim^−½."""
     scale = plain(scale)
     if scale is None:
         return head_dim**-0.5

@@ -22,6 +22,11 @@ def score_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def widened(x: Tensor) -> Tensor:
+    """x in fp32, or unchanged in fp64."""
+    return x.to(score_dtype(x))
+
+
 def capped(logits: Tensor, softcap: float) -> Tensor:
     """softcap · tanh(logits / softcap)."""
     return softcap * torch.tanh(logits / softcap)
@@ -122,6 +127,12 @@ class Call(Visibility):
     def zero_hidden(self, weights: Tensor) -> Tensor:
         """Weights with 0 at invisible keys."""
         return weights if self.sees_all else weights.masked_fill(~self.visible, 0.0)
+
+    def normalized(self, weights: Tensor) -> Tensor:
+        """Weights ≥ 0 at the visible keys, divided by their sum; rows whose sum is 0 stay 0."""
+        weights = self.zero_hidden(weights)
+        total = weights.sum(-1, keepdim=True)
+        return weights / total.masked_fill(total == 0, 1.0)
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Softmax over the visible keys; a row without visible keys is 0, with gradient 0."""

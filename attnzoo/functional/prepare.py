@@ -128,17 +128,21 @@ def _needs_logits(variant: Variant, call: Call) -> str | None:
     return None
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to which autocast casts an input of attention; without autocast its own."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    kept = not x.is_floating_point() or x.dtype == torch.float64
+    return x.dtype if kept else torch.get_autocast_dtype(kind)
+
+
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast all but fp64 to the autocast dtype, if any, as scaled_dot_product_attention does."""
     kinds = {x.device.type for x in tensors if isinstance(x, Tensor)}
-    if len(kinds) != 1 or not torch.amp.is_autocast_available(kind := kinds.pop()):
+    if len(kinds) != 1:
         return tensors
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
-    )
+    return tuple(x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x for x in tensors)
 
 
 def check_supported(ready: Prepared) -> None:

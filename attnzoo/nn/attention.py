@@ -15,7 +15,7 @@ from attnzoo.functional.attention import attention, attention_weights
 from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import attend
 from attnzoo.nn.parameters import Names, VariantParameters
-from attnzoo.nn.projections import Projections, projected_names
+from attnzoo.nn.projections import Projections, split_projected
 
 
 class Attention(VariantParameters):
@@ -301,7 +301,8 @@ def projecting_attention(
         query_dim: number of features of the hidden states of the queries.
         key_dim: number of features of the hidden states of the keys.
         head_dim: number of features of each query and key head.
-        options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention`.
+        options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention`. The value
+            "projected" asks for a parameter made from the hidden states.
         **kind: device and dtype of the projections.
     """
     if "given" in options:
@@ -311,10 +312,7 @@ def projecting_attention(
         )
     if "head_dim" in options:
         raise TypeError("head_dim is an argument of Attention only: this layer sets it")
-    names = projected_names(variant, options)
-    if names and options.get("learn") is not None:
-        learn = [name for name in options["learn"] if name not in names]
-        options = {**options, "learn": learn}
+    names, options = split_projected(variant, options)
     new = Attention(variant, num_heads, given=names, head_dim=head_dim, **options)
     if names:
         new.projections = Projections(variant, names, num_heads, query_dim, key_dim, **kind)

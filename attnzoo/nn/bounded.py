@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+
+from attnzoo.core.call import widened
 
 
 class Bounded(nn.Module):
@@ -20,9 +21,7 @@ class Bounded(nn.Module):
         self.original = nn.Parameter(self.inverse(start))
 
     def forward(self) -> Tensor:
-        raw = self.original
-        raw = raw if raw.dtype == torch.float64 else raw.float()
-        return self.low + self.width * raw.sigmoid()
+        return self.low + self.width * widened(self.original).sigmoid()
 
     def inverse(self, value: Tensor) -> Tensor:
         """The ``original`` that gives this value."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnzoo.core.call import score_dtype
 from attnzoo.core.checks import check_sizes, shown
-from attnzoo.functional.prepare import cast_by_autocast
+from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.functional.topk import TopK
 from attnzoo.losses.arguments import check_options, check_target
 from attnzoo.losses.linear_loss import linear_loss
@@ -201,7 +201,7 @@ class MixtureOutput(OutputLayer):
     def _components(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """log π (*, K) in fp32 or fp64, and the contexts (*, K, d)."""
         for name, linear in (("contexts", self.contexts), ("prior", self.prior)):
-            dtype = cast_by_autocast(linear.weight)[0].dtype
+            dtype = autocast_dtype(linear.weight)
             if dtype != input.dtype:
                 raise TypeError(
                     f"{name}.weight must have the dtype of input, {input.dtype}, got {dtype}"

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnzoo.core.call import widened
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
 from attnzoo.nn.parameters import Names, local
+
+PROJECTED = "projected"  # the value of an option for a parameter that a layer makes
 
 
 class HeadProjection(nn.Module):
@@ -34,9 +37,8 @@ class HeadProjection(nn.Module):
             nn.init.constant_(self.bias, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, local(self.weight))
         # The bias is added in fp32, because bf16 would round a sum near 5 to multiples of 1/32.
-        out = out if out.dtype == torch.float64 else out.float()
+        out = widened(F.linear(x, local(self.weight)))
         return (out if self.bias is None else out + local(self.bias)).transpose(1, 2)
 
     def extra_repr(self) -> str:
@@ -76,19 +78,27 @@ class Projections(nn.ModuleDict):
         return found
 
 
-def projected_names(variant: str, options: dict[str, Any]) -> list[str]:
-    """The parameters that a layer with these options makes from the hidden states.
+def split_projected(
+    variant: str, options: dict[str, Any]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The parameters that a layer makes from the hidden states, and its other options.
 
-    A parameter with a projection is among them unless ``options`` have a value for it, or a
-    ``learn`` that does not name it.
+    A parameter with a projection is made if its option is "projected". Without an option it is
+    made, too, unless it has an initial value, or ``learn`` is given without its name.
     """
-    names = [name for name in _projected(variant) if name not in options]
-    learn = options.get("learn")
-    if learn is None:
-        return names
-    if not isinstance(learn, (tuple, list)):
-        return []  # `Attention` raises
-    return [name for name in names if learn.count(name) == 1]  # `Attention` raises for twice
+    learn, others, names = options.get("learn"), dict(options), []
+    # `Attention` raises if learn is not a sequence, or has a name twice.
+    once = learn if isinstance(learn, (tuple, list)) else ()
+    for name, spec in _projected(variant).items():
+        value = options.get(name)
+        if isinstance(value, str) and value == PROJECTED:
+            del others[name]
+            names.append(name)
+        elif name not in options and spec.init is None and (learn is None or once.count(name) == 1):
+            names.append(name)
+    if names and once:
+        others["learn"] = [name for name in once if name not in names]
+    return tuple(names), others
 
 
 def _projected(variant: str) -> dict[str, Param]:

@@ -49,8 +49,9 @@ class Transformer(nn.Module):
         positions: the position encoding. "rope" rotates pairs of features of queries and keys.
             "p-rope" rotates only the share ``rope_share`` of pairs with the highest frequencies.
             "alibi" adds −slope·|i − j| to the scores, with slopes 2^{−8h/H}. "nape" does so in the
-            second half of the heads, and the first half has no encoding (Vasylenko et al. 2025,
-            arXiv:2506.16640). "none" has no encoding besides the causal mask.
+            second half of the heads, with slopes 1, 1/2, 1/3, …, and the first half has no encoding
+            (Vasylenko et al. 2025, arXiv:2506.16640, and their code). "none" has no encoding
+            besides the causal mask.
         num_kv_heads: number of key and value heads, a divisor of H; None is H.
         mlp_dim: number of hidden features of each MLP; None is 4·E.
         window: number of keys that each query sees, its own included; None is no limit.
@@ -266,10 +267,11 @@ class Transformer(nn.Module):
 
     def _slopes(self, device: torch.device) -> Tensor:
         """ALiBi's slope of each head, (H,)."""
-        free = self.num_heads // 2 if self.positions == "nape" else 0
-        count = self.num_heads - free
-        slopes = torch.exp2(-8.0 * torch.arange(1, count + 1, device=device) / count)
-        return torch.cat([slopes.new_zeros(free), slopes])
+        heads = torch.arange(1, self.num_heads + 1, device=device)
+        if self.positions == "nape":
+            free = self.num_heads // 2
+            return torch.cat([torch.zeros(free, device=device), 1 / heads[: self.num_heads - free]])
+        return torch.exp2(-8.0 * heads / self.num_heads)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):

@@ -8,19 +8,19 @@ Effect: Keys whose logit is 2/gain or more below the largest have weight exactly
 leads all others by that much has weight 1. With γ > 0 the gain grows with n, so a smaller lead is
 enough; at the initial γ = 0 the gain is δ + β for every n > 1.
 
-Initial values: β = log 2 and γ = 0, which the paper's projections give at W = 0. δ = 1 and is not
-learned by default. c = 1, so all heads are scaled.
+Initial values: β = log 2 and γ = 0, which the paper's projections give at W = 0. One β and one γ
+per head are learned. δ = 1 and is not learned by default. c = 1, so all heads are scaled.
 
 Source: Vasylenko et al. 2025, arXiv:2506.16640.
 
 Differences: Rows with n_i + extra ≤ 1 have gain δ, and β and γ get no gradient from them. In the
-paper β = softplus(W_β x) and γ = 2 tanh(W_γ x) for every token; pass such tensors (B, H, Nq), or
-learn one plain number per head, without softplus and tanh.
+paper β = softplus(W_β x + b_β) and γ = 2 tanh(W_γ x + b_γ) for every token. Layers that see the
+hidden states do this with ``beta="projected"`` and ``gamma="projected"``; W and b are 0 initially.
 
-Notes: The authors' code, github.com/deep-spin/asentmax, uses the position encoding `nape`, scales
-only the heads without positions, starts the logarithm at log 2, and draws β from U(0.1, 1) and γ
-from N(0, 0.1). For the same, pass ``extra=1``, ``scaled`` = 1 in the first half of the heads and 0
-in the second, and drawn tensors β and γ, (H,).
+Notes: The commands of the authors, github.com/deep-spin/asentmax, use these projections, the
+position encoding `nape`, a gain only in the heads without positions, and log(n + 1). For the same,
+pass ``extra=1`` and ``scaled`` = 1 in the first half of the heads and 0 in the second. Their option
+"learn" has one β and one γ per head, drawn from U(0.1, 1) and N(0, 0.1): pass such tensors (H,).
 """
 
 import math
@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from attnzoo.core.activations import ENTMAX15
 from attnzoo.core.call import Call
 from attnzoo.core.forms import Form, Pairwise, PerQuery
-from attnzoo.core.variant import Param, Variant
+from attnzoo.core.variant import Param, Projection, Variant
 from attnzoo.variants.entmax import project15
 
 
@@ -75,6 +76,7 @@ VARIANT = Variant(
             doc="β, factor of (log n)^γ; a number, one per head (H,), or (B, H, Nq)",
             init=math.log(2),
             per_token=True,
+            projection=Projection(softplus),
         ),
         Param(
             "gamma",
@@ -82,6 +84,7 @@ VARIANT = Variant(
             doc="γ, exponent of log n; a number, one per head (H,), or (B, H, Nq)",
             init=0.0,
             per_token=True,
+            projection=Projection(lambda x: 2 * x.tanh()),
         ),
         Param(
             "delta",

@@ -53,10 +53,7 @@ def weights(q: Tensor, k: Tensor, call: Call, max_length: int, features: str) ->
     phi = feature_map(features)
     reweighting = torch.cos(call.distance.to(call.dtype) * (math.pi / 2 / max_length))
     queries, keys = phi(call.scale * q.to(call.dtype)), phi(k.to(call.dtype))
-    s = call.by_group(queries, keys.mT) * reweighting
-    s = call.zero_hidden(s)
-    total = s.sum(-1, keepdim=True)
-    return s / total.masked_fill(total == 0, 1.0)
+    return call.normalized(call.by_group(queries, keys.mT) * reweighting)
 
 
 def forms(call: Call, max_length: int, features: str) -> tuple[Form, ...]:

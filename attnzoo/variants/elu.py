@@ -32,9 +32,7 @@ def psi(x: Tensor) -> Tensor:
 
 def weights(q: Tensor, k: Tensor, call: Call) -> Tensor:
     products = call.by_group(psi(call.scale * q.to(call.dtype)), psi(k.to(call.dtype)).mT)
-    products = call.zero_hidden(products)
-    total = products.sum(-1, keepdim=True)  # 0 only in a row without visible keys
-    return products / total.masked_fill(total == 0, 1.0)
+    return call.normalized(products)
 
 
 def features(x: Tensor, positions: Tensor) -> Tensor:

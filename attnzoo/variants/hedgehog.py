@@ -42,9 +42,7 @@ def weights(
 ) -> Tensor:
     keys = k.to(call.dtype).repeat_interleave(call.group, dim=1)
     products = psi(call.scale * q.to(call.dtype), query_map) @ psi(keys, key_map).mT
-    products = call.zero_hidden(products)
-    total = products.sum(-1, keepdim=True)  # 0 only in a row without visible keys
-    return products / total.masked_fill(total == 0, 1.0)
+    return call.normalized(products)
 
 
 def forms(call: Call, query_map: Tensor | None, key_map: Tensor | None) -> tuple[Form, ...]:

@@ -22,9 +22,7 @@ from attnzoo.core.variant import Variant
 
 
 def weights(q: Tensor, k: Tensor, call: Call) -> Tensor:
-    w = call.zero_hidden((call.scores(q, k) + call.bias).relu().square())
-    total = w.sum(-1, keepdim=True)
-    return w / total.masked_fill(total == 0, 1.0)
+    return call.normalized((call.scores(q, k) + call.bias).relu().square())
 
 
 def forms(call: Call) -> tuple[Form, ...]:

@@ -48,9 +48,7 @@ def weights(q: Tensor, k: Tensor, call: Call, order: int) -> Tensor:
     series = torch.ones_like(z)
     for p in range(1, order + 1):
         series = series + z**p / float(factorial(p))
-    series = call.zero_hidden(series)
-    total = series.sum(-1, keepdim=True)
-    return series / total.masked_fill(total == 0, 1.0)
+    return call.normalized(series)
 
 
 def features(x: Tensor, positions: Tensor) -> Tensor:

@@ -155,9 +155,9 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
         one = torch.ones(1, heads, 1, 8)
         for size in sizes:
             keys = one.expand(1, heads, size, 8)
-            plan = attnzoo.explain(
-                one, keys, keys, variant.name, **options, **own_parameters(module)
-            )
+            hidden = torch.zeros(1, size, 64)
+            params = own_parameters(module) | module.projected(hidden[:, :1], hidden)
+            plan = attnzoo.explain(one, keys, keys, variant.name, **options, **params)
             if plan.reason is not None:
                 return plan.reason
     except (ValueError, TypeError) as error:

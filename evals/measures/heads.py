@@ -39,12 +39,11 @@ _PASSED = ("is_causal", "alibi", "scale", "enable_gqa")
 
 
 def own_parameters(attention: attnzoo.nn.Attention) -> dict[str, Any]:
-    """The variant's parameters in a module in evaluation mode, by name: numbers and learned tensors
-    (H,)."""
+    """The variant's parameters that a module in evaluation mode owns, by name: numbers and learned
+    tensors (H, …)."""
     variant = attnzoo.get_variant(attention.variant)
-    return {
-        param.name: getattr(attention, param.name) for param in variant.params
-    } | variant.in_eval
+    names = [param.name for param in variant.params if param.name not in attention.given]
+    return {name: getattr(attention, name) for name in names} | variant.in_eval
 
 
 def learned(model: nn.Module) -> dict[str, list[float]]:
@@ -113,11 +112,12 @@ class Watch:
     def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, attnzoo.nn.Attention)
         q, k, v = args
-        harmless = {*_PASSED, "need_weights"}
+        harmless = {*_PASSED, *module.given, "need_weights"}
         other = {n for n, x in kwargs.items() if n not in harmless and x not in (None, False)}
         assert not other, f"cannot measure heads with {other}"
         options = {name: kwargs[name] for name in _PASSED if name in kwargs}
-        self.layers.append(measure(module, q, k, v, options, self.look))
+        given = {name: kwargs[name] for name in module.given}
+        self.layers.append(measure(module, q, k, v, options, self.look, given))
 
     def curves(self) -> dict[str, Tensor]:
         """The measurements by name, such as "head_peak": (measured rows, layers · heads)."""
@@ -148,12 +148,21 @@ def measure(
     v: Tensor,
     options: dict[str, Any],
     look: HeadSample,
+    given: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The measurements of one call by name: (measured rows, H); for "jacobian" (sequences, H)."""
+    """The measurements of one call by name: (measured rows, H); for "jacobian" (sequences, H).
+
+    ``given`` are the parameters per token that the call got, (B, H, Nq) or (B, H, Nk).
+    """
+    per_key = {x.name for x in attnzoo.get_variant(attention.variant).params if x.per_key}
+    given = {
+        name: (x if name in per_key else x[..., -ROWS:])[: look.sequences].double()
+        for name, x in given.items()
+    }
     group = q.shape[1] // k.shape[1]  # query heads that share keys
     q, k, v = (x[: look.sequences].double() for x in (q[:, :, -ROWS:], k, v[..., :1]))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    own = own_parameters(attention)
+    own = own_parameters(attention) | given
     w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **own)
     z, visible = scores(q, k, options)
     n = visible.sum(-1).clamp(min=2)
@@ -173,7 +182,7 @@ def measure(
         "strength": (options.get("scale") or q.shape[-1] ** -0.5) * lengths / n.log(),
     }
     measured = {name: value.transpose(1, 2).flatten(0, 1) for name, value in found.items()}
-    if look.jacobians and k.shape[2] <= JACOBIAN_KEYS:
+    if look.jacobians and k.shape[2] <= JACOBIAN_KEYS and not given:
         last = (slice(look.jacobians), slice(None), -1, visible[-1])
         norms = _jacobians(z[last], w[last], attention.variant, own)
         if norms is not None:

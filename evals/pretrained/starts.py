@@ -27,7 +27,7 @@ def parse_start(
         text = str(kept)
     found = parse_substitution(text, layers)
     variant = attnzoo.get_variant(call.name)
-    learn = tuple(p.name for p in variant.params if p.init is not None and not p.projection)
+    learn = tuple(p.name for p in variant.params if p.init is not None)
     if names is not None:
         learn = tuple(names.replace(",", " ").split())
     if not learn and not rank:

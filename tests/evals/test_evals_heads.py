@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,34 @@ def test_jacobians_are_measured_if_weights_depend_on_scores_alone() -> None:
         with Watch(attention, HeadSample(1, 1)) as watch:
             attention(q, torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4))
         assert ("head_jacobian" in watch.curves()) == (variant == "ssmax")
+
+
+@pytest.mark.parametrize(
+    ("variant", "params"),
+    [
+        ("asentmax", {"beta": "projected", "gamma": "projected"}),
+        ("forgetting", {"log_gates": "projected"}),
+    ],
+)
+def test_parameters_from_hidden_states_are_measured(variant: str, params: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model = attnzoo.nn.Transformer(11, 16, 2, 1, [(variant, params)], positions="none")
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "projections" in name:
+                x.copy_(torch.randn_like(x))
+    (attend,) = (m for m in model.modules() if isinstance(m, attnzoo.nn.Attention))
+    weights: list[torch.Tensor] = []
+
+    def keep(module: attnzoo.nn.Attention, args: tuple, kwargs: dict[str, Any], _: object) -> None:
+        weights.append(module.forward(*args, **{**kwargs, "need_weights": True})[1])
+
+    attend.register_forward_hook(keep, with_kwargs=True)
+    with Watch(model, HeadSample(2, 1)) as watch, torch.no_grad():
+        model(torch.randint(11, (2, 9)))
+    peaks = weights[0][:, :, -4:].amax(-1).transpose(1, 2).flatten(0, 1)  # the last four queries
+    assert torch.allclose(watch.curves()["head_peak"], peaks.double(), atol=1e-5)
+    assert "head_jacobian" not in watch.curves()
 
 
 def test_a_query_whose_weights_are_all_zero_has_no_effective_keys() -> None:

@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         TypeError,
         "wrapper 'laser' has no argument 'layer'; it has: clamp",
     ),
-    "value": (llama, {"wrapper": ("laser", {"clamp": -1})}, ValueError, "clamp must be > 0"),
+    "value": (llama, {"wrapper": ("laser", {"clamp": -1})}, ValueError, "clamp must be a number > 0"),
     "start": (
         llama,
         {"wrapper": "laser", "start": "identity"},
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda: llama().half(),
         {"wrapper": "laser"},
         ValueError,
-        "model must run with the wrapper, but LlamaForCausalLM raised: clamp must be at most 11",
+        "model must run with the wrapper, but LlamaForCausalLM raised: clamp must be at most 9 in fp16",
     ),
     "not causal": (
         bert,

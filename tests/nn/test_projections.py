@@ -32,8 +32,8 @@ def multihead(variant: str = "forgetting", **options: Any) -> MultiheadAttention
     return layer
 
 
-def fresh(**options: Any) -> MultiheadAttention:
-    return MultiheadAttention(E, H, variant="forgetting", **options)
+def fresh(variant: str = "forgetting", **options: Any) -> MultiheadAttention:
+    return MultiheadAttention(E, H, variant=variant, **options)
 
 
 def named(layer: nn.Module) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda q, k, call, gain, shift: call.softmax(gain * call.scores(q, k) + shift),
             params=(
                 Param("gain", 1.0, per_token=True, projection=Projection(torch.exp, 0.5)),
-                Param("shift", 0.0, per_key=True, init=0.0, projection=Projection(torch.tanh)),
+                Param("shift", 0.0, per_key=True, projection=Projection(torch.tanh)),
             ),
         )
     )
@@ -124,6 +124,28 @@ def test_layouts_of_torch_give_the_same_outputs() -> None:
     layer.batch_first = False
     y = x.transpose(0, 1)
     assert torch.allclose(layer(y, y, y, is_causal=True)[0].transpose(0, 1), expected)
+
+
+def test_a_parameter_with_an_initial_value_is_projected_on_request() -> None:
+    """ASEntmax of the paper: β = softplus(W_β x + b_β) and γ = 2 tanh(W_γ x + b_γ) per token."""
+    plain, x = multihead("asentmax"), rand(2, 9, E)
+    assert plain.attend.learned == ("beta", "gamma")
+    assert plain.attend.projections is None
+    start = fresh(variant="asentmax", beta="projected", gamma="projected", dtype=torch.float64)
+    torch.manual_seed(1)
+    layer = multihead("asentmax", beta="projected", gamma="projected", learn=())
+    assert layer.attend.learned == ()
+    state = named(layer.attend)
+    assert [tuple(p.shape) for p in state.values()] == [(H, E), (H,)] * 2
+    made = layer.attend.projected(x, x)
+    beta = nn.functional.softplus(x @ state["projections.beta.weight"].T)
+    gamma = 2 * torch.tanh(x @ state["projections.gamma.weight"].T)
+    assert torch.allclose(made["beta"], beta.mT)
+    assert torch.allclose(made["gamma"], gamma.mT)
+    # The initial projections give the initial values of the plain parameters.
+    made = start.attend.projected(x, x)
+    assert torch.allclose(made["beta"], plain.attend.beta.double()[:, None])
+    assert torch.equal(made["gamma"], torch.zeros(2, H, 9).double())
 
 
 def test_parameters_per_query_are_projected_from_the_queries(mine: None) -> None:
@@ -270,7 +292,8 @@ def test_parameters_with_a_default_are_projected_unless_learn_omits_them(mine: N
     assert names(learn=()) == []
     gain = ["projections.gain.weight", "projections.gain.bias"]
     assert names(learn=("gain",)) == gain
-    assert names(shift=0.5) == ["shift", *gain]
+    assert names(shift=0.5) == gain
+    assert names(gain="projected", learn=()) == gain
 
 
 def test_matrices_of_projections_have_weight_decay_and_biases_have_none() -> None:

@@ -143,9 +143,9 @@ def test_rope_scores_depend_on_distances_only() -> None:
 
 def test_nape_has_alibi_in_the_second_half_of_the_heads() -> None:
     made = Transformer(11, 48, num_heads=3, depth=1, positions="nape")
-    assert made._slopes(torch.device("cpu")).tolist() == [0, 2**-4, 2**-8]
-    two = Transformer(11, 32, num_heads=4, depth=1, positions="nape")
-    assert two._slopes(torch.device("cpu")).tolist() == [0, 0, 2**-4, 2**-8]
+    assert made._slopes(torch.device("cpu")).tolist() == [0, 1, 1 / 2]
+    two = Transformer(11, 48, num_heads=6, depth=1, positions="nape")
+    assert two._slopes(torch.device("cpu")).tolist() == pytest.approx([0, 0, 0, 1, 1 / 2, 1 / 3])
 
 
 def test_p_rope_with_share_0_or_1_is_none_or_rope() -> None:

@@ -168,6 +168,42 @@ WRONG: WrongCalls = [
     (lambda: call(k=rand(B, 3, N, D)), ValueError, "k must have a divisor of num_heads=4 heads"),
     (lambda: call(v=rand(B, KV, N, 5)), ValueError, r"v must have v_dim=8 features, got \(2, 2"),
     (lambda: call(q=rand(H, N, D)), ValueError, r"q must have 4 dimensions, got \(4, 7, 8\)"),
+    (
+        lambda: call(q=rand(B, H, N, 6)),
+        ValueError,
+        r"q must have qk_dim=8 features, got \(2, 4, 7, 6",
+    ),
+    (lambda: call(k=rand(B, KV, N, 16)), ValueError, "k must have qk_dim=8 features"),
+    (lambda: call(v=rand(B, H, N, D)), ValueError, r"v must have the .* of k, \(2, 2, 7\), got"),
+    (lambda: call(v=rand(B, KV, N, D).float()), TypeError, "v must have q's dtype torch.float64"),
+    (lambda: call(v=rand(B, KV, N, D).long()), TypeError, "v must be fp16, bf16, fp32 or fp64"),
+    (lambda: call("differential", scale=True), TypeError, "scale must be a finite number"),
+    (lambda: call("differential", scale="x"), TypeError, "scale must be a finite number"),
+    (lambda: call(enable_gqa=False), ValueError, "q and k must have the same number of heads"),
+    (lambda: call(enable_gqa="x"), TypeError, "enable_gqa must be a bool, got 'x'"),
+    (
+        lambda: call("differential", alibi=torch.ones(2 * H)),
+        ValueError,
+        r"alibi must have 4 slopes, got \(8,\)",
+    ),
+    (
+        lambda: call("differential", attn_mask=torch.ones(B, 2 * H, N, N).bool()),
+        ValueError,
+        r"attn_mask must have 1 or 4 heads, got \(2, 8, 7, 7\)",
+    ),
+    (
+        lambda: call("differential_v2", gate=torch.zeros(B, H, N, 1).long()),
+        TypeError,
+        "gate must be fp16, bf16, fp32 or fp64, got torch.int64",
+    ),
+    (lambda: call(gate=3), ValueError, "gate must be None for Laser, got 3"),
+    (lambda: call(return_lse="x"), TypeError, "return_lse must be a bool, got 'x'"),
+    (
+        lambda: make("differential_v2").projected(rand(B, N, E - 1), rand(B, N, E)),
+        ValueError,
+        r"query must be \(B, N, 32\), got \(2, 7, 31\)",
+    ),
+    (lambda: make("laser").projected(3, 4), TypeError, "query must be a tensor, got int"),  # pyright: ignore
     (lambda: call(return_lse=True), ValueError, "return_lse must be False for Laser"),
     (lambda: call(need_weights=1), TypeError, "need_weights must be a bool"),
     (lambda: call(s=1.0), TypeError, "s"),
@@ -183,7 +219,11 @@ WRONG: WrongCalls = [
     (lambda: Differential("softmax", 3, 32), ValueError, "not a multiple of num_heads=3: give qk"),
     (lambda: Differential("softmax", 4, 32, layer=-1), ValueError, "layer must be an int >= 0"),
     (lambda: MixtureAttention("softmax", 4, 32, components=0), ValueError, "components must be"),
-    (lambda: Laser("softmax", 4, 32, clamp=0), ValueError, "clamp must be > 0 and at most 88"),
+    (
+        lambda: Laser("softmax", 4, 32, clamp=0),
+        ValueError,
+        "clamp must be a number > 0 and at most",
+    ),
     (lambda: Laser("softmax", 4, 32, clamp="a"), TypeError, "clamp must be a number > 0"),  # pyright: ignore
     (lambda: OutputGate("softmax", 4, 32, per="row"), ValueError, "per must be 'element' or"),  # pyright: ignore
     (lambda: OutputGate("softmax", 4, 32, s=1.0), TypeError, "no parameter 's'"),

@@ -167,12 +167,16 @@ def test_asentmax_against_the_package(per_token: bool, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_asentmax_as_its_authors_released_it(backend: str) -> None:
-    """Heads 0 and 1 have the gain 1 + β (log(i + 2))^γ at position i = 0, 1, …; 2 and 3, ALiBi."""
+    """Heads 0 and 1 have the gain 1 + β (log(i + 2))^γ at position i = 0, 1, …; 2 and 3, ALiBi.
+
+    The authors' heads with ALiBi come first; the order of heads changes nothing. β and γ are drawn,
+    as with their option "learn".
+    """
     q, k, v = (rand(2, 4, 9, 6, seed=i) for i in range(3))
     generator = torch.Generator().manual_seed(7)
     beta = 0.1 + 0.9 * torch.rand(4, generator=generator).double()
     gamma = 0.1 * torch.randn(4, generator=generator).double()
-    slopes = torch.tensor([0.0, 0.0, 0.25, 0.0625], dtype=torch.float64)
+    slopes = torch.tensor([0.0, 0.0, 1.0, 0.5], dtype=torch.float64)
     scaled = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
 
     def theirs(q: Tensor, beta: Tensor, gamma: Tensor) -> Tensor:

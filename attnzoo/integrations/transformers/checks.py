@@ -16,6 +16,7 @@ from attnzoo.integrations.transformers.interface import ObservedCall, host_sink,
 from attnzoo.integrations.transformers.modules import parts_of
 from attnzoo.integrations.transformers.wrapped import inner
 from attnzoo.nn import Attention, Wrapper
+from attnzoo.nn.projections import PROJECTED
 from attnzoo.nn.wrappers import Choice, named_wrapper
 
 # A model that supports none of these changes keys and masks in ways that only itself knows.
@@ -80,7 +81,10 @@ def check_softcap(call: ObservedCall, child: Attention | Wrapper) -> None:
 def check_projections(variant: str, params: dict[str, Any]) -> None:
     """Raises if a parameter is made from hidden states, which a converted layer does not get."""
     for param in get_variant(variant).params:
-        if param.projection and param.default is REQUIRED and param.name not in params:
+        if param.projection is None:
+            continue
+        given = params.get(param.name, param.default)
+        if given is REQUIRED or (isinstance(given, str) and given == PROJECTED):
             raise ValueError(
                 f"{variant}'s {param.name} must be given to convert, as a number or a tensor (H,) "
                 "that holds for all tokens: the variant makes it from the hidden states, which a "

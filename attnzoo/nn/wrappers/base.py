@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.core.checks import check_bool, check_dense, check_sizes, is_int, shown
+from attnzoo.core.arguments import check_heads
+from attnzoo.core.checks import DTYPES, check_bool, check_dense, check_sizes, is_int, shown
+from attnzoo.functional.prepare import autocast_dtype
 from attnzoo.nn.attention import projecting_attention
 from attnzoo.nn.cache import Cache
 from attnzoo.nn.projections import HeadProjection
@@ -41,6 +43,15 @@ class Wrapper(nn.Module):
         **options: ``learn``, ``softcap`` and parameters of the variant, as for `Attention` with
             M·H heads.
 
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+
+    Example:
+        >>> from attnzoo.nn import WRAPPERS, Wrapper
+        >>> attend = WRAPPERS["mixture"]("softmax", num_heads=4, embed_dim=32)
+        >>> isinstance(attend, Wrapper), attend.queries, attend.maps
+        (True, 2, 2)
+
     Attributes:
         num_heads: H.
         queries: Q.
@@ -68,6 +79,7 @@ class Wrapper(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads, embed_dim=embed_dim)
+        self.embed_dim, self.key_dim = embed_dim, key_dim or embed_dim
         check_sizes(optional=True, qk_dim=qk_dim, v_dim=v_dim, key_dim=key_dim)
         check_layer(layer)
         if embed_dim % num_heads and None in (qk_dim, v_dim):
@@ -81,7 +93,7 @@ class Wrapper(nn.Module):
         self._configure(**kind)
         heads = self.maps * num_heads
         attention = projecting_attention(
-            variant, heads, embed_dim, key_dim or embed_dim, self.map_dim, options, **kind
+            variant, heads, embed_dim, self.key_dim, self.map_dim, options, **kind
         )
         self.attention = attention.to(device=device)
         self.gate = None
@@ -132,7 +144,14 @@ class Wrapper(nn.Module):
         Returns:
             "gate", (B, H, Nq, G), if the wrapper has a gate; and the parameters of the variant that
             have a projection, (B, M·H, Nq) or (B, M·H, Nk).
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the message names it.
         """
+        for name, x, features in (("query", query, self.embed_dim), ("key", key, self.key_dim)):
+            check_dense(name, x)
+            if x.dim() != 3 or x.shape[-1] != features:
+                raise ValueError(f"{name} must be (B, N, {features}), got {tuple(x.shape)}")
         found = self.attention.projected(query, key)
         if self.gate is not None:
             gate = self.gate(query).unflatten(1, (self.num_heads, self.gates))
@@ -154,13 +173,14 @@ class Wrapper(nn.Module):
 
         Args:
             q: queries, (B, Q·H, Nq, D). The Q queries of a head are adjacent.
-            k: keys, (B, Hkv, Nk, D).
+            k: keys, (B, Hkv, Nk, D). Hkv divides H.
             v: values, (B, Hkv, Nk, Dv).
             gate: the gate from `projected`, (B, H, Nq, G); None if the wrapper has none.
             cache: a cache from `new_cache`, as for `Attention`.
             need_weights: also return the weights.
             **keywords: the other keywords of `Attention.forward` except ``return_lse``. ``scale``
-                is that of D features. ``alibi`` and masks have H heads.
+                is that of D features. ``alibi`` has H heads, masks have 1 or H. ``enable_gqa``
+                is True by default.
 
         Returns:
             The output (B, H, Nq, Dv). With ``need_weights`` (output, weights (B, H, Nq, Nk)): the
@@ -169,29 +189,15 @@ class Wrapper(nn.Module):
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
         """
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_dense(name, x)
-            if x.dim() != 4:
-                raise ValueError(f"{name} must have 4 dimensions, got {tuple(x.shape)}")
-        if q.shape[1] != self.queries * self.num_heads:
-            raise ValueError(
-                f"q must have {self.queries * self.num_heads} heads ({self._needed()}), got "
-                f"{tuple(q.shape)}"
-            )
-        if k.shape[1] < 1 or self.num_heads % k.shape[1]:
-            raise ValueError(
-                f"k must have a divisor of num_heads={self.num_heads} heads, got {tuple(k.shape)}"
-            )
-        if v.shape[-1] != self.v_dim:
-            raise ValueError(f"v must have v_dim={self.v_dim} features, got {tuple(v.shape)}")
+        self._check_inputs(q, k, v, keywords.pop("enable_gqa", True))
         self._check_gate(gate, q)
-        if keywords.pop("return_lse", False):
+        if check_bool("return_lse", keywords.pop("return_lse", False)):
             raise ValueError(f"return_lse must be False for {type(self).__name__}, got True")
         options = {**keywords, "enable_gqa": True}
         for name, dim in (("alibi", -1), ("attn_mask", -3)):
             x = options.get(name)
-            if isinstance(x, Tensor) and x.dim() >= -dim and x.shape[dim] == self.num_heads:
-                options[name] = self._spread(x, dim)
+            if isinstance(x, Tensor) and x.dim() >= -dim:
+                options[name] = self._per_map(name, x, dim)
         q, k, v, options = self._inputs(q, k, v, options)
         check_bool("need_weights", need_weights)
         found: Any = self.attention(q, k, v, cache=cache, need_weights=need_weights, **options)
@@ -201,10 +207,45 @@ class Wrapper(nn.Module):
         out = self._output(self._mixed(out, gate), gate).to(q.dtype)
         return out, self._mixed(weights, gate).to(weights.dtype)
 
+    def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
+        for name, x, dim in (("q", q, self.qk_dim), ("k", k, self.qk_dim), ("v", v, self.v_dim)):
+            check_dense(name, x)
+            if x.dim() != 4:
+                raise ValueError(f"{name} must have 4 dimensions, got {tuple(x.shape)}")
+            if x.dtype not in DTYPES:
+                raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+            if autocast_dtype(x) != autocast_dtype(q):
+                raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+            if x.shape[-1] != dim:
+                size = f"{'v_dim' if name == 'v' else 'qk_dim'}={dim}"
+                raise ValueError(f"{name} must have {size} features, got {tuple(x.shape)}")
+        if q.shape[1] != self.queries * self.num_heads:
+            raise ValueError(
+                f"q must have {self.queries * self.num_heads} heads ({self._needed()}), got "
+                f"{tuple(q.shape)}"
+            )
+        if k.shape[1] < 1 or self.num_heads % k.shape[1]:
+            raise ValueError(
+                f"k must have a divisor of num_heads={self.num_heads} heads, got {tuple(k.shape)}"
+            )
+        check_heads(("q", "k"), self.num_heads, k.shape[1], enable_gqa)
+        if v.shape[:3] != k.shape[:3]:
+            raise ValueError(
+                f"v must have the (B, Hkv, Nk) of k, {tuple(k.shape[:3])}, got {tuple(v.shape)}"
+            )
+
+    def _per_map(self, name: str, x: Tensor, dim: int) -> Tensor:
+        """A mask or ALiBi of H heads, for the M·H heads of the attention."""
+        heads = self.num_heads
+        if x.shape[dim] != heads and not (name == "attn_mask" and x.shape[dim] == 1):
+            allowed = f"{heads} slopes" if name == "alibi" else f"1 or {heads} heads"
+            raise ValueError(f"{name} must have {allowed}, got {tuple(x.shape)}")
+        return x if x.shape[dim] == 1 else self._spread(x, dim)
+
     def _check_gate(self, gate: Any, q: Tensor) -> None:
         if not self.gates:
             if gate is not None:
-                raise ValueError(f"gate must be None for {type(self).__name__}, got a tensor")
+                raise ValueError(f"gate must be None for {type(self).__name__}, got {shown(gate)}")
             return
         shape = (q.shape[0], self.num_heads, q.shape[2], self.gates)
         if gate is None:
@@ -212,6 +253,8 @@ class Wrapper(nn.Module):
                 f"gate must be given to {type(self).__name__}, a tensor {shape} from projected"
             )
         check_dense("gate", gate)
+        if gate.dtype not in DTYPES:
+            raise TypeError(f"gate must be fp16, bf16, fp32 or fp64, got {gate.dtype}")
         if gate.shape != shape:
             raise ValueError(f"gate must have shape {shape}, got {tuple(gate.shape)}")
 

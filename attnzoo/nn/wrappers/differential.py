@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnzoo.core.arguments import check_scale
+from attnzoo.core.call import score_dtype, widened
 from attnzoo.nn.wrappers.base import Wrapper
 
 
@@ -81,14 +83,14 @@ class Differential(Wrapper):
 
     def factor(self) -> Tensor:
         """λ, in fp32 or fp64."""
-        x = self.vectors if self.vectors.dtype == torch.float64 else self.vectors.float()
+        x = widened(self.vectors)
         return (x[0] * x[1]).sum().exp() - (x[2] * x[3]).sum().exp() + self.initial
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        scale = options.get("scale")
-        if scale is not None:
+        if (scale := options.get("scale")) is not None:
+            scale = check_scale(scale, self.qk_dim, score_dtype(q))
             options = {**options, "scale": scale * math.sqrt(2)}
         return _halves(q), _halves(k), torch.cat([v, v], dim=1), options
 
