@@ -111,9 +111,7 @@ def why_unsupported(variant: Variant, call: Call, bound: dict[str, Any]) -> str 
     if reason is None and not variant.has_logits:
         reason = _needs_logits(variant, call)
     if reason is None and call.return_lse and variant.scores is None:
-        return (
-            f"return_lse must be False for {variant.name}: its weights are not a softmax of scores"
-        )
+        return f"return_lse must be False for {variant.name}, which returns no log-sum-exp"
     return reason
 
 

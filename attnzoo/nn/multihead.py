@@ -150,7 +150,7 @@ class MultiheadAttention(nn.Module):
         Args:
             layer: torch's layer. Its parameters are used, not copied.
             variant: a name from `attnzoo.list_variants`.
-            **options: ``learn``, ``softcap`` and parameters of the variant.
+            **options: ``learn``, ``softcap``, ``wrapper`` and parameters of the variant.
 
         Raises:
             ValueError: the layer has hooks, or is pruned or parametrized; or the wrapper uses more

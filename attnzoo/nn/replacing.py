@@ -27,7 +27,7 @@ def replace(model: nn.Module, variant: str, **options: Any) -> nn.Module:
     Args:
         model: the model to change.
         variant: a name from `attnzoo.list_variants`.
-        **options: ``learn``, ``softcap`` and parameters of the variant, as for
+        **options: ``learn``, ``softcap``, ``wrapper`` and parameters of the variant, as for
             `MultiheadAttention`.
 
     Returns:

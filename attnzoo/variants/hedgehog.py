@@ -16,8 +16,9 @@ by default. The paper has no scale: pass ``scale=1.0``. Entries of a softmax are
 times the largest, so that products are not 0 in fp32. The paper first trains the maps
 to give the weights of a trained softmax model; here they are trained with the model only.
 
-Notes: x is a row, so ``query_map`` and ``key_map`` are the transposed matrices: x·map. With fewer
-heads of keys than of queries, each query head has its own map of its keys.
+Notes: ψ is not linear, so RoPE before it does not make weights depend on distances only. x is a
+row, so ``query_map`` and ``key_map`` are the transposed matrices: x·map. With fewer heads of keys
+than of queries, each query head has its own map of its keys.
 """
 
 import torch

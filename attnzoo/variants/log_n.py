@@ -17,7 +17,8 @@ Source: Chiang & Cholak 2022, arXiv:2202.12172 (gain log n); Su 2021, kexue.fm/a
 
 Differences: n_i is counted per query after mask, causality and window.
 
-Notes: ``train_length=math.e`` gives the gain log n of Chiang & Cholak.
+Notes: ``train_length=math.e`` gives the gain log n of Chiang & Cholak. The train_length from
+``calibrate`` of `convert` makes the mean gain 1 without ``clip``, and more than 1 with it.
 """
 
 import math

@@ -102,8 +102,8 @@ VARIANT = Variant(
             1.0,
             kind="float",
             doc="factor of the noise",
-            check=lambda x: x >= 1e-30,
-            allowed="at least 1e-30",
+            check=lambda x: x >= 1e-6,
+            allowed="at least 1e-6",
         ),
     ),
 )

@@ -4,9 +4,9 @@ Formula:
     w_i = softmax((1 + beta · log(1 + ⌊(p_i + 1) / train_length⌋)) · z_i),
     p_i = position of query i in its sequence, from 0
 
-Effect: Rows before train_length keep their softmax weights. Later rows become sharper in steps: at
-beta = 0.1 the gain is 1.07 from position train_length on and 1.14 from 3 · train_length on. As n
-grows, a key that leads all others by more than 1 / beta tends to weight 1.
+Effect: The first train_length − 1 rows keep their softmax weights. Later rows become sharper in
+steps: at beta = 0.1 the gain is 1.07 from p + 1 = train_length on and 1.14 from 3 · train_length
+on. As n grows, a key that leads all others by more than 1 / beta tends to weight 1.
 
 Initial values: beta = 0.1 and train_length = 8192 (Llama 4).
 
@@ -65,8 +65,8 @@ VARIANT = Variant(
             8192,
             kind="float",
             doc="position at which the gain starts to grow",
-            check=lambda x: x > 0,
-            allowed="a number above 0",
+            check=lambda x: x >= 1,
+            allowed="at least 1",
         ),
         Param(
             "one_based",

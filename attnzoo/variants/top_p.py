@@ -5,7 +5,8 @@ Formula:
     P_i = the shortest prefix of the keys, ordered by softmax weight, with a weight of at least p
 
 Effect: A row keeps few keys if its softmax is sharp and many if it is flat. Only these get a
-gradient. A weight grows by the factor 1/p at most. p = 1 is exactly softmax.
+gradient. A weight grows by the factor 1/p at most. p = 1 is exactly softmax, on every
+backend.
 
 Source: nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751, applied to attention weights.
 
@@ -18,7 +19,9 @@ in another.
 import torch
 from torch import Tensor
 
+from attnzoo.core.activations import EXP
 from attnzoo.core.call import Call
+from attnzoo.core.forms import Form, Pairwise
 from attnzoo.core.variant import Param, Variant
 
 
@@ -42,6 +45,10 @@ def weights(q: Tensor, k: Tensor, call: Call, p: float) -> Tensor:
     return call.softmax(scores(q, k, call, p))
 
 
+def forms(call: Call, p: float) -> tuple[Form, ...]:
+    return (Pairwise(EXP, "sum"),) if p == 1 else ()
+
+
 VARIANT = Variant(
     name="top_p",
     formula="softmax over the largest z with total weight p",
@@ -57,6 +64,7 @@ VARIANT = Variant(
             allowed="above 0 and at most 1",
         ),
     ),
+    forms=forms,
     scores=scores,
     example=lambda length: {"p": 0.9},
 )

@@ -162,7 +162,7 @@ def measure(
     group = q.shape[1] // k.shape[1]  # query heads that share keys
     q, k, v = (x[: look.sequences].double() for x in (q[:, :, -ROWS:], k, v[..., :1]))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    own = own_parameters(attention) | given
+    own: dict[str, Any] = own_parameters(attention) | given
     w = attnzoo.attention_weights(q, k, v, attention.variant, **options, **own)
     z, visible = scores(q, k, options)
     n = visible.sum(-1).clamp(min=2)

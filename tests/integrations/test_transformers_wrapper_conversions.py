@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -145,7 +146,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         TypeError,
         "wrapper 'laser' has no argument 'layer'; it has: clamp",
     ),
-    "value": (llama, {"wrapper": ("laser", {"clamp": -1})}, ValueError, "clamp must be a number > 0"),
+    "value": (
+        llama,
+        {"wrapper": ("laser", {"clamp": -1})},
+        ValueError,
+        "clamp must be a number > 0",
+    ),
     "start": (
         llama,
         {"wrapper": "laser", "start": "identity"},
@@ -181,7 +187,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda: llama().half(),
         {"wrapper": "laser"},
         ValueError,
-        "model must run with the wrapper, but LlamaForCausalLM raised: clamp must be at most 9 in fp16",
+        "model must run with the wrapper, but LlamaForCausalLM raised: clamp must be at most 9",
     ),
     "not causal": (
         bert,
@@ -231,6 +237,14 @@ def test_convert_keeps_the_modes_of_modules() -> None:
     convert(model, "softmax", wrapper="laser")
     assert [layer.training for layer in model.model.layers] == [False, True]
     assert [child.training for child in children(model)] == [False, True]
+
+
+def test_numpy_numbers_are_saved(tmp_path: Path) -> None:
+    wrapper = ("laser", {"clamp": np.float32(9)})
+    model = convert(llama(), "ssmax", s=np.float32(0.4), wrapper=wrapper)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(AutoModelForCausalLM, tmp_path)
+    assert torch.equal(outputs(loaded), outputs(model))
 
 
 def test_arguments_of_a_wrapper_are_copied(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnzoo.core.checks import is_int
+from attnzoo.core.checks import is_int, plain
 from attnzoo.core.parameters import check_names
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import REQUIRED
@@ -124,7 +124,7 @@ def wrapper_entry(wrapper: Choice, call: ObservedCall) -> dict[str, Any] | None:
     layer = getattr(call.module, "layer_idx", None)
     return {
         "name": name,
-        "arguments": copy.deepcopy(arguments),
+        "arguments": {key: plain(copy.deepcopy(x)) for key, x in arguments.items()},
         "embed_dim": call.heads * call.qk_dim if call.hidden is None else call.hidden.shape[-1],
         "qk_dim": call.qk_dim,
         "v_dim": call.v_dim,

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from attnzoo.core.checks import plain
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.integrations.transformers.checks import (
     check_loaded,
@@ -327,7 +328,7 @@ def revert(model: ModelT) -> ModelT:
 
 
 def json_value(value: Any) -> Any:
-    return value.detach().tolist() if isinstance(value, Tensor) else value
+    return value.detach().tolist() if isinstance(value, Tensor) else plain(value)
 
 
 def _calibrated(variant: str, call: ObservedCall) -> dict[str, Any]:

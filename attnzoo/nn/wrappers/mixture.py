@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnzoo.core.checks import check_sizes
+from attnzoo.core.checks import check_sizes, plain
 from attnzoo.nn.wrappers.base import Wrapper
 
 
@@ -48,6 +48,7 @@ class MixtureAttention(Wrapper):
     def __init__(
         self, variant: str, num_heads: int, embed_dim: int, *, components: int = 2, **options: Any
     ) -> None:
+        components = plain(components)
         check_sizes(components=components)
         self.queries = self.maps = self.gates = components
         super().__init__(variant, num_heads, embed_dim, **options)
