@@ -108,8 +108,10 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "evals": lambda page: scores(RESULTS),
     "results": lambda page: overview(RESULTS),
     **{name: lambda page, name=name: documented(RESULTS, name) for name in EXPERIMENTS},
-    "pretrained": lambda page: pretrained_pages.documented(RESULTS, "pretrained"),
-    "adapt": lambda page: pretrained_pages.documented(RESULTS, "adapt"),
+    **{
+        name.replace(".", "-"): lambda page, name=name: pretrained_pages.documented(RESULTS, name)
+        for name in ("pretrained", "pretrained.new-variants", "adapt")
+    },
     "kernels": lambda page: kernels_table(),
     "profile": lambda page: profile_table(),
 }
