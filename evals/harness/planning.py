@@ -156,7 +156,8 @@ def unsupported(variant: VariantCall, sizes: list[int], positions: str) -> str |
         for size in sizes:
             keys = one.expand(1, heads, size, 8)
             hidden = torch.zeros(1, size, 64)
-            params: dict[str, Any] = own_parameters(module) | module.projected(hidden[:, :1], hidden)
+            projected = module.projected(hidden[:, :1], hidden)
+            params: dict[str, Any] = own_parameters(module) | projected
             plan = attnzoo.explain(one, keys, keys, variant.name, **options, **params)
             if plan.reason is not None:
                 return plan.reason
