@@ -65,8 +65,8 @@ class Param:
         size: ``size(D)`` -> the dimensions after the first of a tensor (H, …), for head dimension
             D, a tuple of ints. Required by kind "tensor", and only for it.
         projection: How modules that see the hidden states make the parameter; None: they do not.
-            With ``init`` they do so only if the parameter is given as "projected".
-            Only with ``per_key`` or ``per_token``.
+            Only with ``per_key`` or ``per_token``. If the parameter also has ``init``, modules use
+            the projection only if the parameter is given as "projected".
         host_sink: Whether the parameter takes the sink logits that a host model has learned. Only
             for kind "per_head".
         check: ``check(value) -> bool`` for a number or a str, elementwise for a tensor; None

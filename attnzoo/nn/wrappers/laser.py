@@ -60,10 +60,11 @@ class Laser(Wrapper):
         self, variant: str, num_heads: int, embed_dim: int, *, clamp: float = 15.0, **options: Any
     ) -> None:
         clamp = plain(clamp)
+        wrong = f"clamp must be a number > 0 and at most {LARGEST:g}, got {shown(clamp)}"
         if not is_number(clamp):
-            raise TypeError(f"clamp must be a number > 0 and at most 60, got {shown(clamp)}")
+            raise TypeError(wrong)
         if not 0 < clamp <= LARGEST:
-            raise ValueError(f"clamp must be a number > 0 and at most 60, got {clamp}")
+            raise ValueError(wrong)
         self.clamp = float(clamp)
         super().__init__(variant, num_heads, embed_dim, **options)
 
@@ -72,7 +73,9 @@ class Laser(Wrapper):
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         if autocast_dtype(v) == torch.float16:
             if self.clamp > LARGEST_FP16:
-                raise ValueError(f"clamp must be at most 9 in fp16, got {self.clamp}")
+                raise ValueError(
+                    f"clamp must be at most {LARGEST_FP16:g} in fp16, got {self.clamp}"
+                )
             if not get_variant(self.variant).normalized:
                 raise TypeError(
                     f"v must be bf16, fp32 or fp64 for Laser with {self.variant}, whose weights "
