@@ -42,7 +42,8 @@ class Line(NamedTuple):
 
     untrained: the number of seeds whose score at the train length is missing or below the task's
     ``trained_score``. unstable: whether the scores of the seeds at the train length disagree.
-    tuned: the tuned values in words. effective: the longest length up to which the score stays
+    tuned: the tuned values in words. at_edge: whether the sweep of an untrained line chose its
+    smallest or largest value. effective: the longest length up to which the score stays
     above 85 % of its value at the train length, of all eval lengths; None if a seed is untrained,
     that value is missing, or lower values are better.
     """
@@ -54,6 +55,7 @@ class Line(NamedTuple):
     unstable: bool = False
     tuned: str = ""
     effective: int | None = None
+    at_edge: bool = False
 
     @property
     def label(self) -> str:
@@ -109,6 +111,7 @@ class Scores:
             bar=self.task.trained_score,
             train_length=self.train_length,
             untuned=[line.label for line in self.lines if line.untrained and not line.tuned],
+            at_edge=[line.label for line in self.lines if line.at_edge],
             swept=any(line.tuned for line in self.lines),
             unstable=any(line.unstable for line in self.lines),
             factor=self.task.score.factor,
@@ -170,6 +173,7 @@ def of_group(group: Group, metric: Metric, lengths: Sequence[int] | None = None)
             group.unstable(series),
             values_text(group.tuned(series)["values"]),
             _effective(group, series, metric),
+            group.at_edge(series),
         )
         for series in group.series
     ]
@@ -209,11 +213,14 @@ def of_summary(name: str, summary: Sequence[Mapping[str, str]]) -> Scores:
         untrained = int(mine[min(mine)]["untrained"])
         values = [_of_line(mine[n], task.score.name) if n in mine else Value() for n in lengths]
         some = mine[min(mine)]
-        unstable = some.get("unstable") == "1"  # older files have no such column
+        # Older files lack these columns.
+        unstable, at_edge = (some.get(name) == "1" for name in ("unstable", "at_edge"))
         means = {n: value.mean for n, value in zip(lengths, values, strict=True)}
         effective = effective_length(means, int(first["train_length"]), task.score, untrained)
         tuned = some.get("tuned") or ""
-        lines.append(Line(variant, encoding, untrained, values, unstable, tuned, effective))
+        lines.append(
+            Line(variant, encoding, untrained, values, unstable, tuned, effective, at_edge)
+        )
     return Scores(
         task=task,
         metric=task.score,

@@ -28,6 +28,7 @@ def legend(group: Group) -> list[str]:
             for one in group.series
             if group.untrained(one) and not group.tuned(one)["values"]
         ],
+        at_edge=[one.label for one in group.series if group.at_edge(one)],
         swept=any(group.tuned(one)["values"] for one in group.series),
         unstable=any(map(group.unstable, group.series)),
         factor=group.task.score.factor,
@@ -46,6 +47,7 @@ def mark_lines(
     bar: float | None,
     train_length: int,
     untuned: Sequence[str] = (),
+    at_edge: Sequence[str] = (),
     swept: bool = False,
     unstable: bool = False,
     factor: float = 100,
@@ -54,7 +56,8 @@ def mark_lines(
     """The explanations of the marks that occur, and a note if there are few seeds.
 
     untrained: the variants with seeds whose score at the train length is below ``bar``. untuned:
-    those of them without a sweep. swept: whether any variant has one. factor: tables show
+    those of them without a sweep. at_edge: those whose sweep chose its smallest or largest value.
+    swept: whether any variant has one. factor: tables show
     score · factor. tested: the number of comparisons with softmax.
     """
     lines = []
@@ -65,7 +68,7 @@ def mark_lines(
         mark, count = ("1/1", "") if seeds == 1 else (f"k/{seeds}", f" in k of {seeds} seeds")
         lines.append(
             f"{UNTRAINED} {mark}: did not reach {100 * (bar or 0):g} % at the train length "
-            f"(n = {train_length}){count}{_tuning(untuned, swept)}"
+            f"(n = {train_length}){count}{_tuning(untuned, at_edge, swept)}"
         )
         if untrained_substitution:
             lines[-1] += "; for a->b the reason may be b, not the training of a"
@@ -89,13 +92,19 @@ def mark_lines(
     return lines
 
 
-def _tuning(untuned: Sequence[str], swept: bool) -> str:
+def _tuning(untuned: Sequence[str], at_edge: Sequence[str], swept: bool) -> str:
     """Whether the variants of such seeds were tuned."""
     if not swept:
         return " with these settings, not tuned"
+    text = ", with the best values of a sweep"
     if untuned:
-        return f", with the best values of a sweep; not tuned: {', '.join(untuned)}"
-    return ", with the best values of a sweep"
+        text += f"; not tuned: {', '.join(untuned)}"
+    if at_edge:
+        text += (
+            "; the best value was the smallest or largest of the sweep, so that others may be "
+            f"better: {', '.join(at_edge)}"
+        )
+    return text
 
 
 def verdict(p: float | None, difference: float | None, metric: Metric) -> str:

@@ -15,6 +15,7 @@ from commandline.errors import UsageError
 from evals.results.paired import holm, t_test
 from evals.results.rows import is_validation
 from evals.results.store import Row
+from evals.results.tuned import at_edge
 from evals.task import Metric, Task
 from evals.tasks import TASKS
 
@@ -156,6 +157,11 @@ class Group:
         if self.task.trained_score is None or not scores:
             return False
         return max(scores) - min(scores) > SPREAD
+
+    def at_edge(self, series: Series) -> bool:
+        """Whether seeds are `untrained` although the series was tuned, and the sweep chose its
+        smallest or largest value. A wider sweep may find values with which they train."""
+        return self.untrained(series) > 0 and at_edge(self.tuned(series))
 
     def _scores_at_train_length(self, series: Series) -> list[float] | None:
         point = self.points.get((series, self.settings["train_longest"]))

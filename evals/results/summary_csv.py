@@ -40,7 +40,7 @@ def csv_text(groups: Sequence[Group]) -> str:
     for name in [*(metric.name for metric in metrics), f"{task.score.name}_minus_softmax"]:
         header += _columns(name)
     header.append(f"{task.score.name}_p_holm")
-    header += ["unstable", "tuned", "validation"]
+    header += ["unstable", "at_edge", "tuned", "validation"]
     header += ["chance", "train_length", "steps", "schedule", "settings"]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -54,7 +54,8 @@ def csv_text(groups: Sequence[Group]) -> str:
         p_values = group.p_values()
         for series in sorted(group.series):
             for point in group.of(series):
-                tuning = [int(group.unstable(series)), *tuned_cells(group.tuned(series))]
+                tuning = [int(group.unstable(series)), int(group.at_edge(series))]
+                tuning += tuned_cells(group.tuned(series))
                 p = _digits(p_values.get((series, point.length)))
                 writer.writerow([*_line(group, point, metrics), p, *tuning, *constants])
     return file.getvalue()

@@ -11,6 +11,18 @@ def values_text(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
+def at_edge(tuned: Mapping[str, Any]) -> bool:
+    """Whether the sweep chose the smallest or the largest of several candidates of a setting.
+
+    Values beyond it may be better.
+    """
+    for name, chosen in tuned["values"].items():
+        candidates = {each["values"][name] for each in tuned["tried"]}
+        if len(candidates) > 1 and chosen in (min(candidates), max(candidates)):
+            return True
+    return False
+
+
 def validation(tried: Mapping[str, Any]) -> float | None:
     """The mean validation score of a candidate; None if a seed failed."""
     scores = tried["scores"]

@@ -9,7 +9,7 @@ import math
 import pytest
 import scipy.stats
 
-from evals.reporting.scores import of_group
+from evals.reporting.scores import of_group, of_summary
 from evals.reporting.tables import legend, score_tables
 from evals.results.paired import holm, t_test
 from evals.results.summary import Series, groups
@@ -67,6 +67,24 @@ def test_differences_from_softmax_are_marked_after_the_correction() -> None:
                       for r in rows])  # fmt: skip
     scores = of_group(bits, bits.task.score)  # of a loss, the lower value is better
     assert {line.variant: scores.mark(line.values[1]) for line in scores.lines}["sigmoid"] == "⁺"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "score", "noted"),
+    [(0.001, 0.5, True), (0.01, 0.5, True), (0.003, 0.5, False), (0.001, 1.0, False)],
+)
+def test_notes_name_untrained_rows_with_a_choice_at_the_edge_of_the_sweep(
+    chosen: float, score: float, noted: bool
+) -> None:
+    tried = [{"values": {"learning_rate": x}, "scores": [score]} for x in (0.001, 0.003, 0.01)]
+    tuned = {"values": {"learning_rate": chosen}, "tried": tried}
+    (group,) = groups([row("sigmoid", score) | {"tuned": tuned}])
+    text = "smallest or largest of the sweep, so that others may be better: sigmoid"
+    assert any(text in line for line in legend(group)) == noted
+    summary = csv_text([group])
+    assert [line["at_edge"] for line in csv.DictReader(io.StringIO(summary))] == [str(int(noted))]
+    scores = of_summary("max-retrieval", list(csv.DictReader(io.StringIO(summary))))
+    assert any(text in line for line in scores.notes()) == noted
 
 
 def test_a_row_whose_seeds_disagree_is_marked_unstable() -> None:
