@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,6 +135,20 @@ def test_weights_on_the_target_score_one_and_random_weights_score_chance(
     assert rates[0] == [1, 1]
     assert rates[1][0] == pytest.approx(1 / length, abs=0.015)
     assert rates[1][1] == pytest.approx(0.1 + 0.9 / length, abs=0.03)
+
+
+@pytest.mark.parametrize("spec", ["softmax", "differential(softmax)"])
+def test_qk_dim_is_the_width_of_queries_and_keys_only(spec: str) -> None:
+    settings = replace(TINY, qk_dim=6)
+    model = Model((1, 1), parse_spec(spec, wrappers=True).train, settings)
+    batch = max_retrieval.draw(0, "test", 9, 0, 4)
+    q, k, v = model.project(batch.items(), batch.query)
+    assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (6, 6, TINY.width)
+    assert model.scale == 6**-0.5
+    assert model(batch.items(), batch.query).shape == (4, 10)
+    # Models without the setting keep their results.
+    assert "qk_dim" in settings.identity()
+    assert "qk_dim" not in TINY.identity()
 
 
 def test_folding_the_projections_changes_results_only_by_rounding() -> None:

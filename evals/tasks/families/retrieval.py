@@ -58,7 +58,11 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Settings of a retrieval task. ``scale`` is "sqrt" (z = q·k / √d) or "none" (z = q·k)."""
+    """Settings of a retrieval task.
+
+    scale: "sqrt" (z = q·k / √d) or "none" (z = q·k). qk_dim: the width of queries and keys, d; 0
+    stands for ``width``.
+    """
 
     batch: int = 128
     train_shortest: int = 5
@@ -66,6 +70,9 @@ class Settings(Base):
     test_sequences: int = 2000
     test_least: int = 500
     scale: str = "sqrt"
+    qk_dim: int = 0
+
+    MAY_BE_ZERO = ("qk_dim",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +82,15 @@ class Settings(Base):
     @property
     def score_scale(self) -> float:
         """The ``scale`` argument of attention."""
-        return self.width**-0.5 if self.scale == "sqrt" else 1.0
+        return self.query_width**-0.5 if self.scale == "sqrt" else 1.0
+
+    @property
+    def query_width(self) -> int:
+        """The width of queries and keys."""
+        return self.qk_dim or self.width
+
+    def identity(self) -> dict[str, object]:
+        return {k: x for k, x in super().identity().items() if x or k != "qk_dim"}
 
 
 @dataclass(frozen=True)
@@ -126,9 +141,9 @@ class Model(nn.Module):
         self.scale = settings.score_scale
         self.item = _mlp(features + CLASSES, width, width)
         self.query = _mlp(asked, width, width)
-        self.attention = _attention(variant, width)
-        self.to_q = nn.Linear(width, self.attention.queries * width)
-        self.to_k = nn.Linear(width, width)
+        self.attention = _attention(variant, width, settings.query_width)
+        self.to_q = nn.Linear(width, self.attention.queries * settings.query_width)
+        self.to_k = nn.Linear(width, settings.query_width)
         self.to_v = nn.Linear(width, width)
         self.output = _mlp(width, width, CLASSES)
 
@@ -176,13 +191,15 @@ class Model(nn.Module):
         return self.decode(self.attention(q, k, v, scale=self.scale, **self.gate(query)))
 
 
-def _attention(variant: VariantCall, width: int) -> attnzoo.nn.Attention | attnzoo.nn.Wrapper:
-    """One head of ``width`` features."""
+def _attention(
+    variant: VariantCall, width: int, query_width: int
+) -> attnzoo.nn.Attention | attnzoo.nn.Wrapper:
+    """One head with values of ``width`` features."""
     if variant.wrapper_choice is None:
-        return attnzoo.nn.Attention(variant.name, 1, head_dim=width, **variant.params)
+        return attnzoo.nn.Attention(variant.name, 1, head_dim=query_width, **variant.params)
     return attnzoo.nn.host_attention(
         variant.wrapper_choice, variant.name, 1, width, variant.params,
-        key_dim=width, qk_dim=width, v_dim=width,
+        key_dim=width, qk_dim=query_width, v_dim=width,
     )  # fmt: skip
 
 
