@@ -139,12 +139,12 @@ def test_weights_on_the_target_score_one_and_random_weights_score_chance(
 
 @pytest.mark.parametrize("spec", ["softmax", "differential(softmax)"])
 def test_qk_dim_is_the_width_of_queries_and_keys_only(spec: str) -> None:
-    settings = replace(TINY, qk_dim=6)
+    settings = replace(TINY, qk_dim=16)
     model = Model((1, 1), parse_spec(spec, wrappers=True).train, settings)
     batch = max_retrieval.draw(0, "test", 9, 0, 4)
     q, k, v = model.project(batch.items(), batch.query)
-    assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (6, 6, TINY.width)
-    assert model.scale == 6**-0.5
+    assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (16, 16, TINY.width)
+    assert model.scale == 16**-0.5
     assert model(batch.items(), batch.query).shape == (4, 10)
     # Models without the setting keep their results.
     assert "qk_dim" in settings.identity()
