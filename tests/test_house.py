@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attnzoo.backends": {"attnzoo.core"},
     "attnzoo.functional": {"attnzoo.core", "attnzoo.variants", "attnzoo.backends"},
     "attnzoo.losses": {"attnzoo.core", "attnzoo.backends", "attnzoo.functional"},
+    "attnzoo.distributed": {"attnzoo.core", "attnzoo.backends", "attnzoo.functional"},
     "attnzoo.nn": {"attnzoo.core", "attnzoo.functional", "attnzoo.losses"},
     "attnzoo.integrations": {"attnzoo.core", "attnzoo.functional", "attnzoo.nn"},
     "attnzoo": {"attnzoo.core", "attnzoo.functional", "attnzoo.losses", "attnzoo.nn"},

@@ -118,15 +118,26 @@ def scan(
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call, form: Linear) -> tuple[Tensor, Tensor]:
     """Attention without causality: every query uses the state after all keys."""
+    sums = state_of(k, v, call, form)
+    return read(q, sums, call, form), sums
+
+
+def state_of(k: Tensor, v: Tensor, call: Call, form: Linear) -> Tensor:
+    """Σ ψ(k) [v, 1]ᵀ over the keys of the call: (B, Hkv or H, F, Dv + 1)."""
     call, k, v, _ = prepare(call, k, v, None, form)
-    sums = _absorb(k, v, call, form, None, call.key_origin)
-    out = [_zero_rows(v, call, 0)]
+    return _absorb(k, v, call, form, None, call.key_origin)
+
+
+def read(q: Tensor, sums: Tensor, call: Call, form: Linear) -> Tensor:
+    """The output (B, H, Nq, Dv) of queries that all see the keys in the state ``sums``."""
+    call = replace(call, kv_heads=sums.shape[1])
+    out = [q.new_zeros(call.batch, call.heads, 0, call.value_dim, dtype=call.dtype)]
     at = call.query_origin
     for q_part in q.split(chunk_length(form.size(call.head_dim), call.needs_grad), dim=2):
         here = torch.arange(q_part.shape[2], device=call.device) + at
         out.append(_run(call, _read, q_part, sums, here, call, form))
         at += q_part.shape[2]
-    return torch.cat(out, dim=2), sums
+    return torch.cat(out, dim=2)
 
 
 def prepare(

@@ -86,7 +86,7 @@ def linear_attention(
         attn_mask=attn_mask, is_causal=True, scale=scale, enable_gqa=enable_gqa, **params
     )
     seen = 0 if state is None else _length(state)
-    ready = prepare(q, k, v, variant, arguments, origin=seen)
+    ready = prepare(q, k, v, variant, arguments, positions=(seen, seen))
     check_supported(ready)
     call = ready.call
     if call.queries != call.keys:

@@ -71,13 +71,14 @@ def prepare(
     v: Tensor,
     variant: str,
     arguments: dict[str, Any],
-    origin: int | None = None,
+    positions: tuple[int, int] | None = None,
 ) -> Prepared:
     """Validate a call and bind the variant's parameters.
 
     Args:
         arguments: The keyword arguments of `attention` except backend, and the variant's own.
-        origin: The position of the first query and key, for `linear_attention`; else None.
+        positions: The positions of the first query and the first key. None: the first key is at 0,
+            the last query at the last key.
     """
     found = get_variant(variant)
     given = q
@@ -88,8 +89,8 @@ def prepare(
     if q is not given and isinstance(mask, Tensor) and mask.dtype == given.dtype:
         common["attn_mask"] = mask.float()  # the mask had q's dtype before autocast
     call = check_call(q, k, v, **common)
-    if origin is not None:
-        call = replace(call, query_origin=origin, key_origin=origin)
+    if positions is not None:
+        call = replace(call, query_origin=positions[0], key_origin=positions[1])
     with in_full_precision(call.device):
         bound = bind(found, call, params)
         reason = why_unsupported(found, call, bound)

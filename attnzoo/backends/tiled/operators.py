@@ -15,7 +15,7 @@ from torch import Tensor
 from attnzoo.backends.operator import operator
 from attnzoo.backends.shared_operands import Layout, Terms, Vectors
 from attnzoo.backends.tiled.blocks import call_of
-from attnzoo.backends.tiled.walk import Normalizer, gradients, outputs
+from attnzoo.backends.tiled.walk import Normalizer, PairwiseCall, Saved, gradients, outputs
 from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.keys import ACTIVATIONS, DISTANCES
 
@@ -38,7 +38,8 @@ def tiled_forward(
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, want_lse)
     how = _normalizer(activation, normalize, keep, eps, distance)
     with in_full_precision(q.device):
-        return Attended(*outputs(call, how, q, k, v, vectors, terms, seed))
+        found = outputs(PairwiseCall(call, how, vectors, terms, seed), q, k, v)
+    return Attended(found.out, found.lse, found.tau, found.z)
 
 
 def _normalizer(
@@ -73,6 +74,7 @@ def tiled_backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     call = call_of(q, k, layout, origin, v.shape[3], dropout_p, dlse is not None)
     how = _normalizer(activation, normalize, keep, eps, distance)
-    saved = out, lse, tau, z
+    saved = Saved(out, lse, tau, z)
     with in_full_precision(q.device):
-        return gradients(call, how, q, k, v, vectors, terms, seed, saved, dout, dlse, wanted)
+        formed = PairwiseCall(call, how, vectors, terms, seed)
+        return gradients(formed, q, k, v, saved, dout, dlse, wanted)

@@ -6,6 +6,7 @@ dS = p · (dlse − dH (log p + H)),  p = e^{s − lse}
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -39,7 +40,7 @@ def with_gain(form: Pairwise, q: Tensor, k: Tensor, call: Call, backend: str) ->
 @operator
 def tiled_statistics(*, q: Tensor, k: Tensor, layout: Layout, origin: int) -> Statistics:
     with in_full_precision(q.device):
-        return Statistics(*_statistics(call_of(q, k, layout, origin), q, k))
+        return Statistics(*statistics(call_of(q, k, layout, origin), q, k))
 
 
 @tiled_statistics.fake
@@ -55,12 +56,12 @@ def tiled_statistics_backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     call = call_of(q, k, layout, origin)
     with in_full_precision(q.device):
-        grads = ScoreGradients(Scores(call, k), q, wanted)
-        _statistics_gradients(call, grads, dlse, dentropy, lse, entropy)
-        return grads.named(k)
+        found = Statistics(lse, entropy)
+        return statistics_gradients(call, q, k, found, Statistics(dlse, dentropy), wanted)
 
 
-def _statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """lse and entropy over the keys of the call, both (B, H, Nq)."""
     scores, second = Scores(call, k), Scratch(call)
     shape = (call.batch, call.heads, call.queries)
     lse = torch.full(shape, float("-inf"), dtype=call.dtype, device=call.device)
@@ -78,19 +79,28 @@ def _statistics(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return lse, entropy
 
 
-def _statistics_gradients(
-    call: Call, grads: ScoreGradients, dlse: Tensor, dentropy: Tensor, lse: Tensor, entropy: Tensor
-) -> None:
-    scores, second = grads.scores, Scratch(call)
+def statistics_gradients(
+    call: Call, q: Tensor, k: Tensor, found: Statistics, given: Statistics, wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """The gradients of q, k and the operands in ``wanted``, by operand name.
+
+    Args:
+        call: The call of q and k, or of q and some of the keys.
+        found: The statistics over all keys.
+        given: The gradients of the statistics.
+    """
+    scores, second = Scores(call, k), Scratch(call)
+    grads = ScoreGradients(scores, q, wanted)
     for block in blocks(call):
-        queries = scores.queries(block, grads.q)
+        queries = scores.queries(block, q)
         scored = scores.of(block, queries)
         s = scored.s
-        part = block.of(lse)
+        part = block.of(found.lse)
         empty = part == float("-inf")
         log_p = s.sub_(part.masked_fill(empty, 0.0)[..., None]).clamp_(min=FLOOR)
         p = torch.exp(log_p, out=second.view(*s.shape))
-        dh = block.of(dentropy)
-        constant_part = block.of(dlse) - dh * block.of(entropy)
+        dh = block.of(given.entropy)
+        constant_part = block.of(given.lse) - dh * block.of(found.entropy)
         ds = log_p.mul_(-dh[..., None]).add_(constant_part[..., None]).mul_(p)
         grads.add(block, ds, queries, scored)
+    return grads.named(k)

@@ -36,22 +36,31 @@ def solve_threshold(x: Tensor, shape: Tensor | None, activation: Activation) -> 
 
 
 def _newton(x: Tensor, shape: Tensor | None, activation: Activation) -> Tensor:
-    residual, eps = 1e-6 if x.dtype == torch.float32 else 1e-13, torch.finfo(x.dtype).eps
     tau, buffer = x.new_zeros(x.shape[0], 1), torch.empty_like(x)
     for _ in range(MAX_STEPS):
         if activation.alpha in FAST:
             excess, step = _fast_step(x, tau, activation.alpha, buffer)
         else:
-            excess, step = _step(x, tau, shape, activation)
+            excess, step = newton_step(*_sums(x, tau, shape, activation), shape, activation)
         tau = tau + step
-        # Z approaches 1 from above. Queries without keys (Z = 0) or with NaN do not delay the end.
-        largest_excess = float(excess.nan_to_num(nan=0.0).max())
-        if not largest_excess > residual:
-            break
-        # This test costs a pass over τ. It is skipped while steps surely exceed the rounding of τ.
-        if largest_excess < 1e-3 and not bool((step.abs() > 4 * eps * tau).any()):
+        if solved(largest_excess(excess), step, tau):
             break
     return tau[:, 0]
+
+
+def largest_excess(excess: Tensor) -> float:
+    """The largest Z − 1. Z approaches 1 from above. Queries without keys (Z = 0) or with NaN do not
+    delay the end."""
+    return float(excess.nan_to_num(nan=0.0).max())
+
+
+def solved(excess: float, step: Tensor, tau: Tensor) -> bool:
+    """Whether the iteration may end; see the module docstring."""
+    if not excess > (1e-6 if tau.dtype == torch.float32 else 1e-13):
+        return True
+    # This test costs a pass over τ. It is skipped while steps surely exceed the rounding of τ.
+    eps = torch.finfo(tau.dtype).eps
+    return excess < 1e-3 and not bool((step.abs() > 4 * eps * tau).any())
 
 
 def _fast_step(x: Tensor, tau: Tensor, alpha: float, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,13 +76,20 @@ def _fast_step(x: Tensor, tau: Tensor, alpha: float, u: Tensor) -> tuple[Tensor,
     return excess, norm * excess / total.clamp_(min=torch.finfo(u.dtype).tiny)
 
 
-def _step(
+def _sums(
     x: Tensor, tau: Tensor, shape: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """Return Σφ − 1 and the step to add to τ, both [rows, 1]."""
+    """Return Σφ and Σφ', both [rows, 1]."""
     at = x - tau
     phi = activation.value(at, shape)
-    z, slope = phi.sum(-1, keepdim=True), activation.slope(at, phi, shape).sum(-1, keepdim=True)
+    slope = activation.slope(at, phi, shape)
+    return phi.sum(-1, keepdim=True), slope.sum(-1, keepdim=True)
+
+
+def newton_step(
+    z: Tensor, slope: Tensor, shape: Tensor | None, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """Return Z − 1 and the step to add to τ, from Z = Σφ and Σφ'."""
     alpha = shape if activation.alpha == "shape" else activation.alpha
     change = z - 1
     if alpha is not None:  # (Z − Z^{2−α})/(α−1), without cancellation as α → 1

@@ -45,6 +45,11 @@ class Normalizer(NamedTuple):
     eps: float = 0.0
     distance: Distance | None = None
 
+    @property
+    def online(self) -> bool:
+        """Whether τ is the maximum of the scores: a normalized exp."""
+        return self.normalize in ("sum", "select") and self.activation.exponential
+
     def scores(self, call: Call, k: Tensor, vectors: Vectors, terms: Terms) -> Scores:
         return Scores(
             call, k, gain=vectors.gain, offset=vectors.offset, terms=terms,
@@ -52,67 +57,122 @@ class Normalizer(NamedTuple):
         )  # fmt: skip
 
 
-def outputs(
-    call: Call,
-    how: Normalizer,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    vectors: Vectors,
-    terms: Terms,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+class PairwiseCall(NamedTuple):
+    """A call with a pairwise form. ``seed`` is that of dropout; None without dropout."""
+
+    call: Call
+    how: Normalizer
+    vectors: Vectors
+    terms: Terms
+    seed: Tensor | None = None
+
+    def scores(self, k: Tensor) -> Scores:
+        return self.how.scores(self.call, k, self.vectors, self.terms)
+
+
+class Partial(NamedTuple):
+    """Sums over some of the keys of each query, before the division by Z.
+
+    out: Σ φ(s − τ) v, (B, H, Nq, Dv). z: Σ μ(s − τ), (B, H, Nq); 0 with normalize "none". tau: for
+    a normalized exp the maximum of the scores, −inf without keys; for a shifted activation M; for
+    a threshold τ relative to the peak; else 0. The sink and eps are not included.
+    """
+
+    out: Tensor
+    z: Tensor
+    tau: Tensor
+
+
+class Saved(NamedTuple):
+    """What the backward needs of the forward: (B, H, Nq, Dv) for out and mean, else (B, H, Nq).
+
+    peak and mean are given if the keys of the backward are only some of the keys of a threshold:
+    the maximum of the scores, and Σ φ' v / Σ φ'.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    tau: Tensor
+    z: Tensor
+    peak: Tensor | None = None
+    mean: Tensor | None = None
+
+
+def outputs(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """Return out (B, H, Nq, Dv), lse (B, H, Nq) if requested, and the per-query vectors τ and Z.
 
     For a normalized exp, τ is the maximum of the query's scores and sink. For a shifted activation,
     τ is M. τ and Z are saved separately: a mask may add −1e9 to all scores, and τ + log Z would
     lose all digits of log Z.
     """
-    scores, values = how.scores(call, k, vectors, terms), flat_keys(v, call)
+    return divided(formed, partial(formed, q, k, v))
+
+
+def partial(formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """The sums over the keys of the call. A threshold is solved for these keys alone."""
+    call, how, vectors, terms, seed = formed
+    scores, values = formed.scores(k), flat_keys(v, call)
     full = (call.batch, call.heads, call.queries)
     out = torch.zeros(*full, v.shape[-1], dtype=call.dtype, device=q.device)
-    lse = out.new_full(full, NEG_INF) if call.return_lse else None
-    tau, z = out.new_zeros(full), out.new_ones(full)
+    z = out.new_zeros(full)
+    tau = out.new_full(full, NEG_INF) if how.online else out.new_zeros(full)
     for block in blocks(call):
         scored = scores.of(block, scores.queries(block, q))
-        phi, block_tau, total, block_lse = _weigh(
-            how, block, scored.s, scored.hidden, vectors.shape, vectors.sink
-        )
+        phi, block_tau, total = _weigh(how, block, scored.s, scored.hidden, vectors.shape)
         if seed is not None:
             phi.mul_(keep_mask(block, call, seed))
         o = torch.bmm(block.flat(phi), values[block.kv, block.keys]).view(*block.shape, v.shape[-1])
         if terms.factor is not None:
             o *= block.of(terms.factor)[..., None]
-        if total is not None:
-            total = total.masked_fill_(total == 0, 1.0)
-            o /= total[..., None]
-            z[block.part] = total
         out[block.part] = o
+        if total is not None:
+            z[block.part] = total
         if block_tau is not None:
             tau[block.part] = block_tau
-        if block_lse is not None and lse is not None:
-            lse[block.part] = block_lse
-    return out, lse, tau, z
+    return Partial(out, z, tau)
+
+
+def divided(formed: PairwiseCall, found: Partial) -> Saved:
+    """The outputs from the sums over all keys. The sums are overwritten."""
+    out, z, tau = found
+    how, sink, shape = formed.how, formed.vectors.sink, formed.vectors.shape
+    if how.normalize == "none":
+        return Saved(out, None, tau, z.fill_(1.0))
+    lse = None
+    if how.online:
+        if formed.call.return_lse:
+            lse = tau + z.log()
+        top = tau if sink is None else torch.maximum(tau, sink)
+        top = top.masked_fill(top == NEG_INF, 0.0)  # no keys and no sink
+        if sink is not None:
+            down = (tau - top).exp()
+            out.mul_(down[..., None])
+            z = z * down + (sink - top).exp()
+        tau = top
+    elif sink is not None:
+        at = sink.expand(z.shape).clone()
+        z = z + (how.activation.normalizer or how.activation.value)(at, shape)
+    if how.eps:
+        z = z + (how.eps * (-tau).exp() if how.activation.shifted else how.eps)
+    z = z.masked_fill(z == 0, 1.0)
+    return Saved(out.div_(z[..., None]), lse, tau, z)
 
 
 def gradients(
-    call: Call,
-    how: Normalizer,
+    formed: PairwiseCall,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    vectors: Vectors,
-    terms: Terms,
-    seed: Tensor | None,
-    saved: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    saved: Saved,
     do: Tensor,
     dlse: Tensor | None,
     wanted: Collection[str],
 ) -> dict[str, Tensor]:
     """Return the gradients of q, k, v and of the operands in ``wanted``, by operand name."""
-    out, lse, tau, z = saved
+    call, how, vectors, terms, seed = formed
+    out, lse, tau, z, peak, mean = saved
     shape, sink, factor = vectors.shape, vectors.sink, terms.factor
-    scores = how.scores(call, k, vectors, terms)
+    scores = formed.scores(k)
     grads = ScoreGradients(scores, q, wanted)
     values = flat_keys(v, call)
     dv = torch.zeros_like(values)
@@ -127,7 +187,7 @@ def gradients(
         wide = None if shape is None else block.of(shape)[..., None]
         if how.activation.shifted:
             wide = block.of(tau)[..., None]
-        x, phi, slope, other_slope = _recompute_weights(how, s, hidden, block, tau, wide)
+        x, phi, slope, other_slope = _recompute_weights(how, s, hidden, block, tau, wide, peak)
         # Dividing dO by Z divides both dV and dP.
         do_z = do[block.part].to(call.dtype)
         if how.normalize != "none":
@@ -145,11 +205,13 @@ def gradients(
             if "factor" in made:
                 made["factor"][block.part] = torch.linalg.vecdot(phi, dp)
             dp.mul_(block.of(factor)[..., None])
-        c = _mean_gradient(how, block, do_z, out, dp, slope)
+        mean_of = mean if how.normalize == "threshold" else out
+        c = _mean_gradient(how, block, do_z, mean_of, dp, slope)
         if "sink" in made:
             assert c is not None
             assert sink is not None
-            made["sink"][block.part] = -c * _sink_slope(how, block, sink, tau, wide)
+            shapes = None if wide is None else wide[..., 0]
+            made["sink"][block.part] = sink_gradient(how, c, block.of(sink), block.of(tau), shapes)
         if c is not None and other_slope is None:
             dp.sub_(c[..., None])
         if "shape" in made:
@@ -201,38 +263,30 @@ def _weigh(
     s: Tensor,
     hidden: Hidden,
     shape: Tensor | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return φ(s − τ), the per-query vectors τ and Z, and lse if φ = exp.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return φ(s − τ), and the per-query vectors τ and Z; see `Partial`.
 
-    s [b, h, rows, keys] are the scores minus the offset, and are overwritten. τ = 0, Z = 1 and a
-    missing lse are returned as None.
+    s [b, h, rows, keys] are the scores minus the offset, and are overwritten. τ = 0 and an unused Z
+    are returned as None.
     """
-    shape, sink = (None if x is None else block.of(x) for x in (shape, sink))
     value = how.activation.value
-    wide = None if shape is None else shape[..., None]
+    wide = None if shape is None else block.of(shape)[..., None]
     if how.normalize == "select":
         s.masked_fill_(~kept(s, how.keep), NEG_INF)
     if how.normalize == "none":
         phi = value(s, wide)
         hide(phi, hidden, 0.0)
-        return phi, None, None, None
+        return phi, None, None
     if how.normalize == "threshold":
         s.sub_(_peak(s))
-        tau = solve_threshold(s, shape, how.activation)
+        tau = solve_threshold(s, None if wide is None else wide[..., 0], how.activation)
         phi = value(s.sub_(tau[..., None]), wide)
         # Z is not exactly 1, because τ is rounded. With many equal scores the fp32 error adds up.
-        return phi, tau, phi.sum(-1), None
-    if how.activation.exponential:
-        m = _peak(s)
-        phi = value(s.sub_(m), None)
-        weight_sum, m = phi.sum(-1), m[..., 0]
-        lse = m + weight_sum.log()
-        if sink is None:
-            return phi, m, weight_sum, lse
-        top = torch.maximum(m, sink)
-        down = (m - top).exp()
-        return phi.mul_(down[..., None]), top, weight_sum * down + (sink - top).exp(), lse
+        return phi, tau, phi.sum(-1)
+    if how.online:
+        m = s.amax(-1)
+        phi = value(s.sub_(m.masked_fill(m == NEG_INF, 0.0)[..., None]), None)
+        return phi, m, phi.sum(-1)
     tau = None
     if how.activation.shifted:
         hide(s, hidden, NEG_INF)
@@ -242,16 +296,9 @@ def _weigh(
     mu = None if normalizer is None else normalizer(s, wide)
     phi = value(s, wide)
     hide(phi, hidden, 0.0)
-    if mu is None:
-        z = phi.sum(-1)
-    else:
+    if mu is not None:
         hide(mu, hidden, 0.0)
-        z = mu.sum(-1)
-    if sink is not None:
-        z = z + (normalizer or value)(sink.clone(), shape)
-    if how.eps:
-        z = z + (how.eps if tau is None else how.eps * (-tau).exp())
-    return phi, tau, z, None
+    return phi, tau, (phi if mu is None else mu).sum(-1)
 
 
 def _recompute_weights(
@@ -261,6 +308,7 @@ def _recompute_weights(
     block: Block,
     tau: Tensor,
     wide: Tensor | None,
+    peak: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return x = s − τ, φ(x), φ'(x) and μ'(x) for the saved τ, all but x with 0 at hidden keys.
 
@@ -269,7 +317,7 @@ def _recompute_weights(
     if how.normalize == "select":
         s.masked_fill_(~kept(s, how.keep), NEG_INF)
     if how.normalize == "threshold":
-        s.sub_(_peak(s))
+        s.sub_(_peak(s) if peak is None else block.of(peak)[..., None])
     if how.normalize == "threshold" or how.activation.exponential:
         s.sub_(block.of(tau)[..., None])
     # φ = exp overwrites s, but the gradient of lse needs x.
@@ -288,25 +336,26 @@ def _recompute_weights(
 
 
 def _mean_gradient(
-    how: Normalizer, block: Block, do_z: Tensor, out: Tensor, dp: Tensor, slope: Tensor
+    how: Normalizer, block: Block, do_z: Tensor, mean: Tensor | None, dp: Tensor, slope: Tensor
 ) -> Tensor | None:
-    """Return c/Z [b, h, rows] (c: see the module docstring), or None if c = 0."""
+    """Return c/Z [b, h, rows] (c: see the module docstring), or None if c = 0.
+
+    ``mean``: r with c = dO·r. None for a threshold whose keys are all here.
+    """
     if how.normalize == "none":
         return None
-    if how.normalize == "threshold":
+    if mean is None:
         slope_sum = slope.sum(-1)
         return torch.linalg.vecdot(slope, dp) / slope_sum.masked_fill_(slope_sum == 0, 1.0)
-    return (do_z * out[block.part]).sum(-1)
+    return (do_z * mean[block.part]).sum(-1)
 
 
-def _sink_slope(
-    how: Normalizer, block: Block, sink: Tensor, tau: Tensor, wide: Tensor | None
+def sink_gradient(
+    how: Normalizer, c: Tensor, sink: Tensor, tau: Tensor, shape: Tensor | None
 ) -> Tensor:
-    at = block.of(sink)
-    if how.activation.exponential:
-        at = at - block.of(tau)
-    shape = None if wide is None else wide[..., 0]
+    """The gradient of the sink, −c/Z · μ'(sink − τ), from the result c/Z of `_mean_gradient`."""
+    at = sink - tau if how.activation.exponential else sink
     phi = how.activation
     if phi.normalizer is not None and phi.normalizer_slope is not None:
-        return phi.normalizer_slope(at, phi.normalizer(at, shape), shape)
-    return phi.slope(at, phi.value(at.clone(), shape), shape)
+        return -c * phi.normalizer_slope(at, phi.normalizer(at, shape), shape)
+    return -c * phi.slope(at, phi.value(at.clone(), shape), shape)

@@ -1,0 +1,177 @@
+"""Attention in which no rank holds all keys: the ring, and the states of linear forms.
+
+A linear form sends the state of each chunk, whose size does not depend on the number of tokens.
+Bytes sent per rank: (R − 1) · chunks per rank · size of a state; as many for its gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends import linear
+from attnzoo.backends.shared_operands import Terms, Vectors
+from attnzoo.backends.tiled.dropout import new_seed
+from attnzoo.backends.tiled.walk import Normalizer, PairwiseCall
+from attnzoo.core.activations import IDENTITY
+from attnzoo.core.call import Call, in_full_precision
+from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
+from attnzoo.distributed.collectives import all_gather
+from attnzoo.distributed.gathered import Result
+from attnzoo.distributed.inputs import Inputs, placeholder
+from attnzoo.distributed.ring import ring_attention
+from attnzoo.distributed.rows import Ring, Rows
+from attnzoo.distributed.statistics import ring_statistics
+from attnzoo.functional.linear_attention import scan_for
+from attnzoo.functional.prepare import Prepared, check_supported
+
+
+def ring_method(given: Inputs, readies: list[Prepared], forms: list[Form]) -> Result:
+    """Run the form of each chunk; see `circulating_form`."""
+    call = readies[0].call
+    with in_full_precision(call.device):
+        if isinstance(forms[0], Linear) and linear.unsupported(forms[0], call) is None:
+            out, lse = _by_states(given, readies, [f for f in forms if isinstance(f, Linear)]), None
+        else:
+            out, lse = _by_ring(given, readies, forms)
+    return out.to(call.input_dtype), lse
+
+
+def chunks_of(given: Inputs) -> list[Prepared]:
+    """The call of each chunk of this rank with all keys of the sequence."""
+    shards, whole = given.shards, given.with_all_key_data()
+    k, v = (placeholder(x, shards.total) for x in (given.k, given.v))
+    grads = torch.is_grad_enabled() and (given.k.requires_grad or given.v.requires_grad)
+    found = []
+    for part, at in zip(shards.parts(), shards.places(given.ranks.rank), strict=True):
+        ready = whole.of_chunk(part, at.start, shards.total, k, v)
+        needs_grad = ready.call.needs_grad or grads
+        found.append(ready._replace(call=replace(ready.call, needs_grad=needs_grad)))
+    return found
+
+
+def circulating_form(ready: Prepared) -> Form | str:
+    """The form that the ring runs, or the reason why it runs none."""
+    forms, name = ready.forms, ready.variant.name
+    linears = [form for form in forms if isinstance(form, Linear)]
+    pairwise = [form for form in forms if isinstance(form, Pairwise)]
+    if linears and linear.unsupported(linears[0], ready.call) is None:
+        return linears[0]
+    if ready.call.return_lse and not any(form.softmax for form in pairwise):
+        return "return_lse must be False, except for a softmax"
+    for form in pairwise:
+        if form.normalize != "select":
+            return form
+        return f"{name} selects keys, which needs all scores of a row"
+    if linears:
+        if ready.call.softcap is not None:
+            return "softcap must be None for a linear form: there is no score to cap"
+        return linears[0]
+    why = [form.why for form in forms if isinstance(form, NoForm) and form.kind == "pairwise"]
+    return why[0] if why else f"{name} has only a definition, which needs all scores of a row"
+
+
+def _by_ring(given: Inputs, readies: list[Prepared], forms: list[Form]) -> Result:
+    q, k, v, calls = given.q, given.k, given.v, [ready.call for ready in readies]
+    pairwise = [form for form in forms if isinstance(form, Pairwise)]
+    if not pairwise:
+        linears = [form for form in forms if isinstance(form, Linear)]
+        q, k, v, calls, pairwise = _as_pairwise(given, calls, linears)
+    ring, parts = Ring(given.shards, given.ranks), given.shards.parts()
+    rows = [
+        Rows(part, _formed(call, form))
+        for part, call, form in zip(parts, calls, pairwise, strict=True)
+    ]
+    gain = pairwise[0].gain
+    if isinstance(gain, FromStatistics):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and gain.differentiable):
+            found = ring_statistics(ring, q, k, [_bare(mine) for mine in rows])
+        rows = [
+            Rows(part, _formed(call, replace(form, gain=form.gain.gain(each))))
+            for part, call, form, each in zip(parts, calls, pairwise, found, strict=True)
+            if isinstance(form.gain, FromStatistics)
+        ]
+    return ring_attention(ring, q, k, v, rows)
+
+
+def _formed(call: Call, form: Pairwise) -> PairwiseCall:
+    def tensor(x: object) -> Tensor | None:
+        return call.per_query(x) if isinstance(x, (Tensor, float, int)) else None
+
+    gain = form.gain
+    gain = None if not isinstance(gain, Tensor) and gain == 1.0 else tensor(gain)
+    return PairwiseCall(
+        call,
+        Normalizer(form.activation, form.normalize, form.keep, float(form.eps), form.distance),
+        Vectors(gain, tensor(form.offset), tensor(form.shape), tensor(form.sink)),
+        Terms(tensor(form.key_bias), tensor(form.decay), tensor(form.factor)),
+        new_seed(call) if call.dropout_p else None,
+    )
+
+
+def _bare(mine: Rows) -> Rows:
+    """Without the vectors of the form: statistics are those of the logits with their bias."""
+    return mine._replace(formed=mine.formed._replace(vectors=Vectors(), terms=Terms()))
+
+
+def _as_pairwise(
+    given: Inputs, calls: list[Call], forms: list[Linear]
+) -> tuple[Tensor, Tensor, Tensor, list[Call], list[Pairwise]]:
+    """Features in place of queries and keys; φ is then the identity."""
+    qs, ks, vs, made = [], [], [], []
+    for part, call, form in zip(given.shards.parts(), calls, forms, strict=True):
+        q, k, v = (x[:, :, part] for x in (given.q, given.k, given.v))
+        if form.per_query_head:
+            call, (k, v) = call.with_repeated_keys(k, v)
+        at = call.query_positions
+        qs.append(form.of_queries(call.scale * q.to(call.dtype), at))
+        ks.append(form.features(k.to(call.dtype), at))
+        vs.append(v)
+        made.append(replace(call, scale=1.0))
+    q, k, v = (torch.cat(xs, dim=2) for xs in (qs, ks, vs))
+    return q, k, v, made, [Pairwise(IDENTITY, "sum")] * len(made)
+
+
+def _by_states(given: Inputs, readies: list[Prepared], forms: list[Linear]) -> Tensor:
+    """Each rank adds up the states of the chunks that its queries see."""
+    shards, ranks = given.shards, given.ranks
+    calls, states = [], []
+    for part, at, ready, form in zip(
+        shards.parts(), shards.places(ranks.rank), readies, forms, strict=True
+    ):
+        call = ready.call
+        mask = None if call.mask is None else call.mask[..., at]
+        call = replace(call, keys=shards.chunk, key_origin=at.start, mask=mask)
+        if linear.sums_in_fp64(form, call):
+            call = replace(call, dtype=torch.float64)
+        calls.append(call)
+        states.append(linear.state_of(given.k[:, :, part], given.v[:, :, part], call, form))
+    everyone = shards.to_sequence(all_gather(torch.stack(states), 0, ranks), 0)
+    out = []
+    for part, chunk, call, form in zip(
+        shards.parts(), shards.owned(ranks.rank), calls, forms, strict=True
+    ):
+        q, k, v = (x[:, :, part] for x in (given.q, given.k, given.v))
+        if call.right != 0:
+            out.append(linear.read(q, everyone.sum(0), call, form))
+            continue
+        scan = scan_for(form, call).scan
+        assert scan is not None
+        out.append(scan(q, k, v, call, form, everyone[:chunk].sum(0))[0])
+    return torch.cat(out, dim=2)
+
+
+def check_circulates(readies: list[Prepared]) -> list[Form]:
+    """The form of each chunk, or a ValueError that says why the ring cannot run the variant."""
+    found = []
+    for ready in readies:
+        check_supported(ready)
+        form = circulating_form(ready)
+        if isinstance(form, str):
+            raise ValueError(
+                f"method 'ring' does not support this call: {form}; 'all_gather' and 'ulysses' do"
+            )
+        found.append(form)
+    return found

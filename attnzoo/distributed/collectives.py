@@ -1,0 +1,138 @@
+"""Collectives that carry gradients, and the exchange of tensors around a ring.
+
+They use torch's functional collectives, which torch.compile traces. The gradients of the shards
+that an `all_gather` joins are summed over the ranks, because every rank may have used them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# torch 2.13 renamed these, and warns of the old names.
+_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a one-dimensional mesh. ``rank``: the own number among them."""
+
+    mesh: DeviceMesh
+    rank: int
+    count: int
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _wait(_gather(x.contiguous(), 0, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        (dout,) = grad_outputs
+        return _wait(_reduce_scatter(dout.contiguous(), "sum", 0, ctx.group)), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sizes, ctx.group = (received, sent), group
+        return _wait(funcol.all_to_all_single(x, received, sent, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
+        (dout,) = grad_outputs
+        received, sent = ctx.sizes
+        back = funcol.all_to_all_single(dout.contiguous(), sent, received, ctx.group)
+        return _wait(back), None, None, None
+
+
+def _wait(x: Tensor) -> Tensor:
+    return funcol.wait_tensor(x)
+
+
+def all_gather(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """Join the shards of all ranks along a dimension, in the order of the ranks.
+
+    Bytes sent per rank: (R − 1) · size of x; as many for the gradient.
+    """
+    if ranks.count == 1:
+        return x
+    # Gloo has no bool, and the shards are joined along the first dimension.
+    given = x.dtype
+    moved = (x.to(torch.uint8) if given == torch.bool else x).movedim(dim, 0)
+    return _AllGather.apply(moved, ranks.group).movedim(0, dim).to(given)
+
+
+def all_to_all(
+    pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Ranks
+) -> list[Tensor]:
+    """Send ``pieces[r]`` to rank r, and return what each rank sent to this one.
+
+    ``shapes[r]`` is the shape of the tensor from rank r. Bytes sent per rank: those of the pieces
+    for other ranks.
+    """
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    if ranks.count > 1:
+        sent = [piece.numel() for piece in pieces]
+        flat = _AllToAll.apply(flat, sizes, sent, ranks.group)
+    return [x.view(*shape) for x, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
+    """The largest entry over all ranks, without gradients."""
+    return x if ranks.count == 1 else _wait(funcol.all_reduce(x, "max", ranks.group))
+
+
+class _Exchange:
+    """Tensors on their way to the next rank and from the previous one."""
+
+    def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
+        group, here, count = ranks.group, ranks.rank, ranks.count
+        after, before = ((here + step) % count for step in (1, -1))
+        after, before = (dist.get_global_rank(group, r) for r in (after, before))
+        self.sent = [x.contiguous() for x in tensors]  # kept until they have arrived
+        self.received = [torch.empty_like(x) for x in self.sent]
+        sends = [dist.P2POp(dist.isend, x, after, group) for x in self.sent]
+        takes = [dist.P2POp(dist.irecv, x, before, group) for x in self.received]
+        self.work = dist.batch_isend_irecv([*sends, *takes])
+
+    def wait(self) -> list[Tensor]:
+        for work in self.work:
+            work.wait()
+        return self.received
+
+
+def circulate(tensors: Sequence[Tensor], ranks: Ranks) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Pass tensors of equal shapes around the ring; yield (rank they came from, tensors).
+
+    The own tensors come first. The next ones travel while the caller works on the present ones.
+    Bytes sent per rank: (R − 1) · size of the tensors.
+    """
+    held: Sequence[Tensor] = tensors
+    for step in range(ranks.count):
+        coming = _Exchange(held, ranks) if step < ranks.count - 1 else None
+        yield (ranks.rank - step) % ranks.count, held
+        if coming is not None:
+            held = coming.wait()
+
+
+def pass_on(tensors: Sequence[Tensor], ranks: Ranks) -> _Exchange:
+    """Send tensors to the next rank; ``wait()`` returns those of the previous one."""
+    return _Exchange(tensors, ranks)

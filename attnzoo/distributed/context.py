@@ -1,0 +1,181 @@
+"""context_parallel_attention(): attention over a sequence whose tokens are on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnzoo.backends import linear
+from attnzoo.backends.selection import check_backend
+from attnzoo.core.arguments import ARGUMENTS, check_tensors
+from attnzoo.core.checks import shown
+from attnzoo.core.forms import Linear
+from attnzoo.distributed.agree import agree, described, ranks_of
+from attnzoo.distributed.circulated import check_circulates, chunks_of, ring_method
+from attnzoo.distributed.collectives import Ranks
+from attnzoo.distributed.gathered import Result, all_gather_attention, ulysses_attention
+from attnzoo.distributed.inputs import Inputs
+from attnzoo.distributed.layout import LAYOUTS, Shards
+from attnzoo.functional.prepare import Prepared, cast_by_autocast, prepare
+
+METHODS = ("auto", "ulysses", "all_gather", "ring")
+NAME = "context_parallel_attention"
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str = "softmax",
+    *,
+    mesh: DeviceMesh,
+    method: Literal["auto", "ulysses", "all_gather", "ring"] = "auto",
+    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    backend: str | None = None,
+    **arguments: Any,
+) -> Any:
+    """`attnzoo.attention` over a sequence whose tokens are shared out over the ranks of a mesh.
+
+    Each rank passes its shard of the sequence and gets the output of its tokens. Positions,
+    windows, ALiBi, segments, masks, sinks and n_i are those of the whole sequence.
+
+    ============  ===========================================  ===================================
+    method        what is sent                                 runs
+    ============  ===========================================  ===================================
+    "ulysses"     tokens for heads, before and after           every variant, on any backend
+    "all_gather"  all keys and values                          every variant, on any backend
+    "ring"        keys and values, from rank to rank; of       variants with a form, except top-k;
+                  linear forms only the states                 in PyTorch (`tiled`, `linear`)
+    ============  ===========================================  ===================================
+
+    With "ring" no rank holds all keys. "auto" is "ring" for a linear form, whose cost does not grow
+    with the length, else "ulysses" if the number of query heads is a multiple of that of the
+    ranks, else "all_gather".
+
+    Args:
+        q: The rank's queries (B, H, N/R, D) of a sequence of N tokens on R ranks.
+        k: Its keys (B, Hkv, N/R, D).
+        v: Its values (B, Hkv, N/R, Dv).
+        variant: A name from `list_variants`.
+        mesh: A one-dimensional `torch.distributed.device_mesh.DeviceMesh` of these ranks.
+        method: One of the names in the table.
+        layout: "contiguous": rank r has the tokens r·N/R … (r + 1)·N/R − 1. "zigzag": it has the
+            chunks r and 2R − 1 − r of 2R equal chunks, so that causal work is balanced. `shard`
+            makes both.
+        backend: As for `attention`; must be None with "ring".
+        **arguments: The other arguments of `attention`, and parameters of the variant. Parameters
+            of shape () or (H,), ``alibi`` and tensors of feature maps are passed whole. Key masks,
+            ``segment_ids`` and parameters per query or per key are shards. A dense mask is
+            (…, N/R, N), with all keys in the order of the sequence.
+
+    Returns:
+        The output (B, H, N/R, Dv) in q's dtype, or a pair (output, lse), as for `attention`.
+
+    Raises:
+        ValueError: An argument is wrong, the ranks pass different arguments, or the method does not
+            support the call. Every rank raises.
+        TypeError: An argument has a wrong type or dtype. The other ranks raise ValueError.
+
+    Example:
+        >>> import torch, attnzoo
+        >>> import torch.distributed as dist
+        >>> from attnzoo.distributed import context_parallel_attention
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> q, k, v = torch.randn(3, 1, 2, 8, 16).unbind()
+        >>> context_parallel_attention(q, k, v, "ssmax", mesh=mesh, is_causal=True).shape
+        torch.Size([1, 2, 8, 16])
+        >>> dist.destroy_process_group()
+
+    References:
+        Jacobs et al. 2023, arXiv:2309.14509 (Ulysses). Liu et al. 2023, arXiv:2310.01889 (ring).
+
+    Notes:
+        The gradients of tensors that are passed whole are partial sums, one per rank; add them up
+        over the ranks. Dropout draws from each rank's own generator: seed the ranks differently,
+        or their weights are dropped at equal places. A call whose ranks disagree raises on all
+        ranks; this costs one small exchange per call.
+    """
+    ranks = ranks_of(mesh)
+    error: Exception | None = None
+    given = local = None
+    text = ""
+    try:
+        given, local = _checked(q, k, v, variant, arguments, ranks, method, layout, backend)
+        text = _description(given, method, layout, backend)
+    except (ValueError, TypeError) as found:
+        error = found
+    device = q.device if isinstance(q, Tensor) else "cpu"
+    agree(NAME, text, error, ranks, device)
+    assert given is not None
+    assert local is not None
+    out, lse = _run(given, local, method, backend)
+    return (out, lse) if local.call.return_lse else out
+
+
+def _run(given: Inputs, local: Prepared, method: str, backend: str | None) -> Result:
+    if method == "auto":
+        method = _choice(local, given.ranks)
+        if backend is not None and method == "ring":
+            method = "all_gather"
+    if method == "ulysses":
+        return ulysses_attention(given, backend)
+    if method == "all_gather":
+        return all_gather_attention(given, backend)
+    readies = chunks_of(given)
+    return ring_method(given, readies, check_circulates(readies))
+
+
+def _choice(local: Prepared, ranks: Ranks) -> str:
+    """The method that "auto" stands for. It is the same on all ranks."""
+    linears = [form for form in local.forms if isinstance(form, Linear)]
+    if linears and linear.unsupported(linears[0], local.call) is None:
+        return "ring"
+    return "ulysses" if local.call.heads % ranks.count == 0 else "all_gather"
+
+
+def _checked(
+    q: Any, k: Any, v: Any, variant: Any, arguments: dict[str, Any], ranks: Ranks, method: Any,
+    layout: Any, backend: Any,
+) -> tuple[Inputs, Prepared]:  # fmt: skip
+    """The validated arguments, and the call as if the shard were the whole sequence."""
+    for name, value, allowed in (("method", method, METHODS), ("layout", layout, LAYOUTS)):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
+    check_backend(backend)
+    if method == "ring" and backend is not None:
+        raise ValueError(f"backend must be None with method 'ring', got {shown(backend)}")
+    check_tensors("B, H, N, D", {"q": q, "k": k, "v": v})
+    local = q.shape[2]
+    if k.shape[2] != local:
+        raise ValueError(f"q and k must have equal lengths, got {local} and {k.shape[2]}")
+    if layout == "zigzag" and local % 2:
+        raise ValueError(
+            f"the number of tokens per rank must be even with layout 'zigzag', got {local}; "
+            "attnzoo.distributed.shard pads a sequence"
+        )
+    common = {name: value for name, value in arguments.items() if name in ARGUMENTS}
+    params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
+    mask = common.get("attn_mask")
+    dtype, (q, k, v) = q.dtype, cast_by_autocast(q, k, v)
+    if q.dtype != dtype and isinstance(mask, Tensor) and mask.dtype == dtype:
+        common["attn_mask"] = mask.float()
+    given = Inputs(q, k, v, variant, common, params, Shards(layout, ranks.count, local), ranks)
+    checked = dict(common)
+    if isinstance(mask := common.get("attn_mask"), Tensor) and not given.has_key_mask():
+        total = given.shards.total
+        if mask.dim() == 0 or mask.shape[-1] not in (1, total):
+            raise ValueError(
+                f"attn_mask must be a key mask (…, 1, {local}) of the shard, or (…, {local}, "
+                f"{total}) with all keys of the sequence, got {tuple(mask.shape)}"
+            )
+        checked["attn_mask"] = mask[..., :local]
+    return given, prepare(q, k, v, variant, checked | params)
+
+
+def _description(given: Inputs, method: str, layout: str, backend: str | None) -> str:
+    names = {"q": given.q, "k": given.k, "v": given.v, "variant": given.variant}
+    own = {"method": method, "layout": layout, "backend": backend}
+    return described(names | own | given.arguments | given.params)

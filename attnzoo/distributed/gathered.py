@@ -1,0 +1,146 @@
+"""Attention after gathering: all keys on every rank, or all tokens of some heads.
+
+Bytes sent per rank in the forward, with Q, K, V, O the sizes of the own shards; the backward sends
+as many for the gradients:
+
+    all_gather   (R − 1) · (K + V)
+    ulysses      (R − 1)/R · (Q + O) + (K + V) · (ranks besides this one that need a head, per head)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.core.registry import get_variant
+from attnzoo.distributed.collectives import all_gather, all_to_all
+from attnzoo.distributed.inputs import Inputs
+from attnzoo.functional.prepare import prepare
+from attnzoo.functional.run import run
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def all_gather_attention(given: Inputs, backend: str | None) -> Result:
+    """Gather keys and values, and compute the rows of this rank."""
+    shards, ranks = given.shards, given.ranks
+    whole = given.with_all_key_data()
+    k, v = (shards.to_sequence(all_gather(x, 2, ranks), 2) for x in (given.k, given.v))
+    found = []
+    for part, at in zip(shards.parts(), shards.places(ranks.rank), strict=True):
+        # Later keys are left out, so that the last query stands at the last key, as most backends
+        # require.
+        keys = at.stop if given.is_causal else shards.total
+        ready = whole.of_chunk(part, at.start, keys, k[:, :, :keys], v[:, :, :keys])
+        found.append(run(ready, backend))
+    return joined(found)
+
+
+def joined(found: list[Result]) -> Result:
+    """The results of the chunks of a shard as one result."""
+    out = torch.cat([out for out, _ in found], dim=2)
+    lses = [lse for _, lse in found if lse is not None]
+    return out, torch.cat(lses, dim=2) if lses else None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which query and key/value heads each rank computes.
+
+    Rank r has the query heads ``queries[r]``, and all key/value heads that these need.
+    """
+
+    total: int
+    group: int
+    ranks: int
+
+    def queries(self, rank: int) -> slice:
+        """The heads are shared out as evenly as possible."""
+        base, more = divmod(self.total, self.ranks)
+        start = rank * base + min(rank, more)
+        return slice(start, start + base + (rank < more))
+
+    def keys(self, rank: int) -> slice:
+        own = self.queries(rank)
+        return slice(own.start // self.group, -(-own.stop // self.group))
+
+    def key_of_query(self, rank: int) -> list[int]:
+        """For each query head of a rank, its key/value head among those of the rank."""
+        own, first = self.queries(rank), self.keys(rank).start
+        return [head // self.group - first for head in range(own.start, own.stop)]
+
+
+def ulysses_attention(given: Inputs, backend: str | None) -> Result:
+    """Exchange tokens for heads, compute all tokens of some heads, and exchange back."""
+    ranks = given.ranks
+    heads = Heads(given.q.shape[1], given.q.shape[1] // given.k.shape[1], ranks.count)
+    if heads.total < ranks.count:
+        raise ValueError(
+            f"method 'ulysses' needs at least as many query heads as ranks, got {heads.total} "
+            f"heads and {ranks.count} ranks; 'all_gather' and 'ring' do not"
+        )
+    q = _to_heads(given.q, [heads.queries(r) for r in range(ranks.count)], given)
+    of_keys = [heads.keys(r) for r in range(ranks.count)]
+    k, v = (_to_heads(x, of_keys, given) for x in (given.k, given.v))
+    wanted = heads.key_of_query(ranks.rank)
+    if wanted != [i // (len(wanted) // k.shape[1] or 1) for i in range(len(wanted))]:
+        # The rank has only some query heads of a group.
+        index = torch.tensor(wanted, device=k.device)
+        k, v = (x.index_select(1, index) for x in (k, v))
+    arguments, params = _of_heads(given, heads.queries(ranks.rank))
+    ready = prepare(q, k, v, given.variant, arguments | params)
+    out, lse = run(ready, backend)
+    out = _to_tokens(out, heads, given)
+    if lse is not None:
+        lse = _to_tokens(lse[..., None], heads, given)[..., 0]
+    return out, lse
+
+
+def _to_heads(x: Tensor, heads: list[slice], given: Inputs) -> Tensor:
+    """From all heads of a shard to some heads of the sequence: (B, h, N, D)."""
+    ranks, own = given.ranks, heads[given.ranks.rank]
+    shape = (x.shape[0], own.stop - own.start, *x.shape[2:])
+    pieces = [x[:, at] for at in heads]
+    found = all_to_all(pieces, [shape] * ranks.count, ranks)
+    return given.shards.to_sequence(torch.cat(found, dim=2), 2)
+
+
+def _to_tokens(x: Tensor, heads: Heads, given: Inputs) -> Tensor:
+    """The inverse of `_to_heads` for the heads of queries."""
+    ranks = given.ranks
+    pieces = given.shards.to_ranks(x, 2).chunk(ranks.count, dim=2)
+    counts = [heads.queries(r) for r in range(ranks.count)]
+    shapes = [(x.shape[0], c.stop - c.start, given.q.shape[2], x.shape[3]) for c in counts]
+    return torch.cat(all_to_all(pieces, shapes, ranks), dim=1)
+
+
+def _of_heads(given: Inputs, own: slice) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The other arguments for all tokens of some heads."""
+    whole = given.with_all_key_data()
+    ranks, shards = given.ranks, given.shards
+    arguments, params = dict(whole.arguments), dict(whole.params)
+    if (mask := arguments.get("attn_mask")) is not None:
+        if mask.dim() > 1 and mask.shape[-2] > 1:
+            mask = shards.to_sequence(all_gather(mask, -2, ranks), -2)
+        if mask.dim() > 2 and mask.shape[-3] > 1:
+            mask = mask[..., own, :, :]
+        arguments["attn_mask"] = mask
+    if (segments := arguments.get("segment_ids")) is not None:
+        queries = shards.to_sequence(all_gather(segments[0].long(), -1, ranks), -1)
+        arguments["segment_ids"] = (queries, segments[1])
+    if (alibi := arguments.get("alibi")) is not None:
+        arguments["alibi"] = alibi[own]
+    for param in get_variant(given.variant).params:
+        value = params.get(param.name)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        if value.dim() == 3 and param.kind != "tensor":
+            if not param.per_key:
+                value = shards.to_sequence(all_gather(value, -1, ranks), -1)
+            params[param.name] = value[:, own]
+        else:
+            params[param.name] = value[own]
+    return arguments, params

@@ -1,0 +1,169 @@
+"""The queries of a rank, which meet the keys of all ranks one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.shared_operands import Terms, Vectors
+from attnzoo.backends.tiled import parts
+from attnzoo.backends.tiled.walk import PairwiseCall
+from attnzoo.core.visibility import cut
+from attnzoo.distributed.collectives import Ranks, circulate, pass_on
+from attnzoo.distributed.layout import Shards
+
+NAMES = ("mask", "alibi", *Vectors._fields, *Terms._fields)  # the tensors of one chunk, besides q
+_PER_KEY = ("mask", "key_bias")
+
+
+class Ring(NamedTuple):
+    """The shards of a sequence and the ranks that hold them."""
+
+    shards: Shards
+    ranks: Ranks
+
+
+class Rows(NamedTuple):
+    """The queries of one chunk of this rank.
+
+    Attributes:
+        part: their places in the shard.
+        formed: the call of these queries and all keys of the sequence, and its form. Vectors per
+            key are of all keys.
+    """
+
+    part: slice
+    formed: PairwiseCall
+
+    def tensors(self) -> list[Tensor | None]:
+        """The tensors in the order of `NAMES`."""
+        call, _, vectors, terms, _ = self.formed
+        return [call.mask, call.alibi, *vectors, *terms]
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Rows:
+        call, size = self.formed.call, 2 + len(Vectors._fields)
+        mask, alibi = tensors[:2]
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(call.dtype)  # its gradient is summed in this dtype
+        formed = self.formed._replace(
+            call=replace(call, mask=mask, alibi=alibi),
+            vectors=Vectors(*tensors[2:size]),
+            terms=Terms(*tensors[size:]),
+        )
+        return self._replace(formed=formed)
+
+    def among(self, keys: slice, index: int) -> Rows:
+        """The same queries with some of the keys, those of chunk ``index`` of the sequence.
+
+        The sink is left out: it joins when all keys have been seen.
+        """
+        formed = parts.among(self.formed, keys)
+        seed = formed.seed
+        if seed is not None:  # other random numbers for each chunk of keys
+            seed = (seed + 0x9E3779B1 * index) & 0xFFFFFFFF
+        vectors = formed.vectors._replace(sink=None)
+        return self._replace(formed=formed._replace(vectors=vectors, seed=seed))
+
+    @property
+    def sees_keys(self) -> bool:
+        """Whether causality and window allow a key."""
+        call = self.formed.call
+        found = call.key_range(slice(0, call.queries))
+        return found.stop > found.start
+
+
+class Meeting(NamedTuple):
+    """The queries of a chunk and the keys of another one."""
+
+    number: int  # of the queries' chunk in the shard
+    rows: Rows
+    keys: slice  # places in the shard that is visiting
+    at: slice  # positions in the sequence
+
+
+def meetings(ring: Ring, rows: Sequence[Rows], source: int) -> Iterator[Meeting]:
+    """The chunks of queries that see keys of a rank, and these keys."""
+    shards = ring.shards
+    for keys, at, index in zip(shards.parts(), shards.places(source), shards.owned(source)):
+        for number, mine in enumerate(rows):
+            found = mine.among(at, index)
+            if found.sees_keys:
+                yield Meeting(number, found, keys, at)
+
+
+def with_tensors(rows: Sequence[Rows], flat: Sequence[Tensor | None]) -> list[Rows]:
+    size = len(NAMES)
+    return [mine.with_tensors(flat[i * size : (i + 1) * size]) for i, mine in enumerate(rows)]
+
+
+def wanted_names(needs: Sequence[bool], count: int) -> list[list[str]]:
+    """For each chunk, the names of the tensors that need a gradient."""
+    size = len(NAMES)
+    return [
+        [name for name, need in zip(NAMES, needs[i * size : (i + 1) * size], strict=True) if need]
+        for i in range(count)
+    ]
+
+
+def flat_gradients(
+    others: Sequence[dict[str, Tensor]], flat: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    found = [made.get(name) for made in others for name in NAMES]
+    return [
+        None if x is None or like is None else x.to(like.dtype)
+        for x, like in zip(found, flat, strict=True)
+    ]
+
+
+Gradients = Callable[[Meeting, Sequence[Tensor]], dict[str, Tensor]]
+
+
+def go_round_back(
+    ring: Ring, rows: Sequence[Rows], q: Tensor, tensors: Sequence[Tensor], names: str,
+    wanted: Sequence[Sequence[str]], gradients: Gradients,
+) -> tuple[Tensor, list[Tensor], list[dict[str, Tensor]]]:  # fmt: skip
+    """The gradients of q, of the tensors that go round, and of the other tensors of each chunk.
+
+    ``names`` are those of the tensors that go round, such as "kv".
+    """
+    dtype = rows[0].formed.call.dtype
+    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    travelling = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in tensors]
+    others = [
+        {
+            name: torch.zeros_like(x, dtype=dtype)
+            for name, x in zip(NAMES, mine.tensors(), strict=True)
+            if x is not None and name in names_of and name != "sink"
+        }
+        for mine, names_of in zip(rows, wanted, strict=True)
+    ]
+    coming = None
+    for source, held in circulate(tensors, ring.ranks):
+        own = [torch.zeros_like(x) for x in travelling]
+        for meeting in meetings(ring, rows, source):
+            made = gradients(meeting, [x[:, :, meeting.keys] for x in held])
+            dq[:, :, meeting.rows.part] += made.pop("q")
+            for total, name in zip(own, names, strict=True):
+                total[:, :, meeting.keys] += made.pop(name)
+            for name, into in others[meeting.number].items():
+                _part(into, name, meeting.at).add_(made[name])
+        if coming is not None:
+            travelling = coming.wait()
+        travelling = [x + new for x, new in zip(travelling, own, strict=True)]
+        coming = pass_on(travelling, ring.ranks) if ring.ranks.count > 1 else None
+    home = travelling if coming is None else coming.wait()
+    found = [x.to(like.dtype) for x, like in zip(home, tensors, strict=True)]
+    return dq.to(q.dtype), found, others
+
+
+def _part(x: Tensor, name: str, keys: slice) -> Tensor:
+    """The part of a gradient that belongs to some keys."""
+    if name not in _PER_KEY:
+        return x
+    if name == "mask":
+        return x[..., keys]
+    return cut(x, slice(None), slice(None), keys)

@@ -1,0 +1,96 @@
+"""Statistics of the logits when the keys travel around a ring; see `distributed.ring`.
+
+With p_r = exp(lse_r − lse), the share of the keys of rank r, the entropy of the whole row is
+H = Σ_r p_r · (H_r − log p_r).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.tiled.statistics import statistics, statistics_gradients
+from attnzoo.backends.tiled.walk import NEG_INF
+from attnzoo.core.forms import Statistics
+from attnzoo.distributed.collectives import circulate
+from attnzoo.distributed.rows import (
+    Meeting,
+    Ring,
+    Rows,
+    flat_gradients,
+    go_round_back,
+    meetings,
+    wanted_names,
+    with_tensors,
+)
+
+
+def ring_statistics(
+    ring: Ring, q: Tensor, k: Tensor, rows: Sequence[Rows]
+) -> tuple[Statistics, ...]:
+    """lse and entropy of the queries of each chunk, over all keys."""
+    flat = [x for mine in rows for x in mine.tensors()]
+    found = _Statistics.apply(ring, rows, q, k, *flat)
+    return tuple(Statistics(*found[2 * i : 2 * i + 2]) for i in range(len(rows)))
+
+
+class _Statistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ring: Ring, rows: Sequence[Rows], q: Tensor, k: Tensor, *flat: Any
+    ) -> tuple[Tensor, ...]:
+        rows = with_tensors(rows, flat)
+        found: list[Statistics | None] = [None] * len(rows)
+        for source, (held,) in circulate((k,), ring.ranks):
+            for i, mine, keys, _ in meetings(ring, rows, source):
+                new = Statistics(
+                    *statistics(mine.formed.call, q[:, :, mine.part], held[:, :, keys])
+                )
+                old = found[i]
+                found[i] = new if old is None else _merge(old, new)
+        done = [x or _of_nothing(mine) for x, mine in zip(found, rows, strict=True)]
+        flat_done = tuple(x for each in done for x in each)
+        ctx.save_for_backward(q, k, *flat_done, *flat)
+        ctx.ring = ring
+        ctx.rows = [mine.with_tensors([None] * len(mine.tensors())) for mine in rows]
+        return flat_done
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        q, k, *more = ctx.saved_tensors
+        size = 2 * len(ctx.rows)
+        flat = more[size:]
+        rows = with_tensors(ctx.rows, flat)
+        wanted = wanted_names(ctx.needs_input_grad[4:], len(rows))
+
+        def gradients(meeting: Meeting, held: Sequence[Tensor]) -> dict[str, Tensor]:
+            mine, at = meeting.rows, slice(2 * meeting.number, 2 * meeting.number + 2)
+            call = mine.formed.call
+            own_q, own_k = (x.to(call.dtype) for x in (q[:, :, mine.part], *held))
+            found, given_of = Statistics(*more[at]), Statistics(*grad_outputs[at])
+            names = wanted[meeting.number]
+            return statistics_gradients(call, own_q, own_k, found, given_of, names)
+
+        dq, (dk,), others = go_round_back(ctx.ring, rows, q, (k,), "k", wanted, gradients)
+        return None, None, dq, dk, *flat_gradients(others, flat)
+
+
+def _of_nothing(mine: Rows) -> Statistics:
+    call = mine.formed.call
+    rows = (call.batch, call.heads, call.queries)
+    lse = torch.full(rows, NEG_INF, dtype=call.dtype, device=call.device)
+    return Statistics(lse, torch.zeros_like(lse))
+
+
+def _merge(a: Statistics, b: Statistics) -> Statistics:
+    """The statistics over the keys of both."""
+    lse = torch.logaddexp(a.lse, b.lse)
+    entropy = torch.zeros_like(lse)
+    for part in (a, b):
+        log_p = part.lse - lse.masked_fill(lse == NEG_INF, 0.0)
+        p = log_p.exp()
+        entropy += p * (part.entropy - log_p.masked_fill(p == 0, 0.0))
+    return Statistics(lse, entropy)

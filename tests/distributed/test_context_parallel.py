@@ -1,0 +1,55 @@
+"""context_parallel_attention equals attention of one process, in values and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.cases import ALL_VARIANTS
+from helpers.context_cases import METHODS, cases, outcomes
+from helpers.ranks import on_ranks
+
+# One variant of each kind of merging: exp, other sums with a second normalizer, no normalizer, a
+# threshold, a gain from statistics, states, selected keys, and a definition.
+KINDS = (
+    "sink", "softpick", "sigmoid", "asentmax", "adaptive_temperature", "taylor", "topk",
+    "forgetting",
+)  # fmt: skip
+# The ring runs forms that merge. These have none.
+NOT_CIRCULATED = {"noisy", "perturb_max", "stick_breaking", "top_p", "topk"}
+
+
+def check(found: list, variants: tuple[str, ...]) -> None:
+    names = {case.id: case for case in cases(variants)}
+    done = set()
+    for rank, of_rank in enumerate(found):
+        assert isinstance(of_rank, dict), f"rank {rank}: {of_rank}"
+        assert set(of_rank) == set(names)
+        for name, text in of_rank.items():
+            case = names[name]
+            if text is None:
+                done.add((case.variant, case.method))
+                continue
+            assert not text.startswith("differs"), f"rank {rank}, {name}: {text}"
+            if text.startswith("rejected"):
+                few_heads = case.method == "ulysses" and case.heads[0] < len(found)
+                no_sums = case.variant in NOT_CIRCULATED or case.feature.endswith("lse")
+                assert few_heads or (case.method == "ring" and no_sums), f"{name}: {text}"
+    missing = {(v, m) for v in variants for m in METHODS} - done
+    assert missing == {(v, "ring") for v in variants if v in NOT_CIRCULATED}
+
+
+def test_two_ranks_agree_with_one_process() -> None:
+    check(on_ranks(2, outcomes, KINDS, seconds=240), KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_variant_agrees_with_one_process(ranks: int) -> None:
+    variants = tuple(v for v in ALL_VARIANTS if v not in KINDS or ranks > 2)
+    check(on_ranks(ranks, outcomes, variants, seconds=600), variants)
+
+
+def test_one_rank_is_attention() -> None:
+    (found,) = on_ranks(1, outcomes, ("ssmax",), seconds=120)
+    assert isinstance(found, dict), found
+    assert all(text is None for text in found.values()), found

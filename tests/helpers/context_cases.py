@@ -1,0 +1,183 @@
+"""Calls of context_parallel_attention, compared with one process that has the whole sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnzoo
+from attnzoo.distributed import context_parallel_attention
+from attnzoo.distributed.layout import Shards
+from helpers.cases import ALL_VARIANTS, CASES, params_of, rand
+
+METHODS = ("all_gather", "ulysses", "ring")
+LAYOUTS = ("zigzag", "contiguous")
+CHUNK = 6  # tokens per chunk with the layout "zigzag"
+HEADS = ((4, 2), (4, 4), (6, 2), (3, 1))  # query and key/value heads
+# What a call may have besides queries, keys and values.
+FEATURES = (
+    "plain", "causal", "causal window", "window pair", "alibi", "causal segments", "key mask",
+    "float key mask", "causal dense mask", "softcap", "causal lse", "scale",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    variant: str
+    method: str
+    layout: str
+    feature: str
+    heads: tuple[int, int]
+    learned: bool  # parameters (H,), else the example values
+    per_token: bool  # parameters (B, H, N)
+
+    @property
+    def id(self) -> str:
+        words = [*self[:4], f"{self.heads[0]}of{self.heads[1]}"]
+        return "-".join(words + ["learned"] * self.learned + ["per token"] * self.per_token)
+
+
+def cases(variants: tuple[str, ...] = ALL_VARIANTS) -> Iterator[Case]:
+    """Each variant with each method and feature; the rest changes from case to case."""
+    number = itertools.count()
+    for variant, method, feature in itertools.product(variants, METHODS, FEATURES):
+        n = next(number)
+        learned = bool(CASES[variant].learned) and n % 2 == 0
+        per_token = learned and CASES[variant].per_token and n % 4 == 0
+        yield Case(
+            variant, method, LAYOUTS[n % 2 ^ n // 12 % 2], feature, HEADS[n % 4], learned, per_token
+        )
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call by name, and its other arguments.
+
+    along: the dimension along which each tensor is cut into shards; None if it is passed whole.
+    """
+
+    tensors: dict[str, Tensor]
+    along: dict[str, int | None]
+    options: dict[str, Any]
+
+
+def inputs_of(case: Case, tokens: int) -> Inputs:
+    heads, kv_heads = case.heads
+    tensors = {
+        "q": rand(2, heads, tokens, 8, seed=1),
+        "k": rand(2, kv_heads, tokens, 8, seed=2),
+        "v": rand(2, kv_heads, tokens, 6, seed=3),
+    }
+    along: dict[str, int | None] = dict.fromkeys("qkv", 2)
+    options: dict[str, Any] = {"enable_gqa": heads != kv_heads, **params_of(case.variant, tokens)}
+    words = case.feature.split()
+    options["is_causal"] = "causal" in words
+    if "window" in words:
+        options["window"] = 7 if "causal" in words else (5, 9)
+    if "alibi" in words:
+        tensors["alibi"], along["alibi"] = rand(heads, seed=4).abs(), None
+    if "segments" in words:
+        # The second boundary lies inside of a chunk; the last segment has several chunks.
+        ids = torch.zeros(2, tokens, dtype=torch.long)
+        ids[:, 4:], ids[:, CHUNK + 1 :] = 1, 2
+        tensors["segment_ids"], along["segment_ids"] = ids, 1
+    if "mask" in words:
+        shape = (2, 1, tokens, tokens) if "dense" in words else (2, 1, 1, tokens)
+        mask = rand(*shape, seed=5)
+        if "float" in words:
+            mask = mask.masked_fill(mask > 1, float("-inf"))
+            mask[0] = float("-inf")  # a sequence without visible keys
+        else:
+            mask = mask > -1
+        tensors["attn_mask"], along["attn_mask"] = mask, -2 if "dense" in words else -1
+    if "softcap" in words:
+        options["softcap"] = 3.0
+    if "scale" in words:
+        options["scale"] = 0.7
+    options["return_lse"] = "lse" in words
+    if case.learned:
+        for i, (name, (low, high)) in enumerate(CASES[case.variant].learned.items()):
+            spec = {p.name: p for p in attnzoo.get_variant(case.variant).params}[name]
+            if spec.kind == "tensor":
+                continue
+            long = case.per_token or spec.per_key
+            shape = (2, heads, tokens) if long else (heads,)
+            tensors[name] = low + (high - low) * torch.sigmoid(rand(*shape, seed=6 + i))
+            along[name] = 2 if long else None
+            options.pop(name, None)
+    return Inputs(tensors, along, options)
+
+
+def outcome(case: Case, rank: int, mesh: Any) -> str | None:
+    """None if the call agrees with one process; a text if not, or if the case does not exist."""
+    layout = Shards(case.layout, mesh.size(), 2 * CHUNK)
+    given = inputs_of(case, layout.total)
+    whole = _learnable(given.tensors)
+    try:
+        expected = _results(attnzoo.attention(variant=case.variant, **whole, **given.options))
+    except (ValueError, TypeError):
+        return "not supported"
+    mine = _learnable({name: _shard(x, given.along[name], layout, rank)
+                       for name, x in given.tensors.items()})  # fmt: skip
+    try:
+        found = _results(context_parallel_attention(
+            variant=case.variant, **mine, **given.options, mesh=mesh, method=case.method,
+            layout=case.layout,
+        ))  # fmt: skip
+    except ValueError as error:
+        return f"rejected: {error}"
+    weights = [rand(*x.shape, seed=20 + i) for i, x in enumerate(expected)]
+    own = [_shard(x, 2, layout, rank) for x in weights]
+    wanted = _gradients(whole, expected, weights)
+    got = _gradients(mine, found, own)
+    pairs = {
+        f"out {i}": (x, _shard(y, 2, layout, rank))
+        for i, (x, y) in enumerate(zip(found, expected, strict=True))
+    }
+    for name, gradient in got.items():
+        if given.along[name] is None:  # a partial sum
+            dist.all_reduce(gradient)
+            pairs[f"d{name}"] = (gradient, wanted[name])
+        else:
+            pairs[f"d{name}"] = (gradient, _shard(wanted[name], given.along[name], layout, rank))
+    # Both are fp64, with sums in another order and a threshold solved to 1e-13.
+    wrong = [
+        name for name, (x, y) in pairs.items() if not torch.allclose(x, y, rtol=1e-8, atol=1e-9)
+    ]
+    return f"differs: {', '.join(wrong)}" if wrong else None
+
+
+def _learnable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: x.detach().clone().requires_grad_(x.is_floating_point())
+        for name, x in tensors.items()
+    }
+
+
+def _results(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _gradients(
+    given: dict[str, Tensor], results: tuple[Tensor, ...], weights: list[Tensor]
+) -> dict[str, Tensor]:
+    # lse is −inf for rows without keys.
+    total = sum((x.masked_fill(x.isinf(), 0.0) * w).sum() for x, w in zip(results, weights))
+    names = [name for name, x in given.items() if x.requires_grad]
+    assert isinstance(total, Tensor)
+    found = torch.autograd.grad(total, [given[name] for name in names], allow_unused=True)
+    zeros = (torch.zeros_like(given[name]) for name in names)
+    return {n: z if x is None else x for n, x, z in zip(names, found, zeros, strict=True)}
+
+
+def _shard(x: Tensor, dim: int | None, layout: Shards, rank: int) -> Tensor:
+    return x if dim is None else layout.shard(x, rank, dim)
+
+
+def outcomes(rank: int, variants: tuple[str, ...]) -> dict[str, str | None]:
+    """The outcome of each case by its id, on one rank."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return {case.id: outcome(case, rank, mesh) for case in cases(variants)}

@@ -1,0 +1,68 @@
+"""Mistakes in calls of context_parallel_attention, made on the ranks of a test."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from attnzoo.distributed import context_parallel_attention
+
+
+def _call(rank: int, tokens: int = 8, **options: object) -> str:
+    """The error of a call as text."""
+    mesh = options.pop("mesh", None) or dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    q, k, v = torch.randn(3, 1, 2, tokens, 4).unbind()
+    try:
+        context_parallel_attention(q, k, v, mesh=mesh, **options)  # type: ignore[arg-type]
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def different_lengths(rank: int) -> str:
+    return _call(rank, tokens=8 + 2 * rank)
+
+
+def lengths_that_differ_later(rank: int) -> str:
+    assert _call(rank) == "no error"
+    return different_lengths(rank)
+
+
+def odd_length(rank: int) -> str:
+    return _call(rank, tokens=7)
+
+
+def a_mistake_on_one_rank(rank: int) -> str:
+    return _call(rank, **({"alibi": torch.zeros(3)} if rank == 1 else {}))
+
+
+def different_variants(rank: int) -> str:
+    return _call(rank, variant=["softmax", "ssmax"][rank])
+
+
+def unsupported_variant(rank: int) -> str:
+    return _call(rank, variant="topk", method="ring")
+
+
+def two_dimensional_mesh(rank: int) -> str:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
+    return _call(rank, mesh=mesh)
+
+
+def no_mesh(rank: int) -> str:
+    return _call(rank, mesh="cpu")
+
+
+def too_few_heads(rank: int) -> str:
+    return _call(rank, method="ulysses")
+
+
+def a_rank_that_ends(rank: int) -> str:
+    assert _call(rank, method="ring") == "no error"
+    if rank == 1:
+        os._exit(3)
+    time.sleep(0.5)
+    return _call(rank, method="ring")
