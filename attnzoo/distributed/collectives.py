@@ -100,6 +100,11 @@ def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
     return x if ranks.count == 1 else _wait(funcol.all_reduce(x, "max", ranks.group))
 
 
+def all_reduce_sum(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over all ranks, without gradients."""
+    return x if ranks.count == 1 else _wait(funcol.all_reduce(x, "sum", ranks.group))
+
+
 class _Exchange:
     """Tensors on their way to the next rank and from the previous one."""
 

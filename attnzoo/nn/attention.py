@@ -16,6 +16,7 @@ from attnzoo.nn.cache import Cache, KVCache, StateCache
 from attnzoo.nn.decoding import attend
 from attnzoo.nn.parameters import Names, VariantParameters
 from attnzoo.nn.projections import Projections, split_projected
+from attnzoo.nn.sharding import Sharding
 
 
 class Attention(VariantParameters):
@@ -71,6 +72,7 @@ class Attention(VariantParameters):
 
     queries = 1  # per head; a wrapper may need more
     projections: Projections | None
+    sharding: Sharding | None = None  # see `attnzoo.distributed.shard_sequence`
 
     def __init__(
         self,
@@ -168,9 +170,15 @@ class Attention(VariantParameters):
         if self.softcap is not None:
             options["softcap"] = self.softcap
         if check_bool("need_weights", need_weights):
+            if self.sharding is not None:
+                raise ValueError("need_weights must be False for a sharded sequence, got True")
             if cache is not None:
                 raise ValueError("need_weights must be False with a cache, got True")
             return _dense(q, k, v, self.variant, **options)
+        if self.sharding is not None:
+            if cache is not None:
+                raise ValueError("cache must be None for a sharded sequence")
+            return self.sharding.attention(q, k, v, self.variant, **options)
         if cache is None:
             return attention(q, k, v, self.variant, **options)
         return attend(cache, q, k, v, self.variant, **options)

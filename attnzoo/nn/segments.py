@@ -24,6 +24,21 @@ def check_segments(segment_ids: Any, tokens: Tensor, start: int) -> None:
 
     Ids that are not readable are not checked for adjacency.
     """
+    check_shape(segment_ids, tokens, start)
+    if not is_readable(segment_ids):
+        return
+    ordered = segment_ids.sort(dim=1).values
+    runs, distinct = (x.diff(dim=1).count_nonzero(dim=1) for x in (segment_ids, ordered))
+    if bool((runs != distinct).any()):
+        row = int((runs != distinct).nonzero()[0])
+        raise ValueError(
+            f"segment_ids must be equal only in adjacent tokens, got {segment_ids[row].tolist()} "
+            f"in row {row}"
+        )
+
+
+def check_shape(segment_ids: Any, tokens: Tensor, start: int) -> None:
+    """Raises unless the ids are int (B, start + N) on the device of tokens (B, N)."""
     check_ids("segment_ids", segment_ids)
     expected = (tokens.shape[0], start + tokens.shape[1])
     if segment_ids.shape != expected:
@@ -35,14 +50,4 @@ def check_segments(segment_ids: Any, tokens: Tensor, start: int) -> None:
     if segment_ids.device != tokens.device:
         raise ValueError(
             f"segment_ids must be on the device of tokens {tokens.device}, got {segment_ids.device}"
-        )
-    if not is_readable(segment_ids):
-        return
-    ordered = segment_ids.sort(dim=1).values
-    runs, distinct = (x.diff(dim=1).count_nonzero(dim=1) for x in (segment_ids, ordered))
-    if bool((runs != distinct).any()):
-        row = int((runs != distinct).nonzero()[0])
-        raise ValueError(
-            f"segment_ids must be equal only in adjacent tokens, got {segment_ids[row].tolist()} "
-            f"in row {row}"
         )

@@ -25,7 +25,8 @@ from attnzoo.nn.checks import check_heads
 from attnzoo.nn.decoder_layer import DecoderLayer, Scale
 from attnzoo.nn.output_layer import OutputLayer
 from attnzoo.nn.per_layer import per_layer
-from attnzoo.nn.segments import check_segments, restarted
+from attnzoo.nn.segments import check_segments, check_shape, restarted
+from attnzoo.nn.sharding import Sharding
 from attnzoo.nn.tied_output import output_of
 from attnzoo.nn.wrappers import Choice, Wrapper
 
@@ -101,6 +102,7 @@ class Transformer(nn.Module):
     """
 
     BIASED = ("alibi", "nape")  # the encodings that add a bias to the scores
+    sharding: Sharding | None = None  # see `attnzoo.distributed.shard_sequence`
 
     def __init__(
         self,
@@ -254,16 +256,29 @@ class Transformer(nn.Module):
         options: dict[str, Any] = {"attn_mask": attn_mask, "window": self.window}
         if self.positions in self.BIASED:
             options["alibi"] = self._slopes(tokens.device)
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        positions = self._positions(tokens, start, segment_ids)
         if segment_ids is not None:
-            check_segments(segment_ids, tokens, start)
-            positions = restarted(segment_ids)[:, start:]
             options["segment_ids"] = segment_ids[:, start:], segment_ids
         rotation = self._rotation(positions)
         x = self.embed(tokens)
         for n, layer in enumerate(self.layers):
             x = layer(x, rotation, caches[n] if caches else None, options)
         return self.norm(x)
+
+    def _positions(self, tokens: Tensor, start: int, segment_ids: Tensor | None) -> Tensor:
+        """The position of each token in its sequence (N,), or in its segment (B, N)."""
+        count, sharding = tokens.shape[1], self.sharding
+        if segment_ids is not None and sharding is not None:
+            check_shape(segment_ids, tokens, 0)
+            whole = sharding.whole(segment_ids, 1)
+            check_segments(whole, whole, 0)
+            return sharding.own(restarted(whole), 1)
+        if segment_ids is not None:
+            check_segments(segment_ids, tokens, start)
+            return restarted(segment_ids)[:, start:]
+        if sharding is not None:
+            return sharding.positions(count, tokens.device)
+        return torch.arange(start, start + count, device=tokens.device)
 
     def _slopes(self, device: torch.device) -> Tensor:
         """ALiBi's slope of each head, (H,)."""

@@ -1,0 +1,38 @@
+"""Models train on shards of a sequence as one process does on the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import context_models
+from helpers.ranks import on_ranks
+
+
+def check(found: list, name: str) -> None:
+    expected = context_models.alone(name)
+    assert expected[0] > expected[-1]
+    for losses in found:
+        assert not isinstance(losses, str), losses
+        # Both models are fp64, but transformers sums its loss over some 50 tokens in fp32.
+        assert losses == pytest.approx(expected, rel=3e-6 if name == "llama" else 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "layout"),
+    [
+        ("transformer", "ring", "zigzag"),
+        ("llama", "ulysses", "zigzag"),
+        pytest.param("transformer", "ulysses", "contiguous", marks=pytest.mark.slow),
+        pytest.param("transformer", "all_gather", "zigzag", marks=pytest.mark.slow),
+        pytest.param("llama", "ring", "contiguous", marks=pytest.mark.slow),
+        pytest.param("llama", "all_gather", "zigzag", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_train_as_one_process(name: str, method: str, layout: str) -> None:
+    check(on_ranks(2, context_models.on_two_ranks, name, method, layout, seconds=120), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformer", "llama"])
+def test_beside_fsdp(name: str) -> None:
+    check(on_ranks(4, context_models.beside_fsdp, name, seconds=240), name)

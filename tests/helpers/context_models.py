@@ -1,0 +1,107 @@
+"""Trains models whose sequences are shared out over ranks, for comparison with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from attnzoo.distributed import Batch, shard_batch, shard_sequence
+from attnzoo.nn import Transformer
+
+TOKENS, BATCH, LENGTH, STEPS = 99, 2, 27, 3  # neither 2 nor 4 divides the length
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    model = Transformer(
+        TOKENS, 32, 4, 2, [("ssmax", {}), ("entmax", {"learn": ["alpha"], "alpha": 1.4})],
+        num_kv_heads=2, qk_norm=True,
+    )  # fmt: skip
+    return model.double()
+
+
+def converted() -> nn.Module:
+    from attnzoo.integrations.transformers import convert
+    from helpers.hf_models import llama
+
+    return convert(llama(), "ssmax").double().train()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"transformer": transformer, "llama": converted}
+
+
+def data() -> Tensor:
+    return torch.randint(TOKENS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(name: str, model: nn.Module, batch: Batch, count: int) -> Tensor:
+    """The rank's part of the mean loss over ``count`` labels."""
+    if name == "llama":
+        return model(**{**batch.transformers, "num_items_in_batch": count}).loss
+    logits = model(batch.tokens, attn_mask=batch.key_mask)
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / count
+
+
+def trained(model: nn.Module, loss: Callable[[], Tensor], total: Callable[[Tensor], Any]) -> list:
+    """The losses of a few steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    found = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        found.append(float(total(value.detach())))
+    return found
+
+
+def alone(name: str) -> list[float]:
+    """The losses of one process with the whole batch."""
+    model, tokens = MODELS[name](), data()
+    count = BATCH * (LENGTH - 1)
+
+    def loss() -> Tensor:
+        if name == "llama":
+            return model(tokens, labels=tokens, use_cache=False).loss
+        logits = model(tokens)[:, :-1]
+        return (
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / count
+        )
+
+    return trained(model, loss, lambda x: x)
+
+
+def summed(x: Tensor) -> Tensor:
+    dist.all_reduce(x)
+    return x
+
+
+def on_two_ranks(rank: int, name: str, method: str, layout: Any) -> list[float]:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model = shard_sequence(MODELS[name](), mesh, method, layout=layout)  # type: ignore[arg-type]
+    batch = shard_batch(data(), mesh, layout=layout)
+    return trained(model, lambda: loss_of(name, model, batch, batch.count), summed)
+
+
+def beside_fsdp(rank: int, name: str) -> list[float]:
+    """Two ranks share a sequence; the parameters are sharded over two others, with other rows."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "data"))
+    model = MODELS[name]()
+    layers = model.model.layers if name == "llama" else model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    shard_sequence(model, mesh["context"], "ulysses")
+    row = mesh["data"].get_local_rank()
+    batch = shard_batch(data()[row : row + 1], mesh["context"])
+    # FSDP2 takes the mean of the gradients over all ranks, and the loss is a sum of parts.
+    count = BATCH * (LENGTH - 1) / dist.get_world_size()
+    losses = trained(model, lambda: loss_of(name, model, batch, count), summed)  # type: ignore[arg-type]
+    return [loss / dist.get_world_size() for loss in losses]
