@@ -106,14 +106,19 @@ def all_reduce_sum(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 class _Exchange:
-    """Tensors on their way to the next rank and from the previous one."""
+    """Tensors on their way to the next rank and from the previous one.
 
-    def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
+    ``into``: where the arriving tensors are written; None allocates memory.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], ranks: Ranks, into: list[Tensor] | None = None
+    ) -> None:
         group, here, count = ranks.group, ranks.rank, ranks.count
         after, before = ((here + step) % count for step in (1, -1))
         after, before = (dist.get_global_rank(group, r) for r in (after, before))
         self.sent = [x.contiguous() for x in tensors]  # kept until they have arrived
-        self.received = [torch.empty_like(x) for x in self.sent]
+        self.received = into or [torch.empty_like(x) for x in self.sent]
         sends = [dist.P2POp(dist.isend, x, after, group) for x in self.sent]
         takes = [dist.P2POp(dist.irecv, x, before, group) for x in self.received]
         self.work = dist.batch_isend_irecv([*sends, *takes])
@@ -131,10 +136,12 @@ def circulate(tensors: Sequence[Tensor], ranks: Ranks) -> Iterator[tuple[int, Se
     Bytes sent per rank: (R − 1) · size of the tensors.
     """
     held: Sequence[Tensor] = tensors
+    spare: list[Tensor] | None = None  # tensors that have been sent on, to be overwritten
     for step in range(ranks.count):
-        coming = _Exchange(held, ranks) if step < ranks.count - 1 else None
+        coming = _Exchange(held, ranks, spare) if step < ranks.count - 1 else None
         yield (ranks.rank - step) % ranks.count, held
         if coming is not None:
+            spare = None if step == 0 else list(held)
             held = coming.wait()
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo.distributed import context_parallel_attention
-from attnzoo.distributed.layout import Shards
+from helpers.memory import peak_of
 
+WIDE = 256
 BATCH, HEADS, KV_HEADS, LOCAL, DIM, VALUE_DIM = 1, 6, 2, 8, 4, 6
 
 
@@ -73,14 +74,15 @@ def sent(rank: int, variant: str, method: str, params: dict[str, Any]) -> tuple[
 
 
 def peak(rank: int, method: str, tokens: int) -> int:
-    """The largest number of bytes in tensors during a forward, on one rank."""
-    from helpers.memory import peak_of
+    """The largest number of bytes in new tensors during a forward without gradients.
 
-    ranks = dist.get_world_size()
-    mesh = dist.init_device_mesh("cpu", (ranks,))
-    local = Shards("contiguous", ranks, tokens // ranks).local
-    q, k, v = torch.randn(3, 1, 1, local, 64).unbind()
-    q = q[:, :, :16].repeat(1, 1, 1, 1)
-    return peak_of(lambda: context_parallel_attention(
-        torch.randn(1, 1, local, 64), k, v, mesh=mesh, method=method, layout="contiguous",
-    ))  # fmt: skip
+    The keys are wide and the values narrow, so that the memory is mostly that of the keys.
+    """
+    local = tokens // dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    q, k = torch.randn(2, 1, 1, local, WIDE).unbind()
+    return peak_of(
+        lambda: context_parallel_attention(
+            q, k, torch.randn(1, 1, local, 16), mesh=mesh, method=method, layout="contiguous"
+        )  # type: ignore[call-overload]
+    )

@@ -47,13 +47,13 @@ def nothing(formed: PairwiseCall) -> Partial:
 
 
 def merge(how: Normalizer, a: Partial, b: Partial) -> Partial:
-    """The sums over the keys of two partials. Both must have the same τ if it is a threshold."""
+    """The sums over the keys of two partials, which are overwritten."""
     if not how.online and not how.activation.shifted:
-        return Partial(a.out + b.out, a.z + b.z, a.tau)
+        return Partial(a.out.add_(b.out), a.z.add_(b.z), a.tau)
     tau = torch.maximum(a.tau, b.tau)
     anchor = tau.masked_fill(tau == NEG_INF, 0.0)
     first, second = ((x.tau - anchor).exp() for x in (a, b))
-    out = a.out * first[..., None] + b.out * second[..., None]
+    out = a.out.mul_(first[..., None]).add_(b.out.mul_(second[..., None]))
     return Partial(out, a.z * first + b.z * second, tau)
 
 
