@@ -282,6 +282,7 @@ def click(browser: webdriver.Chrome, element: WebElement) -> None:
     element.click()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 def test_sorting_links_and_phone_width_in_a_browser(
     browser: webdriver.Chrome, tmp_path: Path

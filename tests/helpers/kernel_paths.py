@@ -8,7 +8,7 @@ covering arrays of the kernel tests therefore contain one variant per path.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import cycle, islice
@@ -95,7 +95,7 @@ def one_level_per_path(
     return groups
 
 
-ROUNDS = 3  # quick cases per path, at least
+ROUNDS = 2  # quick cases per path and per setting, at least
 
 
 LARGEST_OF_EXPENSIVE = 200 * 17  # scores per head
@@ -129,17 +129,16 @@ def quick_rows(
 
     Threshold forms, other pairwise forms and linear forms have one array each, because they run
     different kernels. The paths of one array differ only in a few steps of the kernel. It therefore
-    suffices that each pair of settings occurs with some path, and that each path occurs in at least
-    `ROUNDS` rows. The slow arrays, which are made elsewhere, contain each pair of settings with
-    every variant. Levels that `one_level_per_path` leaves out are tested only with one of the rows
-    in ``thin``, in turn.
+    suffices that each setting and each path occurs in at least `ROUNDS` rows. The slow arrays,
+    which are made elsewhere, contain each pair of settings with every variant. Levels that
+    `one_level_per_path` leaves out are tested only with one of the rows in ``thin``, in turn.
     """
     levels = list(levels)
     groups, rows = one_level_per_path(levels, kinds), []
     for group in groups.values():
         settings = _covering(tuple(factors.items()), allowed, tuple(group))
         waiting = deque(group)
-        for row in settings:
+        for row in each_setting(settings):
             able = next(level for level in waiting if supports({**row, "params": level}))
             waiting.remove(able)
             waiting.append(able)
@@ -151,6 +150,16 @@ def quick_rows(
     others = (x for x in levels if not any(x in group for group in groups.values()))
     rows += [{**row, "params": level} for level, row in zip(others, cycle(thin), strict=False)]
     return [(row["params"].variant, {**row, "params": row["params"].params}) for row in rows]
+
+
+def each_setting(rows: Iterable[Row]) -> list[Row]:
+    """The rows without those whose settings have all occurred `ROUNDS` times before."""
+    seen, kept = Counter[tuple[str, Any]](), []
+    for row in rows:
+        if any(seen[setting] < ROUNDS for setting in row.items()):
+            kept.append(row)
+            seen.update(row.items())
+    return kept
 
 
 @cache
@@ -168,11 +177,15 @@ def _covering(
 def quick_variants(
     variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
 ) -> list[ParameterSet]:
-    """Test parameters, slow if an earlier variant has the same normalization and activation."""
+    """Test parameters, slow if expensive or if an earlier variant runs the same code.
+
+    The code is the same if normalization and activation are.
+    """
     known, values = set(), []
     for variant in variants:
         path = path_of(Level(variant, "default"), kinds)
-        seen = (path.kind, path.normalize, path.activation)
-        values.append(pytest.param(variant, marks=[pytest.mark.slow] if seen in known else []))
-        known.add(seen)
+        code = (path.kind, path.normalize, path.activation)
+        slow = code in known or CASES[variant].expensive
+        values.append(pytest.param(variant, marks=[pytest.mark.slow] if slow else []))
+        known.add(code)
     return values
