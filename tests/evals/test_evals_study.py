@@ -254,7 +254,12 @@ def test_the_train_length_and_required_parameters_are_added() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"), [(name, preset) for name, task in TASKS.items() for preset in task.presets]
+    ("name", "preset"),
+    [
+        pytest.param(name, preset, marks=[pytest.mark.slow] if preset == "paper" else [])
+        for name, task in TASKS.items()
+        for preset in task.presets
+    ],
 )
 def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     planned = plan_study(TASKS[name], Options(preset=preset), {})

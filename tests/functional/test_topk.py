@@ -14,6 +14,7 @@ from attnzoo import linear_topk, probabilities, topk_probabilities
 from attnzoo.functional import topk as module
 from helpers.cases import CASES, VARIANTS, WITH_FORMS, has_rows, params_of, rand
 from helpers.coverage_table import FIRST
+from helpers.kernel_paths import quick_variants
 from helpers.largest import agrees
 
 ROWS = [v for v in VARIANTS if has_rows(v)]
@@ -24,13 +25,12 @@ SETTINGS = [
 ]
 # Also: a gain that reverses the order, and a gain of 0.
 SETTINGS += [("ssmax", {"s": -0.4}), ("ssmax", {"s": 0.0}), ("entmax", {"alpha": 1.1})]
+QUICK = [x.values[0] for x in quick_variants(ROWS) if not x.marks]
 every_setting = pytest.mark.parametrize(
     ("variant", "params"),
-    [
-        pytest.param(v, params, marks=[pytest.mark.slow] if CASES[v].expensive else [])
-        for v, params in SETTINGS
-    ],
-)
+    [pytest.param(v, params, marks=[] if v in QUICK else [pytest.mark.slow])
+     for v, params in SETTINGS],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -8,7 +8,7 @@ covering arrays of the kernel tests therefore contain one variant per path.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import cycle, islice
@@ -24,7 +24,7 @@ from attnzoo.core.parameters import VECTORS
 from attnzoo.functional.prepare import prepare
 from helpers.agreement import make
 from helpers.cases import CASES, CAUSAL_ONLY, NO_LSE, NO_SCORE
-from helpers.covering import Factors, Row, covering
+from helpers.covering import Factors, Row, covering, each_setting
 
 
 class Level(NamedTuple):
@@ -138,7 +138,7 @@ def quick_rows(
     for group in groups.values():
         settings = _covering(tuple(factors.items()), allowed, tuple(group))
         waiting = deque(group)
-        for row in each_setting(settings):
+        for row in each_setting(settings, ROUNDS):
             able = next(level for level in waiting if supports({**row, "params": level}))
             waiting.remove(able)
             waiting.append(able)
@@ -150,16 +150,6 @@ def quick_rows(
     others = (x for x in levels if not any(x in group for group in groups.values()))
     rows += [{**row, "params": level} for level, row in zip(others, cycle(thin), strict=False)]
     return [(row["params"].variant, {**row, "params": row["params"].params}) for row in rows]
-
-
-def each_setting(rows: Iterable[Row]) -> list[Row]:
-    """The rows without those whose settings have all occurred `ROUNDS` times before."""
-    seen, kept = Counter[tuple[str, Any]](), []
-    for row in rows:
-        if any(seen[setting] < ROUNDS for setting in row.items()):
-            kept.append(row)
-            seen.update(row.items())
-    return kept
 
 
 @cache

@@ -25,7 +25,7 @@ from attnzoo import get_variant
 from attnzoo.integrations.transformers import convert, revert
 from attnzoo.integrations.transformers.interface import attend
 from attnzoo.integrations.transformers.masks import make_mask
-from helpers.cases import CASES, CAUSAL_ONLY, MARKED, VARIANTS, params_of
+from helpers.cases import CASES, CAUSAL_ONLY, VARIANTS, params_of
 from helpers.hf_models import (
     DECODERS,
     MODELS,
@@ -39,12 +39,13 @@ from helpers.hf_models import (
     quiet,
     qwen,
 )
+from helpers.kernel_paths import quick_variants
 
 pytestmark = quiet
 ROOT = Path(__file__).parents[2]
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 every_decoder = pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS)
-every_variant = pytest.mark.parametrize("variant", MARKED)
+every_variant = pytest.mark.parametrize("variant", quick_variants(VARIANTS, ("pairwise", "linear")))
 
 
 # ---- softmax changes nothing ------------------------------------------------------------------
@@ -107,7 +108,10 @@ def test_left_padding_does_not_change_the_logits(variant: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "make"),
-    [pytest.param(v, make, id=f"{v}-{name}") for name, make in MODELS.items() for v in CASES
+    # Each model and each variant has a quick test.
+    [pytest.param(v, make, id=f"{v}-{name}",
+                  marks=[] if make is llama or v == "softmax" else [pytest.mark.slow])
+     for name, make in MODELS.items() for v in CASES
      if (v in VARIANTS or name in DECODERS) and not (get_variant(v).absolute and make is qwen)],
 )  # fmt: skip
 def test_every_variant_trains_in_every_model(variant: str, make: Any) -> None:
