@@ -22,8 +22,8 @@ from helpers.agreement import Inputs, make
 from helpers.agreement import disagreements as disagreements_of
 from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
-from helpers.covering import covering, label
-from helpers.kernel_paths import Level, quick_rows, quick_variants
+from helpers.covering import label
+from helpers.kernel_paths import Level, quick_rows, quick_variants, variant_rows
 from helpers.operators import opcheck
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
@@ -82,10 +82,9 @@ def cases() -> Iterator[Any]:
     """Yield quick cases for each kernel path (see `kernel_paths`) and slow cases per variant."""
     for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels(), all_allowed, THIN)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
-    for variant in DECODE:
-        for seed, case in enumerate(covering(factors(variant), all_allowed)):
-            name = f"{variant}-{label(case)}"
-            yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
+    for variant, seed, case in variant_rows(DECODE, factors, all_allowed):
+        name = f"{variant}-{label(case)}"
+        yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
 
 def disagreements(variant: str, inputs: Inputs) -> list[str]:

@@ -219,6 +219,7 @@ def drawn() -> list[Shown]:
     return [replace(one, pictures=pictures(one.group, one.heads)) for one in shown(rows())]
 
 
+@pytest.mark.slow
 def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
     """Pictures: length curves of all metrics, fitted law of heads, heat maps that have data."""
     needle, language = drawn

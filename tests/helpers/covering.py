@@ -61,13 +61,17 @@ def covering(factors: Factors, allowed: Callable[[Row], bool], seed: int = 0) ->
     return tuple(rows)
 
 
-def each_setting(rows: Iterable[Row], times: int) -> list[Row]:
-    """The rows without those whose settings have all occurred ``times`` times before."""
-    seen, kept = Counter[tuple[str, Any]](), []
+def each_setting(rows: Iterable[Row], times: int, by: str = "") -> list[Row]:
+    """The rows without those whose settings have all occurred ``times`` times before.
+
+    by: a factor; occurrences with each of its levels are counted apart.
+    """
+    seen, kept = Counter[tuple[Any, ...]](), []
     for row in rows:
-        if any(seen[setting] < times for setting in row.items()):
+        settings = [(row.get(by), *setting) for setting in row.items()]
+        if any(seen[setting] < times for setting in settings):
             kept.append(row)
-            seen.update(row.items())
+            seen.update(settings)
     return kept
 
 
