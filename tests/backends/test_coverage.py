@@ -108,15 +108,16 @@ def runs() -> Iterator[Any]:
             found = marked(variant, backend)
             quick = "softmax" if "softmax" in variants else variants[0]
             for name, reasons in FEATURE_BACKENDS.items():
-                # decode runs what flash runs.
-                known = backend == "decode" and reasons[backend] is RUNS and name not in ON_DECODE
+                # decode runs what flash runs, and flash_linear what linear runs.
+                repeats = backend in ("decode", "flash_linear")
+                known = repeats and reasons[backend] is RUNS and name not in REPEATED
                 marks = [pytest.mark.slow] if variant != quick or known else []
                 yield pytest.param(
                     name, *found.values, marks=[*found.marks, *marks], id=f"{name}-{found.id}"
                 )
 
 
-ON_DECODE = ("plain", "causal", "key mask", "float mask", "GQA", "no keys")
+REPEATED = ("plain", "causal", "key mask", "float mask", "GQA", "no keys")
 
 
 @pytest.mark.parametrize(("name", "variant", "backend"), list(runs()))

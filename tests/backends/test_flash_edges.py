@@ -40,8 +40,15 @@ def scores_around(inputs: Inputs, score: float) -> Inputs:
     return inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("score", [-200.0, 80.0])
+@pytest.mark.parametrize(
+    ("score", "dtype"),
+    [
+        (-200.0, torch.float32),
+        (80.0, torch.float16),
+        pytest.param(-200.0, torch.float16, marks=pytest.mark.slow),
+        pytest.param(80.0, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 @every_variant
 def test_scores_far_from_zero_agree(variant: str, score: float, dtype: torch.dtype) -> None:
     case = setting(variant, shape=(17, 40), dtype=dtype, lse=variant not in NO_LSE)

@@ -210,7 +210,8 @@ def test_opcheck_backward() -> None:
 
 # While tracing, torch instantiates an autograd.Function and warns about it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
 @every_variant
 def test_compiles_without_graph_breaks_and_agrees(variant: str, causal: bool) -> None:
     def attend(*tensors: Tensor) -> Tensor:

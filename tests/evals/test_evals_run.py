@@ -254,6 +254,7 @@ def test_a_study_with_only_failures_is_shown_and_can_be_retried(
     assert "failed" not in (tmp_path / TASK / "summary.csv").read_text().splitlines()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_model_that_cannot_be_read_is_trained_again(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -297,6 +298,7 @@ def test_a_second_study_in_a_folder_keeps_the_first_results(
     assert pictures == {"accuracy.png", "accuracy-2.png", "accuracy-3.png"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_two_shards_give_the_same_summary(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

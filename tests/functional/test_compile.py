@@ -273,6 +273,7 @@ def test_activation_created_in_a_compiled_call_raises() -> None:
         compiled(q, k, v, "made", backend="tiled")
 
 
+@pytest.mark.slow
 def test_second_value_of_alpha_compiles() -> None:
     """The layers of a model may have the same variant with different parameters."""
     q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))

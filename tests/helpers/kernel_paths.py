@@ -95,7 +95,7 @@ def one_level_per_path(
     return groups
 
 
-ROUNDS = 2  # quick cases per path and per setting, at least
+ROUNDS = 1  # quick cases per path and per setting, at least
 
 
 LARGEST_OF_EXPENSIVE = 200 * 17  # scores per head
@@ -129,7 +129,7 @@ def quick_rows(
 
     Threshold forms, other pairwise forms and linear forms have one array each, because they run
     different kernels. The paths of one array differ only in a few steps of the kernel. It therefore
-    suffices that each setting and each path occurs in at least `ROUNDS` rows. The slow arrays,
+    suffices that each setting and each path occurs in `ROUNDS` rows. The slow arrays,
     which are made elsewhere, contain each pair of settings; see `variant_rows`. Levels that
     `one_level_per_path` leaves out are tested only with one of the rows in ``thin``, in turn.
     """

@@ -154,7 +154,12 @@ LOADERS: dict[str, Any] = {
     "class": LlamaForCausalLM.from_pretrained,
     "ours": partial(from_pretrained, AutoModelForCausalLM),
 }
-every_loader = pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+# "auto" calls "class".
+every_loader = pytest.mark.parametrize(
+    "load",
+    [pytest.param(load, id=name, marks=[pytest.mark.slow] * (name == "class"))
+     for name, load in LOADERS.items()],
+)  # fmt: skip
 
 
 def trained() -> LlamaForCausalLM:

@@ -110,7 +110,7 @@ def test_loss_of_logits_equals_linear_loss_of_their_factors(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("setting", "reduction"), zip(SETTINGS, cycle(("mean", "none"))))
+@pytest.mark.parametrize(("setting", "reduction"), list(zip(SETTINGS, cycle(("mean", "none")))))
 def test_many_tokens_agree(setting: str, reduction: str) -> None:
     inputs = simple(setting, 3000, 1100, reduction=reduction, bias=True, ignored="some")
     agree(by_library(inputs), by_definition(inputs))
