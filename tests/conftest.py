@@ -19,6 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+import atexit
+import gc
 import random
 from collections.abc import Iterator
 
@@ -36,12 +38,17 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this variable on import
 
+gc.disable()  # until all tests are collected: the objects that imports make all stay
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    if GPU:
+        torch.manual_seed(0)
+    else:  # torch.manual_seed also looks for other devices, which takes longer than most tests
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +94,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker(marker):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the collector then skips these objects in each of its runs
+    gc.enable()
+    atexit.register(gc.unfreeze)  # without it, Triton's bindings report objects as leaked

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -32,9 +33,14 @@ NAMES = [module_name(path) for path in FILES]
 KNOWN = {module_name(path) for path in ALL}
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Return the full names that a file imports, also in functions and for type checking."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -82,18 +88,17 @@ def package_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "attnzoo" else parts[0]
 
 
-@pytest.mark.parametrize("path", ALL, ids=module_name)
-def test_dependencies_point_one_way(path: Path) -> None:
-    own = module_name(path)
-    assert package_of(own) in MAY_IMPORT, f"add {package_of(own)} to MAY_IMPORT"
-    for name in imports(path):
-        if name.split(".")[0] not in ("attnzoo", "commandline", "evals", "benchmarks", "scripts"):
-            continue
+def test_dependencies_point_one_way() -> None:
+    ours = ("attnzoo", "commandline", "evals", "benchmarks", "scripts")
+    for path in ALL:
+        own = module_name(path)
+        assert package_of(own) in MAY_IMPORT, f"add {package_of(own)} to MAY_IMPORT"
         allowed = {package_of(own), *MAY_IMPORT[package_of(own)]}
-        # For a file outside attnzoo, only the top-level package of the import is checked here. For
-        # evals and benchmarks, test_evals_and_benchmarks_use_public_names checks the names.
-        inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else package_of(name)
-        assert inside in allowed, f"{own} imports {name}"
+        for name in (n for n in imports(path) if n.split(".")[0] in ours):
+            # For a file outside attnzoo, only the top-level package of the import is checked here.
+            # test_evals_and_benchmarks_use_public_names checks the names in evals and benchmarks.
+            inside = name.split(".")[0] if own.split(".")[0] != "attnzoo" else package_of(name)
+            assert inside in allowed, f"{own} imports {name}"
 
 
 @pytest.mark.parametrize("top", ORDER)
@@ -126,15 +131,14 @@ def test_no_import_cycles() -> None:
 
 def at_import(path: Path) -> set[str]:
     """Return the names that a file imports outside of functions."""
-    tree = ast.parse(path.read_text())
     inside = {
         inner
-        for node in ast.walk(tree)
+        for node in nodes_of(path)
         if isinstance(node, (ast.FunctionDef, ast.Lambda))
         for inner in ast.walk(node)
     }
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if node not in inside and isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif node not in inside and isinstance(node, ast.ImportFrom):
@@ -179,7 +183,7 @@ def test_evals_and_benchmarks_use_public_names(folder: str) -> None:
     public = {*attnzoo.__all__, "__version__"}
     for path in sorted((ROOT / folder).rglob("*.py")):
         compiles = path.parent.name == "kernels"
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name.split(".")[0] == "attnzoo":
@@ -210,13 +214,8 @@ def test_import_registers_the_variants_and_loads_no_heavy_package() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 400
-
-
-@pytest.mark.parametrize("folder", ["tests", "evals", "benchmarks"])
-def test_files_outside_the_library_are_short(folder: str) -> None:
+@pytest.mark.parametrize("folder", ["attnzoo", "tests", "evals", "benchmarks"])
+def test_files_are_short(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
         assert len(path.read_text().splitlines()) < 400, path
 
@@ -267,33 +266,33 @@ ALSO_WORDS = {"sink", "log_n", "sigmoid"}
 PACKAGES = {"benchmarks/harness/report.py", "benchmarks/suites/attention.py"}
 
 
-@pytest.mark.parametrize("path", ALL, ids=module_name)
-def test_general_code_names_no_variant(path: Path) -> None:
+def test_general_code_names_no_variant() -> None:
     """Softmax, docstrings, attnzoo/variants, evals/tasks and the files listed above are exempt."""
-    place = path.relative_to(ROOT).as_posix()
-    if place in ABOUT_VARIANTS | PACKAGES or place.startswith(
-        ("attnzoo/variants/", "evals/tasks/")
-    ):
-        return
     names = set(attnzoo.list_variants()) - {"softmax"} - ALSO_WORDS
-    tree = ast.parse(path.read_text())
-    docstrings = {
-        node.body[0].value
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            words = set(re.findall(r"\w+", node.value))
-            assert node in docstrings or not words & names, f"{place}, line {node.lineno}"
+    for path in ALL:
+        place = path.relative_to(ROOT).as_posix()
+        if place in ABOUT_VARIANTS | PACKAGES or place.startswith(
+            ("attnzoo/variants/", "evals/tasks/")
+        ):
+            continue
+        docstrings = {
+            node.body[0].value
+            for node in nodes_of(path)
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in nodes_of(path):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words = set(re.findall(r"\w+", node.value))
+                assert node in docstrings or not words & names, f"{place}, line {node.lineno}"
 
 
 def test_no_name_starts_with_supports_and_no_code_reads_environment_variables() -> None:
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        nodes = nodes_of(path)
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         assert not {name for name in names if name.startswith("supports_")}, path
         assert not {"environ", "getenv"} & names, path
 

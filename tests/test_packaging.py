@@ -1,4 +1,4 @@
-"""The wheel, the pinned versions, and the environment that `make` creates."""
+"""The wheel, the pinned versions, optional packages, and the environment that `make` creates."""
 
 from __future__ import annotations
 
@@ -69,3 +69,22 @@ def test_make_recreates_an_incomplete_venv(tmp_path: Path, installed: bool, crea
 def test_generated_folders_are_ignored_by_git() -> None:
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert {".venv/", "/results/", "__pycache__/", ".pytest_cache/", ".ruff_cache/"} <= set(ignored)
+
+
+def test_import_without_transformers_or_with_an_old_version_raises() -> None:
+    code = (
+        "import importlib.metadata, importlib.util, sys, attnzoo\n"
+        "def attempt():\n"
+        "    try: import attnzoo.integrations.transformers\n"
+        "    except ImportError as error: print(error)\n"
+        "version = importlib.metadata.version\n"
+        "importlib.metadata.version = lambda name: '4.57.1'\n"
+        "attempt()\n"
+        "importlib.metadata.version = version\n"
+        "sys.modules['transformers'] = None; importlib.util.find_spec = lambda n, *a: None\n"
+        "attempt()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    old, without = done.stdout.strip().splitlines()
+    assert "5 or later, found 4.57.1" in old, done.stderr
+    assert "run pip install -e '.[hf]' in the clone of attnzoo" in without, done.stderr

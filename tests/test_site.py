@@ -137,15 +137,15 @@ def errors(browser: webdriver.Chrome) -> list[str]:
     return [x["message"] for x in browser.get_log("browser") if x["level"] in ("SEVERE", "WARNING")]
 
 
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_no_page_scrolls_sideways_or_reports_an_error(
-    site: Path, address: str, browser: webdriver.Chrome, width: int
+    site: Path, address: str, browser: webdriver.Chrome
 ) -> None:
-    resize(browser, width)
     for name in pages(site):
         browser.get(address + name)
-        found = browser.execute_script("return document.documentElement.scrollWidth")
-        assert found <= width, name
+        for width in WIDTHS.values():
+            resize(browser, width)
+            found = browser.execute_script("return document.documentElement.scrollWidth")
+            assert found <= width, (name, width)
         assert errors(browser) == [], name
 
 

@@ -10,7 +10,16 @@ import torch
 
 import attnzoo
 from attnzoo.backends import BACKENDS
-from helpers.cases import ALL_VARIANTS, CAUSAL_ONLY, NO_LSE, NO_SCORE, VARIANTS, params_of, rand
+from helpers.cases import (
+    ALL_VARIANTS,
+    CAUSAL_ONLY,
+    MARKED,
+    NO_LSE,
+    NO_SCORE,
+    VARIANTS,
+    params_of,
+    rand,
+)
 from helpers.coverage_table import (
     FEATURE_BACKENDS,
     FIRST,
@@ -21,6 +30,7 @@ from helpers.coverage_table import (
     VARIANT_BACKENDS,
     VARIANT_UNSUPPORTED,
     marked,
+    pair,
 )
 from helpers.features import feature
 
@@ -69,8 +79,14 @@ def test_tables_list_every_variant_and_backend() -> None:
     assert set(VARIANT_UNSUPPORTED) <= set(FEATURE_BACKENDS)
 
 
-@pytest.mark.parametrize("backend", [marked(backend) for backend in LISTED])
-@pytest.mark.parametrize("variant", VARIANT_BACKENDS)
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    [
+        pair(variant, backend) if reason is RUNS else marked(variant, backend)
+        for variant, reasons in VARIANT_BACKENDS.items()
+        for backend, reason in reasons.items()
+    ],
+)
 def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
     name = "causal" if variant in CAUSAL_ONLY else "plain"
     arguments = feature(name, gradient=backend not in FORWARD_ONLY)
@@ -78,9 +94,10 @@ def test_variants_run_or_raise_as_listed(variant: str, backend: str) -> None:
 
 
 def runs() -> Iterator[Any]:
-    """Yield the supported (variant, backend) pairs; for Triton, one variant per normalization.
+    """Yield each feature and supported pair of variant and backend.
 
-    For each backend, all pairs but one are marked slow.
+    On Triton backends, there is one variant per normalization. All variants of a backend but one
+    are marked slow.
     """
     for backend in LISTED:
         # Most features are not causal.
@@ -88,18 +105,22 @@ def runs() -> Iterator[Any]:
         for variant in variants:
             if backend in KERNELS and variant not in FIRST.values():
                 continue
-            pair = marked(variant, backend)
+            found = marked(variant, backend)
             quick = "softmax" if "softmax" in variants else variants[0]
-            slow = variant != quick
-            marks = [*pair.marks, pytest.mark.slow] if slow else pair.marks
-            yield pytest.param(*pair.values, marks=marks, id=pair.id)
+            for name, reasons in FEATURE_BACKENDS.items():
+                # decode runs what flash runs, and flash_linear what linear runs.
+                repeats = backend in ("decode", "flash_linear")
+                known = repeats and reasons[backend] is RUNS and name not in REPEATED
+                marks = [pytest.mark.slow] if variant != quick or known else []
+                yield pytest.param(
+                    name, *found.values, marks=[*found.marks, *marks], id=f"{name}-{found.id}"
+                )
 
 
-@pytest.mark.parametrize(
-    ("variant", "backend"),
-    list(runs()),
-)
-@pytest.mark.parametrize("name", FEATURE_BACKENDS)
+REPEATED = ("plain", "causal", "key mask", "float mask", "GQA", "no keys")
+
+
+@pytest.mark.parametrize(("name", "variant", "backend"), list(runs()))
 def test_features_run_or_raise_as_listed(name: str, variant: str, backend: str) -> None:
     unsupported = name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]
     # If neither the variant nor the backend supports a feature, the error has the variant's reason.
@@ -109,7 +130,7 @@ def test_features_run_or_raise_as_listed(name: str, variant: str, backend: str) 
 
 
 @pytest.mark.parametrize("backend", ["eager", "tiled"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MARKED)
 def test_eager_and_tiled_support_every_feature(variant: str, backend: str) -> None:
     for name in FEATURE_BACKENDS:
         unsupported = name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]
@@ -140,7 +161,7 @@ def test_lists_of_unsupported_features_agree_with_the_variants() -> None:
     assert set(NO_SCORE) <= set(NO_LSE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MARKED)
 def test_every_feature_runs_on_the_selected_backend(variant: str) -> None:
     for name in FEATURE_BACKENDS:
         if name in VARIANT_UNSUPPORTED and variant in VARIANT_UNSUPPORTED[name][0]:

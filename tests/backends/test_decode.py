@@ -22,8 +22,8 @@ from helpers.agreement import Inputs, make
 from helpers.agreement import disagreements as disagreements_of
 from helpers.cases import NO_LSE, VARIANTS, params_of, rand
 from helpers.coverage_table import RUNS, VARIANT_BACKENDS, levels_of
-from helpers.covering import covering, label
-from helpers.kernel_paths import Level, quick_rows, quick_variants
+from helpers.covering import label
+from helpers.kernel_paths import Level, quick_rows, quick_variants, variant_rows
 from helpers.operators import opcheck
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
@@ -82,10 +82,9 @@ def cases() -> Iterator[Any]:
     """Yield quick cases for each kernel path (see `kernel_paths`) and slow cases per variant."""
     for seed, (variant, case) in enumerate(quick_rows(FACTORS, levels(), all_allowed, THIN)):
         yield pytest.param(variant, case, seed, id=f"quick-{variant}-{label(case)}")
-    for variant in DECODE:
-        for seed, case in enumerate(covering(factors(variant), all_allowed)):
-            name = f"{variant}-{label(case)}"
-            yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
+    for variant, seed, case in variant_rows(DECODE, factors, all_allowed):
+        name = f"{variant}-{label(case)}"
+        yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
 
 def disagreements(variant: str, inputs: Inputs) -> list[str]:
@@ -109,8 +108,15 @@ def setting(variant: str, **others: Any) -> dict[str, Any]:
 # ---- large scores, queries without keys -----------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("score", [-200.0, 80.0])
+@pytest.mark.parametrize(
+    ("score", "dtype"),
+    [
+        (-200.0, torch.float32),
+        (80.0, torch.float16),
+        pytest.param(-200.0, torch.float16, marks=pytest.mark.slow),
+        pytest.param(80.0, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 @every_variant
 def test_scores_far_from_zero_agree(variant: str, score: float, dtype: torch.dtype) -> None:
     inputs = make(variant, setting(variant, dtype=dtype, span="causal"))
@@ -296,7 +302,7 @@ def test_errors_name_a_backend_that_supports_the_call() -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    [v if v in ("sink", "entmax") else pytest.param(v, marks=pytest.mark.slow) for v in DECODE],
+    [v if v == "sink" else pytest.param(v, marks=pytest.mark.slow) for v in DECODE],
 )
 def test_decoding_with_a_cache_agrees_with_the_whole_sequence(variant: str) -> None:
     """The cache gets 30 tokens, then 3, then single ones. One of two sequences is left-padded."""

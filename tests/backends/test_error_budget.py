@@ -29,7 +29,9 @@ def cases() -> Iterator[Any]:
         for dtype in (torch.float32, torch.bfloat16):
             marks = [pytest.mark.interpreter] if name in KERNELS else []
             # The interpreter computes bf16 in fp32, so one dtype is enough for the quick tests.
-            marks += [pytest.mark.slow] if name in KERNELS and dtype == torch.bfloat16 else []
+            # flash_linear has the bounds of linear.
+            slow = name in KERNELS and (dtype == torch.bfloat16 or "linear" in name)
+            marks += [pytest.mark.slow] if slow else []
             yield pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
 
 

@@ -18,8 +18,8 @@ import torch
 from helpers.agreement import disagreements, make
 from helpers.cases import CAUSAL_ONLY, NO_LSE
 from helpers.coverage_table import FLASH, levels_of
-from helpers.covering import covering, label
-from helpers.kernel_paths import Level, quick_rows
+from helpers.covering import label
+from helpers.kernel_paths import Level, quick_rows, variant_rows
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -81,10 +81,9 @@ def quick_cases() -> Iterator[Any]:
 
 def variant_cases() -> Iterator[Any]:
     """Yield slow cases: the covering array of each variant."""
-    for variant in FLASH:
-        for seed, case in enumerate(covering(factors(variant), allowed)):
-            name = f"{variant}-{label(case)}"
-            yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
+    for variant, seed, case in variant_rows(FLASH, factors, allowed):
+        name = f"{variant}-{label(case)}"
+        yield pytest.param(variant, case, seed, id=name, marks=pytest.mark.slow)
 
 
 def long_cases() -> Iterator[Any]:

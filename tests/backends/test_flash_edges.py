@@ -40,8 +40,15 @@ def scores_around(inputs: Inputs, score: float) -> Inputs:
     return inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("score", [-200.0, 80.0])
+@pytest.mark.parametrize(
+    ("score", "dtype"),
+    [
+        (-200.0, torch.float32),
+        (80.0, torch.float16),
+        pytest.param(-200.0, torch.float16, marks=pytest.mark.slow),
+        pytest.param(80.0, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 @every_variant
 def test_scores_far_from_zero_agree(variant: str, score: float, dtype: torch.dtype) -> None:
     case = setting(variant, shape=(17, 40), dtype=dtype, lse=variant not in NO_LSE)
@@ -61,7 +68,7 @@ def test_a_polynomial_of_large_scores_does_not_overflow_fp16(order: int) -> None
 # ---- wide heads -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dims", [(136, 200), (256, 24)])
+@pytest.mark.parametrize("dims", [pytest.param((136, 200), marks=pytest.mark.slow), (256, 24)])
 @every_variant
 def test_wide_heads_in_fp32_agree_with_the_definition(variant: str, dims: tuple[int, int]) -> None:
     case = setting(variant, shape=(17, 70), dims=dims, span="causal", lse=variant not in NO_LSE)
@@ -147,9 +154,17 @@ def weights(scores: Tensor, alpha: float | Tensor, backend: str) -> Tensor:
     )[0, 0].double()
 
 
-@pytest.mark.parametrize("backend", ["flash", "decode"])
-@pytest.mark.parametrize("n", [1, 5, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("alpha", ALPHAS)
+# Most cases of `decode` are slow; test_threshold has the same scores for `tiled`.
+@pytest.mark.parametrize(
+    ("alpha", "n", "backend"),
+    [
+        pytest.param(
+            alpha, n, backend,
+            marks=[] if n == 5 and (backend == "flash" or alpha == 1.5) else [pytest.mark.slow],
+        )
+        for alpha in ALPHAS for n in (1, 5, 128) for backend in ("flash", "decode")
+    ],
+)  # fmt: skip
 def test_threshold_weights_agree_with_bisection_in_fp64(alpha: float, n: int, backend: str) -> None:
     alpha = float(torch.tensor(alpha))
     kinds = {name: make(n).float().double() for name, make in SCORES.items()}

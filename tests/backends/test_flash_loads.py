@@ -76,7 +76,11 @@ def test_other_keys_and_values_are_loaded_by_pointers(case: str, k: Tensor) -> N
     assert args["ALIGN"] == (1 if narrow else 16 // k.element_size())
 
 
-@pytest.mark.parametrize("variant", ["softmax", "ssmax", "entmax", "adaptive_temperature"])
+@pytest.mark.parametrize(
+    "variant",
+    ["softmax", *(pytest.param(v, marks=pytest.mark.slow) for v in ("ssmax", "entmax",
+     "adaptive_temperature"))],
+)  # fmt: skip
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_tma_and_pointers_give_equal_results(
     variant: str, layout: str, monkeypatch: pytest.MonkeyPatch
@@ -106,13 +110,14 @@ def test_tma_and_pointers_give_equal_results(
 # ---- addresses --------------------------------------------------------------------------------
 
 
-def calls(*slow: str) -> list[Any]:
-    """All calls. Those of the variants ``slow`` are marked so."""
-    marks = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(*call, marks=marks[call[0] in slow]) for call in CALLS]
+every_call = pytest.mark.parametrize(
+    ("variant", "backend"),
+    [pytest.param(*call, marks=[] if call[0] == "softmax" else [pytest.mark.slow])
+     for call in CALLS],
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("variant", "backend"), calls("ssmax", "cosformer"))
+@every_call
 def test_slices_that_start_anywhere_give_the_same_results(variant: str, backend: str) -> None:
     """q, k and v are slices of a packed projection, 8 and 6 bytes after an aligned address."""
     aligned, *others = (PackedCall(variant, backend, start) for start in (0, 4, 3))
@@ -122,9 +127,7 @@ def test_slices_that_start_anywhere_give_the_same_results(variant: str, backend:
             assert torch.allclose(have.float(), want.float(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("variant", "backend"), calls("ssmax", "cosformer", "sigmoid", "entmax", "adaptive_temperature")
-)
+@every_call
 def test_a_call_reads_new_values_in_the_same_memory(variant: str, backend: str) -> None:
     """Nothing of the inputs' values is kept. A captured CUDA graph relies on that."""
     call = PackedCall(variant, backend)

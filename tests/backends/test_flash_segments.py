@@ -30,8 +30,10 @@ def gradients(leaves: list[Tensor], do: Tensor, variant: str, **options: Any) ->
     "variant",
     [
         "softmax",
-        "entmax",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("sigmoid", "adaptive_temperature")),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("entmax", "sigmoid", "adaptive_temperature")
+        ),
     ],
 )
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -233,7 +233,11 @@ def test_flash_agrees_with_the_form(form: str, call: str, dtype: torch.dtype) ->
     assert disagreements("flash", form, CALLS[call], dtype, batch) == []
 
 
-@pytest.mark.parametrize("form", FORMS)
+# flash has a quick test of each form.
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(x, marks=[pytest.mark.slow] if n % 3 else []) for n, x in enumerate(FORMS)],
+)
 def test_decode_agrees_with_the_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnzoo.backends.triton.decode.launch.LEAST_KEYS", 32)  # two splits
     dtype = torch.float32 if len(form) % 2 else torch.bfloat16

@@ -39,7 +39,7 @@ def exact_scores(q: Tensor, k: Tensor, gain: Tensor, right: int | None) -> Tenso
     return s.masked_fill(distance > k.shape[2] - q.shape[2] + right, float("-inf"))
 
 
-@pytest.mark.parametrize("name", ALPHA)
+@pytest.mark.parametrize("name", [pytest.param("sparsemax", marks=pytest.mark.slow), "entmax15"])
 @pytest.mark.parametrize("right", [None, 0])
 @pytest.mark.parametrize("lengths", [(130, 130), (70, 150), (150, 70)])
 def test_weights_sum_to_one_for_gains_of_any_sign(
@@ -113,7 +113,7 @@ def test_a_negative_scale_without_gain_selects_the_smallest_products() -> None:
 @pytest.mark.parametrize("odd", [0, 1])
 def test_saved_tensors_may_return_with_other_strides(odd: int) -> None:
     """The size of the block map's tiles depends on strides, but only when the map is made."""
-    leaf = rand(1, 2, 150, 96 + odd).float().requires_grad_()
+    leaf = rand(1, 1, 150, 96 + odd).float().requires_grad_()
 
     def attend() -> Tensor:
         q, k, v = leaf[..., :96].split(32, -1)

@@ -22,8 +22,10 @@ from helpers.agreement import disagreements, dropout_factors, make
 from helpers.cases import CASES, MARKED, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, params_of, rand
 from helpers.kernel_paths import quick_variants
 
+SIZES = (90, 3, 1), (300, 5, 2), (4000, 128, 8)
 
-@pytest.fixture(params=[(90, 3, 1), (300, 5, 2), (4000, 128, 8)], ids=str)
+
+@pytest.fixture(params=SIZES, ids=str)
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     scores, rows, heads = request.param
     monkeypatch.setattr(blocks, "SCORES", scores)
@@ -54,8 +56,19 @@ OTHERS = [pytest.param(variant, marks=pytest.mark.slow) for variant in OTHERS]
 QUICK = [*quick_variants(WITH_FORMS, ("pairwise", "linear")), *OTHERS, LAST]
 
 
+CALLS = ("gqa", "causal"), ("mqa", "pair"), ("mha", "window")
+
+
+@pytest.mark.parametrize(
+    ("small_blocks", "heads", "span"),
+    [
+        pytest.param(size, *call, marks=[] if i == j else [pytest.mark.slow])
+        for i, size in enumerate(SIZES)
+        for j, call in enumerate(CALLS)
+    ],
+    indirect=["small_blocks"],
+)
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(("heads", "span"), [("gqa", "causal"), ("mqa", "pair"), ("mha", "window")])
 @pytest.mark.parametrize("variant", QUICK)
 def test_any_block_size_agrees_with_the_definition(variant: str, heads: str, span: str) -> None:
     """Outputs and all gradients agree if queries, heads and batch entries are split into blocks."""
@@ -157,7 +170,7 @@ def test_lse_is_fp32_for_low_precision_and_ignores_dropout() -> None:
 @pytest.mark.parametrize("variant", QUICK)
 def test_memory_is_linear(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operation, forward or backward, allocates more than n × max(ROWS, features) numbers."""
-    n, rows = (64 if CASES[variant].expensive else 256), 16
+    n, rows = (32 if CASES[variant].expensive else 128), 16
     monkeypatch.setattr(blocks, "SCORES", rows * n)
     monkeypatch.setattr(blocks, "ROWS", rows)
     params = params_of(variant, n)

@@ -34,7 +34,11 @@ def operands(gradient: bool) -> tuple[list[Tensor], Layout]:
     return [x.requires_grad_() for x in leaves], Layout(0.5, 3, 0, mask, *segments, slopes)
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["qkv", "mask and slopes too"])
+@pytest.mark.parametrize(
+    "gradient",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["qkv", "mask and slopes too"],
+)
 @pytest.mark.parametrize("normalize", FORMS)
 def test_opcheck_forward_and_backward(normalize: str, gradient: bool) -> None:
     activation, names, options = FORMS[normalize]

@@ -44,7 +44,7 @@ def test_losses_pass_the_check(spec: str) -> None:
     assert list(found.deviations) == ["loss", "dinput", "dweight"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_losses_of_16_bit_inputs_pass_the_check(dtype: str) -> None:
     for spec in losses.VARIANTS.split(","):
         case = Case.parse(spec, 100)

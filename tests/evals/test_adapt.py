@@ -128,6 +128,7 @@ def test_training_lowers_the_loss_of_the_training_sequences(folder: Path, tmp_pa
     assert row["curves"]["training_loss"][0] == pytest.approx(first, rel=1e-4)
 
 
+@pytest.mark.slow
 @needs_peft
 def test_lora_learns_from_the_text(folder: Path, tmp_path: Path) -> None:
     """The random model is worse than a uniform guess, which LoRA can correct on held-out text."""

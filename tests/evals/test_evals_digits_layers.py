@@ -18,7 +18,15 @@ CALLS = [parse_spec(text).train for text in layers.every_layer()]
 VARIANTS = [call for call in CALLS if call.name not in layers.FUNCTIONS]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
+# Layers whose loss is an integral take seconds; other tests differentiate these losses.
+INTEGRALS = ("perturb_max_loss", "exact_loss")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(x, marks=[pytest.mark.slow] if x.name in INTEGRALS else []) for x in CALLS],
+    ids=str,
+)
 def test_every_output_layer_learns_and_gives_probabilities(call: VariantCall) -> None:
     torch.manual_seed(0)
     settings = Settings(width=32)

@@ -21,6 +21,7 @@ from evals.__main__ import main
 from evals.measures.arithmetic import lean_arithmetic
 
 
+@pytest.mark.slow
 def test_every_law_holds_and_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["laws", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out

@@ -219,6 +219,7 @@ def drawn() -> list[Shown]:
     return [replace(one, pictures=pictures(one.group, one.heads)) for one in shown(rows())]
 
 
+@pytest.mark.slow
 def test_pictures_are_embedded_in_the_page(drawn: list[Shown]) -> None:
     """Pictures: length curves of all metrics, fitted law of heads, heat maps that have data."""
     needle, language = drawn
@@ -282,6 +283,7 @@ def click(browser: webdriver.Chrome, element: WebElement) -> None:
     element.click()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 def test_sorting_links_and_phone_width_in_a_browser(
     browser: webdriver.Chrome, tmp_path: Path

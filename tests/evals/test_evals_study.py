@@ -80,10 +80,7 @@ WRONG = {
     "unknown parameter": (["--variants", "ssmax(t=1)"], "no parameter 't'; it has: s, b"),
     "bad value": (["--variants", "entmax(alpha=9)"], "alpha must be"),
     "scale": (["--set", "scale=cube"], "scale must be 'sqrt' or 'none', got 'cube'"),
-    "setting": (
-        ["--set", "scala=none"],
-        "max-retrieval has no setting 'scala'; did you mean 'scale'",
-    ),
+    "setting": (["--set", "scala=none"], "retrieval has no setting 'scala'; did you mean 'scale'"),
     "positions": (["--positions", "rope"], "--positions of max-retrieval must be none, got rope"),
     "config": (["--config", "no/such.toml"], "--config no/such.toml: No such file"),
     "too short": (["--variants", "cosformer(max_length=32)", "--lengths", "64"], "max_length"),
@@ -254,8 +251,10 @@ def test_the_train_length_and_required_parameters_are_added() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"), [(name, preset) for name, task in TASKS.items() for preset in task.presets]
-)
+    ("name", "preset"),
+    [pytest.param(name, preset, marks=[pytest.mark.slow] * (preset == "paper"))
+     for name, task in TASKS.items() for preset in task.presets],
+)  # fmt: skip
 def test_every_preset_can_be_planned(name: str, preset: str) -> None:
     planned = plan_study(TASKS[name], Options(preset=preset), {})
     assert planned.settings.train_longest in planned.lengths

@@ -163,7 +163,9 @@ def test_recomputed_dropout_is_the_same() -> None:
     ("variant", "backend", "options"),
     [
         ("ssmax", "tiled", {}),
-        ("adaptive_temperature", "tiled", {"differentiable": True}),
+        pytest.param(
+            "adaptive_temperature", "tiled", {"differentiable": True}, marks=pytest.mark.slow
+        ),
         pytest.param("entmax", "tiled", {}, marks=pytest.mark.slow),
         pytest.param("ssmax", "eager", {}, marks=pytest.mark.slow),
         pytest.param("ssmax", "sdpa", {}, marks=pytest.mark.slow),
@@ -180,6 +182,7 @@ def test_compiled_checkpoint_gives_the_same_gradients(
     agree(gradients(compiled, leaves), gradients(run, leaves))
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_trainer_checkpoints_a_converted_model_on_tiled(tmp_path: Path) -> None:

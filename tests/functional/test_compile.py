@@ -40,9 +40,15 @@ BACKEND_OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-# QUICK has one variant with a linear form, one with a threshold and one with a learned sink. Most
-# other variants are marked slow.
-QUICK = ("cosformer", "entmax", "sink")
+# A variant with a linear form, one with a threshold and one with a learned sink, each on a backend
+# with a short compilation. Most other combinations are marked slow.
+QUICK = (
+    ("cosformer", "linear"),
+    ("entmax", "tiled"),
+    ("sink", "tiled"),
+    ("sink", "eager"),
+    ("softmax", "sdpa"),
+)
 
 
 def cases() -> Iterator[Any]:
@@ -57,13 +63,12 @@ def cases() -> Iterator[Any]:
             ):
                 name = next(cycled)
             rest[backend].discard(name)
-            marks = [] if variant in QUICK else [pytest.mark.slow]
+            marks = [] if (variant, backend) in QUICK else [pytest.mark.slow]
             case = f"{variant}-{backend}-{name}"
             yield pytest.param(variant, backend, OPTIONS[name], id=case, marks=marks)
         for backend, options in special.items():
             if VARIANT_BACKENDS[variant][backend] is RUNS:
-                quick = variant in (*QUICK, "softmax")
-                marks = [] if quick else [pytest.mark.slow]
+                marks = [] if (variant, backend) in QUICK else [pytest.mark.slow]
                 case = f"{variant}-{backend}"
                 yield pytest.param(variant, backend, next(options), id=case, marks=marks)
     for backend, unused in rest.items():
@@ -159,8 +164,8 @@ def graphs_over(
     return counter.frame_count
 
 
-# Only entmax is not marked slow. It has a threshold and a learned parameter.
-FEW_GRAPHS = [v if v == "entmax" else pytest.param(v, marks=pytest.mark.slow) for v in WITH_FORMS]
+# Only sink is not marked slow. It has a learned parameter, and compiles faster than a threshold.
+FEW_GRAPHS = [v if v == "sink" else pytest.param(v, marks=pytest.mark.slow) for v in WITH_FORMS]
 
 
 @pytest.mark.parametrize("variant", FEW_GRAPHS)
@@ -268,6 +273,7 @@ def test_activation_created_in_a_compiled_call_raises() -> None:
         compiled(q, k, v, "made", backend="tiled")
 
 
+@pytest.mark.slow
 def test_second_value_of_alpha_compiles() -> None:
     """The layers of a model may have the same variant with different parameters."""
     q, k, v = (rand(2, 4, 9, 8, seed=i).float() for i in range(3))

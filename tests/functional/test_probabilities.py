@@ -14,11 +14,10 @@ from torch.autograd import gradcheck, gradgradcheck
 import attnzoo
 from attnzoo import probabilities
 from helpers.cases import CASES, VARIANTS, has_rows, params_of, rand
+from helpers.kernel_paths import quick_variants
 
 ROWS = [v for v in VARIANTS if has_rows(v)]
-EXPENSIVE_SLOW = [
-    pytest.param(v, marks=pytest.mark.slow) if CASES[v].expensive else v for v in ROWS
-]
+QUICK = quick_variants(ROWS)
 
 
 def formula(variant: str, z: Tensor, params: dict[str, Any]) -> Tensor:
@@ -93,7 +92,7 @@ def test_each_row_may_have_its_own_parameters(variant: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", ROWS)
+@pytest.mark.parametrize("variant", QUICK)
 def test_every_dimension(variant: str) -> None:
     scores, mask = rand(3, 4, 5), torch.rand(3, 4, 5) < 0.7
     params = params_of(variant)
@@ -126,7 +125,7 @@ def test_a_mask_broadcasts(variant: str) -> None:
         assert not got[~full].any()
 
 
-@pytest.mark.parametrize("variant", EXPENSIVE_SLOW)
+@pytest.mark.parametrize("variant", QUICK)
 def test_gradients(variant: str) -> None:
     mask = torch.tensor([[True] * 5, [True, False] * 2 + [True], [False] * 5])
     scores = rand(3, 5, seed=3).requires_grad_()

@@ -13,6 +13,7 @@ from torch import Tensor
 from attnzoo import linear_topk, probabilities, topk_probabilities
 from attnzoo.functional import topk as module
 from helpers.cases import CASES, VARIANTS, WITH_FORMS, has_rows, params_of, rand
+from helpers.coverage_table import FIRST
 from helpers.kernel_paths import quick_variants
 from helpers.largest import agrees
 
@@ -24,10 +25,16 @@ SETTINGS = [
 ]
 # Also: a gain that reverses the order, and a gain of 0.
 SETTINGS += [("ssmax", {"s": -0.4}), ("ssmax", {"s": 0.0}), ("entmax", {"alpha": 1.1})]
+QUICK = [x.values[0] for x in quick_variants(ROWS) if not x.marks]
+every_setting = pytest.mark.parametrize(
+    ("variant", "params"),
+    [pytest.param(v, params, marks=[] if v in QUICK else [pytest.mark.slow])
+     for v, params in SETTINGS],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("variant", "params"), SETTINGS)
+@every_setting
 def test_the_largest_probabilities(variant: str, params: dict[str, Any], masked: bool) -> None:
     factors = cycle((0.1, 1.0, 30.0))
     for n in (1, 2, 63, 64, 65, 700, 2500):  # without blocks, and with blocks and a remainder
@@ -45,7 +52,7 @@ def test_the_largest_probabilities(variant: str, params: dict[str, Any], masked:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("variant", "params"), SETTINGS)
+@every_setting
 def test_dtypes(variant: str, params: dict[str, Any], dtype: torch.dtype) -> None:
     scores = (2 * torch.randn(4, 3000)).to(dtype)
     weights = probabilities(scores, variant, **params)
@@ -207,7 +214,7 @@ def test_inputs_are_not_written() -> None:
 
 
 @pytest.mark.parametrize("classes", [5, 1000])
-@pytest.mark.parametrize(("variant", "params"), SETTINGS)
+@every_setting
 def test_linear_topk(variant: str, params: dict[str, Any], classes: int) -> None:
     input, weight, bias = rand(2, 20, 8), rand(classes, 8, seed=1), rand(classes, seed=2)
     if variant == "sigmoid":
@@ -258,7 +265,14 @@ def test_autocast_casts_input_and_weight() -> None:
     assert got.values.dtype == torch.float32
 
 
-@pytest.mark.parametrize("variant", quick_variants([v for v in ROWS if v in WITH_FORMS]))
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, marks=[] if v in FIRST.values() else [pytest.mark.slow])
+        for v in ROWS
+        if v in WITH_FORMS
+    ],
+)
 def test_linear_topk_never_holds_all_logits(variant: str) -> None:
     """All tensors alive at once, counted by a dispatch mode, stay below an 8th of N × V."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,7 +7,7 @@ and paper tests then cover it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -330,8 +330,14 @@ def unsupported(variant: str, **options: Any) -> str | None:
 # Variants that support causal calls only. `VARIANTS`, which most tests use, are the others.
 CAUSAL_ONLY = tuple(v for v in ALL_VARIANTS if unsupported(v) is not None)
 VARIANTS = [v for v in ALL_VARIANTS if v not in CAUSAL_ONLY]
-# The same for larger tests, with the mark slow for expensive ones.
-MARKED = [pytest.param(v, marks=pytest.mark.slow) if CASES[v].expensive else v for v in VARIANTS]
+
+
+def mark_expensive(variants: Iterable[str]) -> list[Any]:
+    """Test parameters for larger tests, with the mark slow for expensive variants."""
+    return [pytest.param(v, marks=pytest.mark.slow) if CASES[v].expensive else v for v in variants]
+
+
+MARKED = mark_expensive(VARIANTS)
 # Variants with a pairwise or a linear form. The others are computed by their definition everywhere.
 WITH_FORMS = [v for v in VARIANTS if CASES[v].rejects != DEFINITION]
 

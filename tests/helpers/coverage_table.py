@@ -47,6 +47,7 @@ def marked(*values: str) -> Any:
 
 
 # The first variant of each normalization. On Triton backends, all other variants are marked slow.
+# On decode, only the first of all is quick: test_decode has quick tests of the others.
 FIRST: dict[str, str] = {}
 for _name in VARIANT_BACKENDS:
     _path = path_of(Level(_name, "default"), ("pairwise", "linear"))
@@ -56,6 +57,7 @@ for _name in VARIANT_BACKENDS:
 def pair(variant: str, backend: str) -> Any:
     found = marked(variant, backend)
     slow = backend in KERNELS and variant not in FIRST.values()
+    slow = slow or (backend == "decode" and variant != next(iter(FIRST.values())))
     marks = [*found.marks, pytest.mark.slow] if slow else found.marks
     return pytest.param(*found.values, marks=marks, id=found.id)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -58,6 +59,20 @@ def covering(factors: Factors, allowed: Callable[[Row], bool], seed: int = 0) ->
         missing -= pairs_of(row, names)
         rows.append({name: row[name] for name in names})
     return tuple(rows)
+
+
+def each_setting(rows: Iterable[Row], times: int, by: str = "") -> list[Row]:
+    """The rows without those whose settings have all occurred ``times`` times before.
+
+    by: a factor; occurrences with each of its levels are counted apart.
+    """
+    seen, kept = Counter[tuple[Any, ...]](), []
+    for row in rows:
+        settings = [(row.get(by), *setting) for setting in row.items()]
+        if any(seen[setting] < times for setting in settings):
+            kept.append(row)
+            seen.update(settings)
+    return kept
 
 
 def _gain(row: Row, name: str, level: Any, names: list[str], missing: set[tuple]) -> int:

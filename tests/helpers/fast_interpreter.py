@@ -21,6 +21,7 @@ def speed_up_interpreter() -> None:
         (interpreter, "_patch_lang", patch_once),
         (interpreter, "_get_np_dtype", remember_dtypes),
         (semantic.TritonSemantic, "broadcast_impl_value", skip_equal_shapes),
+        (semantic.TritonSemantic, "binary_op_type_checking_impl", skip_equal_types),
         (semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", skip_unused_checks),
         (core, "_unwrap_if_constexpr", pass_plain_values),
         (core.block_type, "__init__", remember_blocks),
@@ -40,8 +41,14 @@ def patch_once(original: Any) -> Any:
     if empty is None:
         return original
 
+    known: dict[int, Any] = {}  # for each module, its names for Triton's language
+
     def patch(fn: Any) -> Any:
-        own = [x for x in fn.__globals__.values() if x is language or x is language.core]
+        names = fn.__globals__
+        if id(names) not in known:
+            own = [x for x in names.values() if x is language or x is language.core]
+            known[id(names)] = names, own  # the names too, so that no other module gets their id
+        own = known[id(names)][1]
         patched = own and not any(language.core.is_builtin(x.load) for x in own)
         return empty() if patched else original(fn)
 
@@ -78,6 +85,25 @@ def skip_equal_shapes(original: Any) -> Any:
         return original(self, left, right)
 
     return broadcast
+
+
+def skip_equal_types(original: Any) -> Any:
+    """Two tensors of the same common type need no cast."""
+    from triton.language import core
+
+    common = {"fp32", "int32", "int64"}
+
+    def convert(self: Any, left: Any, right: Any, *rest: Any, **options: Any) -> Any:
+        if (
+            type(left) is core.tensor
+            and type(right) is core.tensor
+            and left.dtype.name in common
+            and left.dtype.name == right.dtype.name
+        ):
+            return self.broadcast_impl_value(left, right)
+        return original(self, left, right, *rest, **options)
+
+    return convert
 
 
 def skip_unused_checks(original: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from attnzoo.core.parameters import VECTORS
 from attnzoo.functional.prepare import prepare
 from helpers.agreement import make
 from helpers.cases import CASES, CAUSAL_ONLY, NO_LSE, NO_SCORE
-from helpers.covering import Factors, Row, covering
+from helpers.covering import Factors, Row, covering, each_setting
 
 
 class Level(NamedTuple):
@@ -95,7 +95,7 @@ def one_level_per_path(
     return groups
 
 
-ROUNDS = 3  # quick cases per path, at least
+ROUNDS = 1  # quick cases per path and per setting, at least
 
 
 LARGEST_OF_EXPENSIVE = 200 * 17  # scores per head
@@ -129,17 +129,16 @@ def quick_rows(
 
     Threshold forms, other pairwise forms and linear forms have one array each, because they run
     different kernels. The paths of one array differ only in a few steps of the kernel. It therefore
-    suffices that each pair of settings occurs with some path, and that each path occurs in at least
-    `ROUNDS` rows. The slow arrays, which are made elsewhere, contain each pair of settings with
-    every variant. Levels that `one_level_per_path` leaves out are tested only with one of the rows
-    in ``thin``, in turn.
+    suffices that each setting and each path occurs in `ROUNDS` rows. The slow arrays,
+    which are made elsewhere, contain each pair of settings; see `variant_rows`. Levels that
+    `one_level_per_path` leaves out are tested only with one of the rows in ``thin``, in turn.
     """
     levels = list(levels)
     groups, rows = one_level_per_path(levels, kinds), []
     for group in groups.values():
         settings = _covering(tuple(factors.items()), allowed, tuple(group))
         waiting = deque(group)
-        for row in settings:
+        for row in each_setting(settings, ROUNDS):
             able = next(level for level in waiting if supports({**row, "params": level}))
             waiting.remove(able)
             waiting.append(able)
@@ -151,6 +150,32 @@ def quick_rows(
     others = (x for x in levels if not any(x in group for group in groups.values()))
     rows += [{**row, "params": level} for level, row in zip(others, cycle(thin), strict=False)]
     return [(row["params"].variant, {**row, "params": row["params"].params}) for row in rows]
+
+
+def code_of(variant: str, kinds: tuple[str, ...] = ("pairwise",)) -> tuple[str, str, str]:
+    """The properties of a variant's form that decide most of the code that runs."""
+    path = path_of(Level(variant, "default"), kinds)
+    return path.kind, path.normalize, path.activation
+
+
+def variant_rows(
+    variants: Iterable[str],
+    factors_of: Callable[[str], Factors],
+    allowed: Callable[[Row], bool],
+    kinds: tuple[str, ...] = ("pairwise",),
+) -> Iterator[tuple[str, int, Row]]:
+    """Slow test cases (variant, seed, row).
+
+    The first variant of each normalization and activation has each pair of settings. Later ones run
+    the same code, and have each pair of parameters and another setting.
+    """
+    known = set()
+    for variant in variants:
+        rows = covering(factors_of(variant), allowed)
+        code = code_of(variant, kinds)
+        for seed, row in enumerate(each_setting(rows, 1, "params") if code in known else rows):
+            yield variant, seed, row
+        known.add(code)
 
 
 @cache
@@ -168,11 +193,14 @@ def _covering(
 def quick_variants(
     variants: Iterable[str], kinds: tuple[str, ...] = ("pairwise",)
 ) -> list[ParameterSet]:
-    """Test parameters, slow if an earlier variant has the same normalization and activation."""
+    """Test parameters, slow if expensive or if an earlier variant runs the same code.
+
+    The code is the same if normalization and activation are.
+    """
     known, values = set(), []
     for variant in variants:
-        path = path_of(Level(variant, "default"), kinds)
-        seen = (path.kind, path.normalize, path.activation)
-        values.append(pytest.param(variant, marks=[pytest.mark.slow] if seen in known else []))
-        known.add(seen)
+        code = code_of(variant, kinds)
+        slow = code in known or CASES[variant].expensive
+        values.append(pytest.param(variant, marks=[pytest.mark.slow] if slow else []))
+        known.add(code)
     return values

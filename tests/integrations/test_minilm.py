@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from attnzoo.integrations.transformers import convert, from_pretrained, revert
-from helpers.cases import MARKED, params_of
+from helpers.cases import VARIANTS, params_of
+from helpers.coverage_table import FIRST
 from helpers.hf_models import quiet
 
 pytestmark = quiet
@@ -68,7 +69,10 @@ def test_softmax_does_not_change_the_embeddings(
     assert float((embed(revert(converted), batches) - expected).abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("variant", MARKED)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=[] if v in FIRST.values() else [pytest.mark.slow]) for v in VARIANTS],
+)
 def test_padding_does_not_change_the_embeddings(
     variant: str, folder: Path, batches: list[dict[str, Tensor]]
 ) -> None:

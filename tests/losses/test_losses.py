@@ -6,6 +6,7 @@ fp32 and bf16 results within the error bounds of `helpers.loss_budget`.
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from attnzoo.losses import linear_loss, loss
 from helpers.agreement import violations
 from helpers.cases import rand
-from helpers.covering import covering
+from helpers.covering import Row, covering, each_setting
 from helpers.loss_budget import bounds
 from helpers.loss_cases import (
     FACTORS,
@@ -32,6 +33,20 @@ from helpers.loss_definitions import dense_linear
 
 ROWS = covering(FACTORS, allowed)
 LOW = covering((*FACTORS, ("dtype", (torch.float32, torch.bfloat16))), allowed, seed=1)
+
+
+def every_row(rows: tuple[Row, ...]) -> Any:
+    """In the quick tests each setting occurs twice, and in all tests each pair of settings."""
+    quick = each_setting(rows, 2)
+    return pytest.mark.parametrize(
+        ("row", "seed"),
+        [
+            pytest.param(row, i, id=label(row), marks=[] if row in quick else [pytest.mark.slow])
+            for i, row in enumerate(rows)
+        ],
+    )
+
+
 TIGHT = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
 
 
@@ -48,17 +63,13 @@ def agree(found: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("row", "seed"), [pytest.param(row, i, id=label(row)) for i, row in enumerate(ROWS)]
-)
+@every_row(ROWS)
 def test_values_and_gradients_agree_in_fp64(row: dict[str, Any], seed: int) -> None:
     inputs = make(row, seed)
     agree(by_library(inputs), by_definition(inputs))
 
 
-@pytest.mark.parametrize(
-    ("row", "seed"), [pytest.param(row, i, id=label(row)) for i, row in enumerate(LOW)]
-)
+@every_row(LOW)
 def test_values_and_gradients_are_within_error_bounds(row: dict[str, Any], seed: int) -> None:
     inputs = make(row, seed)
     found, exact = by_library(inputs), by_definition(inputs)
@@ -99,8 +110,7 @@ def test_loss_of_logits_equals_linear_loss_of_their_factors(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "reduction"), list(zip(SETTINGS, cycle(("mean", "none")))))
 def test_many_tokens_agree(setting: str, reduction: str) -> None:
     inputs = simple(setting, 3000, 1100, reduction=reduction, bias=True, ignored="some")
     agree(by_library(inputs), by_definition(inputs))

@@ -19,7 +19,7 @@ def test_peak_of_measures_memory() -> None:
     assert 2**21 <= peak_of(lambda: (x @ e.mT).logsumexp(-1)) < 3 * 2**21 + 2**16
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", some(LOSSES, ("softmax",)))
 def test_memory_is_at_most_an_eighth_of_the_logits(variant: str, reduction: str) -> None:
     """The gradients are not counted. A benchmark has the same numbers of tokens and classes."""
@@ -42,7 +42,7 @@ EVERY = torch.ones(32000, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        ("margin_loss", {}),
+        pytest.param("margin_loss", {}, marks=pytest.mark.slow),
         pytest.param("noisy_loss", {"alpha": 0.1}, marks=pytest.mark.slow),
         pytest.param("masked_loss", {"class_mask": EVERY, "value": 0.0}, marks=pytest.mark.slow),
         ("z_loss", {"a": 0.1, "b": 10.0}),

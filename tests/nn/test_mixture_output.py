@@ -262,7 +262,7 @@ def test_only_a_mixture_of_probabilities_exceeds_the_rank_of_softmax(
 # ---- memory and dtypes ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["softmax", "taylor"])
+@pytest.mark.parametrize("variant", [pytest.param("softmax", marks=pytest.mark.slow), "taylor"])
 def test_memory_of_the_loss_is_at_most_an_eighth_of_one_components_logits(variant: str) -> None:
     """The gradients are not counted."""
     tokens, classes = 4096, 4096

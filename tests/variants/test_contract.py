@@ -18,11 +18,10 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 every_pair = pytest.mark.parametrize(("variant", "backend"), PAIRS)
-# The backend decode launches several kernels per prefix length, so most pairs (variant, "decode")
-# are marked slow.
+# The backend decode launches several kernels per prefix length, so its pairs are marked slow.
 PREFIX_PAIRS = [
     pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.slow], id=pair.id)
-    if pair.values[1] == "decode" and pair.values[0] != "softmax"
+    if pair.values[1] == "decode"
     else pair
     for pair in PAIRS
 ]

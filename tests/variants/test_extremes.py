@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import attnzoo
-from helpers.cases import CASES, ONE_SIGN, params_of, rand
+from helpers.cases import CASES, ONE_SIGN, mark_expensive, params_of, rand
 from helpers.coverage_table import FORWARD_ONLY, PAIRS, precise
 
 N = 12
@@ -83,7 +83,9 @@ def test_gain_may_be_negative_or_zero(variant: str, backend: str, mask: str) -> 
     agrees(variant, backend, {**MASKS[mask], "scale": -0.4, **GAINS[variant]})
 
 
-ANY_SCALE = pytest.mark.parametrize("variant", [x for x in CASES if x not in ONE_SIGN])
+ANY_SCALE = pytest.mark.parametrize(
+    "variant", mark_expensive(x for x in CASES if x not in ONE_SIGN)
+)
 
 
 @ANY_SCALE

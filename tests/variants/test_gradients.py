@@ -13,10 +13,20 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import attnzoo
-from helpers.cases import CASES, NO_LSE, NO_SCORE, VARIANTS, WITH_FORMS, learned, params_of, rand
+from helpers.cases import (
+    CASES,
+    MARKED,
+    NO_LSE,
+    NO_SCORE,
+    VARIANTS,
+    WITH_FORMS,
+    learned,
+    params_of,
+    rand,
+)
 from helpers.coverage_table import RUNS, TRAINED, VARIANT_BACKENDS, precise
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", MARKED)
 
 
 def qkv(queries: int = 7, keys: int = 7) -> list[Tensor]:
