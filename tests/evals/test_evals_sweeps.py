@@ -292,6 +292,7 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
         "tuned": {
             "values": {"learning_rate": 1e-3},
             "tried": [
+                {"values": {"learning_rate": 3e-4}, "scores": [0.2, 0.4]},
                 {"values": {"learning_rate": 1e-3}, "scores": [0.5, 0.7]},
                 {"values": {"learning_rate": 3e-3}, "scores": [0.5, None]},
             ],
@@ -304,10 +305,10 @@ def test_only_after_a_sweep_a_variant_is_called_not_trained() -> None:
     assert legend(group)[0].endswith("best values of a sweep; not tuned: ssmax")
     table = settings_table(group)
     assert table is not None
-    assert table.header[3:] == ["learning_rate 0.001", "learning_rate 0.003"]
+    assert table.header[3:] == [f"learning_rate {x}" for x in (0.0003, 0.001, 0.003)]
     assert table.rows == [
-        ["softmax", "—", "learning_rate 0.001", "60.0", "—"],
-        ["ssmax", "learning_rate 0.001", "not tuned", "—", "—"],
+        ["softmax", "—", "learning_rate 0.001", "30.0", "60.0", "—"],
+        ["ssmax", "learning_rate 0.001", "not tuned", "—", "—", "—"],
     ]
     assert group.tuned(Series("softmax", "none")) == fields["tuned"]
 
