@@ -23,6 +23,7 @@ from commandline.errors import UsageError
 from commandline.files import write_whole
 from evals.harness.options import Options
 from evals.results.store import Row
+from evals.results.tuned import TUNED
 from evals.task import RECORDED, Preset
 
 SWEEP_SEEDS = (1000, 1001)
@@ -71,13 +72,8 @@ class Sweep:
 
     @property
     def words(self) -> dict[str, str]:
-        """For each tuned setting, how it was tuned, in place of a value that all variants share."""
-        if self.recorded is not None:
-            return dict.fromkeys(self.names, "tuned in preset quick")
-        return {
-            name: f"tuned: {', '.join(f'{value:g}' for value in sorted(values))}"
-            for name, values in self.grid.items()
-        }
+        """For each tuned setting a word, in place of a value that all variants share."""
+        return dict.fromkeys(self.names, TUNED)
 
 
 def choose(

@@ -15,7 +15,7 @@ from commandline.errors import UsageError
 from evals.results.paired import holm, t_test
 from evals.results.rows import is_validation
 from evals.results.store import Row
-from evals.results.tuned import at_edge
+from evals.results.tuned import TUNED, at_edge
 from evals.task import Metric, Task
 from evals.tasks import TASKS
 
@@ -230,7 +230,12 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 def _shared_settings(row: Row) -> dict[str, Any]:
     """The settings of a row's table: in place of those that differ between its variants, a text."""
     found = row["settings"] | row.get("shared", {})
-    return {name: value for name, value in found.items() if value is not None}
+    # Older rows name the candidates. Variants of one table may have different ones.
+    return {
+        name: TUNED if str(value).startswith(TUNED) else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _by_sizes(rows: list[Row]) -> list[list[Row]]:

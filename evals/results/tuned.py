@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+TUNED = "tuned"  # in place of the value of a tuned setting, which differs between variants
+
 
 def values_text(values: Mapping[str, float]) -> str:
     """Tuned values in words, such as "learning_rate 0.001"."""

@@ -44,7 +44,7 @@ def different_variants(rank: int) -> str:
 
 
 def unsupported_variant(rank: int) -> str:
-    return _call(rank, variant="topk", method="ring")
+    return _call(rank, variant="topk", top_k=3, method="ring")
 
 
 def two_dimensional_mesh(rank: int) -> str:
