@@ -7,13 +7,13 @@ import sys
 
 from benchmarks.harness import memory
 from benchmarks.kernels import compile, host, profile, rows, tune
-from benchmarks.suites import attention, decode, gpu, linear, losses, overhead, packed
+from benchmarks.suites import attention, decode, distributed, gpu, linear, losses, overhead, packed
 from commandline.errors import UsageError
 from commandline.variants import load_plugin
 
 COMMANDS = (
-    attention, linear, decode, packed, losses, overhead, host, rows, compile, profile, tune, gpu,
-    memory,
+    attention, linear, decode, packed, distributed, losses, overhead, host, rows, compile, profile,
+    tune, gpu, memory,
 )  # fmt: skip
 
 
