@@ -36,3 +36,15 @@ def test_two_ranks_train_as_one_process(name: str, method: str, layout: str) -> 
 @pytest.mark.parametrize("name", ["transformer", "llama"])
 def test_beside_fsdp(name: str) -> None:
     check(on_ranks(4, context_models.beside_fsdp, name, seconds=240), name)
+
+
+@pytest.mark.slow
+def test_beside_tensor_parallelism() -> None:
+    check(on_ranks(4, context_models.beside_tensor_parallelism, seconds=240), "llama")
+
+
+def test_packed_documents_across_ranks() -> None:
+    for result in on_ranks(2, context_models.packed, seconds=120):
+        assert not isinstance(result, str), result
+        found, expected = result
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -98,11 +98,13 @@ def inputs_of(case: Case, tokens: int) -> Inputs:
     if "scale" in words:
         options["scale"] = 0.7
     options["return_lse"] = "lse" in words
-    if case.learned:
-        for i, (name, (low, high)) in enumerate(CASES[case.variant].learned.items()):
-            spec = {p.name: p for p in attnzoo.get_variant(case.variant).params}[name]
-            if spec.kind == "tensor":
-                continue
+    specs = {param.name: param for param in attnzoo.get_variant(case.variant).params}
+    for i, (name, spec) in enumerate(specs.items()):
+        if spec.kind == "tensor":
+            assert spec.size is not None
+            tensors[name], along[name] = 0.3 * rand(heads, *spec.size(8), seed=6 + i), None
+        elif case.learned and name in CASES[case.variant].learned:
+            low, high = CASES[case.variant].learned[name]
             long = case.per_token or spec.per_key
             shape = (2, heads, tokens) if long else (heads,)
             tensors[name] = low + (high - low) * torch.sigmoid(rand(*shape, seed=6 + i))

@@ -9,9 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
-from attnzoo.distributed import Batch, shard_batch, shard_sequence
+from attnzoo.distributed import Batch, shard, shard_batch, shard_sequence
 from attnzoo.nn import Transformer
 
 TOKENS, BATCH, LENGTH, STEPS = 99, 2, 27, 3  # neither 2 nor 4 divides the length
@@ -89,6 +94,19 @@ def on_two_ranks(rank: int, name: str, method: str, layout: Any) -> list[float]:
     return trained(model, lambda: loss_of(name, model, batch, batch.count), summed)
 
 
+def packed(rank: int) -> list[list[float]]:
+    """The output of a transformer for packed documents, and that of one process; both shards."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    tokens = data()[:, :24]
+    ids = torch.zeros_like(tokens)
+    ids[:, 5:], ids[:, 13:] = 1, 2  # boundaries inside of chunks; one segment spans two ranks
+    with torch.no_grad():
+        expected = shard(transformer()(tokens, segment_ids=ids), mesh)
+        model = shard_sequence(transformer(), mesh, "ring")
+        found = model(shard(tokens, mesh), segment_ids=shard(ids, mesh))
+    return [found.flatten().tolist(), expected.flatten().tolist()]
+
+
 def beside_fsdp(rank: int, name: str) -> list[float]:
     """Two ranks share a sequence; the parameters are sharded over two others, with other rows."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "data"))
@@ -105,3 +123,18 @@ def beside_fsdp(rank: int, name: str) -> list[float]:
     count = BATCH * (LENGTH - 1) / dist.get_world_size()
     losses = trained(model, lambda: loss_of(name, model, batch, count), summed)  # type: ignore[arg-type]
     return [loss / dist.get_world_size() for loss in losses]
+
+
+def beside_tensor_parallelism(rank: int) -> list[float]:
+    """Two ranks share a sequence, two others the heads."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "heads"))
+    model = MODELS["llama"]()
+    plan = {f"{n}_proj": ColwiseParallel() for n in "qkv"} | {"o_proj": RowwiseParallel()}
+    layers: Any = model.model.layers
+    for layer in layers:
+        parallelize_module(layer.self_attn, mesh["heads"], plan)
+        layer.self_attn.attnzoo.shard_heads(mesh["heads"])
+    shard_sequence(model, mesh["context"], "ring")
+    batch = shard_batch(data(), mesh["context"])
+    losses = trained(model, lambda: loss_of("llama", model, batch, batch.count), summed)
+    return [loss / 2 for loss in losses]  # both ranks of the heads have it
