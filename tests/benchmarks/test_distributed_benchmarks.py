@@ -16,6 +16,7 @@ from benchmarks.suites import distributed
 from commandline.errors import UsageError
 
 
+@pytest.mark.slow
 def test_the_command_compares_results_and_bytes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

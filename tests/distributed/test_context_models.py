@@ -7,6 +7,8 @@ import pytest
 from helpers import context_models
 from helpers.ranks import on_ranks
 
+pytestmark = pytest.mark.slow  # each test starts processes that import everything again
+
 
 def check(found: list, name: str) -> None:
     expected = context_models.alone(name)
@@ -22,23 +24,21 @@ def check(found: list, name: str) -> None:
     [
         ("transformer", "ring", "zigzag"),
         ("llama", "ulysses", "zigzag"),
-        pytest.param("transformer", "ulysses", "contiguous", marks=pytest.mark.slow),
-        pytest.param("transformer", "all_gather", "zigzag", marks=pytest.mark.slow),
-        pytest.param("llama", "ring", "contiguous", marks=pytest.mark.slow),
-        pytest.param("llama", "all_gather", "zigzag", marks=pytest.mark.slow),
+        ("transformer", "ulysses", "contiguous"),
+        ("transformer", "all_gather", "zigzag"),
+        ("llama", "ring", "contiguous"),
+        ("llama", "all_gather", "zigzag"),
     ],
 )
 def test_two_ranks_train_as_one_process(name: str, method: str, layout: str) -> None:
     check(on_ranks(2, context_models.on_two_ranks, name, method, layout, seconds=120), name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformer", "llama"])
 def test_beside_fsdp(name: str) -> None:
     check(on_ranks(4, context_models.beside_fsdp, name, seconds=240), name)
 
 
-@pytest.mark.slow
 def test_beside_tensor_parallelism() -> None:
     check(on_ranks(4, context_models.beside_tensor_parallelism, seconds=240), "llama")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from helpers.context_traffic import (
@@ -12,8 +14,8 @@ from helpers.context_traffic import (
     LOCAL,
     VALUE_DIM,
     WIDE,
+    all_sent,
     peak,
-    sent,
 )
 from helpers.ranks import on_ranks
 
@@ -26,41 +28,48 @@ Q, OUT = TOKEN * HEADS * DIM, TOKEN * HEADS * VALUE_DIM
 KV_HEADS_SENT = {2: (1, 1), 3: (3, 2, 3)}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_of_all_gather(ranks: int) -> None:
-    for found in on_ranks(ranks, sent, "softmax", "all_gather", {}):
-        assert found == ((ranks - 1) * (K + V), (ranks - 1) * (K + V), 0)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def counted(request: pytest.FixtureRequest) -> list[Any]:
+    """What each rank has sent, by variant and method."""
+    found = on_ranks(request.param, all_sent, seconds=120)
+    assert all(isinstance(of_rank, dict) for of_rank in found), found
+    return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_of_ulysses(ranks: int) -> None:
-    found = on_ranks(ranks, sent, "softmax", "ulysses", {})
+def test_bytes_of_all_gather(counted: list[Any]) -> None:
+    others = len(counted) - 1
+    for of_rank in counted:
+        assert of_rank["softmax", "all_gather"] == (others * (K + V), others * (K + V), 0)
+
+
+def test_bytes_of_ulysses(counted: list[Any]) -> None:
+    ranks, found = len(counted), [of_rank["softmax", "ulysses"] for of_rank in counted]
     for heads, (forward, _, _) in zip(KV_HEADS_SENT[ranks], found, strict=True):
         assert forward == (ranks - 1) * (Q + OUT) // ranks + heads * (K + V) // KV_HEADS
     # The backward sends the gradients the other way.
     assert sum(x[0] for x in found) == sum(x[1] for x in found)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_of_the_ring(ranks: int) -> None:
-    keys, round_of_both = (ranks - 1) * K, (ranks - 1) * (K + V)
-    backward = round_of_both + ranks * (K + V)
-    for found in on_ranks(ranks, sent, "softmax", "ring", {}):
-        assert found == (round_of_both, backward, 2 * (ranks - 1))
-    for found in on_ranks(ranks, sent, "adaptive_temperature", "ring", {}):  # statistics
-        assert found == (keys + round_of_both, backward, 3 * (ranks - 1))
-    for forward, back, messages in on_ranks(ranks, sent, "entmax", "ring", {}):  # solver steps
-        rounds = messages // (ranks - 1) - 2  # of the keys alone
+def test_bytes_of_the_ring(counted: list[Any]) -> None:
+    others = len(counted) - 1
+    keys, round_of_both = others * K, others * (K + V)
+    backward = round_of_both + len(counted) * (K + V)
+    for of_rank in counted:
+        assert of_rank["softmax", "ring"] == (round_of_both, backward, 2 * others)
+        statistics = of_rank["adaptive_temperature", "ring"]
+        assert statistics == (keys + round_of_both, backward, 3 * others)
+        forward, back, messages = of_rank["entmax", "ring"]
+        rounds = messages // others - 2  # of the keys alone: the maximum and the solver steps
         assert forward == rounds * keys + round_of_both
         assert 3 <= rounds <= 20
         assert back == backward
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_of_states_do_not_depend_on_the_number_of_tokens(ranks: int) -> None:
+def test_bytes_of_states_do_not_depend_on_the_number_of_tokens(counted: list[Any]) -> None:
     state = BATCH * KV_HEADS * DIM * (VALUE_DIM + 1) * FP32  # as many features as dimensions
-    for found in on_ranks(ranks, sent, "elu", "ring", {}):
-        assert found == ((ranks - 1) * 2 * state, (ranks - 1) * 2 * state, 0)
+    sent = (len(counted) - 1) * 2 * state  # two chunks per rank
+    for of_rank in counted:
+        assert of_rank["elu", "ring"] == (sent, sent, 0)
 
 
 @pytest.mark.slow

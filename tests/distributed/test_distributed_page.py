@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from helpers.pages import python_blocks
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "distributed.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
     (command,) = re.findall(r"^torchrun (.+)$", TEXT, re.MULTILINE)
     for block in python_blocks(TEXT):

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from attnzoo.distributed import context_parallel_attention
 
 
-def _call(rank: int, tokens: int = 8, **options: object) -> str:
+def _call(rank: int, tokens: int = 8, heads: int = 2, **options: object) -> str:
     """The error of a call as text."""
     mesh = options.pop("mesh", None) or dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    q, k, v = torch.randn(3, 1, 2, tokens, 4).unbind()
+    q, k, v = torch.randn(3, 1, heads, tokens, 4).unbind()
     try:
         context_parallel_attention(q, k, v, mesh=mesh, **options)  # type: ignore[arg-type]
     except (ValueError, TypeError, RuntimeError) as error:
@@ -57,7 +57,18 @@ def no_mesh(rank: int) -> str:
 
 
 def too_few_heads(rank: int) -> str:
-    return _call(rank, method="ulysses")
+    return _call(rank, heads=1, method="ulysses")
+
+
+MISTAKES = (
+    different_lengths, lengths_that_differ_later, different_variants, odd_length,
+    a_mistake_on_one_rank, unsupported_variant, two_dimensional_mesh, no_mesh, too_few_heads,
+)  # fmt: skip
+
+
+def all_mistakes(rank: int) -> dict[str, str]:
+    """The error of each mistake by its name. After an error the ranks can go on."""
+    return {mistake.__name__: mistake(rank) for mistake in MISTAKES}
 
 
 def a_rank_that_ends(rank: int) -> str:

@@ -15,7 +15,7 @@ WIDE = 256
 BATCH, HEADS, KV_HEADS, LOCAL, DIM, VALUE_DIM = 1, 6, 2, 8, 4, 6
 
 
-def sent(rank: int, variant: str, method: str, params: dict[str, Any]) -> tuple[int, int, int]:
+def sent(rank: int, variant: str, method: Any) -> tuple[int, int, int]:
     """The bytes that a rank sends in forward and in backward, and its messages in the forward."""
     ranks = dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (ranks,))
@@ -26,14 +26,25 @@ def sent(rank: int, variant: str, method: str, params: dict[str, Any]) -> tuple[
     )
     with SentBytes(rank, ranks) as forward:
         out = context_parallel_attention(
-            q, k, v, variant, mesh=mesh, method=method, enable_gqa=True, **params
+            q, k, v, variant, mesh=mesh, method=method, enable_gqa=True
         )  # type: ignore[call-overload]
     with SentBytes(rank, ranks) as backward:
         out.sum().backward()
     return forward.bytes, backward.bytes, forward.messages
 
 
-def peak(rank: int, method: str, tokens: int) -> int:
+CALLS = (
+    ("softmax", "all_gather"), ("softmax", "ulysses"), ("softmax", "ring"),
+    ("adaptive_temperature", "ring"), ("entmax", "ring"), ("elu", "ring"),
+)  # fmt: skip
+
+
+def all_sent(rank: int) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """What `sent` returns, by variant and method."""
+    return {(variant, method): sent(rank, variant, method) for variant, method in CALLS}
+
+
+def peak(rank: int, method: Any, tokens: int) -> int:
     """The largest number of bytes in new tensors during a forward without gradients.
 
     The keys are wide and the values narrow, so that the memory is mostly that of the keys.
