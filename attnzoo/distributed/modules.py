@@ -19,7 +19,7 @@ from attnzoo.distributed.collectives import Ranks, all_gather, all_reduce_sum
 from attnzoo.distributed.context import METHODS, context_parallel_attention
 from attnzoo.nn import Attention, Transformer
 
-Module = TypeVar("Module", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class SequenceSharding:
 
 
 def shard_sequence(
-    module: Module,
+    module: ModuleT,
     mesh: DeviceMesh,
     method: Literal["auto", "ulysses", "all_gather", "ring"] = "auto",
     *,
     layout: Layout = "zigzag",
     reduce_gradients: bool = True,
-) -> Module:
+) -> ModuleT:
     """Make a module work on shards of a sequence, in place.
 
     Every `attnzoo.nn.Attention` in it then calls `context_parallel_attention`, and a `Transformer`
