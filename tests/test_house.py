@@ -174,7 +174,7 @@ def test_only_variants_with_shared_mathematics_import_each_other() -> None:
     assert found == {("entmax", "sparsemax"), ("asentmax", "entmax"), ("cosformer", "elu")}
 
 
-PUBLIC = ("attnzoo", "attnzoo.nn", "attnzoo.integrations.transformers")
+PUBLIC = ("attnzoo", "attnzoo.distributed", "attnzoo.nn", "attnzoo.integrations.transformers")
 
 
 @pytest.mark.parametrize("folder", ["evals", "benchmarks"])

@@ -42,13 +42,14 @@ def described(values: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        grad = " with gradient" if value.requires_grad and torch.is_grad_enabled() else ""
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{grad}"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_text, value))})"
     return shown(value)
 
 
-def agree(what: str, mine: str, error: Exception | None, ranks: Ranks, device: Any) -> None:
+def agree(what: str, mine: str, error: Exception | None, ranks: Ranks) -> None:
     """Raise on every rank if the text ``mine`` differs between ranks or one has an error.
 
     The rank with the error raises it. Costs one small exchange.
@@ -56,7 +57,7 @@ def agree(what: str, mine: str, error: Exception | None, ranks: Ranks, device: A
     if ranks.count > 1:
         digest = hashlib.sha256(mine.encode()).digest()[:7]  # 56 bits: never `_FAILED`
         code = _FAILED if error is not None else int.from_bytes(digest, "little")
-        found = all_gather(torch.tensor([code], device=device), 0, ranks).tolist()
+        found = all_gather(torch.tensor([code], device=ranks.mesh.device_type), 0, ranks).tolist()
         if _FAILED in found or len(set(found)) > 1:
             _explain(what, mine, error, ranks)
     if error is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo.core.checks import check_dense, is_int, shown
-from attnzoo.distributed.agree import ranks_of
+from attnzoo.distributed.agree import agree, described, ranks_of
 from attnzoo.distributed.collectives import all_gather
 from attnzoo.distributed.layout import LAYOUTS, Shards
 
@@ -60,9 +60,7 @@ def shard(
         >>> dist.destroy_process_group()
     """
     ranks = ranks_of(mesh)
-    check_dense("x", x)
-    if not is_int(dim) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must be a dimension of x {tuple(x.shape)}, got {shown(dim)}")
+    _check_dim(x, dim)
     step = shards_of(layout, ranks.count, 0).per_rank * ranks.count
     missing = -x.shape[dim] % step
     if missing:
@@ -92,7 +90,14 @@ def unshard(
         ValueError: An argument is wrong.
     """
     ranks = ranks_of(mesh)
-    check_dense("x", x)
+    text, error = "", None
+    try:
+        _check_dim(x, dim)
+        shards_of(layout, ranks.count, x.shape[dim])
+        text = described({"x": x, "dim": dim, "layout": layout, "length": length})
+    except Exception as found:  # the other ranks must not wait
+        error = found
+    agree("unshard", text, error, ranks)
     found = shards_of(layout, ranks.count, x.shape[dim])
     whole = found.to_sequence(all_gather(x, dim, ranks), dim)
     if length is None:
@@ -100,6 +105,12 @@ def unshard(
     if not is_int(length) or not 0 <= length <= found.total:
         raise ValueError(f"length must be from 0 to {found.total}, got {shown(length)}")
     return whole.narrow(dim, 0, length)
+
+
+def _check_dim(x: Any, dim: Any) -> None:
+    check_dense("x", x)
+    if not is_int(dim) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be a dimension of x {tuple(x.shape)}, got {shown(dim)}")
 
 
 @dataclass(frozen=True)
@@ -174,7 +185,8 @@ def shard_batch(
         raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}")
     if labels is None:
         labels = torch.nn.functional.pad(tokens[:, 1:].long(), (0, 1), value=IGNORED)
-    elif labels.shape != tokens.shape:
+    check_dense("labels", labels)
+    if labels.shape != tokens.shape:
         raise ValueError(
             f"labels must have the shape of tokens {tuple(tokens.shape)}, got {tuple(labels.shape)}"
         )

@@ -25,14 +25,14 @@ from attnzoo.distributed.ring import ring_attention
 from attnzoo.distributed.rows import Ring, Rows
 from attnzoo.distributed.statistics import ring_statistics
 from attnzoo.functional.linear_attention import scan_for
-from attnzoo.functional.prepare import Prepared, check_supported
+from attnzoo.functional.prepare import Prepared
 
 
 def ring_method(given: Inputs, readies: list[Prepared], forms: list[Form]) -> Result:
     """Run the form of each chunk; see `circulating_form`."""
     call = readies[0].call
     with in_full_precision(call.device):
-        if isinstance(forms[0], Linear) and linear.unsupported(forms[0], call) is None:
+        if isinstance(forms[0], Linear) and given.sums_states(forms[0], call):
             out, lse = _by_states(given, readies, [f for f in forms if isinstance(f, Linear)]), None
         else:
             out, lse = _by_ring(given, readies, forms)
@@ -52,12 +52,12 @@ def chunks_of(given: Inputs) -> list[Prepared]:
     return found
 
 
-def circulating_form(ready: Prepared) -> Form | str:
+def circulating_form(given: Inputs, ready: Prepared) -> Form | str:
     """The form that the ring runs, or the reason why it runs none."""
     forms, name = ready.forms, ready.variant.name
     linears = [form for form in forms if isinstance(form, Linear)]
     pairwise = [form for form in forms if isinstance(form, Pairwise)]
-    if linears and linear.unsupported(linears[0], ready.call) is None:
+    if linears and given.sums_states(linears[0], ready.call):
         return linears[0]
     if ready.call.return_lse and not any(form.softmax for form in pairwise):
         return "return_lse must be False, except for a softmax"
@@ -163,12 +163,11 @@ def _by_states(given: Inputs, readies: list[Prepared], forms: list[Linear]) -> T
     return torch.cat(out, dim=2)
 
 
-def check_circulates(readies: list[Prepared]) -> list[Form]:
+def check_circulates(given: Inputs, readies: list[Prepared]) -> list[Form]:
     """The form of each chunk, or a ValueError that says why the ring cannot run the variant."""
     found = []
     for ready in readies:
-        check_supported(ready)
-        form = circulating_form(ready)
+        form = circulating_form(given, ready)
         if isinstance(form, str):
             raise ValueError(
                 f"method 'ring' does not support this call: {form}; 'all_gather' and 'ulysses' do"

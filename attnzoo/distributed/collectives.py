@@ -1,6 +1,6 @@
 """Collectives that carry gradients, and the exchange of tensors around a ring.
 
-They use torch's functional collectives, which torch.compile traces. The gradients of the shards
+The gradients of the shards
 that an `all_gather` joins are summed over the ranks, because every rank may have used them.
 """
 

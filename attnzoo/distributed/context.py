@@ -7,7 +7,6 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnzoo.backends import linear
 from attnzoo.backends.selection import check_backend
 from attnzoo.core.arguments import ARGUMENTS, check_tensors
 from attnzoo.core.checks import shown
@@ -18,7 +17,7 @@ from attnzoo.distributed.collectives import Ranks
 from attnzoo.distributed.gathered import Result, all_gather_attention, ulysses_attention
 from attnzoo.distributed.inputs import Inputs
 from attnzoo.distributed.layout import LAYOUTS, Shards
-from attnzoo.functional.prepare import Prepared, cast_by_autocast, prepare
+from attnzoo.functional.prepare import Prepared, cast_by_autocast, check_supported, prepare
 
 METHODS = ("auto", "ulysses", "all_gather", "ring")
 NAME = "context_parallel_attention"
@@ -105,10 +104,9 @@ def context_parallel_attention(
     try:
         given, local = _checked(q, k, v, variant, arguments, ranks, method, layout, backend)
         text = _description(given, method, layout, backend)
-    except (ValueError, TypeError) as found:
+    except Exception as found:  # the other ranks must not wait
         error = found
-    device = q.device if isinstance(q, Tensor) else "cpu"
-    agree(NAME, text, error, ranks, device)
+    agree(NAME, text, error, ranks)
     assert given is not None
     assert local is not None
     out, lse = _run(given, local, method, backend)
@@ -117,23 +115,26 @@ def context_parallel_attention(
 
 def _run(given: Inputs, local: Prepared, method: str, backend: str | None) -> Result:
     if method == "auto":
-        method = _choice(local, given.ranks)
+        method = _choice(given, local)
         if backend is not None and method == "ring":
             method = "all_gather"
     if method == "ulysses":
         return ulysses_attention(given, backend)
-    if method == "all_gather":
-        return all_gather_attention(given, backend)
     readies = chunks_of(given)
-    return ring_method(given, readies, check_circulates(readies))
+    for ready in readies:  # with all keys, so that every rank raises if one does
+        check_supported(ready)
+    if method == "all_gather":
+        _ = [ready.forms for ready in readies]
+        return all_gather_attention(given, backend)
+    return ring_method(given, readies, check_circulates(given, readies))
 
 
-def _choice(local: Prepared, ranks: Ranks) -> str:
+def _choice(given: Inputs, local: Prepared) -> str:
     """The method that "auto" stands for. It is the same on all ranks."""
     linears = [form for form in local.forms if isinstance(form, Linear)]
-    if linears and linear.unsupported(linears[0], local.call) is None:
+    if linears and given.sums_states(linears[0], local.call):
         return "ring"
-    return "ulysses" if local.call.heads % ranks.count == 0 else "all_gather"
+    return "ulysses" if local.call.heads % given.ranks.count == 0 else "all_gather"
 
 
 def _checked(
@@ -147,7 +148,10 @@ def _checked(
     check_backend(backend)
     if method == "ring" and backend is not None:
         raise ValueError(f"backend must be None with method 'ring', got {shown(backend)}")
+    before, (q, k, v) = q, cast_by_autocast(q, k, v)
     check_tensors("B, H, N, D", {"q": q, "k": k, "v": v})
+    if q.device.type != ranks.mesh.device_type:
+        raise ValueError(f"q must be on a {ranks.mesh.device_type} as the mesh, got {q.device}")
     local = q.shape[2]
     if k.shape[2] != local:
         raise ValueError(f"q and k must have equal lengths, got {local} and {k.shape[2]}")
@@ -159,14 +163,14 @@ def _checked(
     common = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     params = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
     mask = common.get("attn_mask")
-    dtype, (q, k, v) = q.dtype, cast_by_autocast(q, k, v)
-    if q.dtype != dtype and isinstance(mask, Tensor) and mask.dtype == dtype:
+    if q is not before and isinstance(mask, Tensor) and mask.dtype == before.dtype:
         common["attn_mask"] = mask.float()
     given = Inputs(q, k, v, variant, common, params, Shards(layout, ranks.count, local), ranks)
     checked = dict(common)
     if isinstance(mask := common.get("attn_mask"), Tensor) and not given.has_key_mask():
         total = given.shards.total
-        if mask.dim() == 0 or mask.shape[-1] not in (1, total):
+        of_queries = mask.dim() > 1 and mask.shape[-2] == local
+        if not of_queries or mask.shape[-1] not in (1, total):
             raise ValueError(
                 f"attn_mask must be a key mask (…, 1, {local}) of the shard, or (…, {local}, "
                 f"{total}) with all keys of the sequence, got {tuple(mask.shape)}"

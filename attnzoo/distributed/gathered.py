@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.backends.selection import choose
 from attnzoo.core.registry import get_variant
+from attnzoo.distributed.agree import agree
 from attnzoo.distributed.collectives import all_gather, all_to_all
 from attnzoo.distributed.inputs import Inputs
 from attnzoo.functional.prepare import prepare
@@ -29,14 +31,21 @@ def all_gather_attention(given: Inputs, backend: str | None) -> Result:
     shards, ranks = given.shards, given.ranks
     whole = given.with_all_key_data()
     k, v = (shards.to_sequence(all_gather(x, 2, ranks), 2) for x in (given.k, given.v))
-    found = []
+    readies, error = [], None
     for part, at in zip(shards.parts(), shards.places(ranks.rank), strict=True):
         # Later keys are left out, so that the last query stands at the last key, as most backends
         # require.
         keys = at.stop if given.is_causal else shards.total
         ready = whole.of_chunk(part, at.start, keys, k[:, :, :keys], v[:, :, :keys])
-        found.append(run(ready, backend))
-    return joined(found)
+        readies.append(ready)
+        if backend is not None and error is None:  # it may support the chunks of some ranks only
+            try:
+                choose(ready.variant.name, (*ready.forms, ready.definition), ready.call, backend)
+            except ValueError as found:
+                error = found
+    if backend is not None:
+        agree("context_parallel_attention", "", error, ranks)
+    return joined([run(ready, backend) for ready in readies])
 
 
 def joined(found: list[Result]) -> Result:
@@ -123,13 +132,15 @@ def _of_heads(given: Inputs, own: slice) -> tuple[dict[str, Any], dict[str, Any]
     ranks, shards = given.ranks, given.shards
     arguments, params = dict(whole.arguments), dict(whole.params)
     if (mask := arguments.get("attn_mask")) is not None:
-        if mask.dim() > 1 and mask.shape[-2] > 1:
+        if mask.dim() > 1 and not given.has_key_mask() and mask.shape[-2] == given.q.shape[2]:
             mask = shards.to_sequence(all_gather(mask, -2, ranks), -2)
         if mask.dim() > 2 and mask.shape[-3] > 1:
             mask = mask[..., own, :, :]
         arguments["attn_mask"] = mask
     if (segments := arguments.get("segment_ids")) is not None:
-        queries = shards.to_sequence(all_gather(segments[0].long(), -1, ranks), -1)
+        queries = segments[1]
+        if not isinstance(given.arguments["segment_ids"], Tensor):
+            queries = shards.to_sequence(all_gather(segments[0].long(), -1, ranks), -1)
         arguments["segment_ids"] = (queries, segments[1])
     if (alibi := arguments.get("alibi")) is not None:
         arguments["alibi"] = alibi[own]

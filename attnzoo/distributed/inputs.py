@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.backends import linear
+from attnzoo.core.call import Call
+from attnzoo.core.forms import Form
 from attnzoo.core.registry import get_variant
 from attnzoo.distributed.collectives import Ranks, all_gather
 from attnzoo.distributed.layout import Shards
@@ -42,9 +45,17 @@ class Inputs:
     def has_key_mask(self) -> bool:
         """Whether the mask is one of keys, whose last dimension is that of the shard."""
         mask = self.arguments.get("attn_mask")
-        if not isinstance(mask, Tensor):
+        if not isinstance(mask, Tensor) or mask.dim() == 0:
             return False
         return (mask.dim() < 2 or mask.shape[-2] == 1) and mask.shape[-1] in (1, self.k.shape[2])
+
+    def sums_states(self, form: Form, call: Call) -> bool:
+        """Whether the form can run from states. A state serves all queries, so a dense mask cannot.
+
+        A chunk of one query has a dense mask in the shape of a key mask.
+        """
+        dense = self.arguments.get("attn_mask") is not None and not self.has_key_mask()
+        return not dense and linear.unsupported(form, call) is None
 
     def with_all_key_data(self) -> Inputs:
         """The key mask, the key segments and the parameters per key of the whole sequence.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from attnzoo.core.checks import check_bool, shown
 from attnzoo.distributed.agree import ranks_of
-from attnzoo.distributed.batches import Layout, shards_of
-from attnzoo.distributed.collectives import Ranks, all_gather, all_reduce_sum
+from attnzoo.distributed.batches import Layout, shards_of, unshard
+from attnzoo.distributed.collectives import Ranks
 from attnzoo.distributed.context import METHODS, context_parallel_attention
+from attnzoo.distributed.gradients import Reducer
 from attnzoo.nn import Attention, Transformer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -41,9 +39,7 @@ class SequenceSharding:
         return shards.shard(torch.arange(shards.total, device=device), ranks.rank, 0)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        ranks = self._ranks
-        shards = shards_of(self.layout, ranks.count, x.shape[dim])
-        return shards.to_sequence(all_gather(x, dim, ranks), dim)
+        return unshard(x, self.mesh, dim, layout=self.layout)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         ranks = self._ranks
@@ -67,8 +63,8 @@ def shard_sequence(
     """Make a module work on shards of a sequence, in place.
 
     Every `attnzoo.nn.Attention` in it then calls `context_parallel_attention`, and a `Transformer`
-    gives its tokens their positions in the whole sequence. Other layers work on each token alone
-    and need no change.
+    gives its tokens their positions in the whole sequence. Layers that work on each token
+    alone need no change.
 
     Args:
         module: An `Attention`, a wrapper of one, a `MultiheadAttention` or `Transformer`, a model
@@ -103,8 +99,10 @@ def shard_sequence(
         >>> dist.destroy_process_group()
 
     Notes:
-        Caches and ``need_weights`` raise. Pass the loss of a rank as its part of the mean over all
-        ranks, such as the sum of its losses divided by `Batch.count`.
+        Caches and ``need_weights`` raise. The loss of each rank must be its part of the mean over
+        all ranks: the sum of its losses divided by `Batch.count`. Every rank must call backward.
+        Call `Attention.shard_heads` before this function, not after it. Layers that mix tokens
+        without attention, such as convolutions, are not recognized and see only their own shard.
     """
     ranks = ranks_of(mesh)
     if not isinstance(module, nn.Module):
@@ -119,8 +117,7 @@ def shard_sequence(
         if isinstance(part, (Attention, Transformer)):
             part.sharding = sharding
     if reduce_gradients and ranks.count > 1:
-        for parameter in _own_parameters(module):
-            parameter.register_hook(partial(_summed, ranks=ranks))
+        Reducer(module, ranks)
     return module
 
 
@@ -139,21 +136,3 @@ def _check_attention(module: nn.Module) -> None:
                 f"module's {name} is a {type(part).__name__} without an attnzoo.nn.Attention, "
                 "which would see only its own shard: replace or convert it first"
             )
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that need a gradient and are not sharded by FSDP2."""
-    fsdp = {
-        id(parameter)
-        for part in module.modules()
-        if isinstance(part, FSDPModule)
-        for parameter in part.parameters()
-    }
-    return [p for p in module.parameters() if p.requires_grad and id(p) not in fsdp]
-
-
-def _summed(gradient: Tensor, ranks: Ranks) -> Tensor:
-    if isinstance(gradient, DTensor):  # sharded over another dimension, such as heads
-        local = all_reduce_sum(gradient.to_local(), ranks)
-        return DTensor.from_local(local, gradient.device_mesh, gradient.placements)
-    return all_reduce_sum(gradient, ranks)

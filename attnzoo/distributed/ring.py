@@ -2,7 +2,7 @@
 
 No rank ever holds all keys: the own ones, those of one other rank, and those that are arriving.
 Each rank merges the results over the keys of each rank (`backends.tiled.parts`). In the backward,
-the gradients of keys and values travel with them, in fp32, and arrive at home after R steps.
+the gradients of keys and values travel with them, in fp32, and return to their rank after R steps.
 
 Bytes sent per rank, with K, V the sizes of the own keys and values and dK, dV those of their
 gradients in fp32 (fp64 for fp64 inputs):
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attnzoo.backends.tiled import parts, walk
 from attnzoo.backends.tiled.threshold import MAX_STEPS, largest_excess, newton_step, solved
@@ -70,7 +71,10 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Any
+    ) -> tuple[Any, ...]:
         dout, dlse = grad_outputs
         q, k, v, out, lse, *more = ctx.saved_tensors
         flat = more[4 * len(ctx.rows) :]

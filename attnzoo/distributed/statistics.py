@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attnzoo.backends.tiled.statistics import statistics, statistics_gradients
 from attnzoo.backends.tiled.walk import NEG_INF
@@ -59,7 +60,10 @@ class _Statistics(torch.autograd.Function):
         return flat_done
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Any
+    ) -> tuple[Any, ...]:
         q, k, *more = ctx.saved_tensors
         size = 2 * len(ctx.rows)
         flat = more[size:]

@@ -268,10 +268,13 @@ class Attention(VariantParameters):
             The module itself.
 
         Raises:
-            ValueError: num_heads is not a multiple of the number of ranks.
+            ValueError: num_heads is not a multiple of the number of ranks, or the module's sequence
+                is already sharded.
         """
         from torch.distributed.tensor import Shard, distribute_tensor
 
+        if self.sharding is not None:
+            raise ValueError("shard_heads must be called before attnzoo.distributed.shard_sequence")
         ranks = mesh.size()
         if self.num_heads % ranks:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of {ranks} ranks")

@@ -269,8 +269,8 @@ class Transformer(nn.Module):
         """The position of each token in its sequence (N,), or in its segment (B, N)."""
         count, sharding = tokens.shape[1], self.sharding
         if segment_ids is not None and sharding is not None:
+            whole = sharding.whole(segment_ids, 1)  # raises on all ranks if they differ
             check_shape(segment_ids, tokens, 0)
-            whole = sharding.whole(segment_ids, 1)
             check_segments(whole, whole, 0)
             return sharding.own(restarted(whole), 1)
         if segment_ids is not None:

@@ -92,7 +92,7 @@ def in_parts(backend: Any, variant: str, tensors: list[Tensor], cuts: list[int])
     for start, stop in zip([0, *cuts], [*cuts, tensors[0].shape[2]], strict=True):
         q, k, v = (x[:, :, start:stop] for x in tensors)
         arguments = {"is_causal": True, "enable_gqa": True, **PARAMS[variant]}
-        ready = prepare(q, k, v, variant, arguments, origin=start)
+        ready = prepare(q, k, v, variant, arguments, positions=(start, start))
         forms = ready.variant.forms(ready.call, **ready.params)
         form = next(f for f in forms if isinstance(f, attnzoo.Linear))
         done, sums = backend.scan(q, k, v, ready.call, form, sums)
@@ -126,7 +126,7 @@ def test_gradient_of_the_initial_state_agrees_with_linear(variant: str) -> None:
     tensors, found = qkv(40), []
     for backend in (flash_linear, linear):
         arguments = {"is_causal": True, "enable_gqa": True, **PARAMS[variant]}
-        ready = prepare(*tensors, variant, arguments, origin=3)
+        ready = prepare(*tensors, variant, arguments, positions=(3, 3))
         forms = ready.variant.forms(ready.call, **ready.params)
         form = next(f for f in forms if isinstance(f, attnzoo.Linear))
         size = form.size(tensors[0].shape[-1])

@@ -48,3 +48,22 @@ def test_packed_documents_across_ranks() -> None:
         assert not isinstance(result, str), result
         found, expected = result
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_gradients_are_summed_over_the_ranks() -> None:
+    for wrong in on_ranks(2, context_models.reduced_gradients, seconds=120):
+        assert wrong == []
+
+
+@pytest.mark.parametrize(("window", "layout"), [(5, "zigzag"), (8, "contiguous"), (10, "zigzag")])
+def test_windows_of_a_host_may_be_longer_than_a_shard(window: int, layout: str) -> None:
+    for result in on_ranks(2, context_models.window_of_a_host, window, layout, seconds=120):
+        assert not isinstance(result, str), result
+        found, expected = result
+        assert found == pytest.approx(expected, rel=1e-8, abs=1e-9)
+
+
+def test_wrong_positions_in_a_host_raise() -> None:
+    for errors in on_ranks(2, context_models.mistakes_with_hosts, seconds=120):
+        assert len(errors) == 2, errors
+        assert all("position_ids must be the positions of the rank's tokens" in x for x in errors)

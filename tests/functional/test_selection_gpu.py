@@ -151,7 +151,10 @@ class TestChoice:
         ):
             params = params_of(variant, 4096)
             ready = prepare(
-                *qkv(n=n, d=d, dtype=dtype), variant, {"is_causal": True, **params}, origin=7
+                *qkv(n=n, d=d, dtype=dtype),
+                variant,
+                {"is_causal": True, **params},
+                positions=(7, 7),
             )
             form = ready.variant.forms(ready.call, **ready.params)
             assert scan_for(next(f for f in form if f.kind == "linear"), ready.call).name == name

@@ -113,9 +113,9 @@ def inputs_of(case: Case, tokens: int) -> Inputs:
     return Inputs(tensors, along, options)
 
 
-def outcome(case: Case, rank: int, mesh: Any) -> str | None:
+def outcome(case: Case, rank: int, mesh: Any, chunk: int = CHUNK) -> str | None:
     """None if the call agrees with one process; a text if not, or if the case does not exist."""
-    layout = Shards(case.layout, mesh.size(), 2 * CHUNK)
+    layout = Shards(case.layout, mesh.size(), 2 * chunk)
     given = inputs_of(case, layout.total)
     whole = _learnable(given.tensors)
     try:
@@ -183,3 +183,9 @@ def outcomes(rank: int, variants: tuple[str, ...]) -> dict[str, str | None]:
     """The outcome of each case by its id, on one rank."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     return {case.id: outcome(case, rank, mesh) for case in cases(variants)}
+
+
+def outcomes_of_short_chunks(rank: int, variants: tuple[str, ...]) -> dict[str, str | None]:
+    """The same with chunks of one token, which make dense masks look like key masks."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return {case.id: outcome(case, rank, mesh, chunk=1) for case in cases(variants)}

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from attnzoo.distributed import context_parallel_attention
+from attnzoo.distributed import context_parallel_attention, unshard
 
 
 def _call(rank: int, tokens: int = 8, heads: int = 2, **options: object) -> str:
@@ -60,9 +60,50 @@ def too_few_heads(rank: int) -> str:
     return _call(rank, heads=1, method="ulysses")
 
 
+def scalar_mask_on_one_rank(rank: int) -> str:
+    return _call(rank, **({"attn_mask": torch.tensor(True)} if rank == 0 else {}))
+
+
+def whole_key_mask(rank: int) -> str:
+    return _call(rank, attn_mask=torch.ones(1, 1, 1, 16, dtype=torch.bool))
+
+
+def gradients_on_one_rank(rank: int) -> str:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    q = torch.randn(1, 2, 8, 4, requires_grad=rank == 0)
+    try:
+        context_parallel_attention(q, q, q, mesh=mesh)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def backend_for_some_chunks(rank: int) -> str:
+    # sdpa runs the chunk of rank 0, which is aligned, and not that of rank 1.
+    return _call(
+        rank, method="all_gather", layout="contiguous", backend="sdpa", window=3, is_causal=True
+    )
+
+
+def length_above_a_limit(rank: int) -> str:
+    # Each rank has 8 tokens, and rank 0 would not need more.
+    return _call(rank, variant="cosformer", max_length=8, method="all_gather", is_causal=True)
+
+
+def different_shards(rank: int) -> str:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    try:
+        unshard(torch.zeros(1, 4 + 2 * rank), mesh)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 MISTAKES = (
     different_lengths, lengths_that_differ_later, different_variants, odd_length,
     a_mistake_on_one_rank, unsupported_variant, two_dimensional_mesh, no_mesh, too_few_heads,
+    scalar_mask_on_one_rank, whole_key_mask, gradients_on_one_rank, backend_for_some_chunks,
+    length_above_a_limit, different_shards,
 )  # fmt: skip
 
 

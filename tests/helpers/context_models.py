@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from attnzoo.distributed import Batch, shard, shard_batch, shard_sequence
-from attnzoo.nn import Transformer
+from attnzoo.nn import AdaptiveSoftmax, Transformer
 
 TOKENS, BATCH, LENGTH, STEPS = 99, 2, 27, 3  # neither 2 nor 4 divides the length
 
@@ -105,6 +105,78 @@ def packed(rank: int) -> list[list[float]]:
         model = shard_sequence(transformer(), mesh, "ring")
         found = model(shard(tokens, mesh), segment_ids=shard(ids, mesh))
     return [found.flatten().tolist(), expected.flatten().tolist()]
+
+
+def gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    model.zero_grad()
+    states = model.states(batch.tokens, attn_mask=batch.key_mask)  # type: ignore[operator]
+    (model.loss(states, batch.labels) * 0.5).backward()  # type: ignore[operator]
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def reduced_gradients(rank: int) -> list[str]:
+    """The names of parameters whose gradient is not the sum over the ranks, case by case.
+
+    The output layer has a cluster with targets on one rank only. The model is sharded twice, and a
+    parameter is frozen at first.
+    """
+    mesh = dist.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    output = AdaptiveSoftmax(32, 60, [20, 40])
+    model = Transformer(60, 32, 4, 2, "ssmax", output=output).double()
+    model.norm.weight.requires_grad_(False)
+    tokens = torch.cat([torch.arange(8) % 20, torch.arange(8) + 50])[None]
+    batch = shard_batch(tokens, mesh, layout="contiguous")
+    shard_sequence(model, mesh, layout="contiguous", reduce_gradients=False)
+    model.norm.weight.requires_grad_(True)
+    expected = {n: summed(g) for n, g in sorted(_all(model, gradients(model, batch)).items())}
+    model.norm.weight.requires_grad_(False)
+    shard_sequence(model, mesh, layout="contiguous")
+    shard_sequence(model, mesh, "all_gather", layout="contiguous")
+    model.norm.weight.requires_grad_(True)
+    found = gradients(model, batch)
+    wrong = [n for n, g in expected.items() if not torch.allclose(found[n], g, rtol=1e-9)]
+    # A second backward adds to the gradients.
+    states = model.states(batch.tokens, attn_mask=batch.key_mask)
+    (model.loss(states, batch.labels) * 0.5).backward()
+    again = {n: p.grad for n, p in model.named_parameters()}
+    return wrong + [
+        f"{n}, accumulated" for n, g in expected.items()
+        if again[n] is None or not torch.allclose(again[n], 2 * g, rtol=1e-9)  # type: ignore
+    ]  # fmt: skip
+
+
+def _all(model: nn.Module, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With zeros for parameters without a gradient."""
+    return {n: found.get(n, torch.zeros_like(p)) for n, p in model.named_parameters()}
+
+
+def window_of_a_host(rank: int, window: int, layout: Any) -> list[list[float]]:
+    """The logits of a converted model with a sliding window, and those of one process."""
+    from attnzoo.integrations.transformers import convert
+    from helpers.hf_models import mistral
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+    tokens = data()[:, :16]
+    with torch.no_grad():
+        whole = convert(mistral(sliding_window=window), "ssmax").double()
+        expected = shard(whole(tokens, use_cache=False).logits, mesh, layout=layout)
+        model = shard_sequence(whole, mesh, layout=layout)
+        found = model(**shard_batch(tokens, mesh, layout=layout).transformers).logits
+    return [found.flatten().tolist(), expected.flatten().tolist()]
+
+
+def mistakes_with_hosts(rank: int) -> list[str]:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model = shard_sequence(MODELS["llama"](), mesh)
+    tokens = data()[:, :8]
+    found = []
+    for options in ({}, {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}):
+        try:
+            model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **options)
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def beside_fsdp(rank: int, name: str) -> list[float]:

@@ -90,9 +90,9 @@ def gpt_oss(**options: Any) -> GptOssForCausalLM:
     return GptOssForCausalLM(GptOssConfig(**{**WINDOWS, **experts, **options})).eval()
 
 
-def mistral() -> MistralForCausalLM:
+def mistral(**options: Any) -> MistralForCausalLM:
     torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**WINDOWS)).eval()
+    return MistralForCausalLM(MistralConfig(**{**WINDOWS, **options})).eval()
 
 
 def llama4() -> Llama4ForCausalLM:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnzoo.core.arguments import check_call
+from attnzoo.core.checks import is_readable
 from attnzoo.core.registry import get_variant, list_variants
 from attnzoo.core.variant import Variant
 from attnzoo.functional.attention import attention
-from attnzoo.integrations.transformers.masks import NAME, make_mask, read_mask
+from attnzoo.integrations.transformers.masks import NAME, Layout, make_mask, read_mask
 from attnzoo.integrations.transformers.packed import chunked, packed_segments
 from attnzoo.integrations.transformers.wrapped import HIDDEN, from_hidden_states
 from attnzoo.nn import Attention
@@ -87,6 +88,9 @@ def attend(
         crossed = not causal and query.shape[2] != key.shape[2]
         windowed = kwargs.get("sliding_window") or layout.window or layout.start or layout.chunk
         _check_positions(variant, module, crossed, bool(windowed))
+    sharded = _sharding(child)
+    if sharded is not None:
+        layout = _for_shards(module, layout, query, sharded, kwargs)
     key, value = key[:, :, layout.start : layout.stop], value[:, :, layout.start : layout.stop]
     segments = layout.segment_ids
     if segments is None or layout.chunk:
@@ -121,6 +125,39 @@ def attend(
     result: Any = child(query, key, value, need_weights=need_weights, **options)
     out, weights = result if need_weights else (result, None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _sharding(child: nn.Module | None) -> Any:
+    """The `attnzoo.nn.sharding.Sharding` of a converted layer, or None."""
+    inner = getattr(child, "attention", child)  # that of a wrapper
+    return getattr(inner, "sharding", None)
+
+
+def _for_shards(
+    module: nn.Module, layout: Layout, query: Tensor, sharding: Any, kwargs: dict[str, Any]
+) -> Layout:
+    """The layout of a shard of a sequence, whose mask transformers has made for the shard alone.
+
+    A window at least as long as the shard is missing in it.
+    """
+    name, positions = type(module).__name__, kwargs.get("position_ids")
+    if layout.chunk or layout.segment_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            f"{name} must have neither chunked attention nor packed sequences when its sequence is "
+            "sharded; pass an attention_mask, as Batch.transformers does"
+        )
+    if query.shape[2] == 1:
+        raise ValueError(f"{name} must have at least 2 tokens per rank, got 1")
+    if isinstance(positions, Tensor) and positions.dim() <= 2 and is_readable(positions):
+        expected = sharding.positions(query.shape[2], positions.device)
+        if positions.shape[-1] == len(expected) and not bool((positions == expected).all()):
+            raise ValueError(
+                "position_ids must be the positions of the rank's tokens in the sequence, as in "
+                f"Batch.positions; expected {expected[:4].tolist()}…, got "
+                f"{positions.reshape(-1, len(expected))[0, :4].tolist()}…"
+            )
+    window = kwargs.get("sliding_window")
+    return layout._replace(window=window) if window and not layout.window else layout
 
 
 def _check_positions(variant: Variant, module: nn.Module, crossed: bool, windowed: bool) -> None:
