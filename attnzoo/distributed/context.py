@@ -49,9 +49,9 @@ def context_parallel_attention(
                   linear forms only the states                 in PyTorch (`tiled`, `linear`)
     ============  ===========================================  ===================================
 
-    With "ring" no rank holds all keys. "auto" is "ring" for a linear form, whose cost does not grow
-    with the length, else "ulysses" if the number of query heads is a multiple of that of the
-    ranks, else "all_gather".
+    With "ring" no rank holds all keys. "auto" is "ring" for a linear form that runs from states
+    (`linear` supports the call), else "ulysses" if the number of query heads is a multiple of that
+    of the ranks, else "all_gather".
 
     Args:
         q: The rank's queries (B, H, N/R, D) of a sequence of N tokens on R ranks.
