@@ -286,7 +286,7 @@ def test_a_second_study_in_a_folder_keeps_the_first_results(
         assert all(line in seen[-1] for earlier in seen for line in earlier)
     assert [len(lines) for lines in seen] == [2, 4, 6, 8]
     assert {x["settings"] for x in lines} == {
-        "steps 2, test sequences 500 at 16, 500 at 64",
+        "steps 2, test sequences 100 at 16, 100 at 64",
         "steps 2, test sequences 40 at 16, 10 at 64",
         "steps 3",
     }
