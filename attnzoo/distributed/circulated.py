@@ -6,6 +6,7 @@ Bytes sent per rank: (R − 1) · chunks per rank · size of a state; as many fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -39,9 +40,9 @@ def ring_method(given: Inputs, readies: list[Prepared], forms: list[Form]) -> Re
     return out.to(call.input_dtype), lse
 
 
-def chunks_of(given: Inputs) -> list[Prepared]:
+def chunks_of(given: Inputs, whole: Inputs) -> list[Prepared]:
     """The call of each chunk of this rank with all keys of the sequence."""
-    shards, whole = given.shards, given.with_all_key_data()
+    shards = given.shards
     k, v = (placeholder(x, shards.total) for x in (given.k, given.v))
     grads = torch.is_grad_enabled() and (given.k.requires_grad or given.v.requires_grad)
     found = []
@@ -52,9 +53,9 @@ def chunks_of(given: Inputs) -> list[Prepared]:
     return found
 
 
-def circulating_form(given: Inputs, ready: Prepared) -> Form | str:
+def circulating_form(given: Inputs, ready: Prepared, forms: Sequence[Form]) -> Form | str:
     """The form that the ring runs, or the reason why it runs none."""
-    forms, name = ready.forms, ready.variant.name
+    name = ready.variant.name
     linears = [form for form in forms if isinstance(form, Linear)]
     pairwise = [form for form in forms if isinstance(form, Pairwise)]
     if linears and given.sums_states(linears[0], ready.call):
@@ -163,11 +164,13 @@ def _by_states(given: Inputs, readies: list[Prepared], forms: list[Linear]) -> T
     return torch.cat(out, dim=2)
 
 
-def check_circulates(given: Inputs, readies: list[Prepared]) -> list[Form]:
-    """The form of each chunk, or a ValueError that says why the ring cannot run the variant."""
+def circulating_forms(
+    given: Inputs, readies: list[Prepared], forms: Sequence[Sequence[Form]]
+) -> list[Form]:
+    """The form of each chunk. Raises ValueError if the ring cannot run the variant."""
     found = []
-    for ready in readies:
-        form = circulating_form(given, ready)
+    for ready, own in zip(readies, forms, strict=True):
+        form = circulating_form(given, ready, own)
         if isinstance(form, str):
             raise ValueError(
                 f"method 'ring' does not support this call: {form}; 'all_gather' and 'ulysses' do"

@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo.backends.selection import check_backend
 from attnzoo.core.arguments import ARGUMENTS, check_tensors
+from attnzoo.core.call import in_full_precision
 from attnzoo.core.checks import shown
 from attnzoo.core.forms import Linear
 from attnzoo.distributed.agree import agree, described, ranks_of
-from attnzoo.distributed.circulated import check_circulates, chunks_of, ring_method
+from attnzoo.distributed.circulated import chunks_of, circulating_forms, ring_method
 from attnzoo.distributed.collectives import Ranks
 from attnzoo.distributed.gathered import Result, all_gather_attention, ulysses_attention
 from attnzoo.distributed.inputs import Inputs
@@ -118,15 +119,18 @@ def _run(given: Inputs, local: Prepared, method: str, backend: str | None) -> Re
         method = _choice(given, local)
         if backend is not None and method == "ring":
             method = "all_gather"
+    whole = given.with_all_key_data()
     if method == "ulysses":
-        return ulysses_attention(given, backend)
-    readies = chunks_of(given)
-    for ready in readies:  # with all keys, so that every rank raises if one does
+        return ulysses_attention(given, whole, backend)
+    # The chunks are checked with all keys, so that every rank raises if one does.
+    readies = chunks_of(given, whole)
+    for ready in readies:
         check_supported(ready)
+    with in_full_precision(local.call.device):
+        forms = [ready.forms for ready in readies]  # a variant may raise when it makes them
     if method == "all_gather":
-        _ = [ready.forms for ready in readies]
-        return all_gather_attention(given, backend)
-    return ring_method(given, readies, check_circulates(given, readies))
+        return all_gather_attention(given, whole, backend)
+    return ring_method(given, readies, circulating_forms(given, readies, forms))
 
 
 def _choice(given: Inputs, local: Prepared) -> str:

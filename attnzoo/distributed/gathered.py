@@ -26,10 +26,12 @@ from attnzoo.functional.run import run
 Result = tuple[Tensor, Tensor | None]
 
 
-def all_gather_attention(given: Inputs, backend: str | None) -> Result:
-    """Gather keys and values, and compute the rows of this rank."""
+def all_gather_attention(given: Inputs, whole: Inputs, backend: str | None) -> Result:
+    """Gather keys and values, and compute the rows of this rank.
+
+    ``whole``: the inputs with the masks and parameters of all keys.
+    """
     shards, ranks = given.shards, given.ranks
-    whole = given.with_all_key_data()
     k, v = (shards.to_sequence(all_gather(x, 2, ranks), 2) for x in (given.k, given.v))
     readies, error = [], None
     for part, at in zip(shards.parts(), shards.places(ranks.rank), strict=True):
@@ -82,7 +84,7 @@ class Heads:
         return [head // self.group - first for head in range(own.start, own.stop)]
 
 
-def ulysses_attention(given: Inputs, backend: str | None) -> Result:
+def ulysses_attention(given: Inputs, whole: Inputs, backend: str | None) -> Result:
     """Exchange tokens for heads, compute all tokens of some heads, and exchange back."""
     ranks = given.ranks
     heads = Heads(given.q.shape[1], given.q.shape[1] // given.k.shape[1], ranks.count)
@@ -99,7 +101,7 @@ def ulysses_attention(given: Inputs, backend: str | None) -> Result:
         # The rank has only some query heads of a group.
         index = torch.tensor(wanted, device=k.device)
         k, v = (x.index_select(1, index) for x in (k, v))
-    arguments, params = _of_heads(given, heads.queries(ranks.rank))
+    arguments, params = _of_heads(given, whole, heads.queries(ranks.rank))
     ready = prepare(q, k, v, given.variant, arguments | params)
     out, lse = run(ready, backend)
     out = _to_tokens(out, heads, given)
@@ -126,9 +128,8 @@ def _to_tokens(x: Tensor, heads: Heads, given: Inputs) -> Tensor:
     return torch.cat(all_to_all(pieces, shapes, ranks), dim=1)
 
 
-def _of_heads(given: Inputs, own: slice) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_heads(given: Inputs, whole: Inputs, own: slice) -> tuple[dict[str, Any], dict[str, Any]]:
     """The other arguments for all tokens of some heads."""
-    whole = given.with_all_key_data()
     ranks, shards = given.ranks, given.shards
     arguments, params = dict(whole.arguments), dict(whole.params)
     if (mask := arguments.get("attn_mask")) is not None:

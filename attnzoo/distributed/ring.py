@@ -139,7 +139,9 @@ def _threshold(
         for i, mine, keys, _ in meetings(ring, rows, source):
             own_k, own_v = some_k[:, :, keys], some_v[:, :, keys]
             own_q = q[:, :, mine.part]
-            new = parts.threshold_partial(mine.formed, own_q, own_k, own_v, tops[i], taus[i])
+            new = parts.threshold_partial(
+                mine.formed, own_q, own_k, own_v, tops[i], taus[i], needs_grad
+            )
             old = found[i]
             found[i] = new if old is None else parts.ThresholdPartial(*map(torch.add, old, new))
     saved = []

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from attnzoo.distributed import shard, shard_batch, shard_sequence, unshard
+import attnzoo
+from attnzoo.distributed import (
+    context_parallel_attention,
+    shard,
+    shard_batch,
+    shard_sequence,
+    unshard,
+)
 from attnzoo.nn import Attention, MultiheadAttention, Transformer
 
 
@@ -99,3 +106,11 @@ def test_modules_on_one_rank_give_their_own_results(mesh: Any) -> None:
     found = model(tokens, segment_ids=ids), layer(x, x, x, need_weights=False)[0]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "entmax", "elu"])
+def test_the_ring_without_gradients(mesh: Any, variant: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    found = context_parallel_attention(q, k, v, variant, mesh=mesh, method="ring", is_causal=True)
+    expected = attnzoo.attention(q, k, v, variant, is_causal=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

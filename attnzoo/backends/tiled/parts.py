@@ -86,17 +86,29 @@ class ThresholdPartial(NamedTuple):
 
 
 def threshold_partial(
-    formed: PairwiseCall, q: Tensor, k: Tensor, v: Tensor, peak: Tensor, tau: Tensor
+    formed: PairwiseCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    peak: Tensor,
+    tau: Tensor,
+    needs_grad: bool,
 ) -> ThresholdPartial:
+    """The sums over the keys of the call. Those of φ' are 0 unless a gradient is needed."""
     call, seed, values = formed.call, formed.seed, flat_keys(v, formed.call)
     out, z, _ = nothing(formed)
-    found = ThresholdPartial(out, z, torch.zeros_like(out), torch.zeros_like(z))
+    slope_out = torch.zeros_like(out) if needs_grad else out.new_zeros(())
+    found = ThresholdPartial(out, z, slope_out, torch.zeros_like(z))
     for block, s in _scores(formed, q, k):
         phi, slope = _weigh(formed, block, s, peak, tau)
-        found.z[block.part], found.slope[block.part] = phi.sum(-1), slope.sum(-1)
+        found.z[block.part] = phi.sum(-1)
+        pairs = [(found.out, phi)]
+        if needs_grad:
+            found.slope[block.part] = slope.sum(-1)
+            pairs.append((found.slope_out, slope))
         kept = None if seed is None else keep_mask(block, call, seed)
         own = values[block.kv, block.keys]
-        for into, weights in ((found.out, phi), (found.slope_out, slope)):
+        for into, weights in pairs:
             flat = block.flat(weights if kept is None else weights * kept)
             into[block.part] = torch.bmm(flat, own).view(*block.shape, v.shape[-1])
     return found
