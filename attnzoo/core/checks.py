@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -60,6 +61,12 @@ def check_dense(what: str, x: Any) -> None:
     if x.is_nested or x.layout != torch.strided:
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{what} must be a dense tensor, got a {kind} one")
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor. Does not import DTensor, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def check_bool(what: str, x: Any) -> bool:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnzoo.core.agree import agree, described, ranks_of
 from attnzoo.core.checks import check_dense, is_int, shown
-from attnzoo.distributed.agree import agree, described, ranks_of
-from attnzoo.distributed.collectives import all_gather
+from attnzoo.core.collectives import all_gather
 from attnzoo.distributed.layout import LAYOUTS, Shards
 
 Layout = Literal["zigzag", "contiguous"]

@@ -18,8 +18,8 @@ from attnzoo.backends.tiled.dropout import new_seed
 from attnzoo.backends.tiled.walk import Normalizer, PairwiseCall
 from attnzoo.core.activations import IDENTITY
 from attnzoo.core.call import Call, in_full_precision
+from attnzoo.core.collectives import all_gather
 from attnzoo.core.forms import Form, FromStatistics, Linear, NoForm, Pairwise
-from attnzoo.distributed.collectives import all_gather
 from attnzoo.distributed.gathered import Result
 from attnzoo.distributed.inputs import Inputs, placeholder
 from attnzoo.distributed.ring import ring_attention

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnzoo.distributed.collectives import Ranks, all_reduce_sum
+from attnzoo.core.collectives import Ranks, all_reduce_sum
 
 # The reducer of each parameter. A second one takes the place of the first.
 _owners: MutableMapping[Tensor, tuple[Reducer, RemovableHandle]] = WeakTensorKeyDictionary()

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attnzoo.backends import linear
 from attnzoo.core.call import Call
+from attnzoo.core.collectives import Ranks, all_gather
 from attnzoo.core.forms import Form
 from attnzoo.core.registry import get_variant
-from attnzoo.distributed.collectives import Ranks, all_gather
 from attnzoo.distributed.layout import Shards
 from attnzoo.functional.prepare import Prepared, prepare
 

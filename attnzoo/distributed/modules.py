@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnzoo.core.agree import ranks_of
 from attnzoo.core.checks import check_bool, shown
-from attnzoo.distributed.agree import ranks_of
+from attnzoo.core.collectives import Ranks
 from attnzoo.distributed.batches import Layout, shards_of, unshard
-from attnzoo.distributed.collectives import Ranks
 from attnzoo.distributed.context import METHODS, context_parallel_attention
 from attnzoo.distributed.gradients import Reducer
 from attnzoo.nn import Attention, Transformer

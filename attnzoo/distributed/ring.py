@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from attnzoo.backends.tiled import parts, walk
 from attnzoo.backends.tiled.threshold import MAX_STEPS, largest_excess, newton_step, solved
 from attnzoo.backends.tiled.walk import Partial, Saved
-from attnzoo.distributed.collectives import all_reduce_max, circulate
+from attnzoo.core.collectives import all_reduce_max, circulate
 from attnzoo.distributed.rows import (
     NAMES,
     Meeting,

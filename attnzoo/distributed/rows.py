@@ -12,8 +12,8 @@ from torch import Tensor
 from attnzoo.backends.shared_operands import Terms, Vectors
 from attnzoo.backends.tiled import parts
 from attnzoo.backends.tiled.walk import PairwiseCall
+from attnzoo.core.collectives import Ranks, circulate, pass_on
 from attnzoo.core.visibility import cut
-from attnzoo.distributed.collectives import Ranks, circulate, pass_on
 from attnzoo.distributed.layout import Shards
 
 NAMES = ("mask", "alibi", *Vectors._fields, *Terms._fields)  # the tensors of one chunk, besides q

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from attnzoo.backends.tiled.statistics import statistics, statistics_gradients
 from attnzoo.backends.tiled.walk import NEG_INF
+from attnzoo.core.collectives import circulate
 from attnzoo.core.forms import Statistics
-from attnzoo.distributed.collectives import circulate
 from attnzoo.distributed.rows import (
     Meeting,
     Ring,

@@ -12,6 +12,7 @@ from attnzoo.core.checks import (
     DTYPES,
     check_bool,
     check_dense,
+    is_dtensor,
     is_int,
     is_number,
     is_readable,
@@ -25,10 +26,26 @@ from attnzoo.functional.rows import BoundVariant, RowCall, bind_rows, row_call
 REDUCTIONS = ("none", "mean", "sum")
 
 
+class LossArguments(NamedTuple):
+    """The keywords that `linear_loss` and `loss` share."""
+
+    class_mask: Tensor | None
+    softcap: float | None
+    weight: Tensor | None
+    label_smoothing: float
+    lse_penalty: float
+    ignore_index: int
+    reduction: str
+    return_stats: bool
+
+
 def check_layer(input: Any, weight: Any, bias: Any) -> int:
     """Validate input, matrix and bias, or logits; return the number of classes."""
     name = "logits" if weight is None else "input"
     check_dense(name, input)
+    for what, x in ((name, input), ("linear_weight", weight), ("linear_bias", bias)):
+        if is_dtensor(x):
+            raise TypeError(f"{what} must be a plain tensor, got a DTensor; linear_loss takes one")
     if input.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {input.dtype}")
     if input.dim() == 0 or input.shape[-1] == 0:

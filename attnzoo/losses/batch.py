@@ -11,6 +11,7 @@ from attnzoo.backends.transforms import uses_transforms
 from attnzoo.core.call import score_dtype
 from attnzoo.functional.prepare import cast_by_autocast
 from attnzoo.losses.arguments import check_class_mask, check_layer, check_reduction, check_target
+from attnzoo.losses.classes import ALL, Classes
 
 
 class Batch(NamedTuple):
@@ -24,10 +25,13 @@ class Batch(NamedTuple):
     ignore_index: int
     reduction: str
     lead: torch.Size  # the shape of the tokens
+    shard: Classes = ALL  # the classes of weight and bias
 
     @property
     def classes(self) -> int:
-        return self.input.shape[1] if self.weight is None else len(self.weight)
+        """The number of all classes."""
+        here = self.input.shape[1] if self.weight is None else len(self.weight)
+        return self.shard.total(here)
 
     @property
     def counted(self) -> Tensor:
@@ -68,10 +72,12 @@ class Batch(NamedTuple):
 def bind_batch(
     input: Any, weight: Any, bias: Any, target: Any, ignore_index: Any, reduction: Any,
     class_mask: Any = None, params: tuple[Any, ...] = (), logits: bool = False,
+    shard: Classes = ALL,
 ) -> Batch:  # fmt: skip
     """Validate the operands of a loss. ``logits``: ``input`` holds logits, and ``weight`` is None.
 
     ``params`` are other arguments of the loss. They may not be used in torch.func transforms.
+    ``shard``: the classes of ``weight`` and ``bias``. The class mask is that of all classes.
     """
     if weight is None and not logits:
         raise TypeError("linear_weight must be a tensor (V, d), got None")
@@ -80,7 +86,7 @@ def bind_batch(
         input, weight = cast_by_autocast(input, weight)
         if bias is not None:
             (bias,) = cast_by_autocast(bias)
-    classes = check_layer(input, weight, bias)
+    classes = shard.total(check_layer(input, weight, bias))
     lead, mask = input.shape[:-1], None
     if class_mask is not None:
         mask = check_class_mask(class_mask, lead, classes, input.device)
@@ -92,4 +98,4 @@ def bind_batch(
             "forward-mode derivatives"
         )
     rows = input.reshape(-1, input.shape[-1])
-    return Batch(rows, weight, bias, mask, target, ignore_index, reduction, lead)
+    return Batch(rows, weight, bias, mask, target, ignore_index, reduction, lead, shard)

@@ -12,17 +12,20 @@ from torch import Tensor
 
 from attnzoo.backends.shared_operands import Vectors
 from attnzoo.core.call import in_full_precision
+from attnzoo.core.checks import is_dtensor
 from attnzoo.core.forms import FromStatistics, Pairwise
 from attnzoo.core.keys import key_of
 from attnzoo.losses import quadratic
 from attnzoo.losses.arguments import (
     BoundForm,
+    LossArguments,
     bind_form,
     check_class_weight,
     check_loss,
     check_options,
 )
 from attnzoo.losses.batch import Batch, bind_batch
+from attnzoo.losses.classes import ALL, Classes
 from attnzoo.losses.operators import Setting, token_losses, weighted_sum
 
 
@@ -47,17 +50,13 @@ class LossStats(NamedTuple):
     support: Tensor
 
 
-class LossArguments(NamedTuple):
-    """The keywords that `linear_loss` and `loss` share."""
+class Checked(NamedTuple):
+    """A validated call."""
 
-    class_mask: Tensor | None
-    softcap: float | None
-    weight: Tensor | None
-    label_smoothing: float
-    lse_penalty: float
-    ignore_index: int
-    reduction: str
-    return_stats: bool
+    batch: Batch
+    class_weight: Tensor | None
+    found: BoundForm
+    given: LossArguments
 
 
 def compute_loss(
@@ -70,22 +69,44 @@ def compute_loss(
     params: dict[str, Any],
     logits: bool = False,
 ) -> Any:
+    tensors = (input, linear_weight, linear_bias, target, given.class_mask, given.weight)
+    if any(map(is_dtensor, (*tensors, *params.values()))):
+        from attnzoo.losses.sharded import unwrap  # DTensor takes a second to import
+
+        own = unwrap(input, linear_weight, linear_bias, target, variant, given, params)
+        layer = (own.input, own.weight, own.bias, own.target)
+        checked = own.agreed(lambda: _checked(*layer, variant, own.given, own.params, own.classes))
+        return own.wrapped(_computed(checked))
+    layer = (input, linear_weight, linear_bias, target)
+    return _computed(_checked(*layer, variant, given, params, ALL, logits))
+
+
+def _checked(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, variant: str,
+    given: LossArguments, params: dict[str, Any], classes: Classes, logits: bool = False,
+) -> Checked:  # fmt: skip
     check_options(given.reduction, given.label_smoothing, given.lse_penalty, given.softcap,
                   given.ignore_index, given.return_stats)  # fmt: skip
     batch = bind_batch(
-        input, linear_weight, linear_bias, target, given.ignore_index, given.reduction,
-        given.class_mask, tuple(params.values()), logits=logits,
+        input, weight, bias, target, given.ignore_index, given.reduction, given.class_mask,
+        tuple(params.values()), logits=logits, shard=classes,
     )  # fmt: skip
-    input, classes, mask = batch.input, batch.classes, batch.class_mask
+    input, mask = batch.input, batch.class_mask
     class_weight = None
     if given.weight is not None:
-        class_weight = check_class_weight(given.weight, classes, input)
+        class_weight = check_class_weight(given.weight, batch.classes, input)
     with in_full_precision(input.device):
-        found = bind_form("linear_loss", variant, input, classes, mask, params, batch.lead)
-        form = found.form
-        check_loss(found.bound.variant, form, given.label_smoothing, given.lse_penalty)
+        found = bind_form("linear_loss", variant, input, batch.classes, mask, params, batch.lead)
+    check_loss(found.bound.variant, found.form, given.label_smoothing, given.lse_penalty)
+    return Checked(batch, class_weight, found, given)
+
+
+def _computed(call: Checked) -> Any:
+    batch, class_weight, found, given = call
+    input, form, mask = batch.input, found.form, batch.class_mask
+    with in_full_precision(input.device):
         factor, vectors = batch.factor(class_weight), _vectors(found)
-        if batch.weight is not None and _by_moments(form, given, input, classes):
+        if batch.weight is not None and _by_moments(form, given, batch):
             losses, stats = _quadratic_losses(batch, vectors.gain, form, class_weight)
             loss = losses if given.reduction == "none" else weighted_sum(losses, factor)
         else:
@@ -93,10 +114,12 @@ def compute_loss(
                 "form", given.ignore_index, activation=key_of(form.activation),
                 normalize=form.normalize, keep=form.keep, softcap=given.softcap,
                 label_smoothing=float(given.label_smoothing), lse_penalty=float(given.lse_penalty),
-                want_stats=given.return_stats,
+                want_stats=given.return_stats, **batch.shard.fields(),
             )  # fmt: skip
+            own_mask = None if mask is None else batch.shard.own(mask)
             operands = (
-                input, batch.weight, batch.bias, *vectors, mask, batch.target, factor, class_weight,
+                input, batch.weight, batch.bias, *vectors, own_mask, batch.target, factor,
+                class_weight,
             )  # fmt: skip
             loss, *stats = token_losses(given.reduction != "none", setting, operands)
     loss = batch.shaped(loss)
@@ -116,7 +139,7 @@ def _vectors(found: BoundForm) -> Vectors:
     return Vectors(*map(found.vector, (given, offset, shape, sink)))
 
 
-def _by_moments(form: Pairwise, given: LossArguments, input: Tensor, classes: int) -> bool:
+def _by_moments(form: Pairwise, given: LossArguments, batch: Batch) -> bool:
     """Whether the loss can be computed from moments of the classes, at a lower cost than scores.
 
     The moments are those of `quadratic`.
@@ -128,7 +151,8 @@ def _by_moments(form: Pairwise, given: LossArguments, input: Tensor, classes: in
         and given.softcap is None
         and given.class_mask is None
         and not given.label_smoothing
-        and quadratic.cheaper(len(input), classes, input.shape[1])
+        and batch.shard.whole
+        and quadratic.cheaper(len(batch.input), batch.classes, batch.input.shape[1])
     )
 
 

@@ -6,7 +6,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from attnzoo.losses.dispatch import LossArguments, LossStats, compute_loss
+from attnzoo.losses.arguments import LossArguments
+from attnzoo.losses.dispatch import LossStats, compute_loss
 
 
 @overload
@@ -96,7 +97,8 @@ def linear_loss(
 
     Args:
         input: Hidden states (*, d) in fp16, bf16, fp32 or fp64.
-        linear_weight: One row per class (V, d), of the same dtype.
+        linear_weight: One row per class (V, d), of the same dtype. It may be a DTensor that shares
+            out the classes over ranks; see the notes.
         target: Class indices (*), int64.
         variant: A name from `list_variants`.
         linear_bias: One number per class (V,), added to the logits; of the same dtype.
@@ -142,11 +144,18 @@ def linear_loss(
         arXiv:1905.05702; lse penalty (z-loss): Chowdhery et al. 2022, arXiv:2204.02311, Section 5.
 
     Notes:
+        Sharded classes: ``linear_weight`` is a DTensor with placements (Shard(0),) on a mesh with
+        one dimension, ``linear_bias`` is sharded like it, and ``input`` is a DTensor with
+        placements (Replicate(),). Everything else is whole on each rank. The result is a DTensor
+        with placements (Replicate(),), and every rank must call backward. If each rank has other
+        tokens instead, divide a sum by the number of tokens of all ranks. See
+        `attnzoo.distributed`.
+
         Scores are fp32, also under autocast and for 16-bit inputs. First derivatives only.
         Targets are class indices. They are checked on a CPU, but not on a GPU or under
         torch.compile, where a masked target has an infinite loss. The loss of a quadratic φ
         (taylor) is computed from moments of the classes, without scores, if this is possible with
-        the given options and costs less.
+        the given options and costs less, but not with sharded classes.
     """
     given = LossArguments(
         class_mask, softcap, weight, label_smoothing, lse_penalty, ignore_index, reduction,

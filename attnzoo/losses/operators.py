@@ -21,6 +21,7 @@ from attnzoo.core.call import in_full_precision, score_dtype
 from attnzoo.core.keys import ACTIVATIONS, key_of
 from attnzoo.losses.batch import Batch
 from attnzoo.losses.chunks import PER_TOKEN, Layer, Rule, losses
+from attnzoo.losses.classes import ALL, Classes
 from attnzoo.losses.perturbed import perturbed_losses
 from attnzoo.losses.rest import rest_losses
 from attnzoo.losses.tokens import Options, form_losses
@@ -43,6 +44,7 @@ class Setting(NamedTuple):
     """Operands that are not differentiable and not tensors.
 
     ``deviation`` belongs to the rules "perturbed" and "error", all fields after it to "form".
+    The fields from ``group`` on are those of `sharded.ClassesOfRank`; no group: all classes.
     """
 
     rule: str  # a key of RULES
@@ -55,6 +57,11 @@ class Setting(NamedTuple):
     label_smoothing: float = 0.0
     lse_penalty: float = 0.0
     want_stats: bool = False
+    group: str = ""
+    first: int = 0
+    here: int = 0
+    classes: int = 0
+    largest_shard: int = 0
 
 
 def cross_entropy(ignore_index: int) -> Setting:
@@ -88,6 +95,14 @@ RULES = {
 }
 
 
+def _classes(s: Setting) -> Classes:
+    if not s.group:
+        return ALL
+    from attnzoo.losses.sharded import ClassesOfRank  # DTensor takes a second to import
+
+    return ClassesOfRank(s.group, s.first, s.here, s.classes, s.largest_shard)
+
+
 @first_derivatives_only
 def output_layer(
     *, input: Tensor, weight: Tensor | None, bias: Tensor | None, vectors: Vectors,
@@ -95,7 +110,8 @@ def output_layer(
     setting: Setting, wanted: list[str],
 ) -> list[Tensor]:  # fmt: skip
     """Loss and statistics per token, then the gradients of Σ factor · loss that are wanted."""
-    layer, rule = Layer(input, weight, bias, class_mask), RULES[setting.rule](setting, class_weight)
+    rule = RULES[setting.rule](setting, class_weight)
+    layer = Layer(input, weight, bias, class_mask, _classes(setting))
     with in_full_precision(input.device):
         found = losses(layer, target, factor, vectors, rule, setting.ignore_index, wanted)
     return [found[name] for name in (*PER_TOKEN, *wanted)]

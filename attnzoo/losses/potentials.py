@@ -30,7 +30,7 @@ from attnzoo.backends.shared_operands import Vectors
 from attnzoo.backends.tiled.threshold import solve_threshold
 from attnzoo.backends.tiled.walk import Normalizer
 from attnzoo.core.activations import Activation
-from attnzoo.functional.largest import Blocks, largest
+from attnzoo.losses.classes import ALL, Classes
 
 NEG_INF = float("-inf")
 GROUP = 16  # classes per group in the search for classes with a nonzero weight
@@ -52,30 +52,32 @@ class Potential(NamedTuple):
 
 def potential(
     s: Tensor, how: Normalizer, vectors: Vectors, hidden: Tensor | None, target: Tensor,
-    by_shape: bool,
+    by_shape: bool, classes: Classes = ALL,
 ) -> Potential:  # fmt: skip
     """A of rows of scores s, which are −∞ where ``hidden``. Overwrites s.
 
     by_shape: whether a threshold's derivative by ``shape`` is wanted. It takes many passes.
+    classes: which classes the scores are of. A is over all classes, its gradient over those of s.
     """
     shape = None if vectors.shape is None else vectors.shape[:, None]
     if how.normalize == "threshold":
-        return _threshold(s, how.activation, shape, by_shape)
+        return _threshold(s, how.activation, shape, by_shape, classes)
     if how.normalize == "none":
         assert vectors.offset is not None
-        return _elementwise(s, how.activation, shape, vectors.offset[:, None], hidden)
+        offset = vectors.offset[:, None]
+        return _elementwise(s, how.activation, shape, offset, hidden, classes)
     if how.normalize == "select":
-        return _selected(s, how.keep, target[:, None])
+        return _selected(s, how.keep, target[:, None], classes)
     if how.activation.exponential:
-        return _exponential(s, vectors.sink)
-    return _sum(s, how.activation, shape, vectors.sink, hidden)
+        return _exponential(s, vectors.sink, classes)
+    return _sum(s, how.activation, shape, vectors.sink, hidden, classes)
 
 
-def _exponential(s: Tensor, sink: Tensor | None) -> Potential:
-    peak = s.amax(-1)
+def _exponential(s: Tensor, sink: Tensor | None, classes: Classes) -> Potential:
+    peak = classes.max(s.amax(-1))
     if sink is not None:
         peak = torch.maximum(peak, sink)
-    z = s.sub_(peak[:, None]).exp_().sum(-1)
+    z = classes.sum(s.sub_(peak[:, None]).exp_().sum(-1))
     lse = peak + z.log()
     if sink is None:
         return Potential(lse, s, 1 / z, {}, lse, 1 / z)
@@ -84,26 +86,27 @@ def _exponential(s: Tensor, sink: Tensor | None) -> Potential:
     return Potential(value, s, 1 / whole, {"sink": (sink - value).exp()}, lse, 1 / z)
 
 
-def _selected(s: Tensor, keep: int | None, target: Tensor) -> Potential:
+def _selected(s: Tensor, keep: int | None, target: Tensor, classes: Classes) -> Potential:
     assert keep is not None
-    top = largest(Blocks(s), min(keep, s.shape[1]))[1]
+    values, top = classes.largest(s, keep)
     # The target comes last, with score −∞ if it is in ``top`` already.
     twice = (top == target).any(-1, keepdim=True)
     places = torch.cat([top, target], 1)
-    x = torch.cat([s.gather(1, top), s.gather(1, target).masked_fill_(twice, NEG_INF)], 1)
-    found = _exponential(x, None)
-    return found._replace(slope=s.zero_().scatter_add_(1, places, found.slope))
+    x = torch.cat([values, classes.at(s, target).masked_fill_(twice, NEG_INF)], 1)
+    found = _exponential(x, None, ALL)
+    return found._replace(slope=classes.add_at(s.zero_(), places, found.slope))
 
 
 def _sum(
-    s: Tensor, phi: Activation, shape: Tensor | None, sink: Tensor | None, hidden: Tensor | None
-) -> Potential:
+    s: Tensor, phi: Activation, shape: Tensor | None, sink: Tensor | None, hidden: Tensor | None,
+    classes: Classes,
+) -> Potential:  # fmt: skip
     value = _zero(phi.value(s.clone(), shape), hidden)
     slope = _zero(phi.slope(s, value, shape), hidden)
-    z = value.sum(-1)
+    z = classes.sum(value.sum(-1))
     by_shape = None
     if phi.shape_slope is not None:
-        by_shape = _zero(phi.shape_slope(s, value, shape), hidden).sum(-1)
+        by_shape = classes.sum(_zero(phi.shape_slope(s, value, shape), hidden).sum(-1))
     by_vector = {}
     if sink is not None:
         at = sink[:, None]
@@ -114,32 +117,36 @@ def _sum(
             by_shape = by_shape + phi.shape_slope(at, extra, shape)[:, 0]
     if by_shape is not None:
         by_vector["shape"] = by_shape / z
-    return Potential(z.log(), slope, 1 / z, by_vector, support=(value != 0).sum(-1))
+    support = classes.sum((value != 0).sum(-1))
+    return Potential(z.log(), slope, 1 / z, by_vector, support=support)
 
 
 def _elementwise(
-    s: Tensor, phi: Activation, shape: Tensor | None, offset: Tensor, hidden: Tensor | None
-) -> Potential:
+    s: Tensor, phi: Activation, shape: Tensor | None, offset: Tensor, hidden: Tensor | None,
+    classes: Classes,
+) -> Potential:  # fmt: skip
     assert phi.integral is not None
     s.sub_(offset)
-    area = _zero(phi.integral(s, shape), hidden).sum(-1)
+    area = classes.sum(_zero(phi.integral(s, shape), hidden).sum(-1))
     w = _zero(phi.value(s, shape), hidden)
-    return Potential(area, w, None, {"offset": -w.sum(-1)})
+    return Potential(area, w, None, {"offset": -classes.sum(w.sum(-1))})
 
 
-def _threshold(s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool) -> Potential:
+def _threshold(
+    s: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, classes: Classes
+) -> Potential:
     places = _places(s, phi, shape)
     x = s if places is None else s.gather(1, places)
-    peak = x.amax(-1, keepdim=True)
+    peak = classes.max(x.amax(-1, keepdim=True))
     x.sub_(peak)
-    found = _solve(x, phi, shape, by_shape)
+    found = _solve(x, phi, shape, by_shape, classes)
     slope = found.slope if places is None else s.zero_().scatter_(1, places, found.slope)
     value, tau = found.value + peak[:, 0], found.statistic + peak[:, 0]  # type: ignore[operator]
     return found._replace(value=value, slope=slope, statistic=tau)
 
 
 def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
-    """Indices of classes for each row; all other classes have weight 0. None means all classes.
+    """Indices of scores for each row; all others have weight 0. None means all scores.
 
     The threshold of some scores is at most the threshold of all scores. So the largest maxima of
     groups of classes give a lower bound of τ. A group can be left out if its maximum has weight 0
@@ -164,30 +171,32 @@ def _places(s: Tensor, phi: Activation, shape: Tensor | None) -> Tensor | None:
     return torch.cat([places, rest.expand(len(s), -1)], 1)
 
 
-def _solve(x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool) -> Potential:
+def _solve(
+    x: Tensor, phi: Activation, shape: Tensor | None, by_shape: bool, classes: Classes
+) -> Potential:
     """The `Potential` of "threshold", for rows whose largest score is 0."""
-    tau = solve_threshold(x, None if shape is None else shape[:, 0], phi)
+    tau = classes.threshold(x, None if shape is None else shape[:, 0], phi)
     at = x - tau[:, None]
     if phi.alpha is None:
         assert phi.integral is not None
-        value = tau + phi.integral(at, shape).sum(-1) - _single(x, phi, shape)
+        value = tau + classes.sum(phi.integral(at, shape).sum(-1)) - _single(x, phi, shape)
         return Potential(value, phi.value(at, shape), None, {}, tau)
     if not by_shape:
         w = phi.value(at, shape)
         if isinstance(phi.alpha, float):
-            alpha, power_sum = phi.alpha, w.pow(phi.alpha).sum(-1)
+            alpha, power_sum = phi.alpha, classes.sum(w.pow(phi.alpha).sum(-1))
         else:
             assert shape is not None
-            alpha, power_sum = shape[:, 0], w.pow(shape).sum(-1)
+            alpha, power_sum = shape[:, 0], classes.sum(w.pow(shape).sum(-1))
         return Potential(tau - (1 - power_sum) / alpha, w, None, {}, tau, power_sum=power_sum)
     assert shape is not None
     assert phi.shape_slope is not None
     alpha, w = shape[:, 0], phi.value(at.clone(), shape)
     power = w.pow(shape - 1)
-    power_sum = (w * power).sum(-1)
+    power_sum = classes.sum((w * power).sum(-1))
     # ∂A/∂α at fixed τ, because ∂A/∂τ = 0. ∂(φ^α)/∂α = φ^α log φ + α φ^{α−1} ∂φ/∂α.
     by_power = power * (torch.xlogy(w, w) + shape * phi.shape_slope(at, w, shape))
-    slope = (1 - power_sum) / alpha**2 + by_power.sum(-1) / alpha
+    slope = (1 - power_sum) / alpha**2 + classes.sum(by_power.sum(-1)) / alpha
     value = tau - (1 - power_sum) / alpha
     return Potential(value, w, None, {"shape": slope}, tau, power_sum=power_sum)
 

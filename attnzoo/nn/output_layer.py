@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnzoo.core.checks import DTYPES, check_bool, check_sizes
+from attnzoo.core.checks import DTYPES, check_bool, check_sizes, is_dtensor
 from attnzoo.core.registry import get_variant
 from attnzoo.core.variant import Param
 from attnzoo.functional.prepare import cast_by_autocast
@@ -170,6 +170,10 @@ class OutputLayer(VariantParameters):
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
         """
+        if is_dtensor(self.weight):
+            raise TypeError(
+                "weight is a DTensor: only the methods loss and logits take sharded classes"
+            )
         loss, stats = linear_loss(input, target=target, return_stats=True, **self._arguments())
         output = target_log_probabilities(input, self._head(), target, stats, self.ignore_index)
         return TargetLoss(output, loss)

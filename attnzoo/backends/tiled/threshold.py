@@ -16,6 +16,8 @@ the copies in later steps was not faster.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,16 +38,30 @@ def solve_threshold(x: Tensor, shape: Tensor | None, activation: Activation) -> 
 
 
 def _newton(x: Tensor, shape: Tensor | None, activation: Activation) -> Tensor:
-    tau, buffer = x.new_zeros(x.shape[0], 1), torch.empty_like(x)
-    for _ in range(MAX_STEPS):
+    buffer = torch.empty_like(x)
+
+    def step(tau: Tensor) -> tuple[Tensor, Tensor]:
         if activation.alpha in FAST:
-            excess, step = _fast_step(x, tau, activation.alpha, buffer)
-        else:
-            excess, step = newton_step(*_sums(x, tau, shape, activation), shape, activation)
-        tau = tau + step
-        if solved(largest_excess(excess), step, tau):
+            return _fast_step(x, tau, activation.alpha, buffer)
+        return newton_step(*threshold_sums(x, tau, shape, activation), shape, activation)
+
+    return newton(step, x.new_zeros(x.shape[0], 1))[:, 0]
+
+
+def newton(
+    step: Callable[[Tensor], tuple[Tensor, Tensor]], tau: Tensor,
+    agreed: Callable[[bool], bool] = bool,
+) -> Tensor:  # fmt: skip
+    """Iterate ``step``, which takes τ and returns Z − 1 and what to add to τ.
+
+    ``agreed`` takes whether this process has solved for its rows, and returns whether to end.
+    """
+    for _ in range(MAX_STEPS):
+        excess, change = step(tau)
+        tau = tau + change
+        if agreed(solved(largest_excess(excess), change, tau)):
             break
-    return tau[:, 0]
+    return tau
 
 
 def largest_excess(excess: Tensor) -> float:
@@ -76,7 +92,7 @@ def _fast_step(x: Tensor, tau: Tensor, alpha: float, u: Tensor) -> tuple[Tensor,
     return excess, norm * excess / total.clamp_(min=torch.finfo(u.dtype).tiny)
 
 
-def _sums(
+def threshold_sums(
     x: Tensor, tau: Tensor, shape: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """Return Σφ and Σφ', both [rows, 1]."""

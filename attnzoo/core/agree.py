@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo.core.checks import shown
-from attnzoo.distributed.collectives import Ranks, all_gather
+from attnzoo.core.collectives import Ranks, all_gather
 
 _FAILED = -1
 

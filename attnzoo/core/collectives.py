@@ -1,14 +1,14 @@
 """Collectives that carry gradients, and the exchange of tensors around a ring.
 
-The gradients of the shards
-that an `all_gather` joins are summed over the ranks, because every rank may have used them.
+The gradients of the shards that an `all_gather` joins are summed over the ranks, because every rank
+may have used them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _wait(_gather(x.contiguous(), 0, group))
+        return joined(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
@@ -97,12 +97,22 @@ def all_to_all(
 
 def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
     """The largest entry over all ranks, without gradients."""
-    return x if ranks.count == 1 else _wait(funcol.all_reduce(x, "max", ranks.group))
+    return x if ranks.count == 1 else reduced(x, "max", ranks.group)
 
 
 def all_reduce_sum(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum over all ranks, without gradients."""
-    return x if ranks.count == 1 else _wait(funcol.all_reduce(x, "sum", ranks.group))
+    return x if ranks.count == 1 else reduced(x, "sum", ranks.group)
+
+
+def reduced(x: Tensor, how: str, group: dist.ProcessGroup | str) -> Tensor:
+    """x combined over a group, or over the group of that name; without gradients."""
+    return _wait(funcol.all_reduce(x, how, cast(Any, group)))
+
+
+def joined(x: Tensor, group: dist.ProcessGroup | str) -> Tensor:
+    """The tensors of all ranks, joined along the first dimension; without gradients."""
+    return _wait(_gather(x.contiguous(), 0, cast(Any, group)))
 
 
 class _Exchange:
